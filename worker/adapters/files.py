@@ -1,4 +1,4 @@
-"""An adapter as its files have it, checked against the model that it is for."""
+"""An adapter as it is in its files, checked against the model that it is for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from headrace.worker.model.adapter_memory import BfloatArray, FloatArray, Linear, LowRank, floats_of
 
 MAX_RANK = 256
-# The exponent of a bfloat16 number; all its bits are set in one that is not finite.
+# The exponent of a bfloat16 number; all its bits are set if the number is not finite.
 _EXPONENT = np.uint16(0x7F80)
 
 
@@ -61,7 +61,7 @@ def check(weights: Mapping[str, LowRank], linears: Sequence[Linear], path: Path)
 
 
 def scaled(values: FloatArray | BfloatArray, factor: float) -> FloatArray | BfloatArray:
-    """The values times a factor. They keep their bits if it is 1."""
+    """The values times a factor. A factor of 1 does not change their bits."""
     return values if factor == 1.0 else floats_of(values) * np.float32(factor)
 
 

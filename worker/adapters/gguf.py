@@ -64,7 +64,7 @@ def read_gguf(path: Path, linears: Sequence[Linear], num_kv_heads: int) -> Adapt
 
 
 def _checked(metadata: Mapping[str, Any], path: Path) -> tuple[str, float]:
-    """The architecture and alpha. AdapterError if this is no adapter that is supported."""
+    """The architecture and alpha. AdapterError if the file is not a supported adapter."""
     kind, method = metadata.get("general.type"), metadata.get("adapter.type")
     if kind != "adapter" or method != "lora":
         what = f"general.type {kind!r}" if kind != "adapter" else f"adapter.type {method!r}"

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 # The memory of adapters may grow by at most this share of the available memory.
 _MOST_MEMORY = 0.8
-# The memory shrinks if no adapter in it has more than this share of its ranks.
+# The memory shrinks if no adapter in it needs more than this share of its ranks.
 _SHRINKS_AT = 0.5
 _RETRY_S = 1.0
 NO_SLOT = -1
@@ -150,7 +150,7 @@ class AdapterLibrary:
 
     async def load(self, name: str, path: Path, *, in_place: bool = False) -> Adapter:
         """Register an adapter, and put it into memory unless all slots are in use. With `in_place` it replaces one of
-        the same name, unless it cannot be put there. StatusError (INVALID_FIELD)."""
+        the same name, unless it does not fit there. StatusError (INVALID_FIELD)."""
         standing = self._adapters.get(name)
         if standing is not None and not in_place:
             if standing.path == path:
@@ -194,8 +194,9 @@ class AdapterLibrary:
     # -- use --------------------------------------------------------------------------------------------------------
 
     async def acquire(self, adapter: Adapter, timeout_s: float) -> int:
-        """Hold an adapter in memory for a request, until `release`; its slot. It is read from its files if need be, and
-        waits up to `timeout_s` for a slot. StatusError: QUEUE_FULL, INTERNAL if its files have changed."""
+        """Hold an adapter in memory for a request, until `release`. Returns its slot. Reads it from its files if
+        necessary, and waits up to `timeout_s` for a slot. StatusError: QUEUE_FULL, INTERNAL if its files have
+        changed."""
         adapter.num_requests += 1
         adapter.used_s = time.monotonic()
         try:
@@ -225,7 +226,7 @@ class AdapterLibrary:
             assert not adapter.is_unloaded
 
     async def _bring(self, adapter: Adapter, timeout_s: float) -> None:
-        """Read an adapter into memory, or wait for a task that already does."""
+        """Read an adapter into memory, or wait for a task that already does so."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not adapter.is_in_memory:
@@ -245,7 +246,7 @@ class AdapterLibrary:
             ) from None
 
     async def _loaded(self, adapter: Adapter) -> None:
-        """Wait until an adapter is in memory. Raises what loading it raised."""
+        """Wait until an adapter is in memory. Re-raises the exception of loading it."""
         if adapter.loading is not None:
             await asyncio.shield(adapter.loading)
 
@@ -293,8 +294,8 @@ class AdapterLibrary:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     def _write(self, slot: int, adapter: Adapter) -> None:
-        """Thread: write an adapter into a slot that no request uses. A higher rank needs new memory, and the memory
-        shrinks if all in it have at most half of its ranks. AdapterError, _NoRoomError."""
+        """Thread: write an adapter into a slot that no request uses. A higher rank needs new memory. The memory shrinks
+        if all adapters in it need at most half of its ranks. AdapterError, _NoRoomError."""
         memory = self._runner.adapters
         assert memory is not None
         others = {index: owner.rank for index, owner in enumerate(self._slots.owners) if owner and index != slot}
@@ -350,7 +351,7 @@ class AdapterLibrary:
 
 
 def _status_of(error: BaseException, adapter: Adapter) -> BaseException:
-    """What the callers of an adapter see if it could not be written."""
+    """The error for callers of an adapter that could not be written."""
     if isinstance(error, FilesChangedError):
         text = f"the files of adapter '{adapter.name}' have changed since it was loaded; unload it and load it again"
         return StatusError(Reason.INTERNAL, text)

@@ -18,7 +18,7 @@ from headrace.worker.model.adapter_memory import BfloatArray, FloatArray, Linear
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
-# Fields of the configuration that change what an adapter computes, and are not supported when they are set.
+# Fields of the configuration that change an adapter's result and are not supported.
 _UNSUPPORTED = {
     "use_dora": "weights of DoRA have a magnitude for each output",
     "modules_to_save": "whole layers are replaced",
@@ -30,9 +30,9 @@ _UNSUPPORTED = {
     "use_qalora": "the inputs are pooled",
     "use_bdlora": "the weights are block-diagonal",
 }
-# Modules of multimodal models for images and audio, which a text does not pass.
+# Modules of multimodal models for images and audio, which do not process text.
 _NOT_OF_TEXT = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|multi_modal_projector)\.")
-# With these, the base model's weights were changed too before training.
+# With these, the base model's weights were also changed before training.
 _CHANGES_BASE = ("pissa", "olora", "corda")
 
 
@@ -44,7 +44,7 @@ class _Config(NamedTuple):
     alphas: Mapping[str, Any]
 
     def scale(self, module: str, rank: int) -> float:
-        """What a module's product is multiplied with. AdapterError if the module should have another rank."""
+        """The factor of a module's product. AdapterError if the module should have another rank."""
         expected = _matching(self.ranks, module, self.rank)
         if rank != expected:
             raise AdapterError(

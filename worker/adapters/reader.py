@@ -40,12 +40,12 @@ class Reader(Protocol):
         ...
 
     def write(self, slot: int, path: Path, sha256: str) -> None:
-        """Write an adapter into a slot that no request uses. Reads its files again unless they were the last to be
-        read. AdapterError, FilesChangedError if their hash is another one."""
+        """Write an adapter into a slot that no request uses. Reads its files again unless they were the last ones that
+        were read. AdapterError; FilesChangedError if their hash has changed."""
         ...
 
     def move(self, memory: AdapterMemory, slots: Sequence[int]) -> None:
-        """Write to this memory from now on. These slots of the old memory are copied to it."""
+        """Write to this memory from now on. Copies these slots of the old memory to it."""
         ...
 
 

@@ -1,12 +1,12 @@
-"""Reads adapters in a process of its own, at the lowest priority, so that running streams do not wait for it.
+"""Reads adapters in a separate process at the lowest priority, so that running streams do not wait for it.
 
     worker                                            reader
     layers, memory (its file)       ------------->    maps the memory
     read PATH                       ------------->    reads, checks, hashes
     write SLOT                      ------------->    converts into the slot
 
-A thread that did this would hold the interpreter's lock hundreds of times while a step waits for it. The process ends
-when its worker does, because the socket between them is closed then.
+A thread would hold the interpreter's lock hundreds of times while a step waits for it. The process ends with its
+worker, because that closes the socket between them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from headrace.worker.model.adapter_memory import AdapterMemory
 
 log = logging.getLogger(__name__)
 
-# A reader that competes with the worker for a core gets a seventieth of it. It works while cores are idle, as most are
-# between two steps.
+# A reader that competes with the worker for a core gets a seventieth of it. It works while cores are idle; most of them
+# are idle between two steps.
 _NICE = 19
 _STOP_S = 2.0
 
 
 class ReaderProcess:
-    """A Reader whose work is done by another process. It is started again if it has ended unexpectedly."""
+    """A Reader that works in another process. Restarts the process if it has ended unexpectedly."""
 
     def __init__(self, layers: Layers, memory: AdapterMemory) -> None:
         self._layers = layers
@@ -90,7 +90,7 @@ class ReaderProcess:
         self._send((self._layers, memory.groups, memory.num_slots, memory.rank, memory.is_bfloat16), memory)
 
     def _ask(self, method: str, *arguments: Any, memory: AdapterMemory | None = None) -> Any:
-        """The result of a method of AdapterReader in the other process. Raises what it raised."""
+        """Call a method of AdapterReader in the other process, and return its result. Re-raises its exception."""
         for is_last in (False, True):
             try:
                 if self._process is None:

@@ -1,10 +1,10 @@
 """Chooses the texts that are encoded together.
 
 A batch is as long as its longest text, and the rest is padding. So texts of about the same length go together: the
-first in rank, and those nearest to it in length, as long as padding stays within a bound.
+first in rank, and those nearest to it in length, as long as padding stays within a limit.
 
-Rank is priority, then fair shares of the tenants (`headrace.common.fair_queue`). The first in rank is in every
-next batch, so no text waits longer than for those before it. Only the first `window` texts in rank are looked at, which
+Rank is priority, then fair shares of the tenants (`headrace.common.fair_queue`). The next batch always contains the
+first in rank, so a text waits only for those before it. Only the first `window` texts in rank are looked at, which
 keeps a late text from overtaking many.
 
 Pure.
@@ -19,7 +19,7 @@ from itertools import islice
 from headrace.common.fair_queue import Entry, FairQueue
 from headrace.worker.request.request import Request
 
-# The least tokens for which a text is worth a batch of its own instead of a place in another one.
+# The minimum number of tokens for which a text gets its own batch instead of a place in another one.
 _LEAST_TOKENS = 128
 
 
@@ -39,7 +39,7 @@ class Batcher:
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self.num_tokens = 0
-        """Of all waiting texts."""
+        """Number of tokens of all waiting texts."""
         self._queue: FairQueue[Request] = FairQueue()
         self._entries: dict[Request, Entry[Request]] = {}
 

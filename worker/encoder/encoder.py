@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # Half-life of the learned rate, in seconds of work.
 _HALF_LIFE_S = 10.0
-# Work that takes more than so many seconds, and PAUSE times what the rate predicts, counts as if it took only that.
+# If work takes more than this many seconds and more than PAUSE times the predicted time, only that limit counts.
 _LEAST_PAUSE_S = 2.0
 _NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's output for this text is not numbers")
 _FAILED = StatusError(Reason.INTERNAL, "the model failed on the texts of this batch; the worker's log has the reason")

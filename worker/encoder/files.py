@@ -29,7 +29,7 @@ _MODES = {
     "mean": Pooling.MEAN,
     "lasttoken": Pooling.LAST,
 }
-# Their position ids begin behind that of the padding token.
+# Their position ids begin after the id of the padding token.
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet"}
 
 

@@ -66,7 +66,7 @@ class LoadedEncoder:
     adapters: None = None
 
     def close(self) -> None:
-        """Nothing runs beside the thread."""
+        """Does nothing: only the thread runs."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -88,7 +88,7 @@ def load_encoder(config: WorkerConfig, task: Task) -> LoadedEncoder:
     vocab_size = _vocab_size(config)
     start = time.monotonic()
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
-    # Importing OpenVINO takes long, so a wrong directory is refused before.
+    # Importing OpenVINO is slow, so refuse a wrong directory first.
     from headrace.worker.encoder.runner import EncoderRunner
 
     runner = EncoderRunner(config.model_dir, files, threads=threads, execution_mode=config.execution_mode)
@@ -114,8 +114,8 @@ def load_encoder(config: WorkerConfig, task: Task) -> LoadedEncoder:
 
 
 def warm_up(runner: EncoderRunner, files: EncoderFiles, vocab_size: int) -> None:
-    """Encode short texts, so that the first caller does not wait for work that is done once. Raises ConfigurationError
-    if the vector of a text changes beside a longer text."""
+    """Encode short texts, so that the first caller does not wait for one-time work. Raises ConfigurationError if a
+    longer text in the batch changes the vector of a text."""
     # Ordinary tokens have higher ids than special ones.
     lengths = [min(length, files.max_tokens) for length in _WARM_UP_TOKENS]
     first = min(1000, vocab_size - max(lengths))

@@ -1,8 +1,8 @@
 """Computes batches of texts with OpenVINO: several at the same time, each on its own cores.
 
 With short texts, cores that share a batch spend most of their time waiting for each other. So each stream has one core
-on small hosts, and four on large ones, where a text on one core would take long. There is one more batch than there are
-streams, so that a stream can begin its next batch at once.
+on small hosts, and four on large ones, where a text on one core would take long. There is one more batch than streams,
+so that a stream can begin its next batch at once.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def read_encoder(core: ov.Core, model_dir: Path, files: EncoderFiles) -> ov.Mode
 
 
 def _name_of(port: ov.Output) -> str:
-    """The name of an input. OpenVINO's own converter gives some a second one, a number."""
+    """The name of an input. OpenVINO's own converter also gives some inputs a number as a name."""
     known = port.get_names().intersection(_KNOWN_INPUTS)
     return known.pop() if known else str(port.any_name)
 

@@ -1,4 +1,4 @@
-"""The graph of a model whose sequences may give up KV blocks: block tables for each layer, and scores of attention.
+"""The graph of a model whose sequences may evict KV blocks: block tables for each layer, and scores of attention.
 
 OpenVINO's transformation makes an input and an output for each layer. Here they become one of each, because setting 30
 inputs and reading 30 outputs takes longer than dividing one.
@@ -23,8 +23,8 @@ _SLIDING_WINDOW, _ALIBI_SLOPES = 10, 11
 
 
 def merge_layers(model: ov.Model) -> None:
-    """Give a model with PagedAttention, transformed with TRANSFORMATION, the ports above. ConfigurationError if blocks
-    of its sequences cannot be given up."""
+    """Give a model with PagedAttention, transformed with TRANSFORMATION, the ports above. ConfigurationError if its
+    sequences cannot evict blocks."""
     _check(model)
     tables = sorted((port for port in model.inputs if port.any_name.startswith("block_indices.")), key=layer_of)
     scores = sorted((port for port in model.outputs if port.any_name.startswith("scores.")), key=layer_of)

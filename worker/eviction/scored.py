@@ -1,4 +1,4 @@
-"""The sequences of a step whose attention decides which blocks stay, and the arrays of a step with them. Pure."""
+"""The sequences of a step whose attention decides which blocks stay, and the arrays of such a step. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headrace.worker.eviction.sequence import Eviction, FloatArray, IntArray
 
 
 class Scored(NamedTuple):
-    """The number of a sequence in the batch, its state, and how many of its last queries count. Unless it `is_whole`,
-    more queries of the prompt follow in later steps."""
+    """The number of a sequence in the batch, its state, and how many of its last queries are scored. Unless it
+    `is_whole`, more queries of the prompt follow in later steps."""
 
     sequence: int
     eviction: Eviction
@@ -21,7 +21,7 @@ class Scored(NamedTuple):
 
 
 def tables_of(block_indices: IntArray, block_tables: IntArray | None, num_layers: int) -> IntArray:
-    """The block indices of each layer, `[layers, blocks]`, where all layers may have the same."""
+    """The block indices of each layer, `[layers, blocks]`, if all layers have the same."""
     return np.broadcast_to(block_indices, (num_layers, len(block_indices))) if block_tables is None else block_tables
 
 
@@ -43,7 +43,7 @@ def padded_tables(tables: IntArray | None, num_tokens: int, block: int) -> IntAr
 
 
 def score_windows(scored: Sequence[Scored], num_sequences: int) -> IntArray:
-    """For each sequence, how many of its last queries count; at least one."""
+    """For each sequence, how many of its last queries are scored; at least one."""
     windows = np.ones(num_sequences, np.int32)
     for one in scored:
         windows[one.sequence] = one.num_queries
@@ -51,8 +51,8 @@ def score_windows(scored: Sequence[Scored], num_sequences: int) -> IntArray:
 
 
 def add_scores(scored: Sequence[Scored], past_lens: IntArray, begins: IntArray, scores: FloatArray) -> None:
-    """Pass the attention that cached tokens got on to their sequences: `scores` `[layers, tokens]` of all sequences,
-    whose new tokens begin at `begins`."""
+    """Pass the scores of cached tokens to their sequences: `scores` `[layers, tokens]` of all sequences, whose new
+    tokens begin at `begins`."""
     ends = np.cumsum(past_lens + np.diff(begins)).tolist()
     for sequence, eviction, num_queries, is_whole in scored:
         begin = ends[sequence - 1] if sequence else 0

@@ -1,11 +1,11 @@
-"""Eviction of KV blocks of one long sequence: which blocks it gives up, and what it remembers of the others.
+"""Eviction of KV blocks of one long sequence: which blocks it evicts, and the scores of the others.
 
 The cache of a sequence has three areas, in tokens:
 
     | start_size |        evictable         | recent_size |
     |  0  1  2   | 3  4  5  6  7  8  9 ...   |  ... newest |
 
-When the sequence has a full block more than `max_cache_size` tokens, each layer gives up the evictable block that its
+When the sequence has a full block more than `max_cache_size` tokens, each layer evicts the evictable block that its
 queries have attended to least. Scores are sums of attention weights over heads and queries: the last tokens of the
 prompt, then each token of the answer. The algorithm is that of OpenVINO GenAI (docs/decisions/0067).
 """
@@ -23,7 +23,7 @@ FloatArray = npt.NDArray[np.float32]
 
 # The last tokens of a prompt whose attention gives the first scores (SnapKV, arXiv 2404.14469).
 SCORED_PROMPT_TOKENS = 8
-# A token's score is the highest of its own and the next ones, so that neighbours stay together.
+# A token's score is the highest of its own and the following ones, so that neighbours stay together.
 _NEIGHBOURS = 7
 
 
@@ -67,16 +67,16 @@ class Eviction:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the sequence has lost blocks. Then its other blocks are of no use to other sequences."""
+        """Whether the sequence has lost blocks. Then its other blocks are useless to other sequences."""
         return self.num_evicted_tokens > 0
 
     def num_scored(self, past: int, num_tokens: int, num_prompt_tokens: int) -> int:
-        """How many of a prompt's next tokens have queries that count."""
+        """How many of a prompt's next tokens have queries that are scored."""
         return min(num_tokens, max(0, past + num_tokens - max(0, num_prompt_tokens - SCORED_PROMPT_TOKENS)))
 
     def add(self, scores: FloatArray, num_queries: int, *, is_whole: bool = True) -> None:
         """Add the attention that `num_queries` queries, the last ones, gave to each cached token `[layers, tokens]`.
-        Unless it `is_whole`, more queries of the prompt follow, whose attention belongs to it."""
+        Unless it `is_whole`, more queries of the prompt follow and are added to the same sum."""
         if self._num_of_prompt:
             scores = scores.copy()
             scores[:, : self._of_prompt.shape[1]] += self._of_prompt
@@ -87,7 +87,7 @@ class Eviction:
         if size <= 0 or not is_whole:
             return
         self._grow(len(scores), size)
-        # A query gives nothing to the tokens after it.
+        # A query does not attend to the tokens after it.
         num_new = np.minimum(np.arange(size, 0, -1, dtype=np.int32), num_queries)
         self._sums[:, :size] += _highest_of_neighbours(scores[:, self.rule.start_size :])
         self._counts[:, :size] += num_new
@@ -127,7 +127,7 @@ class Eviction:
             self._sums, self._counts = self._sums[:, :room].copy(), self._counts[:, :room].copy()
 
     def _grow(self, num_layers: int, size: int) -> None:
-        """Make room for so many tokens."""
+        """Make room for this many tokens."""
         if size > self._sums.shape[1]:
             missing = (num_layers, max(size, self.rule.max_cache_size) + 1 - self._sums.shape[1])
             if not self._sums.size:

@@ -28,9 +28,9 @@ def eviction_of(config: WorkerConfig) -> CacheEviction | None:
 
 
 def add_rule(card: ModelCard, rule: CacheEviction | None, longest: int) -> None:
-    """Note in the model card that requests may give up blocks. An empty `rule` means only requests that ask for it,
-    None no request. Contexts then have at most `longest` tokens. ConfigurationError if the rule does not fit the
-    cache."""
+    """Record in the model card that requests may evict blocks. With an empty `rule`, only requests that ask for it do;
+    with None, no request does. Contexts then have at most `longest` tokens. ConfigurationError if the rule does not fit
+    the cache."""
     if rule is None:
         return
     card.max_evicting_context_tokens = max(longest, card.max_context_tokens)
@@ -43,7 +43,7 @@ def add_rule(card: ModelCard, rule: CacheEviction | None, longest: int) -> None:
 
 
 def eviction_for(card: ModelCard, sampling: SamplingParams) -> Eviction | None:
-    """What a request gives up; None if it keeps all blocks. StatusError names the wrong field."""
+    """The state of a request's eviction; None if it keeps all blocks. StatusError names the wrong field."""
     rule = rule_for(card, sampling)
     if rule is None:
         return None

@@ -30,14 +30,15 @@ log = logging.getLogger(__name__)
 CACHED_GRAMMARS = 64
 MAX_PENDING = 64
 NUM_THREADS = 2
-# Compiled grammars take up to 50 MB of memory for each second that compiling them took. The most seconds of those that
-# are cached, and of those that are cached or in use.
+# Compiled grammars take up to 50 MB of memory for each second of compilation. The maximum number of seconds for cached
+# grammars, and for those that are cached or in use.
 MAX_CACHED_S, MAX_KEPT_S = 5.0, 15.0
 COMPILE_TIMEOUT_S = 10.0
 # A state of a lexer takes about 2 kB.
 MAX_LEXER_STATES = 25_000
 # llguidance follows rules and references recursively, and a stack that overflows ends the process. It was seen to take
-# up to 1.3 kB for each byte of a constraint. What needs less than ordinary threads have runs in one of those.
+# up to 1.3 kB for each byte of a constraint. A constraint that needs less than the stack of an ordinary thread runs in
+# one.
 _STACK_BYTES_PER_BYTE, _SMALL_BYTES = 2048, 2048
 
 
@@ -94,7 +95,7 @@ class Grammars:
         self._pending: dict[_Key, _Work] = {}
         self._queue: FairQueue[_Work] = FairQueue()
         self._tenants: list[str] = []
-        """Those for whom constraints are being compiled."""
+        """The tenants for whom constraints are being compiled."""
 
     async def constrain(
         self,
@@ -107,7 +108,7 @@ class Grammars:
     ) -> Constraint:
         """The compiled constraint of a request. The answer may end with `end_token_ids` where the grammar may end, and
         continues after `generated`. StatusError with the compiler's message if the constraint is not supported. An
-        empty `tenant` is nobody in particular."""
+        empty `tenant` stands for unknown callers."""
         if not self._eos_token_ids:
             message = "the model names no end-of-sequence token, so a constrained answer could not end"
             raise StatusError(Reason.UNSUPPORTED, message, field="sampling.constraint")
@@ -123,7 +124,8 @@ class Grammars:
             self._leave(work)
 
     def _work(self, key: _Key, tenant: str, priority: int) -> _Work:
-        """The compilation for this key, shared with others. It has the place of whoever goes first."""
+        """The compilation for this key, shared with other requests. It has the queue place of the request that goes
+        first."""
         queue = self._queue
         with self._lock:
             work = self._pending.get(key)
@@ -140,7 +142,7 @@ class Grammars:
         return work
 
     def _displace_for(self, tenant: str, priority: int) -> None:
-        """Refuse a waiting compilation in favour of a new one. StatusError if the new one is to be refused."""
+        """Refuse a waiting compilation in favour of a new one. StatusError to refuse the new one instead."""
         entry, error = self._queue.to_displace(tenant, priority), _busy("too many others are being compiled")
         if entry is None:
             raise error
@@ -148,7 +150,7 @@ class Grammars:
         entry.item.future.set_exception(error)
 
     def _leave(self, work: _Work) -> None:
-        """A request does not wait any more. If nobody does, and it has not begun, the compilation is cancelled."""
+        """A request does not wait any more. If no request waits and the compilation has not begun, cancel it."""
         with self._lock:
             work.num_waiting -= 1
             if not work.num_waiting and work.entry is not None:
@@ -162,7 +164,7 @@ class Grammars:
         del self._pending[work.key]
 
     def _begin(self) -> None:
-        """Compile what is next, if a thread is free: for each tenant one constraint at a time."""
+        """Compile the next constraint, if a thread is free; one at a time for each tenant."""
         while len(self._tenants) < NUM_THREADS:
             ready = (entry for entry in self._queue.in_order() if not entry.tenant or entry.tenant not in self._tenants)
             entry = next(ready, None)
@@ -197,7 +199,7 @@ class Grammars:
             return constraint.behind(generated)
         except StatusError:
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             log.error("a constraint could not be compiled", exc_info=error)
             message = "the grammar engine failed on this constraint; write it differently"
             raise StatusError(Reason.INTERNAL, message, field=source.field) from error
@@ -231,7 +233,8 @@ class Grammars:
         return grammar
 
     def _make_room(self) -> None:
-        """Forget cached grammars if those that are kept take too much memory. StatusError if requests need them all."""
+        """Remove cached grammars if all of them together take too much memory. StatusError if requests need all of
+        them."""
         while _cost_s(self._kept) > MAX_KEPT_S:
             if not self._cache:
                 raise _busy("those of running requests take too much memory")
@@ -251,7 +254,7 @@ class Grammars:
 
 class _Tokens:
     """The vocabulary as llguidance needs it: `vocab_size` tokens, and a tokenizer. It always takes the longest token,
-    because the text that a grammar forces must not depend on merges that only the gateway knows."""
+    because the text that a grammar requires must not depend on merges, which only the gateway knows."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         token_bytes = vocabulary.token_bytes[:vocab_size]
@@ -307,7 +310,7 @@ def _grammar_text(source: ConstraintSource) -> str:
 
 
 def _place(queue: FairQueue[_Work], entry: Entry[_Work]) -> int:
-    """How many others go before an entry."""
+    """How many other entries go before an entry."""
     return list(queue.in_order()).index(entry)
 
 

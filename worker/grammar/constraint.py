@@ -22,14 +22,14 @@ from headrace.protos.status import Reason, StatusError
 
 log = logging.getLogger(__name__)
 
-# If at most so many tokens are allowed, sampling looks at no others.
+# If at most this many tokens are allowed, sampling looks only at these.
 FEW_TOKENS = 512
 MAX_REASON_CHARS = 300
 
 Bits = npt.NDArray[np.uint8]
 _Guess = TypeVar("_Guess")
 
-# For each value of a mask byte: what is added to the logits of its eight tokens.
+# For each value of a mask byte: the values to add to the logits of its eight tokens.
 _BIAS_OF_BYTE = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32(0),
@@ -38,7 +38,7 @@ _BIAS_OF_BYTE = np.where(
 
 
 class ConstraintFailedError(Exception):
-    """The grammar engine failed while following a constraint. The cause is what it raised."""
+    """The grammar engine failed while following a constraint. `__cause__` is the original exception."""
 
 
 class ConstraintSource(NamedTuple):
@@ -148,7 +148,7 @@ class Matcher:
         if self._failure is None:
             try:
                 return self._allowed_behind(generated)
-            except BaseException as error:  # a panic in Rust is no Exception
+            except BaseException as error:  # a panic in Rust is not an Exception
                 self._fail(error)
         raise ConstraintFailedError("the grammar engine failed") from self._failure
 
@@ -175,8 +175,8 @@ class Matcher:
         return replace(self._constraint, start=self.position, num_start_tokens=self._num_tokens, first=None)
 
     def forced_tokens(self) -> Sequence[int]:
-        """The tokens of the only text that may follow, as far as there is but one. A sampled token may differ, because
-        a text has several tokenisations."""
+        """The tokens of the text that must follow, as far as only one text is possible. A sampled token may differ,
+        because a text has several tokenisations."""
         return self._guess(lambda: self.position.compute_ff_tokens(), ())
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
@@ -243,7 +243,7 @@ class Matcher:
 
 
 class LookAhead:
-    """Advances matchers in a thread of its own, a batch at a time."""
+    """Advances matchers in its own thread, a batch at a time."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None

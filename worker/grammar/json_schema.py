@@ -40,7 +40,7 @@ MAX_PATTERNS = 8
 # 100 patterns of one object take 0.05 s, 200 take 0.9 s.
 MAX_PATTERN_PAIRS = 5000
 _DECODER = json.JSONDecoder()
-# Strings, comments and expressions, which may contain %json as text, and %json itself.
+# Strings, comments and expressions, which may contain %json as text; and %json itself.
 _LEXEMES = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b)', re.DOTALL)
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
 

@@ -53,8 +53,8 @@ class EagleShape:
 
 @dataclass(frozen=True, slots=True)
 class EagleFiles:
-    """Heads as they were read. `weights` are by their names, without the layer's prefix; bfloat16 as its bits.
-    `token_ids` [draft vocabulary] are the target's."""
+    """Heads as they are in the files. `weights` maps names, without the layer's prefix, to arrays; bfloat16 as its
+    bits. `token_ids` [draft vocabulary] are the target's."""
 
     path: Path
     shape: EagleShape
@@ -148,7 +148,7 @@ def _shape_of(config: Mapping[str, Any], weights: Mapping[str, _Array], path: Pa
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The layers whose input is read. In `eagle_config` they are named by the layer before, whose output it is."""
+    """The layers whose input is read. `eagle_config` names the previous layers, whose outputs these inputs are."""
     nested = config.get("eagle_config")
     of_output = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
     if of_output:

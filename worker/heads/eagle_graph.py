@@ -6,8 +6,8 @@
                                           features of token t+1, if it is proposed too
 
 Features are the target's hidden states after `fc`, which is in the target's graph (`features`). For proposed tokens
-they are the heads' own states. Weights are 8-bit integers with a scale for each row: their bits decide only how often a
-proposal is right.
+they are the heads' own states. Weights are 8-bit integers with a scale for each row, because their precision affects
+only how often a proposal is right.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Builder:
         return opset13.cos(angles), opset13.sin(angles)
 
     def _rotated(self, states: ov.Output, num_heads: int, cosines: ov.Node, sines: ov.Node) -> ov.Output:
-        """Queries or keys `[tokens, heads x size]`, each half of a head turned with the other."""
+        """Queries or keys `[tokens, heads x size]`, rotated: the halves of each head form the pairs."""
         size = self._shape.head_size
         heads = opset13.reshape(states, opset13.constant(np.array([-1, num_heads, size])), False)
         halves = opset13.split(heads, opset13.constant(np.int64(2)), 2)

@@ -46,7 +46,7 @@ class EagleHeads(NamedTuple):
 
 class EagleRunner:
     """Compiled heads. Slot t of a sequence has token t + 1 and the features of token t. Logits are over the target's
-    vocabulary; tokens that the heads do not know have the lowest number.
+    vocabulary; tokens that the heads do not know have the lowest possible logit.
 
     A step reads the features of its tokens from the store. After it, the heads' own state is in the store as the
     features of the next token, for proposals that continue a proposal. The target overwrites it when it verifies them.
@@ -80,7 +80,7 @@ class EagleRunner:
         self.infer_s = 0.0
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> None:
-        """Make the heads' part of `num_blocks` blocks, and of one for padding: keys and values, and features.
+        """Allocate the heads' part of `num_blocks` blocks, and of one for padding: keys and values, and features.
         ConfigurationError if there is no memory for it."""
         self._reader.store = FeatureStore(num_blocks, self.block_size, self._width)
         num_blocks += 1

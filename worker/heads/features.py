@@ -1,7 +1,7 @@
 """The features of the target's tokens: mixed hidden states of three layers, which EAGLE-3 heads read.
 
 The target's graph computes them for every token of a step. They are kept for each token of each KV block, so the heads
-can read them later, and a prefix hit finds them too. Blocks that another process has computed have none.
+can read them later, and a prefix hit finds them too. Blocks from another process have none.
 
     block           0               1               2
     target's KV     [t0 t1 t2 t3]   [t4 t5 t6 t7]   [t8 ..      ]
@@ -31,10 +31,10 @@ class FeatureStore:
     """The features of `num_blocks` blocks, and of one for padding, in bfloat16."""
 
     def __init__(self, num_blocks: int, block_size: int, width: int) -> None:
-        # The kernel gives pages when they are written to.
+        # The kernel allocates pages when they are written.
         self._values = np.zeros((num_blocks + 1, block_size, width), np.uint16)
         self.num_filled = [0] * (num_blocks + 1)
-        """How many tokens of each block have features, from its first on."""
+        """How many tokens of each block have features, counted from its first token."""
         self.block_size = block_size
 
     def write(self, batch: Batch, features: FloatArray) -> None:
@@ -55,7 +55,7 @@ class FeatureStore:
                     filled[block] = min(size, end - index * size)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """These blocks are about to get other content."""
+        """Forget the features of these blocks, because their content is about to change."""
         for block in blocks:
             self.num_filled[block] = 0
 
@@ -90,7 +90,7 @@ class FeatureReader:
     def __init__(self, files: EagleFiles) -> None:
         self._files = files
         self.store: FeatureStore | None = None
-        """Set once the number of blocks is known."""
+        """Set when the number of blocks is known."""
 
     def add_outputs(self, model: ov.Model) -> None:
         """Add an output `features` [tokens, size]. ConfigurationError if the heads do not fit the model."""

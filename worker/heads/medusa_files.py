@@ -4,7 +4,7 @@
     H.L.linear.weight, .bias    layer L of head H: states + silu(product)
     H.N.weight                  after the N layers of head H: [vocabulary, size]
 
-vLLM's names are understood too: blocks.H.layers.L.weight, lm_heads.H.weight.
+vLLM's names work too: blocks.H.layers.L.weight, lm_heads.H.weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OWN_HEAD = re.compile(r"^lm_heads\.(\d+)\.weight$")
 
 
 class MedusaHead(NamedTuple):
-    """The weights of a head: those of its layers, with biases or None, and of its logits."""
+    """The weights of a head: of its layers, with biases or None, and of its logits."""
 
     layers: list[tuple[_Array, _Array | None]]
     logits: _Array
@@ -37,7 +37,8 @@ class MedusaHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MedusaFiles:
-    """Heads as they were read. Head h proposes the token h + 1 places after the next. bfloat16 comes as its bits."""
+    """Heads as they are in the files. Head h proposes the token h + 1 places after the next. bfloat16 is stored as its
+    bits."""
 
     path: Path
     size: int

@@ -2,7 +2,7 @@
 
     last hidden state --> states + silu(product), for each layer --> logits of the token h + 1 places after the next
 
-Each head is a graph of its own, so a short draft does not compute the heads behind. Weights are 8-bit integers, as in
+Each head has its own graph, so a short draft does not compute the later heads. Weights are 8-bit integers, as in
 `eagle_graph`.
 """
 
@@ -33,7 +33,7 @@ _OUTPUT = "last_states"
 
 
 class MedusaHeads(NamedTuple):
-    """Heads as read from their files, and the reader that makes the target's graph give hidden states."""
+    """Heads as read from their files, and the reader that adds hidden states to the outputs of the target's graph."""
 
     files: MedusaFiles
     reader: LastStates
@@ -69,15 +69,15 @@ class _Rows(NamedTuple):
 
 
 class LastStates:
-    """Makes the target's graph give the last hidden state of sampled rows, and keeps those of each request. See
-    `headrace.worker.model.runner.StateReader`."""
+    """Adds the last hidden states of sampled rows to the outputs of the target's graph, and keeps those of each
+    request. See `headrace.worker.model.runner.StateReader`."""
 
     def __init__(self, files: MedusaFiles) -> None:
         self._files = files
         self._rows: WeakKeyDictionary[Request, _Rows] = WeakKeyDictionary()
 
     def add_outputs(self, model: ov.Model) -> None:
-        """Add an output with what the product of the logits multiplies. ConfigurationError if the heads do not fit."""
+        """Add an output with the input of the product that gives logits. ConfigurationError if the heads do not fit."""
         logits = next(result for result in model.get_results() if "logits" in result.output(0).get_names())
         node = logits.input_value(0).get_node()
         while node.get_type_name() != "MatMul":
@@ -119,7 +119,7 @@ class MedusaRunner:
     def __init__(
         self, files: MedusaFiles, states: LastStates, *, threads: int, vocab_size: int, block_size: int
     ) -> None:
-        """Compile `files` for a model with so many tokens and blocks. ConfigurationError if they do not fit it."""
+        """Compile `files` for a model with this many tokens and blocks. ConfigurationError if they do not fit it."""
         if files.vocab_size != vocab_size:
             raise ConfigurationError(
                 f"the heads in {files.path} are for a vocabulary of {files.vocab_size} tokens, and this model has "
@@ -136,7 +136,7 @@ class MedusaRunner:
         self.infer_s = 0.0
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> None:
-        """Nothing: they have no part in blocks."""
+        """Does nothing: they have no part in blocks."""
 
     def compute(self, head: int, states: FloatArray) -> Logits:
         """Logits `[rows, vocab_size]` of a head after these last hidden states `[rows, size]`."""

@@ -1,7 +1,7 @@
 """Finds hidden states in a model's graph with PagedAttention.
 
-The states before a layer are what its projections read after a normalisation, and what the layer's result is added to.
-They are found from the layer's attention backwards, so names in the graph do not matter.
+The states before a layer are the input of the normalisation before its projections, and the layer's result is added to
+them. The search goes backwards from the layer's attention, so names in the graph do not matter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def width_of(states: ov.Output) -> int:
 
 
 def _sum_before(product: ov.Node) -> ov.Output | None:
-    """The nearest sum of two values of each token that a product is computed from: the residual connection."""
+    """The nearest sum of two values of each token from which a product is computed: the residual connection."""
     width, seen, waiting = width_of(product.input_value(0)), set(), [product.input_value(0).get_node()]
     while waiting:
         node = waiting.pop(0)
@@ -75,8 +75,8 @@ def _sum_before(product: ov.Node) -> ov.Output | None:
 
 
 def _table_reads(tokens: ov.Output) -> ov.Output | None:
-    """What is read from a constant table by token ids. Where scales are in a table of their own, the first node that
-    both are in."""
+    """The values that are read from a constant table by token ids. If scales are in a separate table, the first node
+    that combines both."""
     waiting = [port.get_node() for port in tokens.get_target_inputs()]
     seen: set[str] = set()
     while waiting:
@@ -92,7 +92,7 @@ def _table_reads(tokens: ov.Output) -> ov.Output | None:
 
 
 def _users(output: ov.Output) -> list[ov.Node]:
-    """The nodes that use a value, except those that only look at its shape."""
+    """The nodes that use a value, except those that only read its shape."""
     users = {}
     for port in output.get_target_inputs():
         node = port.get_node()

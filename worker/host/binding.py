@@ -26,12 +26,12 @@ _HUGE = {"AnonHugePages:", "ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetl
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where a worker's threads and memory are.
+    """The placement of a worker's threads and memory.
 
-    `numa_node` is the node with memory that is nearest to all CPUs, or None if they differ in it. `cpus` are those on
-    which any thread may run, ascending. `memory_policy` is as the kernel writes it (`default`, `prefer:0`, ...), or
-    empty if unknown. Resident bytes are by NUMA node: all, anonymous ones, and of these the KV cache. `kv_huge_bytes`
-    of the KV cache are in huge pages.
+    `numa_node` is the node with memory that is nearest to all CPUs, or None if they have different ones. `cpus` are
+    those on which any thread may run, ascending. `memory_policy` is as the kernel writes it (`default`, `prefer:0`,
+    ...), or empty if unknown. Resident bytes are by NUMA node: all, anonymous ones, and of these the KV cache.
+    `kv_huge_bytes` of the KV cache are in huge pages.
     """
 
     numa_node: int | None
@@ -108,7 +108,7 @@ def _numa_maps(lines: Iterable[str], kv_cache: Region) -> _Pages:
     pages = _Pages()
     for line in lines:
         address, policy, *words = line.split()
-        # The first mapping, the program's, has no policy of its own, so it shows that of the process.
+        # The first mapping, that of the program, has no policy of its own, so it shows the policy of the process.
         pages.policy = pages.policy or policy
         found = dict(word.split("=", 1) for word in words if "=" in word)
         page_bytes = int(found.get("kernelpagesize_kB", 4)) * 1024

@@ -14,8 +14,8 @@ _HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)")
 
 
 class Mapping(NamedTuple):
-    """A mapping of this process: its address, its size and what of it is in memory, in bytes, and its permissions, such
-    as "r--p"."""
+    """A mapping of this process: its address, its size and its resident part in bytes, and its permissions, such as
+    "r--p"."""
 
     address: int
     size: int
@@ -39,8 +39,8 @@ def mappings_of(path: Path) -> Iterator[Mapping]:
 
 
 def give_back(path: Path) -> int:
-    """Give the memory of a mapped file back to the kernel, which reads pages again when they are used. Returns the
-    bytes. Mappings that can be written to stay, because their pages may differ from the file's."""
+    """Return the memory of a mapped file to the kernel, which reads pages again when they are used. Returns the number
+    of bytes. Writable mappings stay, because their pages may differ from the file's."""
     libc, given_back = ctypes.CDLL(None, use_errno=True), 0
     for mapping in list(mappings_of(path)):
         address, size = ctypes.c_void_p(mapping.address), ctypes.c_size_t(mapping.size)

@@ -1,1 +1,2 @@
-"""Models of text and images: their networks become one that takes tokens, so their text is served as that of others."""
+"""Models of text and images: joins their networks into one that takes tokens, so that their text is served like that of
+other models."""

@@ -1,8 +1,8 @@
-"""Puts the embeddings of text in front of the language model of a multimodal model, so that it takes tokens.
+"""Joins the text embeddings of a multimodal model to its language model, so that the result takes tokens.
 
     input_ids -> text embeddings -> inputs_embeds -> language model -> logits
 
-Only text is served. So what the language model takes besides follows from that:
+Only text is served. This determines the other inputs of the language model:
 
     position_ids [rows, batch, tokens]   equal rows: time, height and width of a text's token are its position
     visual_pos_masks                     no token belongs to an image

@@ -1,1 +1,1 @@
-"""KV blocks that workers get from one another."""
+"""KV blocks that workers exchange with one another."""

@@ -1,4 +1,5 @@
-"""The calls with which workers exchange KV blocks: what requests need, and what a draining worker hands over.
+"""The calls with which workers exchange KV blocks: the blocks that requests need, and those that a draining worker
+hands over.
 
 A router hands the blocks over. It calls HandOver of the worker that drains, which names its blocks, most recently used
 first. The router distributes them and calls TakeBlocks of others, which fetch them. It ends HandOver when all is done.
@@ -21,11 +22,11 @@ log = logging.getLogger(__name__)
 
 _Named: TypeAlias = AsyncGenerator[worker_pb2.HandOverResponse, None]
 
-# A router hears within this time that the worker drains. After that the worker does not wait for it.
+# A router learns within this time that the worker drains. After that the worker does not wait for a router.
 BEGIN_S = 0.5
 # The longest time that a worker waits until its blocks are handed over.
 MAX_HANDOVER_S = 60.0
-# Blocks of one TakeBlocks must come within this time.
+# The blocks of one TakeBlocks must arrive within this time.
 _TAKE_TIMEOUT_S = 10.0
 _BLOCKS_A_MESSAGE = 4096
 _LOOK_S = 0.02
@@ -34,7 +35,7 @@ _LOOK_S = 0.02
 class Handover:
     """Hands the blocks of a draining worker over, and takes those of others. At most `max_bytes` are handed over.
 
-    `is_busy` tells whether the worker has running requests: then it takes blocks for half of the time at most.
+    `is_busy` returns whether the worker has running requests: it then takes blocks for at most half of the time.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Handover:
 
     def reset(self) -> None:
         """The worker takes requests again; the next drain hands over again."""
-        self._begun, self._ended = asyncio.Event(), asyncio.Event()  # a handover that still runs sets the old ones
+        self._begun, self._ended = asyncio.Event(), asyncio.Event()  # a running handover sets the old ones
 
     async def name_blocks(self, *, draining: bool) -> _Named:
         """The messages of HandOver. Raises StatusError."""
@@ -78,7 +79,7 @@ class Handover:
                         for content in named[start : start + _BLOCKS_A_MESSAGE]
                     ]
                 )
-            yield worker_pb2.HandOverResponse()  # that was all
+            yield worker_pb2.HandOverResponse()  # there are no more blocks
             await ended.wait()
         finally:
             log.info("%d KV blocks were handed over to other workers", self.source.num_sent - num_before)
@@ -103,7 +104,7 @@ class Handover:
             self._ended.set()
 
     async def take(self, request: worker_pb2.TakeBlocksRequest) -> int:
-        """Fetch blocks from a draining worker. Returns how many came. Raises StatusError."""
+        """Fetch blocks from a draining worker. Returns how many arrived. Raises StatusError."""
         if request.kv_layout != self.source.layout:
             problem = "the KV blocks of this worker have another layout than the source's"
             raise StatusError(Reason.MODEL_CHANGED, problem, field="kv_layout")

@@ -1,7 +1,8 @@
 """Sends cached KV blocks to other workers.
 
-A block is read without stopping the engine: it may be evicted while it is copied. So the source looks again afterwards,
-and the receiver compares a checksum. On one host the receiver reads the blocks from the source's memory itself.
+A block is read without stopping the engine: it may be evicted while it is copied. So the source checks again after
+copying, and the receiver compares a checksum. On the same host the receiver reads the blocks from the source's memory
+itself.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class BlockFile:
     num_blocks: int
 
     def message(self) -> worker_pb2.SharedMemory:
-        """Where others find it."""
+        """The message with which other workers find it."""
         found = os.fstat(self.descriptor)
         return worker_pb2.SharedMemory(
             pid=os.getpid(),

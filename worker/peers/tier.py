@@ -30,12 +30,12 @@ from headrace.worker.peers.source import host_id
 
 log = logging.getLogger(__name__)
 
-# Fetches at the same time. Each may have another source, so one that is slow does not hold up the others.
+# Number of fetches at the same time. They may have different sources, so a slow one does not delay the others.
 MAX_FETCHES = 4
 # The assumed speed, and the time until the first message, before the first fetch.
 _FIRST_GUESS_BYTES_PER_S = 0.5e9
 _FIRST_GUESS_SETUP_S = 0.005
-# A worker that sent nothing is left alone for so many times as long as that took.
+# After a call in which a worker sent nothing, it is not asked for this many times the duration of the call.
 _REST = 10.0
 _MAX_CHANNELS = 16
 
@@ -72,7 +72,8 @@ class PeerTier:
         return self._block_bytes / self._block_time.seconds if self._is_speed_known else 0.0
 
     def is_resting(self, source: str) -> bool:
-        """Engine thread: whether this worker is left alone, because it kept others waiting for nothing."""
+        """Engine thread: whether this worker is not asked at the moment, because its last call took time and sent
+        nothing."""
         return time.monotonic() < self._rests_until_s.get(source, 0.0)
 
     def fetch(self, fetch: Fetch) -> None:
@@ -120,7 +121,7 @@ class PeerTier:
         try:
             if fetch.is_given_up:
                 return
-            # Another namespace of processes has the same host id, but shows other files. Then the blocks are sent.
+            # Another process namespace has the same host id but other files. Then the blocks are sent.
             if not self._receive(fetch, channel, host_id(), deadline_s) and not fetch.num_read:
                 self._receive(fetch, channel, "", deadline_s)
         except (grpc.RpcError, ValueError, OSError) as error:  # ValueError: the channel was closed
@@ -135,7 +136,7 @@ class PeerTier:
             self.on_arrival()
 
     def _rest(self, source: str, waited_s: float) -> None:
-        """Leave a worker alone that sent nothing for `waited_s`."""
+        """Do not ask a worker for some time, because it sent nothing for `waited_s`."""
         now_s = time.monotonic()
         resting = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now_s}
         resting[source] = max(resting.get(source, 0.0), now_s + _REST * waited_s)
@@ -219,7 +220,7 @@ class PeerTier:
         )
 
     def _learn(self, start_s: float, first_s: float, num_blocks: int) -> None:
-        """Learn from a call, also from one that was not finished in time."""
+        """Learn from a call, even if it did not finish in time."""
         if num_blocks:
             self._setup_time.observe(first_s - start_s)
             self._block_time.observe((time.monotonic() - first_s) / num_blocks)

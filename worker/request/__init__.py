@@ -1,1 +1,1 @@
-"""The request: its tokens, how they are sampled, what a step computes of it and gives to it."""
+"""The request: its tokens, its sampling parameters, and its part of a step."""

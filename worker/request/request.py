@@ -1,6 +1,6 @@
 """A request as the engine sees it: its tokens, and how many of them are in the KV cache.
 
-There are no prefill and decode phases. A request has tokens: the prompt and what was generated so far. The KV cache
+There are no prefill and decode phases. A request has tokens: the prompt and the tokens generated so far. The KV cache
 holds the first `num_computed_tokens` of them. Each step computes more of them. When all are computed, the step samples
 the next token:
 
@@ -10,7 +10,7 @@ the next token:
 
 A step may also verify a draft, tokens that are proposed to follow. It then samples a token after each of them, and
 keeps those up to the first that differs. Only accepted tokens count as computed. A branch of a draft has other tokens
-from the first on, and blocks of its own.
+from the first one on, and its own blocks.
 
 This covers chunked prefill, prefix hits (start with some tokens computed), preemption (start again from 0 and keep the
 generated tokens) and resumption after a failure (start with generated tokens).
@@ -48,7 +48,7 @@ class RequestState(enum.Enum):
 
 class Branch(NamedTuple):
     """An alternative to a request's draft: other proposed tokens, and the blocks in which a step computes them. These
-    take the places from `first_block` on in the block table."""
+    replace the blocks from `first_block` on in the block table."""
 
     token_ids: Sequence[int]
     first_block: int
@@ -84,13 +84,13 @@ class Request:
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float = math.inf
-    """When the caller gives up, on the clock of `arrival_s`."""
+    """When the caller's deadline is, on the clock of `arrival_s`."""
     max_wait_s: float = math.inf
     """How long it may wait for others before its first token."""
     prediction: Sequence[int] = ()
     """Tokens that the caller expects the answer to have. They are proposed as drafts."""
     tenant: str = ""
-    """Who asks, for fair shares among texts that are encoded."""
+    """The caller's tenant, for fair shares among texts that are encoded."""
     num_first_text_tokens: int = 0
     """Of a pair of texts, the tokens of the first one; 0 for a single text."""
     kv_source: str = ""
@@ -100,9 +100,9 @@ class Request:
     adapter_slot: int = -1
     """Slot of its adapter's weights, which stay there until it has ended; -1 without an adapter."""
     eviction: Eviction | None = None
-    """Which blocks it gives up when it becomes long; None if it keeps all."""
+    """The blocks that it evicts when it becomes long; None if it keeps all."""
     prompt_hashes: list[int] = field(default_factory=list)
-    """The part of `block_hashes` that covers the prompt. Requests that came together with the same prompt and
+    """The part of `block_hashes` that covers the prompt. Requests that arrived together with the same prompt and
     `root_hash` share the list, so each hash is computed once."""
 
     state: RequestState = RequestState.WAITING
@@ -131,7 +131,8 @@ class Request:
     was_fetched_for: bool = False
     """Whether it has waited for blocks from the disk or from another worker."""
     lacks_blocks_since_s: float = 0.0
-    """Since when it is the first that waits, without enough free KV blocks. Others may overtake it for some time."""
+    """The time since when it is the first that waits, without enough free KV blocks. Others may overtake it for some
+    time."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     ended_s: float = 0.0
@@ -147,7 +148,7 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still missing. If so, every prompt token has to be computed:
-        the logits of token i give the log-probability of token i + 1. A resumed request has delivered them before."""
+        the logits of token i give the log-probability of token i + 1. A resumed request has already delivered them."""
         if self.sampling.num_prompt_logprobs is None or self.is_resumed:
             return False
         return len(self.prompt_logprobs) < self.num_prompt_tokens - 1
@@ -176,13 +177,13 @@ class Request:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens in the KV cache: those computed, without those whose blocks it has given up."""
+        """Tokens in the KV cache: the computed ones, without those whose blocks it has evicted."""
         return self.num_computed_tokens - (0 if self.eviction is None else self.eviction.num_evicted_tokens)
 
     @property
     def is_replaying(self) -> bool:
-        """Whether it gives up blocks and computes tokens of its answer again. Each of them is then a sequence of its
-        own, as when it was generated, so the same blocks stay."""
+        """Whether it evicts blocks and computes tokens of its answer again. Each of these tokens is then a separate
+        sequence, as when it was generated, so the same blocks stay."""
         return (
             self.eviction is not None
             and self.num_computed_tokens >= self.num_prompt_tokens

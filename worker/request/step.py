@@ -17,16 +17,18 @@ NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits for this request
 
 
 class Scheduled(NamedTuple):
-    """A request, and the number of tokens that the step computes for it. Tokens beyond its last one are its draft, and
-    what its branch adds."""
+    """A request, and the number of tokens that the step computes for it. Tokens beyond its last one are those of its
+    draft and its branch."""
 
     request: Request
     num_tokens: int
 
 
-# Slots of states that belong to no request: zeros, from which sequences start, and one that padding tokens write.
+# Slots of states that belong to no request: one with zeros, from which sequences start, and one that padding tokens
+# write.
 ZERO_SLOT, PADDING_SLOT, FIRST_STATE_SLOT = range(3)
-# Longer than any step. With an interval of 0, OpenVINO writes no state of a state space, and one of other layers.
+# Longer than any step. An interval of 0 would not do: OpenVINO then writes no state of a state space, but one of other
+# layers.
 AT_THE_END = 1 << 30
 
 
@@ -39,8 +41,8 @@ class LayerMoves(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """What a step does with the states of a request's recurrent layers. It reads `source`. Each time that `past` plus
-    the tokens computed is a multiple of `interval`, and at the end, it writes the next of `destinations`."""
+    """The states of a request's recurrent layers that a step reads and writes. It reads `source`. Each time that `past`
+    plus the tokens computed is a multiple of `interval`, and at the end, it writes the next of `destinations`."""
 
     source: int
     destinations: Sequence[int]

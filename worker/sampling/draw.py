@@ -5,7 +5,7 @@
   the weight of the more probable tokens, without sorting. After three rejections, draw exactly.
 - **Anything else**: collect the tokens above a threshold below which the filters leave none, sort them, and draw.
 
-Only runs that can matter are read.
+Only runs that can affect the result are read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from headrace.worker.sampling.runs import Runs
 # The least top_p of a wide nucleus.
 _WIDE_NUCLEUS = 0.5
 # When runs are searched for tokens less probable than a drawn one, the first search reads this many runs. Later ones
-# read this many times what would be enough if all runs were alike, and some more.
+# read this many times the number that would be enough if all runs were equal, and some more.
 _FIRST_RUNS = 32
 _MORE_RUNS, _AND_MORE = 1.1, 16
-# The nucleus is first looked for among tokens of at least this probability: few, and mostly enough.
+# The nucleus is first searched among tokens of at least this probability: these are few, and usually enough.
 _NUCLEUS_SHARES = (1e-3, 1e-5)
-# Lowers thresholds that an exact comparison follows, so that rounding excludes nothing.
+# Lowers thresholds before an exact comparison, so that rounding excludes no token.
 _SLACK = 1e-3
 
 
@@ -78,9 +78,9 @@ def draw_among(weights: DoubleArray, params: RowParams, totals: DoubleArray, uni
 def _draw_from_all(runs: Runs, params: RowParams, attempt: int) -> IndexArray:
     """Draw a run, then a token of it, with a random number each.
 
-    With one number for both, a small change of any logit would move the bounds of all tokens behind it. If all logits
-    differ by 2e-5, as they may after a resumption, one draw in 240 would change; like this it is one in 4,200 (measured
-    with a model's logits at temperature 0.9).
+    With one number for both, a small change of any logit would move the bounds of all tokens after it. If all logits
+    differ by 2e-5, as they may after a resumption, one draw in 240 would change. With two numbers it is one in 4,200
+    (measured with a model's logits at temperature 0.9).
     """
     for_run, for_token = params.uniforms[:, 2 * attempt], params.uniforms[:, 2 * attempt + 1]
     reach = np.cumsum(runs.sums, axis=1, dtype=np.float64)
@@ -103,8 +103,8 @@ def _in_nucleus(runs: Runs, params: RowParams, token_ids: IndexArray) -> npt.NDA
     row, run = np.nonzero(may_precede[unsure])
     ends = np.searchsorted(row, np.arange(len(unsure)), side="right")
     begins = np.append(0, ends)[:-1]
-    # `at_most` is too large by the less probable tokens of these runs. Reading some runs is mostly enough to see that
-    # they weigh more than the surplus; the first few runs tell how many it takes.
+    # `at_most` includes the less probable tokens of these runs. It is usually enough to read some runs to see that
+    # these tokens weigh more than the surplus; the first few runs show how many to read.
     num_runs, num_read = ends - begins, np.zeros(len(unsure), np.intp)
     num_wanted = np.minimum(_FIRST_RUNS, num_runs)
     surplus = (at_most - enough)[unsure]
@@ -142,7 +142,7 @@ def _weight_before(
 
 
 def _draw_filtered(runs: Runs, params: RowParams) -> IndexArray:
-    """Collect the tokens that the filters can leave, and draw among them."""
+    """Collect the tokens that the filters can keep, and draw among them."""
     totals, uniforms = runs.totals, params.uniforms[:, DRAWS - 1]
     chosen = np.empty(len(totals), np.intp)
     exact = _thresholds(runs, params)
@@ -168,10 +168,10 @@ def _draw_filtered(runs: Runs, params: RowParams) -> IndexArray:
 
 
 def _thresholds(runs: Runs, params: RowParams) -> DoubleArray:
-    """A logit for each row: all tokens that `top_k` and `min_p` can leave are above it.
+    """A logit for each row: all tokens that `top_k` and `min_p` can keep are above it.
 
-    With both `top_k` and `top_p`, the nucleus is a part of the sum over the `top_k` best tokens, so all of these are
-    needed, whatever `min_p` leaves of them.
+    With both `top_k` and `top_p`, the nucleus is a share of the sum over the `top_k` best tokens, so all of these are
+    needed, however many `min_p` keeps.
     """
     num_runs = runs.maxima.shape[1]
     min_p = np.where((params.top_k > 0) & (params.top_p < 1.0), 0.0, params.min_p)

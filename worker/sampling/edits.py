@@ -1,4 +1,4 @@
-"""What a request's parameters change in logits, in the form in which every step reads it."""
+"""The changes of a request's parameters to logits, in the form that every step reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.worker.sampling.reduction import FloatArray, IndexArray
 
 
 class BadWords:
-    """Token sequences that an answer must not contain. A step looks only at those whose last token but one is the
+    """Token sequences that an answer must not contain. A step looks only at those whose second to last token is the
     latest token of the answer, and compares all of one length at once."""
 
     __slots__ = ("_by_latest", "always")
@@ -43,8 +43,8 @@ class BadWords:
 
 
 class Edits:
-    """The changes of one request. `biases` are added to the logits of `biased_ids`. Only `allowed_ids` may be chosen,
-    unless there are none."""
+    """The changes of one request. `biases` are added to the logits of `biased_ids`. If there are `allowed_ids`, only
+    these may be chosen."""
 
     __slots__ = ("_always_banned", "_min_tokens", "_stop_ids", "_words", "allowed_ids", "biased_ids", "biases")
 

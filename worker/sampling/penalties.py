@@ -18,7 +18,7 @@ _LARGEST = np.float32(np.finfo(np.float32).max / 2)
 
 
 class Penalties(NamedTuple):
-    """What penalties do to the logits of a step, known before there are logits. At each of `places`, the logit is
+    """The effect of penalties on the logits of a step, known before there are logits. At each of `places`, the logit is
     divided by `repetition` if it is positive and multiplied otherwise; then `subtracted` is subtracted."""
 
     places: Places
@@ -36,7 +36,8 @@ class Penalties(NamedTuple):
 
 
 class SeenTokens:
-    """The distinct tokens of a request, and what presence and frequency penalty subtract from each, as growing arrays.
+    """The distinct tokens of a request, and the amount that presence and frequency penalty subtract from each, as
+    growing arrays.
 
     `prompt_token_ids` are among the tokens, for the repetition penalty; the other two only count generated tokens.
     """

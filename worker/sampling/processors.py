@@ -1,4 +1,4 @@
-"""Logits processors: change a row's logits as its request asks, before a token is chosen.
+"""Logits processors: change a row's logits according to its request, before a token is chosen.
 
 They run in this order: penalties, logit bias, allowed tokens, grammar, banned tokens (bad words, and end of sequence
 before `min_tokens`). A row ends up in one of three forms:
@@ -24,7 +24,7 @@ from headrace.worker.sampling.logits import Changes, Logits, Places
 from headrace.worker.sampling.penalties import Penalties
 from headrace.worker.sampling.reduction import FloatArray, IndexArray
 
-# A row with more biases is copied as a whole, because sorting them in each step takes longer.
+# A row with more biases is copied as a whole, because sorting them in each step would take longer.
 MOST_SINGLE = 4096
 
 
@@ -101,7 +101,7 @@ class LogitsProcessors:
         return None if matcher is None else matcher.branch()
 
     def _matcher_behind(self, request: Request) -> Matcher | None:
-        """The matcher of the request, if it has followed all its tokens."""
+        """The request's matcher, if it has processed all of the request's tokens."""
         if request.sampling.constraint is None:
             return None
         self._look_ahead.finish()

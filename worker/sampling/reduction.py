@@ -1,4 +1,4 @@
-"""A summary of logits, from which most of sampling works. It takes the only passes over the whole vocabulary.
+"""A summary of logits, which most of sampling uses. Only the summary reads the whole vocabulary.
 
 The vocabulary, 49k to 152k tokens, is divided into runs of some hundred tokens. The summary has two numbers for each
 run: its largest logit, and the sum of its weights. A weight is exp((logit - maximum) / temperature), a probability that

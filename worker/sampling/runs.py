@@ -9,7 +9,7 @@ import numpy as np
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.reduction import DoubleArray, FloatArray, IndexArray, Reduction, length_of, weights_of
 
-# If a change takes more than this part off a run's sum, too few digits are left, so the run is read again.
+# If a change subtracts more than this part of a run's sum, too few digits are left, so the run is read again.
 _MOST_LOST = 0.9
 
 
@@ -89,7 +89,7 @@ def _corrected(logits: Logits, reduction: Reduction, inverse_temperatures: Float
     """The reduction after the changes of `logits`.
 
     The weights of old values are subtracted and those of new ones added. A run is read again if too few digits would be
-    left, or if its largest logit is another one.
+    left, or if its largest logit changes.
     """
     changes = logits.changes
     if changes is None:

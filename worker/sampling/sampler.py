@@ -39,7 +39,7 @@ NOTHING_ALLOWED = StatusError(
     field="sampling",
 )
 
-# In place of a token: none is allowed; the logits are not numbers.
+# These replace a token: no token is allowed; the logits are not numbers.
 _NOTHING, _NO_NUMBER = -1, -2
 # Rows of a prompt that are converted to float32 at a time.
 _ROWS_AT_ONCE = 16
@@ -56,7 +56,7 @@ class BatchSampler:
 
     def sample(self, requests: Sequence[Request], logits: Logits, ahead: IndexArray | None = None) -> list[Sampled]:
         """The next token of each request, or -1 with an error. `logits` has a row for each. With `ahead` `[n]`, it is
-        the token after so many draft tokens; only rows have these that do not depend on earlier tokens."""
+        the token after this many draft tokens; only rows that do not depend on earlier tokens may have them."""
         if not requests:
             return []
         # Rows without numbers, and rows without an allowed token, are found afterwards.
@@ -71,11 +71,11 @@ class BatchSampler:
         return sampled
 
     def forced_tokens(self, request: Request) -> Sequence[int]:
-        """Tokens that the request's grammar is likely to force next; none without a grammar."""
+        """Tokens that the request's grammar is likely to require next; none without a grammar."""
         return self._processors.forced_tokens(request)
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
-        """How many of the tokens the request's grammar allows to follow; all of them without a grammar."""
+        """How many of these tokens, in order, the request's grammar allows next; all of them without a grammar."""
         return self._processors.num_valid(request, token_ids)
 
     def branch(self, request: Request) -> Constraint | None:

@@ -17,7 +17,7 @@ from headrace.worker.server.watch import WatchHub
 
 log = logging.getLogger(__name__)
 
-# The longest that a request waits for its adapter, if it names no time.
+# The longest time that a request waits for its adapter, if it names no time itself.
 _MAX_WAIT_S = 600.0
 _LOOK_S = 0.005
 _NAME = re.compile(r"[\w.:/@+-]{1,200}")
@@ -25,7 +25,8 @@ _NO_ADAPTERS = "this worker was started without adapters; start it with --adapte
 
 
 class AdapterDesk:
-    """The adapters of one worker for its services; without a library it refuses all. `model` is the base's name."""
+    """The adapters of one worker for its services. Without a library it refuses all adapters. `model` is the name of
+    the base model."""
 
     def __init__(self, library: AdapterLibrary | None, hub: WatchHub, model: str) -> None:
         self._library = library
@@ -36,7 +37,7 @@ class AdapterDesk:
             library.on_change = hub.adapters_changed
 
     def find(self, name: str) -> Adapter | None:
-        """The adapter that a request names; None if it names none. StatusError (MODEL_NOT_FOUND)."""
+        """The adapter that a request names; None without one. StatusError (MODEL_NOT_FOUND)."""
         if not name:
             return None
         if self._library is None:

@@ -52,7 +52,7 @@ class ModelLimits:
     tokenizer_sha256: str = ""
     task: inference_pb2.Task = inference_pb2.TASK_UNSPECIFIED
     card: ModelCard = field(default_factory=ModelCard)
-    """It says whether requests may give up KV blocks."""
+    """Whether requests may evict their own KV blocks."""
 
     def identity(self, adapter_sha256: str) -> str:
         """The identity of answers: that of the model, or of the model with an adapter."""
@@ -90,7 +90,7 @@ class _Lists(NamedTuple):
 
 
 class ReadPart:
-    """A part that several requests share, decoded once. `head` has its small fields. Its large fields are apart: the
+    """A part that several requests share, decoded once. `head` has its small fields. Its large fields are separate: the
     `token_ids` of a prompt, and, if it `has_sampling`, sampling fields."""
 
     __slots__ = ("_constraint", "_hashes", "_lists", "_sampling", "has_sampling", "head", "highest", "token_ids")
@@ -223,7 +223,7 @@ def _check_model(message: inference_pb2.GenerateRequest, limits: ModelLimits, ad
 def _text_to_encode(
     message: inference_pb2.GenerateRequest, prompt: Sequence[int], *, request_id: str, arrival_s: float
 ) -> Request:
-    """The request for a model that generates no text."""
+    """The request, for a model that generates no text."""
     if message.resume_token_ids or message.sampling.max_tokens:
         raise _invalid("sampling.max_tokens", "must be 0, without resume_token_ids: the model generates no text")
     if message.num_first_text_tokens >= len(prompt):

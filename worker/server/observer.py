@@ -47,7 +47,7 @@ class RequestObserver:
 
     def refused(self, span: Span, error: StatusError) -> None:
         """The request was not accepted."""
-        if error.reason is Reason.GIVEN_BACK:  # its router places it again, so this is no refusal
+        if error.reason is Reason.GIVEN_BACK:  # its router places it again, so this is not a refusal
             span.set({"headrace.given_back": True})
             span.end()
             return

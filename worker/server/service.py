@@ -375,7 +375,7 @@ class WorkerService(BlockServicer):
         await self._tell_health(False)
         log.info("draining: %d requests are still running", self._mailbox.num_open)
         remaining_s = context.time_remaining()
-        # Answer before the deadline, not at it, or the answer is lost.
+        # Answer before the deadline. At the deadline the answer would be lost.
         await self._drained(None if remaining_s is None else max(remaining_s - 0.1, 0.0))
         return worker_pb2.DrainResponse(num_running=self._mailbox.num_open)
 

@@ -12,7 +12,7 @@ from headrace.worker.request.request import Request, StepNote
 
 
 def trace_request(span: Span, request: Request, now_s: float) -> None:
-    """Add the phases of the request to its span, as far as it came."""
+    """Add the phases that the request reached to its span."""
     if not span.is_recording:
         return
     ended_s = request.ended_s or now_s

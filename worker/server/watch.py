@@ -1,7 +1,7 @@
 """Reports to watchers of a worker: the findable blocks, first as a snapshot and then as changes, and the load.
 
-Findable blocks are closed under prefixes (see block_pool). The blocks that a watcher knows are so at any moment too:
-the beginning of a chain is reported first when blocks are added, and last when they are removed.
+Findable blocks are closed under prefixes (see block_pool), and so are the blocks that a watcher knows at any time: the
+beginning of a chain is reported first when blocks are added, and last when they are removed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from headrace.worker.server.arrivals import Arrivals, is_contradicted
 MIN_INTERVAL_S = 0.02
 # Hashes in one message. At 8 bytes each this is well below the limit of a message.
 MAX_HASHES = 65536
-# Those of the disk, and those of states, beside them.
+# Additional hashes of the disk, and of states.
 MAX_DISK_HASHES = 16384
 # Placements that are kept for a slow watcher. Routers learn of older ones by their first tokens.
 MAX_PLACEMENTS = 65536
 
 
 class _Changes:
-    """The unsent changes of what is on the disk, or of saved states: hash -> whether it is there."""
+    """The unsent changes of the disk's content, or of saved states: hash -> whether it is there."""
 
     def __init__(self, present: dict[int, None]) -> None:
         self._is_new = True
@@ -80,9 +80,9 @@ class _Watcher:
         self.disk, self.states = _Changes(on_disk), _Changes(states)
         self.placement_ids: deque[int] = deque(maxlen=MAX_PLACEMENTS)
         self.adapters = self.adapters_in_memory = True
-        """Whether it has to be told of all adapters, and of those in memory."""
+        """Whether to send it all adapters, and the adapters in memory."""
         self.changed_adapters: dict[str, None] = {}
-        """Names of other adapters that it has to be told of."""
+        """Names of other adapters to send to it."""
         self.changed = asyncio.Event()
 
     def adjust(self, interval_s: float) -> None:
@@ -119,7 +119,7 @@ class _Watcher:
         return events
 
     def note_adapters(self, name: str) -> None:
-        """The adapter of this name has changed, or with an empty name only what is in memory."""
+        """The adapter of this name has changed. With an empty name, only the adapters in memory have changed."""
         self.adapters_in_memory = True
         if name and self.takes_adapter_changes:
             self.changed_adapters[name] = None
@@ -145,7 +145,7 @@ class WatchHub:
         self.report = LoadReport()
         self.draining = False
         self.is_stopping = False
-        """Whether the process ends: it drains for good."""
+        """Whether the process is ending, so that draining cannot be undone."""
         self.binding: Binding | None = None
         self.is_published: bool | None = None
         """Whether the lease in Redis is renewed; None without Redis."""
@@ -155,7 +155,7 @@ class WatchHub:
         self._in_memory: Callable[[], list[str]] = list
         self._adapter_counters: Callable[[], dict[str, int]] = dict
         self.findable: dict[int, None] = {}
-        """The findable hashes, in the order in which they came."""
+        """The findable hashes, in the order in which they became findable."""
         self.on_disk: dict[int, None] = {}
         """The hashes that are known to be on the disk."""
         self.states: dict[int, None] = {}
@@ -199,7 +199,7 @@ class WatchHub:
             watcher.changed.set()
 
     def contradiction(self, belief: Belief) -> StatusError | None:
-        """The error that gives a request back to its router, if there is more work here than the router believed."""
+        """The error that returns a request to its router, if there is more work here than the router believed."""
         report, arrivals = self.report, self._arrivals
         num_requests = report.num_running + report.num_waiting + arrivals.num_requests
         if not is_contradicted(belief, num_requests, report.num_uncached_tokens + arrivals.num_tokens):
@@ -212,7 +212,7 @@ class WatchHub:
         return StatusError(Reason.GIVEN_BACK, problem, detail=detail)
 
     def bind(self, binding: Binding) -> None:
-        """Receive where threads and memory are. Watchers get it with the next report."""
+        """Receive the placement of threads and memory. Watchers get it with the next report."""
         self.binding = binding
 
     def note_lease(self, is_published: bool) -> None:
@@ -231,8 +231,8 @@ class WatchHub:
         self._in_memory, self._adapter_counters = in_memory, counters
 
     def adapters_changed(self, name: str) -> None:
-        """The adapter of this name is new, replaced or unknown now; with an empty name, others of them are in
-        memory."""
+        """The adapter of this name is new, replaced or unknown now. With an empty name, the adapters in memory have
+        changed."""
         self._version += 1
         for watcher in self._watchers:
             watcher.note_adapters(name)

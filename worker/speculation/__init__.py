@@ -1,1 +1,1 @@
-"""Speculative decoding: who proposes the next tokens, how many are worth verifying, and which are accepted."""
+"""Speculative decoding: sources of proposed tokens, how many of them to verify, and which to accept."""

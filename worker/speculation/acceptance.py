@@ -7,8 +7,8 @@ tokens. Each random draw depends only on seed and position, so the answer is the
     rows        r0  r1 r2 r3
     sampled     a   b  x  y      a, b and x are the next tokens; y is dropped, because c is not x
 
-A draft may have a branch, other tokens from the first on. Its rows come after those of the draft, and count instead of
-them if the first sampled token is the branch's.
+A draft may have a branch: other tokens from the first one on. Its rows come after those of the draft, and replace them
+if the first sampled token is that of the branch.
 
 Rows that depend only on the model's logits are sampled together. If penalties, a grammar or bad words also depend on
 earlier tokens, a row is sampled after the rows before it, and only if they were accepted.
@@ -32,7 +32,7 @@ _DROPPED = Sampled(-1)
 
 class Verified(NamedTuple):
     """`tokens` has an entry for each sampled request, in batch order. `rows` has one for each row of the batch's
-    `sampled` and `later`; a row that does not count has no token."""
+    `sampled` and `later`; an invalid row has no token."""
 
     tokens: Sequence[Sampled]
     rows: Sequence[Sampled]
@@ -64,15 +64,15 @@ def verify(batch: Batch, sampled: Sequence[Sampled], sample_later: SampleLater) 
 
 
 def _is_accepted(entries: Sequence[Sampled], draft: Sequence[int], ahead: int) -> bool:
-    """Whether the first `ahead` tokens of the draft are what was sampled."""
+    """Whether the first `ahead` tokens of the draft equal the sampled ones."""
     return len(entries) == ahead and entries[-1].token_id == draft[ahead - 1]
 
 
 def _verify_later(
     batch: Batch, found: dict[Request, list[Sampled]], rows: list[Sampled], sample_later: SampleLater
 ) -> None:
-    """Sample the rows of `later`, all requests' first draft tokens, then all second ones. While that goes on, requests
-    have their accepted tokens."""
+    """Sample the rows of `later`, all requests' first draft tokens, then all second ones. Meanwhile requests have their
+    accepted tokens."""
     row_of: dict[Request, int] = {}
     for row, request in enumerate(batch.later, len(batch.sampled)):
         row_of.setdefault(request, row)
@@ -95,7 +95,7 @@ def _verify_later(
 
 
 def _may_continue(request: Request, draft: Sequence[int], entries: Sequence[Sampled], ahead: int) -> bool:
-    """Whether there is a row after `ahead` draft tokens, and it counts."""
+    """Whether there is a valid row after `ahead` draft tokens."""
     if ahead > len(draft) or not _is_accepted(entries, draft, ahead):
         return False
     return entries[-1].token_id not in request.sampling.stop_token_ids

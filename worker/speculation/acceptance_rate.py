@@ -12,14 +12,15 @@ _PRIORS = {
     Source.GRAMMAR: (0.9,) * (len(LEVELS) + 1),
     Source.DRAFT: (0.6,),
     Source.EAGLE3: (0.6,),
-    # The second is that of a branch's first token, where the draft's is wrong.
+    # The second is that of a branch's first token if the draft's is wrong.
     Source.MEDUSA: (0.5, 0.2),
 }
-# A prior counts as so many observed tokens.
+# A prior counts as this many observed tokens.
 _PRIOR_TOKENS = 8.0
 # Weight of an earlier observation after another: half after 140 tokens for all requests, and 34 for one.
 _KEPT, _KEPT_OF_REQUEST = 0.995, 0.98
-# The same after a step that could have had a draft and had none. So a source that does not pay is tried again.
+# The same after a step that could have had a draft but had none. So a source that was not worth verifying is tried
+# again.
 _KEPT_UNUSED = 0.99
 
 
@@ -39,7 +40,7 @@ class AcceptanceRate:
         return cls(_KEPT_OF_REQUEST)
 
     def observe(self, draft: Draft, num_verified: int, num_accepted: int) -> None:
-        """Learn from a draft. Tokens after the first that is not accepted say nothing."""
+        """Learn from a draft. Tokens after the first rejected one give no information."""
         key = draft.source, draft.level
         outcomes = [1.0] * num_accepted + [0.0] * (num_verified > num_accepted)
         weight, share = self._weights.get(key, 0.0), self._shares.get(key, 0.0)
@@ -55,8 +56,8 @@ class AcceptanceRate:
                 self._weights[key] *= _KEPT_UNUSED
 
     def chance(self, draft: Draft, of_request: AcceptanceRate | None) -> float:
-        """The probability that a token of the draft is accepted if those before it are. `of_request` is what was
-        learned of the same request."""
+        """The probability that a token of the draft is accepted if those before it are. `of_request` is the rate of the
+        same request."""
         key = draft.source, draft.level
         common = self._with_prior(key, _PRIORS[draft.source][draft.level])
         return common if of_request is None else of_request._with_prior(key, common)

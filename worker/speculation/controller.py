@@ -1,21 +1,21 @@
-"""How many draft tokens a step verifies: as many as give the most tokens a second.
+"""How many draft tokens a step verifies: the number that gives the most tokens a second.
 
-A step of B streams and K draft tokens gives B tokens, and as many more as are accepted. It costs what the model of step
-costs predicts for B + K tokens (docs/decisions/0032), corrected by what steps of that size have cost: the first tokens
-of a product are cheaper than later ones, and no straight line shows that. Draft tokens are taken in the order of the
-probability that they are reached and accepted.
+A step of B streams and K draft tokens gives B tokens, and as many more as are accepted. The model of step costs
+predicts its cost for B + K tokens (docs/decisions/0032). The prediction is corrected by the observed cost of steps of
+that size, because the first tokens of a product are cheaper than later ones, which a linear model cannot show. Draft
+tokens are taken in the order of the probability that they are reached and accepted.
 
-A step with another number of tokens than the one before costs a change (docs/decisions/0025), and each new number has
-to be prepared. So only a few sizes are used. A change to a larger size has to pay in the same step. If drafts are
-likely to be right, only half of its cost counts, because the next step then has this size too. The cost of a change to
-a smaller size counts by the chance that drafts are right again soon, which would change the size back. If it counted in
-full, a stream would keep a size that it has no use for.
+A change in the number of tokens costs time (docs/decisions/0025), and kernels have to be prepared for each new number.
+So only a few sizes are used. A change to a larger size has to be worth its cost in the same step. If drafts are likely
+to be right, only half of the cost counts, because the next step then has this size too. The cost of a change to a
+smaller size is weighted by the probability that drafts are right again soon, which would change the size back. With its
+full cost, a stream would keep a size that it does not need.
 
-Steps have a minimum number of tokens, padding included. A draft token in place of padding costs nothing.
+Steps have a minimum number of tokens, padding included. A draft token that replaces padding costs nothing.
 
-A branch has other tokens than a stream's draft, from the first on. Its first token costs two, because the stream's
-latest token is computed again in the branch's blocks. So a step has a branch when that is worth more than a longer
-draft. Pure.
+A branch has other tokens than a stream's draft, from the first one on. Its first token costs two, because the stream's
+latest token is computed again in the branch's blocks. So a step has a branch if that is worth more than a longer draft.
+Pure.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from typing import NamedTuple
 
 # The weight of the newest step in the correction of its size.
 _NEWEST = 0.1
-# Corrections of sizes stay in these bounds, so that one odd step does no lasting harm.
+# Corrections of sizes stay in these bounds, so that a single unusual step has no lasting effect.
 _LEAST, _MOST = 0.6, 1.6
 # The least shares of a change of size that count: of one to fewer tokens, and of one to more.
 _CHANGE_BACK, _CHANGE_UP = 0.25, 0.5
-# A change to fewer tokens counts as far as a draft is likely to be right in one of so many steps.
+# The cost of a change to fewer tokens counts by the probability that a draft is right in one of this many steps.
 _STEPS_AHEAD = 3
-# Drafts must promise so many times the tokens a second, because what is predicted of them is less certain.
+# With drafts, the predicted number of tokens a second must be this many times as high, because the prediction is less
+# certain.
 _MARGIN = 1.05
 
 
 class StepLine(NamedTuple):
-    """The predicted cost of steps in milliseconds: with the streams only, for each draft token more, and for another
-    number of tokens than in the step before."""
+    """The predicted cost of steps in milliseconds: with the streams only, for each additional draft token, and for a
+    change in the number of tokens from the previous step."""
 
     base_ms: float
     token_ms: float
@@ -130,7 +131,7 @@ class DraftSteps:
             self._fixed_ms = max(0.0, line.base_ms - sum(is_modelled) * line.token_ms)
 
     def add(self, stream: int, depth: int) -> None:
-        """Let it compute this token of the stream's draft too."""
+        """Add this token of the stream's draft to the tokens that it computes."""
         if self._is_modelled is None or not self._is_modelled[stream]:
             return
         self.cost_ms += self._token_ms
@@ -156,11 +157,11 @@ def best_counts(
     """How many draft tokens of each of B streams to verify. A token of stream i is accepted with probability
     `chances[i]` if those before it are; there are `lengths[i]`. Steps with drafts have at most `most_tokens` tokens and
     take at most `most_ms`. All steps have at least `least_tokens`, padding included, as the line's do. `size_before` is
-    the number of tokens of the step before.
+    the number of tokens of the previous step.
 
     A smaller model has to compute the tokens of streams that are `is_modelled`, one of each stream in a step;
     `draft_line` is the cost of its steps with all of these streams. After the counts of the streams come those of
-    `branches`, whose tokens cost it nothing."""
+    `branches`, whose tokens cost the smaller model nothing."""
     gains, drafting = _gains(chances, lengths, branches), DraftSteps(draft_line, is_modelled)
     num_streams = len(chances)
     least_size = max(num_streams, least_tokens)

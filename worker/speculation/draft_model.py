@@ -1,5 +1,5 @@
-"""A smaller model proposes the next tokens. It has a graph of its own, and keys and values of its own for the blocks of
-the pool.
+"""A smaller model proposes the next tokens. It has its own graph, and its own keys and values for the blocks of the
+pool.
 
     block          0      1      2      3           a request's block table leads to both
     target's KV    [....] [....] [....] [....]
@@ -32,7 +32,7 @@ from headrace.worker.sampling.logits import Logits
 from headrace.worker.speculation.controller import StepLine, rounded_size
 from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT, Source
 
-# A request that is further behind is caught up with before it gets drafts.
+# If the smaller model is further behind than this, it catches up before the request gets drafts.
 MAX_BEHIND = 16
 
 
@@ -60,7 +60,7 @@ class DraftSampler(Protocol):
 
 
 class DraftTimes(Protocol):
-    """What steps of the smaller model cost, learned from steps."""
+    """The learned cost of the smaller model's steps."""
 
     def observe(self, sequences: Sequence[tuple[int, int]], padding: int, milliseconds: float) -> None:
         """Learn from a step: for each sequence the tokens before it and its new tokens."""
@@ -71,11 +71,11 @@ class DraftTimes(Protocol):
         ...
 
     def tokens_for(self, milliseconds: float, past: int) -> int:
-        """How many tokens of a prompt, after `past` others, a step of so many milliseconds computes."""
+        """How many tokens of a prompt, after `past` others, a step of this many milliseconds computes."""
         ...
 
     def prompt_ms(self, past: int, num_tokens: int) -> float:
-        """The cost of computing so many tokens of a prompt."""
+        """The cost of computing this many tokens of a prompt."""
         ...
 
 
@@ -98,9 +98,9 @@ class Proposal(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """What the smaller model has of a request: `tokens` that it has computed, in the blocks of `table`. The first
-    `num_agreed` are the request's, and the first `num_marked` blocks are noted with their hashes. It has nothing of the
-    blocks before `start`."""
+    """The smaller model's state of a request: `tokens` that it has computed, in the blocks of `table`. The first
+    `num_agreed` are the request's, and the hashes of the first `num_marked` blocks are recorded. It has computed
+    nothing in the blocks before `start`."""
 
     tokens: array[int] = field(default_factory=lambda: array("I"))
     table: array[int] = field(default_factory=lambda: array("i"))
@@ -122,7 +122,7 @@ class DraftModel:
     has_branches: ClassVar[bool] = False
     """Whether it can propose a second first token."""
     _lag: ClassVar[int] = 0
-    """How many places further on a token is in the request than in the smaller model's sequence."""
+    """How many places later a token is in the request than in the smaller model's sequence."""
 
     def __init__(
         self, runner: DraftRunner, sampler: DraftSampler, kv_cache: KVCacheManager, times: DraftTimes, vocab_size: int
@@ -160,7 +160,7 @@ class DraftModel:
             progress.table = request.block_table[:]
 
     def propose(self, asked: Sequence[Asked]) -> list[Proposal]:
-        """Continue requests, which have blocks for that."""
+        """Propose tokens for requests, which have blocks for them."""
         found: list[list[int]] = [[] for _ in asked]
         shadows = []
         for request, count, constraint, _ in asked:
@@ -183,7 +183,7 @@ class DraftModel:
         return [Proposal(token_ids) for token_ids in found]
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
-        """Run prompts of so many tokens and decode steps, before there are requests, to build kernels and learn
+        """Run prompts of this many tokens and decode steps, before there are requests, to build kernels and learn
         costs."""
         blocks = array("i", range(min(self._kv_cache.num_blocks_for(max(num_tokens) + 1), len(self._contents))))
         most = len(blocks) * self._runner.block_size - 1
@@ -210,7 +210,7 @@ class DraftModel:
         """Compute all missing tokens of some requests, and sample the next."""
         scheduled = [Scheduled(self._view(shadow), shadow.num_uncomputed_tokens) for shadow in shadows]
         num_tokens = sum(count for _, count in scheduled)
-        # Another number of tokens than before costs a change (docs/decisions/0025), a few more tokens cost little.
+        # A change in the number of tokens costs time (docs/decisions/0025); a few more tokens cost little.
         if not num_tokens <= self._size <= max(2, 2 * num_tokens):
             self._size = rounded_size(max(2, num_tokens))
         batch = one_by_one(scheduled, self._runner.block_size)
@@ -239,7 +239,8 @@ class DraftModel:
         return logits
 
     def _follow(self, request: Request) -> Progress:
-        """Find how much of the request the smaller model has, after the request's tokens or blocks have changed."""
+        """Find how many of the request's tokens the smaller model has, after the request's tokens or blocks have
+        changed."""
         progress = self._progress.get(request)
         if progress is None or progress.num_preemptions != request.num_preemptions:
             progress = self._progress[request] = Progress(num_preemptions=request.num_preemptions)
@@ -267,7 +268,7 @@ class DraftModel:
         return progress
 
     def _forget(self, request: Request, start: int, end: int) -> None:
-        """Note that the blocks of tokens `start` to `end` are written to."""
+        """Forget the content of the blocks of tokens `start` to `end`, because they are about to be written."""
         size = self._runner.block_size
         for index in range(start // size, -(-end // size)):
             self._contents[request.block_table[index]] = None
@@ -292,7 +293,7 @@ class DraftModel:
         return shadow
 
     def _num_kept(self, request: Request, shadow: Request) -> int:
-        """How many tokens of a proposal's shadow the smaller model need not compute again if they are accepted."""
+        """How many tokens of a proposal's shadow the smaller model keeps if they are accepted."""
         return shadow.num_computed_tokens
 
     def _sampling_of(self, request: Request) -> SamplingParams | None:

@@ -7,7 +7,7 @@
 The last slot gives the token after the request's last. For a token after that, the heads take their own state in place
 of a feature. When the model has verified a proposal, its slots are computed again with the model's features.
 
-Blocks that came from a disk or from another worker have no features. The heads then see the context after them only.
+Blocks that came from a disk or from another worker have no features. The heads then see only the context after them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Features(Protocol):
         ...
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """These blocks are about to get other content."""
+        """Forget the features of these blocks, because their content is about to change."""
         ...
 
 
@@ -47,7 +47,7 @@ class HeadRunner(DraftRunner, Protocol):
 
 class EagleModel(DraftModel):
     """The heads, for the requests of one scheduler. The last slot of a block depends on the first token of the next
-    one, so whoever finds a block by its hash computes that slot again."""
+    one, so a request that finds a block by its hash computes that slot again."""
 
     source: ClassVar[Source] = Source.EAGLE3
     _lag: ClassVar[int] = 1

@@ -1,8 +1,9 @@
-"""Prompt lookup: proposes what followed the same tokens earlier in the prompt, the answer or the caller's prediction.
+"""Prompt lookup: proposes the tokens that followed the same text earlier in the prompt, the answer or the caller's
+prediction.
 
-For every position, the last n tokens lead to the position after them, for each n of `SIZES`. New tokens are added as
-they come, so a step costs the same behind a long prompt. Once a place to copy from is found, it is followed for as long
-as it is right.
+An index maps each sequence of n tokens, for each n of `SIZES`, to the position after it. New tokens are added as they
+come, so a step costs the same after a long prompt. Once a place to copy from is found, it is followed as long as it is
+right.
 
     x y z | a b c d e f g ...  | x y a b c     the last three tokens were seen before: d e f g may follow
             ^^^^^                    ^^^^^
@@ -21,7 +22,7 @@ from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
 
 # Lengths of the runs of tokens that are looked up, the longest first.
 SIZES = (6, 3, 2, 1)
-# Drafts are classed by how many tokens before them agree. None does at the beginning of a prediction.
+# Drafts are classified by the number of equal tokens before them, which is 0 at the beginning of a prediction.
 LEVELS = (1, 2, 3, 4, 6, 9, 16)
 _LONGEST_MATCH = LEVELS[-1]
 _FACTOR = 0x9E3779B97F4A7C15
@@ -84,7 +85,8 @@ class History:
         tokens.append(token_id)
 
     def _look_up(self) -> None:
-        """Find the latest place where the last tokens occurred before, unless the present one agrees as far."""
+        """Find the latest place where the last tokens occurred before, unless the current place has as many equal
+        tokens."""
         tokens = self._tokens
         for size, places in zip(SIZES, self._next, strict=True):
             if size <= self._length or len(tokens) < size:

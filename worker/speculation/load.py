@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The parts of tokenizer and detokenizer that say which token has which text. The .xml files also name tools' versions.
+# The parts of tokenizer and detokenizer that map tokens to texts. The .xml files also contain versions of tools.
 _VOCABULARY = ("openvino_tokenizer.bin", "openvino_detokenizer.bin")
 _FLAG = "--draft-model"
 
 
 def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
-    """How much to speculate: as the flags say, else by what --draft-model names, else "auto". On CPUs with AMX it is
-    "off" in performance mode, because there the bits of a decode step depend on its size, and the size on when drafts
-    pay."""
+    """How much to speculate: as in the flags, else by the kind of --draft-model, else "auto". On CPUs with AMX it is
+    "off" in performance mode, because there the bits of a decode step depend on its size, and its size depends on when
+    drafts are worth verifying."""
     if config.speculation is not None:
         return config.speculation
     if config.draft_model is not None:
@@ -43,7 +43,7 @@ def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
 
 def read_heads(draft_dir: Path | None, speculation: str) -> Heads | None:
     """The heads in a directory, for this kind of speculation; None if it needs none. They are read before the target is
-    compiled, because its graph computes what they read. ConfigurationError."""
+    compiled, because its graph computes their inputs. ConfigurationError."""
     if draft_dir is None or speculation not in {kind.value for kind in HeadsKind}:
         return None
     from headrace.worker.heads.eagle_runner import EagleHeads
@@ -56,7 +56,7 @@ def read_heads(draft_dir: Path | None, speculation: str) -> Heads | None:
 
 
 def kind_of_drafts(heads: Heads | None) -> type[DraftModel]:
-    """What drafts with the loaded runner."""
+    """Makes the object that drafts with the loaded runner."""
     if heads is None:
         return DraftModel
     from headrace.worker.heads.eagle_runner import EagleHeads
@@ -105,7 +105,7 @@ def _load(draft_dir: Path, target_dir: Path, threads: int) -> OpenVINOModelRunne
 
 
 def _compile(draft_dir: Path, threads: int) -> OpenVINOModelRunner:
-    """The fastest form of the model: its bits decide nothing but how often a draft is right."""
+    """Compile the fastest form of the model: its bits affect only how often a draft is right."""
     from headrace.worker.model.runner import OpenVINOModelRunner
 
     runner = OpenVINOModelRunner(draft_dir, threads=threads, kv_precision="u8", execution_mode="performance")

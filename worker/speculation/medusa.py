@@ -1,4 +1,5 @@
-"""Heads in the format of Medusa propose the next tokens, each another place, from the model's last hidden state."""
+"""Heads in the format of Medusa propose the next tokens from the model's last hidden state, each head for another
+place."""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ class MedusaHeads(Protocol):
 
 
 class MedusaModel(DraftModel):
-    """The heads, for the requests of one scheduler. They have no keys and values, and are never behind. Head h is drawn
-    from at the place of token h of a draft, as if the tokens before it were the answer's. A branch begins with the
-    second token of the first head, and continues as the draft does."""
+    """The heads, for the requests of one scheduler. They have no keys and values, and are never behind. Head h gives
+    token h of a draft, drawn as if the tokens before it were part of the answer. A branch begins with the second token
+    of the first head, and continues as the draft does."""
 
     source: ClassVar[Source] = Source.MEDUSA
     has_branches: ClassVar[bool] = True
@@ -74,11 +75,11 @@ class MedusaModel(DraftModel):
         return super().can_serve(request) and self._heads.states.of(request) is not None
 
     def num_behind(self, request: Request) -> int:
-        """One: the latest token needs nothing."""
+        """Always one, because the latest token needs no computation."""
         return 1
 
     def catch_up(self, request: Request, num_tokens: int) -> None:
-        """Nothing: it is never behind."""
+        """Does nothing, because it is never behind."""
 
     def propose(self, asked: Sequence[Asked]) -> list[Proposal]:
         """See `DraftModel.propose`."""

@@ -1,4 +1,5 @@
-"""Which requests a smaller model drafts for, and what happens if it is behind, lacks blocks or fails."""
+"""Chooses the requests that a smaller model drafts for, and handles the cases that it is behind, lacks blocks or
+fails."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from headrace.worker.speculation.proposer import NO_DRAFT, Draft
 
 log = logging.getLogger(__name__)
 
-# Catching up with a request may cost at most this share of what drafts may save of the rest of its answer.
+# Catching up with a request may cost at most this share of the time that drafts may save for the rest of its answer.
 _WORTH = 0.5
-# After so many failures in a row, the smaller model is not used any more.
+# After this many failures in a row, the smaller model is not used any more.
 _MOST_FAILURES = 8
 
 
@@ -31,7 +32,7 @@ class Branches(Protocol):
 
 
 class ModelDrafts:
-    """The drafts of a smaller model. A failure of it ends no request: they continue without drafts."""
+    """The drafts of a smaller model. If it fails, requests continue without drafts."""
 
     def __init__(self, model: DraftModel, grammars: Branches) -> None:
         self.source, self.max_tokens, self.has_branches = model.source, model.max_tokens, model.has_branches
@@ -60,10 +61,10 @@ class ModelDrafts:
     def compute(
         self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCacheManager
     ) -> list[Draft]:
-        """The drafts, with the tokens of those that are the smaller model's. `line` is the cost of the target's steps.
+        """The drafts, with tokens for those that the smaller model makes. `line` is the cost of the target's steps.
 
-        A draft is dropped if there are no blocks for it, or if the smaller model has yet to catch up with the request.
-        It does so a piece at a time, so that no step takes twice as long."""
+        A draft is dropped if there are no blocks for it, or if the smaller model still has to catch up with the
+        request. It catches up in pieces, so that no step takes twice as long."""
         done = [NO_DRAFT if draft.source is self.source else draft for draft in drafts]
         asked: dict[int, Asked] = {}
         behind: tuple[Request, int] | None = None
@@ -90,7 +91,7 @@ class ModelDrafts:
         return done
 
     def _ask(self, place: int, request: Request, draft: Draft, asked: dict[int, Asked]) -> None:
-        """Note a request to draft for. A grammar whose place is not known yet gets no draft."""
+        """Add a request to draft for. It gets no draft if the place in its grammar is not known yet."""
         constraint = None
         if request.sampling.constraint is not None:
             constraint = self._grammars.branch(request)
@@ -106,7 +107,7 @@ class ModelDrafts:
         return kv_cache.reserve(request, request.num_tokens + count)
 
     def _catch_up(self, request: Request, count: int, line: StepLine, num_streams: int) -> None:
-        """Compute a piece of what is missing, if drafts of `count` tokens will save more than that costs."""
+        """Compute a piece of the missing tokens, if drafts of `count` tokens will save more time than this costs."""
         model = self._model
         num_behind = model.num_behind(request) - 1
         past = request.num_tokens - 1 - num_behind

@@ -1,4 +1,4 @@
-"""What proposers of drafts have in common."""
+"""Types that all proposers of drafts share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Source(enum.Enum):
     """The source of a draft."""
 
     NGRAM = "ngram"
-    """What followed the same tokens earlier in prompt or answer."""
+    """Tokens that followed the same text earlier in prompt or answer."""
     PREDICTION = "prediction"
     """The answer that the caller expects."""
     GRAMMAR = "grammar"
     """The only text that the request's grammar allows."""
     DRAFT = "draft"
-    """What a smaller model continues with."""
+    """Tokens of a smaller model."""
     EAGLE3 = "eagle3"
-    """What heads that read the model's hidden states continue with."""
+    """Tokens of heads that read the model's hidden states."""
     MEDUSA = "medusa"
-    """What heads that read the model's last hidden state propose, each for another place."""
+    """Tokens of heads that read the model's last hidden state, each head for another place."""
 
 
 MODELLED = frozenset({Source.DRAFT, Source.EAGLE3, Source.MEDUSA})

@@ -24,14 +24,15 @@ from headrace.worker.speculation.proposer import BRANCH_LEVEL, MODELLED, NO_DRAF
 
 # The longest draft, and its length without a controller.
 MAX_DRAFT, FIXED_DRAFT = 15, 7
-# Batches of at least so many streams are looked at less often while nothing pays: proposing takes 10 us for each.
+# Batches of at least this many streams get proposals less often while no draft is worth verifying, because proposing
+# takes 10 us for each stream.
 _MANY_STREAMS, _MOST_SKIPPED = 4, 16
-# Drafts of earlier text cost nothing, so they may be less likely by so much than those of the smaller model.
+# Drafts of earlier text cost nothing, so they may be less likely than those of the smaller model by this much.
 _FREE = 0.1
 
 
 class GrammarDrafts(Protocol):
-    """What grammars know of the next tokens; see `headrace.worker.sampling.sampler.BatchSampler`."""
+    """The next tokens that grammars predict; see `headrace.worker.sampling.sampler.BatchSampler`."""
 
     def forced_tokens(self, request: Request) -> Sequence[int]:
         """Tokens that the request's grammar is likely to force next."""
@@ -66,7 +67,7 @@ class SmallerModel(Protocol):
     def compute(
         self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCacheManager
     ) -> list[Draft]:
-        """The drafts, with the tokens of those that are its own."""
+        """The drafts, with tokens for those that it makes itself."""
         ...
 
     def take_spent_s(self) -> float:
@@ -74,12 +75,12 @@ class SmallerModel(Protocol):
         ...
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
-        """Run prompts of so many tokens and steps, before there are requests."""
+        """Run prompts of this many tokens, and steps, before there are requests."""
         ...
 
 
 class StepLineOf(Protocol):
-    """Predicts steps of streams that have computed so many tokens; None while too little is known."""
+    """Predicts the cost of steps of streams with these numbers of computed tokens; None while too little is known."""
 
     def __call__(self, contexts: Sequence[int]) -> StepLine | None:
         """The cost of these steps."""
@@ -171,7 +172,7 @@ class Speculation:
         return self.model_drafts.take_spent_s() if self.model_drafts is not None else 0.0
 
     def _age_unused(self, streams: Sequence[Request], drafts: Sequence[Draft]) -> None:
-        """Trust a little less what is known of drafts of the smaller model that were possible and not chosen."""
+        """Lower the confidence in the rates of drafts of the smaller model that were possible but not chosen."""
         for request, draft in zip(streams, drafts, strict=True):
             if draft.source in MODELLED and not draft.token_ids:
                 self._rate.age(draft.source)
@@ -213,7 +214,7 @@ class Speculation:
         return history.draft(most)
 
     def _chosen(self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager) -> Sequence[Draft]:
-        """As much of each draft as a step should verify."""
+        """The part of each draft that a step should verify."""
         line = self._steps([request.num_computed_tokens for request in streams]) if self._steps is not None else None
         branches = [] if line is None else self._branches(streams, drafts, kv_cache)
         counts = self._counts(streams, drafts, line, branches)
@@ -234,8 +235,8 @@ class Speculation:
     def _branches(
         self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager
     ) -> list[BranchChance]:
-        """The branches that drafts may have. For a branch's first token, the rate is learned at which it is right when
-        the draft's first token is wrong."""
+        """The branches that drafts may have. The learned rate of a branch's first token counts only cases in which the
+        draft's first token is wrong."""
         model = self.model_drafts
         if model is None or not model.has_branches:
             return []

@@ -7,11 +7,11 @@ prefix only where a state was saved. States are saved at block borders:
     states             s              s    s  L      saved ones, and the one that the request continues from
 
 - every `interval` tokens of a chunk, counted back from its last border, and at that border,
-- where the cached blocks of another request end that share the beginning. The chunk is cut there, so later requests
-  with this beginning find a state,
+- at the end of cached blocks of another request with the same beginning. The chunk is cut there, so later requests with
+  this beginning find a state,
 - at each border that an answer reaches. The next one replaces it, except every `interval` tokens.
 
-A request writes to a slot of its own. It reads a saved state from its slot and never copies it.
+A request writes to its own slot. It reads a saved state from that state's slot and never copies it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from headrace.worker.request.request import Request
 from headrace.worker.request.step import ZERO_SLOT, Scheduled, StateStep
 from headrace.worker.states.slots import StateKey, StateSlots
 
-# How often a request waits for another one to compute its next block. That block helps only if a state is saved.
+# How many times a request waits for another one to compute its next block. That block helps only if a state is saved
+# after it.
 _MOST_WAITS = 2
 
 
@@ -39,7 +40,7 @@ class _Plan(NamedTuple):
 
 @dataclass(slots=True)
 class _Progress:
-    """The slot with a request's state, and what was saved of the request."""
+    """The slot with a request's state, and the states that were saved for the request."""
 
     slot: int = ZERO_SLOT
     plan: _Plan | None = None
@@ -83,13 +84,15 @@ class StatefulCacheManager(KVCacheManager):
         return 0
 
     def is_worth_waiting(self, request: Request) -> bool:
-        """Whether the request should wait for another request to compute its next block. Counts how often it did."""
+        """Whether the request should wait for another request to compute its next block. Counts how often it has done
+        so."""
         progress = self._of(request)
         progress.num_waits += 1
         return progress.num_waits <= _MOST_WAITS and request.num_uncomputed_tokens > 2 * MIN_TOKENS_LEFT
 
     def chunk_of(self, request: Request, num_tokens: int) -> int:
-        """At most `num_tokens` tokens for the next step. Fewer if a state is to be saved at an earlier border."""
+        """The number of tokens for the next step, at most `num_tokens`. Fewer if a state has to be saved at an earlier
+        border."""
         progress, past = self._of(request), request.num_computed_tokens
         has_room = past + MIN_TOKENS_LEFT <= progress.branch < self._last_border(request, past + num_tokens)
         return progress.branch - past if has_room else num_tokens
@@ -148,7 +151,7 @@ class StatefulCacheManager(KVCacheManager):
         self.slots.check(holders)
 
     def _find_cached(self, request: Request) -> list[int]:
-        """The cached blocks that match the request's next tokens, as far as there is a state behind them. The request
+        """The cached blocks that match the request's next tokens, as far as there is a state after them. The request
         continues from that state."""
         found = super()._find_cached(request)
         first = len(request.block_table)

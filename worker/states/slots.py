@@ -59,7 +59,7 @@ class StateSlots:
         return len(self._slot_of_hash)
 
     def take_changes(self) -> dict[int, bool]:
-        """What changed since the last call: hash of the block before a state -> whether it is saved."""
+        """The changes since the last call: hash of the block before a state -> whether the state is saved."""
         changes, self._changes = self._changes, {}
         return changes
 
@@ -77,7 +77,7 @@ class StateSlots:
         return slot if slot is not None and self._key_of_slot[slot] == key else None
 
     def take(self) -> int:
-        """Take a slot. If none is free, a saved state is lost. There must be an available one."""
+        """Take a slot. If none is free, evict a saved state. There must be an available one."""
         if self._free:
             slot = self._free.pop()
         else:
@@ -115,7 +115,7 @@ class StateSlots:
         return True
 
     def evict_soon(self, block_hash: int) -> None:
-        """Let the state after this block be the next to be evicted, if nobody holds it."""
+        """Evict the state after this block next, if nobody holds it."""
         slot = self._slot_of_hash.get(block_hash)
         if slot is not None and slot in self._unheld:
             self._unheld.move_to_end(slot, last=False)
@@ -129,7 +129,7 @@ class StateSlots:
         assert not self._key_of_slot, "a saved state is held"
 
     def check(self, holders: dict[int, int]) -> None:
-        """Assert that every slot is accounted for, with so many holders by slot. For tests."""
+        """Assert that every slot is accounted for, with this many holders of each slot. For tests."""
         found = {slot: count for slot, count in enumerate(self._holders) if count}
         assert found == holders, "a slot without an owner"
         idle = [*self._free, *self._unheld]

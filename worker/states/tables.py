@@ -35,7 +35,7 @@ def has_states(model: ov.Model) -> bool:
 
 
 def has_sums(model: ov.Model) -> bool:
-    """Whether some states are sums over all tokens. In bfloat16 these lose more with each step."""
+    """Whether some states are sums over all tokens. In bfloat16 these become less exact with each step."""
     return any(port.any_name.startswith(_SUMS) for port in model.inputs)
 
 
@@ -55,7 +55,7 @@ class StateTables:
         return sorted((port.any_name, f"{port.element_type} {port.partial_shape}") for port in self.ports)
 
     def allocate(self, num_slots: int, requests: Iterable[ov.InferRequest], *, huge_pages: bool) -> None:
-        """Make the tables for `num_slots` slots and those that belong to no request, all zero, and set them in the
+        """Make the tables for `num_slots` slots and the slots that belong to no request, all zero, and set them in the
         inference requests. ConfigurationError if there is no memory."""
         num_slots += FIRST_STATE_SLOT
         size_bytes = num_slots * self.slot_bytes

@@ -1,1 +1,1 @@
-"""Where a graph's weights lie in memory."""
+"""The placement of a graph's weights in memory."""

@@ -1,7 +1,7 @@
 """Memory in an unlinked file, for values that are written once and seldom read again.
 
-The kernel can write such pages to the disk and drop them. Pages without a file would stay. Nothing is unmapped before
-the process ends, because OpenVINO does not say when it has stopped reading.
+The kernel can write such pages to the disk and drop them, while pages without a file would stay in memory. Nothing is
+unmapped before the process ends, because OpenVINO does not say when it has stopped reading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
-# Arrays share pieces of at least this size, because each piece holds a file open. Small arrays are not worth it.
+# Arrays share pieces of at least this size, because each piece keeps a file open. Small arrays are not worth a file.
 _PIECE_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 18
 _SPARE_BYTES = 256 << 20
@@ -34,8 +34,8 @@ _ordinary_arrays: list[npt.NDArray[np.uint8]] = []
 
 
 class FileMemory:
-    """Arrays in files of a directory on a disk. Small ones, and all where no directory has room, are in ordinary
-    memory."""
+    """Arrays in files of a directory on a disk. Small arrays are in ordinary memory, and so are all arrays if no
+    directory has room."""
 
     def __init__(self, directories: Sequence[Path] | None = None) -> None:
         wanted = default_directories() if directories is None else directories
@@ -73,7 +73,8 @@ class FileMemory:
 
 
 def give_back_files() -> int:
-    """Let the kernel have the pages of all files, which it reads again when they are used. Returns the bytes."""
+    """Return the pages of all files to the kernel, which reads them again when they are used. Returns the number of
+    bytes."""
     libc, given_back = ctypes.CDLL(None, use_errno=True), 0
     for mapped, num_bytes in _mapped_files:
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
@@ -90,13 +91,13 @@ def _ordinary(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def default_directories() -> list[Path]:
-    """TMPDIR if it is set, and the directory of temporary files that are large."""
+    """TMPDIR if it is set, and the system's directory for large temporary files."""
     own = os.environ.get("TMPDIR")
     return [*([Path(own)] if own else []), Path("/var/tmp"), Path(tempfile.gettempdir())]
 
 
 def is_on_disk(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Whether files can be made in a directory, and are not kept in memory. False where mounts cannot be read."""
+    """Whether files can be made in a directory and are on a disk. False if mounts cannot be read."""
     if not os.access(directory, os.W_OK | os.X_OK):
         return False
     try:

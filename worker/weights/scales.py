@@ -1,8 +1,8 @@
 """Keeps the scales of compressed weights out of the process's own memory.
 
 Files have scales in float16, and OpenVINO's kernels need float32. OpenVINO would convert them, and keep the result in
-memory beside the weights that it has ordered for its kernels. It uses scales that already are float32 where they are,
-which can be in a file (see `FileMemory`). A zero point that all groups share becomes a single number.
+memory beside its own copy of the weights. It uses scales that are already float32 in place, so they can be in a file
+(see `FileMemory`). A zero point that all groups share becomes a single number.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _parts(node: ov.Node) -> tuple[ov.Output, ov.Output | None] | None:
 
 
 def _converts_behind(multiply: ov.Node) -> list[ov.Node]:
-    """What makes the decompressed weights float32; none if something else reads them."""
+    """The nodes that convert the decompressed weights to float32; none if another node reads the weights."""
     users = [port.get_node() for port in multiply.output(0).get_target_inputs()]
     if len(users) == 1 and users[0].get_type_name() == "Reshape":
         users = [port.get_node() for port in users[0].output(0).get_target_inputs()]

@@ -1,1 +1,1 @@
-"""Layers with a sliding window: their parts of KV blocks, which are given up when no query can reach them."""
+"""Layers with a sliding window: their parts of KV blocks, which are released when no query can reach them."""

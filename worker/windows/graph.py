@@ -1,10 +1,10 @@
-"""Gives the layers with a sliding window block tables of their own.
+"""Gives the layers with a sliding window their own block tables.
 
     input   block_indices           i32 [blocks]   blocks of the other layers
     input   window_block_indices    i32 [blocks]   blocks of layers with a window, in the same order
 
-Both tables have an entry for each block of a sequence. The operator reads all of them. It multiplies values that are
-out of the window by zero, so their entries may name any block that holds finite numbers (docs/decisions/0073).
+Both tables have an entry for each block of a sequence. The operator reads all of them. It multiplies values outside of
+the window by zero, so their entries may name any block with finite numbers (docs/decisions/0073).
 """
 
 from __future__ import annotations

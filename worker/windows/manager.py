@@ -1,7 +1,7 @@
-"""Assigns KV blocks to the requests of a model of which some layers see a window of the context only.
+"""Assigns KV blocks to the requests of a model in which some layers see only a window of the context.
 
-Blocks are assigned as ever, and each has two parts: that of the layers with windows, which is in a slot, and that of
-the others. A request holds the parts of layers with windows that its next token can see, and no others:
+Blocks are assigned as usual. Each has two parts: one for the layers with windows, which is in a slot, and one for the
+other layers. A request holds the parts of layers with windows that its next token can see, and no others:
 
     tokens      |....|....|....|....|....|....|..            a request that has computed 26 tokens, window 8
     blocks        x    x    x    x    x    x    x
@@ -25,8 +25,8 @@ from headrace.worker.kv.manager import MIN_COPIED_TOKENS, KVCacheManager
 from headrace.worker.request.request import Request
 from headrace.worker.windows.parts import WindowParts
 
-# Parts that a request holds beside those of a whole window: at its beginning, at both ends of what it computes, where a
-# draft ends, and for a branch.
+# Parts that a request holds in addition to those of a whole window: at the beginning of the window, at both ends of the
+# computed tokens, at the end of a draft, and for a branch.
 PARTS_BESIDE = 5
 
 
@@ -105,11 +105,11 @@ class WindowCacheManager(KVCacheManager):
         return gained
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See `KVCacheManager`. The request first gives up what its queries cannot reach any more."""
+        """See `KVCacheManager`. The request first releases the parts that its queries cannot reach any more."""
         self._release_up_to(request, self._first_seen(request.num_computed_tokens), len(request.block_table))
         missing = self.num_blocks_for(num_tokens) - len(request.block_table)
         if missing > self.parts.num_available:
-            # Others may still hold what they computed in the step before.
+            # Other requests may still hold parts that they computed in the previous step.
             for other in self._first:
                 self._release_up_to(other, self._first_seen(other.num_computed_tokens), len(other.block_table))
         if missing > self.parts.num_available or not super().reserve(request, num_tokens):
@@ -171,7 +171,7 @@ class WindowCacheManager(KVCacheManager):
         end = held + len(found)
         last = self._last_usable(held, end, lambda index: self.parts.has(found[index - held]))
         if last < end:
-            # The request computes these parts again. The next one with this beginning is to find them.
+            # The request computes these parts again. The next request with this beginning should find them.
             self.parts.want(found[max(self._first_seen(end * self.block_size), held) - held :])
         return found[: last - held]
 
@@ -185,8 +185,8 @@ class WindowCacheManager(KVCacheManager):
         super()._exchange(request, index, block)
 
     def _last_usable(self, held: int, end: int, has_part: Callable[[int], bool]) -> int:
-        """The largest number of blocks up to `end`, and at least `held`, behind which a request can continue: the parts
-        of the last window before exist. `held` blocks belong to the request."""
+        """The largest number of blocks up to `end`, and at least `held`, after which a request can continue, because
+        the parts of the last window before that point exist. `held` blocks belong to the request."""
         while end > held:
             first = max(held, self._first_seen(end * self.block_size))
             missing = next((index for index in range(end - 1, first - 1, -1) if not has_part(index)), None)
@@ -204,7 +204,7 @@ class WindowCacheManager(KVCacheManager):
         return max(0, num_tokens - self.window) // self.block_size
 
     def _most_parts(self, request: Request) -> int:
-        """The most parts that a request holds, without those of the other tokens of a step."""
+        """The maximum number of parts that a request holds, without those of the other tokens of a step."""
         return min(self.num_blocks_for(request.num_tokens + 1), self.window // self.block_size + PARTS_BESIDE)
 
     def _release_up_to(self, request: Request, first: int, end: int) -> None:
@@ -215,8 +215,8 @@ class WindowCacheManager(KVCacheManager):
         self._first[request] = max(begin, first)
 
     def _copy_part(self, slot: int) -> None:
-        """Let the last of the copies have the part in this slot too. Copies are made in order and before anything is
-        computed, so it does not matter who has the slot by then."""
+        """Make the last of the copies include the part in this slot. Copies are made in order and before anything is
+        computed, so it does not matter whether another block then has the slot."""
         copy = self._copies[-1]
         self._copies[-1] = copy._replace(parts=(int(slot), int(self.parts.slots[copy.destination])))
 

@@ -1,14 +1,14 @@
 """The parts of KV blocks that belong to layers with a sliding window.
 
-There are fewer of them than blocks. Each is in a slot, and belongs to one block. A block has its part for as long as a
+There are fewer of them than blocks. Each is in a slot, and belongs to one block. A block has its part as long as a
 query can reach it, and longer if there is room:
 
     held     a request can reach it
     kept     nobody can reach it; a request that begins alike may
     free     without a block
 
-If slots are short, kept parts are given up: first those in the middle of sequences, then those from which requests have
-continued, or where they ended. Both least recently held first.
+If slots are short, kept parts are evicted: first those in the middle of sequences, then those at which requests have
+continued or ended. Both least recently held first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class WindowParts:
     def __init__(self, num_blocks: int, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_given_up = 0
-        """Kept parts that made room for others so far."""
+        """Number of kept parts that were evicted so far."""
         self._slot_of = array("i", [num_slots] * (num_blocks + 1))
         self.slots: npt.NDArray[np.int32] = np.frombuffer(self._slot_of, np.int32)
         self._num_holders = array("i", bytes(4 * num_blocks))
         self._is_wanted = bytearray(num_blocks)
         self._free = list(range(num_slots - 1, -1, -1))
-        # Blocks whose parts are kept, in the order in which they are given up.
+        # Blocks whose parts are kept, in the order of eviction.
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._wanted: OrderedDict[int, None] = OrderedDict()
 
@@ -56,7 +56,7 @@ class WindowParts:
         return self._slot_of[block] != self.num_slots
 
     def want(self, blocks: Iterable[int]) -> None:
-        """Requests continue behind these blocks, so their parts are given up last."""
+        """Requests continue after these blocks, so their parts are evicted last."""
         for block in blocks:
             self._is_wanted[block] = True
             if block in self._passed:
@@ -64,7 +64,7 @@ class WindowParts:
                 self._wanted[block] = None
 
     def attach(self, blocks: Iterable[int]) -> None:
-        """Give a slot to each of these blocks, which are about to get other content. So many must be available."""
+        """Give a slot to each of these blocks, whose content is about to change. As many slots must be available."""
         for block in blocks:
             self._is_wanted[block] = False
             if self.has(block):
@@ -110,7 +110,7 @@ class WindowParts:
         self._num_holders[own] = 0
 
     def forget_all(self) -> None:
-        """Give up all parts. None may be held."""
+        """Release all parts. None may be held."""
         for block in (*self._passed, *self._wanted):
             self._forget(block)
         self._passed.clear()
@@ -118,7 +118,7 @@ class WindowParts:
         assert len(self._free) == self.num_slots, "a part is held"
 
     def check(self, holders: dict[int, int]) -> None:
-        """Assert that every slot is accounted for, with so many holders by block. For tests."""
+        """Assert that every slot is accounted for, with this many holders of each block. For tests."""
         found = {block: count for block, count in enumerate(self._num_holders) if count}
         assert found == holders, "a part without an owner"
         kept = [*self._passed, *self._wanted]
