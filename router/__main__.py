@@ -94,7 +94,7 @@ def refuse_if_taken(address: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router that does not listen yet. `drain_timeout_s` is how long streams may continue when it stops."""
+    """A router that does not listen yet. When it stops, streams may continue for `drain_timeout_s`."""
 
     server: RouterServer
     metrics: RouterMetrics

@@ -20,10 +20,10 @@ _REASONS = {
 
 
 async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb2.ExplainResponse:
-    """Decide like a placement, without booking.
+    """Decide as for a placement, without booking.
 
     Raises StatusError: INVALID_FIELD for an empty prompt, CONTEXT_TOO_LONG for one that leaves no room for an answer,
-    NO_CAPACITY while no worker of the model was ever reached, and what `Fleet.resolve` raises.
+    NO_CAPACITY while no worker of the model has been reached, and what `Fleet.resolve` raises.
     """
     if not request.token_ids:
         problem = "token_ids is empty: give the tokens of the prompt"
@@ -68,7 +68,7 @@ async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb
 
 
 def _rank(cost: CostTerms | None) -> tuple[bool, float]:
-    """Weighed ones first, by cost."""
+    """Sort key: weighed workers first, by cost."""
     return (True, 0.0) if cost is None else (False, cost.total_ms)
 
 

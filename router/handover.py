@@ -24,9 +24,9 @@ from headrace.router.placement.handover import Handed, distribute, rooms
 
 log = logging.getLogger(__name__)
 
-# Longer than a worker waits for it.
+# Longer than a worker waits for its handover.
 _MAX_S = 90.0
-# Workers that fetch from the draining one at a time. It serves one more, for requests.
+# Number of workers that fetch from the draining one at a time. That worker serves one more, for requests.
 _MAX_TAKERS = 3
 _BLOCKS_A_CALL = 64
 _CALL_TIMEOUT_S = 30.0
@@ -45,7 +45,7 @@ class Handovers:
         self._fleet.on_state = self._state_changed
 
     async def close(self) -> None:
-        """End what runs."""
+        """End all running handovers."""
         await end_tasks(*self._running.values())
 
     def _state_changed(self, link: WorkerLink) -> None:
@@ -59,7 +59,7 @@ class Handovers:
         try:
             async with asyncio.timeout(_MAX_S):
                 await self._hand_over(link)
-        except grpc.aio.AioRpcError as error:  # another router does it, or the worker is of an earlier version
+        except grpc.aio.AioRpcError as error:  # another router does it, or the worker has an earlier version
             log.info("the blocks of %s are not handed over: %s", link.worker_id, error.details())
         except TimeoutError:
             log.warning("the blocks of %s were not handed over in %.0f s", link.worker_id, _MAX_S)
@@ -80,7 +80,7 @@ class Handovers:
                 for block in message.blocks
             ]
             if not takers:
-                return  # the worker has heard of it, and need not wait
+                return  # the worker knows of it, and need not wait
             num_missing = sum(not block.holders for block in blocks)
             room = rooms([taker.reported.load for taker in takers], num_missing)
             parts = await asyncio.to_thread(distribute, blocks, room)
@@ -100,7 +100,7 @@ class Handovers:
     async def _give(
         self, link: WorkerLink, taker: WorkerLink, part: Sequence[Handed], at_once: asyncio.Semaphore
     ) -> int:
-        """Let one worker take blocks, until it takes none. Returns how many it took."""
+        """Let one worker take blocks until it takes no more. Returns how many it took."""
         assert link.card is not None, "checked before"
         num_taken = 0
         async with at_once:

@@ -54,11 +54,11 @@ REDIS = "redis"
 GENERATE_SPAN = f"{INFERENCE}/Generate"
 PASSED_ON_METADATA = ("x-request-id", "traceparent")
 _HEALTH_POLL_S = 5.0
-# Calls at a time besides Generate; more are refused before their messages are kept.
+# Number of calls at a time besides Generate. Further ones are refused before their messages are stored.
 _OTHER_CALLS = 2048
 # Calls of Explain at a time.
 _MAX_EXPLAINING = 8
-# Requests of at most so many bytes are decoded before their size is checked.
+# Requests of at most this many bytes are decoded before their size is checked.
 _SMALL_BYTES = 1 << 20
 
 _Methods: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
@@ -68,7 +68,7 @@ _GenerateContext: TypeAlias = "_Context | CallContext"
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """The maximum of concurrent requests, and of their bytes on the wire."""
+    """The maximum number of concurrent requests, and of their bytes on the wire."""
 
     max_in_flight: int = 4096
     max_request_bytes: int = 256 << 20
@@ -94,8 +94,8 @@ def check_size(fleet: Fleet, num_bytes: int) -> None:
 
 
 class InferenceService:
-    """Inference.Generate over the fleet. At most `max_in_flight` requests at a time, waiting ones included, of
-    `max_request_bytes` on the wire together; what is kept of a request is a small multiple of that."""
+    """Inference.Generate over the fleet. At most `max_in_flight` requests at a time, waiting ones included, with
+    `max_request_bytes` on the wire in total. The memory for a request is a small multiple of its bytes."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class RouterServer:
     """A listening router: both services, health and reflection.
 
     `bind` and `start` in this order; `stop` ends it. Health of Inference follows the fleet: SERVING while at least one
-    worker is ready. With leases there is one of `REDIS`, SERVING while they can be read and renewed.
+    worker is ready. With leases, health also has the name `REDIS`, SERVING while leases can be read and renewed.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class RouterServer:
 
     @property
     def request_load(self) -> RequestLoad:
-        """What Generate holds now, and its bounds."""
+        """The requests and bytes that Generate holds now, and their limits."""
         inference = self.inference
         bounds = inference.bounds
         num_bytes = inference.held.total

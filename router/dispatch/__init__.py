@@ -1,1 +1,1 @@
-"""The way of a request through the router: admission, queue, forwarding, resumption, refusals."""
+"""The path of a request through the router: admission, queue, forwarding, resumption, refusals."""

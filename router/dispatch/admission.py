@@ -5,7 +5,7 @@
             --> it would wait too long, its tenant has too many requests, the queue is full: refused
 
 The router predicts only the wait in its own queue. A worker predicts the wait in its queue, because it knows the
-requests ahead and the cached prefix; it gets the rest of the time that the request may wait.
+requests ahead and the cached prefix. The router passes it the rest of the time that the request may wait.
 
 A request whose answer has begun, or whose worker failed, is never refused or queued here: a client is reading its
 answer. Decisions are synchronous; only the turn in the queue is awaited.
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 # How often a waiting request checks whether it has waited too long.
 _LOOK_S = 0.5
 _CAPACITY_RETRY_S = 1.0
-# Least time between two log lines that there is no worker.
+# Minimum time between two log lines that there is no worker.
 _TELL_AGAIN_S = 30.0
 
 
@@ -64,7 +64,7 @@ class _Ticket:
     deadline_s: float
     turn: asyncio.Future[PlacedRequest]
     alone_since_s: float | None = None
-    """Since when no worker of its model takes requests."""
+    """The time since when no worker of its model takes requests."""
 
 
 class Admission:
@@ -140,7 +140,7 @@ class Admission:
         try:
             return await self._turn_of(ticket)
         except asyncio.CancelledError:
-            # Its turn may have come in the same moment.
+            # Its turn may have come at the same time.
             if ticket.turn.done() and not ticket.turn.cancelled() and ticket.turn.exception() is None:
                 placed = ticket.turn.result()
                 placed.link.release(placed.booking)
@@ -157,7 +157,7 @@ class Admission:
             return
         while (entry := queue.first()) is not None and self._fleet.has_room(entry.item.card):
             ticket = entry.item
-            if ticket.turn.done():  # its caller gave up, but has not run since
+            if ticket.turn.done():  # its caller gave up, but its task has not run yet
                 queue.remove(entry)
                 continue
             ticket.request.max_ttft_ms = self._left_s(ticket, is_alone=False) * 1000
@@ -224,7 +224,8 @@ class Admission:
         queue.remove(victim)
 
     def _priors(self, card: worker_pb2.ModelCard) -> Priors:
-        """What to assume of a request. One of a model without answers ends like an answer of one token."""
+        """The assumptions for a request. For a model that generates no answer, a request counts as an answer of one
+        token."""
         priors = self._fleet.answer_lengths.priors(card.name)
         return structs.replace(priors, answer_tokens=1) if card.task else priors
 
@@ -249,7 +250,7 @@ class Admission:
 
     def _left_s(self, ticket: _Ticket, *, is_alone: bool) -> float:
         """Seconds that a request may still wait for its turn. Time without any worker does not count against
-        --max-ttft, so that requests that waited for a restart are not refused afterwards."""
+        --max-ttft. So requests that waited for a restart are not refused afterwards."""
         now_s = self._clock()
         if is_alone and ticket.alone_since_s is None:
             ticket.alone_since_s = now_s

@@ -26,7 +26,7 @@ class FencedError(Exception):
 
 
 class PrefilledError(Exception):
-    """The worker has computed the prompt, and the answer continues at another one."""
+    """The worker has computed the prompt, and the answer continues at another worker."""
 
 
 def parse(raw: bytes) -> inference_pb2.GenerateRequest:
@@ -58,7 +58,7 @@ class _Digest:
 class Delivery:
     """The ledger of one request: its parameters, the delivered tokens, and whether a finish was delivered.
 
-    `max_tokens` bounds the ledger; a worker that sends more than the context holds is fenced.
+    `max_tokens` bounds the ledger; a worker that sends more tokens than the context holds is fenced.
     """
 
     def __init__(self, wire: WireRequest) -> None:
@@ -78,7 +78,7 @@ class Delivery:
         self.token_ids = array("I", self.request.resume_token_ids)
         self.max_tokens: int | None = None
         self.model_identity = self.request.model_identity
-        """The model that generated the tokens, as its worker says; empty if unknown."""
+        """The model that generated the tokens, as reported by its worker; empty if unknown."""
         self.is_finished = False
         self._num_retries = 0
         self._num_cached_tokens = 0
@@ -86,7 +86,7 @@ class Delivery:
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash of what is computed: prompt and parameters, without ids and seed."""
+        """A hash of the content: prompt and parameters, without ids and seed."""
         own = self._own
         content = inference_pb2.GenerateRequest(
             model=own.model,
@@ -115,7 +115,7 @@ class Delivery:
         """Record a message that is about to be sent.
 
         Raises FencedError if it does not start right after the delivered tokens, follows a finish, makes the answer
-        longer than the context, or is no GenerateResponse.
+        longer than the context, or is not a GenerateResponse.
         """
         try:
             message = inference_pb2.GenerateResponse.FromString(raw)
@@ -140,7 +140,7 @@ class Delivery:
         tokens."""
         wire = self._next_attempt()
         self._num_before = len(self.token_ids)
-        # A field that is appended to the bytes of a message replaces the earlier one.
+        # A field that is appended to the bytes of a message replaces the earlier field.
         bound = inference_pb2.GenerateRequest(
             max_wait_ms=max_wait_ms,
             belief=belief,
@@ -150,7 +150,7 @@ class Delivery:
         return WireRequest(wire.own + bound.SerializeToString(), wire.shared)
 
     def given_back(self) -> None:
-        """Do not count the last attempt: the worker gave the request back without accepting it."""
+        """Do not count the last attempt, because the worker returned the request without accepting it."""
         self._num_retries -= 1
 
     def _next_attempt(self) -> WireRequest:

@@ -45,7 +45,7 @@ from headrace.router.placement.beliefs import MAX_GIVEN_BACK
 log = logging.getLogger(__name__)
 
 Metadata = Sequence[tuple[str, str | bytes]]
-_MOST_WAIT_MS = (1 << 32) - 1  # what the field for it holds
+_MOST_WAIT_MS = (1 << 32) - 1  # the maximum of the field's type
 _MAX_LOST = 32  # workers that one request may lose in total
 ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
 
@@ -69,8 +69,9 @@ class UpstreamError(Exception):
 
 
 class _AttemptFailedError(Exception):
-    """This worker will not end the request; another one may. `refusal` is why the worker did not take it, `full` or
-    `draining`; empty when the worker was lost. `passed_on` is its own error, in case there is no other worker."""
+    """This worker will not finish the request, but another one may. `refusal` says why the worker did not take it,
+    `full` or `draining`; it is empty if the worker was lost. `passed_on` is the worker's own error, for the case that
+    there is no other worker."""
 
     def __init__(self, why: str, refusal: str = "", passed_on: UpstreamError | None = None) -> None:
         super().__init__(why)
@@ -90,7 +91,7 @@ class _Call:
         self.abandoned_because: str | None = None
 
     def abandon(self, why: str) -> None:
-        """End the call; the reader learns why."""
+        """End the call. The reader gets the reason."""
         self.abandoned_because = why
         self._call.cancel()
 
@@ -122,7 +123,7 @@ class Forwarding:
         self._delivery = Delivery(wire)
         self._waits_until_s = time.monotonic() + admission.max_wait_s(self._delivery.request)
         self._card: worker_pb2.ModelCard | None = None  # of the worker whose tokens were delivered
-        self._adapter_sha256 = ""  # of the adapter that they were made with
+        self._adapter_sha256 = ""  # of the adapter that generated them
         self._num_given_back = 0
         self._prefilled: Prefilled | None = None
         self._failed: dict[WorkerLink, int] = {}  # workers that failed -> their incarnation at that time
@@ -216,7 +217,7 @@ class Forwarding:
     async def _await_place(self, num_described: int) -> PlacedRequest:
         wait_until_s = time.monotonic() + self._admission.capacity_wait_s
         delivery = self._delivery
-        # A request that was given back does not queue again.
+        # A returned request does not queue again.
         is_new = not (self._failed or self._num_given_back or self._prefilled or has_begun(delivery.request))
         identity = self._identity
         request = RoutedRequest(delivery.request, delivery.prompt, delivery.token_ids, identity)
@@ -257,7 +258,7 @@ class Forwarding:
 
     def _is_changed(self, card: worker_pb2.ModelCard | None, identity: str) -> bool:
         """Whether the model is served only with other files than those of the begun answer, and no worker with its
-        files may come back. While one may, the answer waits, as for the restart of a single worker."""
+        files may come back. As long as one may come back, the answer waits, as for the restart of a single worker."""
         if card is None or not identity or self._fleet.may_come_back(identity):
             return False
         return self._fleet.is_served(card)
@@ -265,7 +266,7 @@ class Forwarding:
     def _resolved(self, is_new: bool) -> worker_pb2.ModelCard | None:
         """The card of the requested model, or None while it is unknown. Raises StatusError.
 
-        An answer that has begun had a worker. If none is known, this router may have just started.
+        If an answer has begun, it had a worker. If none is known, this router may have just started.
         """
         try:
             return self._fleet.resolve(self._delivery.request.model)
@@ -315,7 +316,7 @@ class Forwarding:
             try:
                 await self._pass_on(placed, call)
             except grpc.aio.AioRpcError as error:
-                if not self._delivery.is_finished:  # what comes after the finish no longer matters
+                if not self._delivery.is_finished:  # messages after the finish no longer matter
                     raise self._judge(link, life, error) from None
             except asyncio.CancelledError:
                 if running.abandoned_because is None or _is_cancelled_from_outside():
@@ -369,7 +370,7 @@ class Forwarding:
             message = detail_of(error, worker_pb2.GivenBack)
             if message is not None:
                 link.given_back(message)
-            # Not allowed to give it back any more, a worker refuses it.
+            # A worker that may not return the request any more refuses it.
             is_allowed = self._num_given_back < MAX_GIVEN_BACK
             return _GivenBackError(why) if is_allowed else _AttemptFailedError(why, "full")
         if verdict is Verdict.LOST:

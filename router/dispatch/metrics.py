@@ -19,7 +19,7 @@ from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.placement.policy import PlacementReason
 
-# All series begin when the process starts, so their own times of creation are left out.
+# All series begin when the process starts, so omit their own creation times.
 prometheus_client.disable_created_metrics()
 
 _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -27,7 +27,7 @@ _DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 150e-6, 250e-6, 500e-6, 1e-3, 2.5e-
 
 
 class RequestLoad(NamedTuple):
-    """Requests and bytes that are held, and their maxima."""
+    """Number of requests and bytes that are held, and their maxima."""
 
     held: int
     most_held: int
@@ -36,7 +36,7 @@ class RequestLoad(NamedTuple):
 
 
 class HoldsRequests(Protocol):
-    """An object that knows what requests hold."""
+    """An object that knows the held requests and bytes."""
 
     @property
     def request_load(self) -> RequestLoad:
@@ -45,13 +45,13 @@ class HoldsRequests(Protocol):
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM (statm in proc(5))."""
+    """Resident memory of this process (statm in proc(5))."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class RouterMetrics:
-    """Counters of one router, in a registry of their own."""
+    """Counters of one router, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -102,7 +102,7 @@ class RouterMetrics:
         self._refusals.labels(reason.name.lower()).inc()
 
     def observe(self, fleet: Fleet) -> None:
-        """Add gauges that read the fleet whenever they are scraped. Once."""
+        """Add gauges that read the fleet whenever they are scraped. Call once."""
         index = fleet.index
         self._gauge("requests_in_flight", "Requests booked on workers", lambda: fleet.num_in_flight)
         self._gauge("workers_ready", "Workers that take requests", lambda: fleet.num_ready)
@@ -129,7 +129,7 @@ class RouterMetrics:
         self._gauge("resident_bytes", "Memory of the process", resident_bytes)
 
     def observe_requests(self, admission: Admission, holder: HoldsRequests) -> None:
-        """Add gauges that read the queue and what requests hold whenever they are scraped. Once."""
+        """Add gauges that read the queue and the held requests whenever they are scraped. Call once."""
         self._gauge("requests_waiting", "Requests that wait for room on a worker", lambda: admission.num_waiting)
         self._gauge("requests_waiting_max", "Maximum of the waiting requests", lambda: admission.max_waiting)
         self._gauge("requests_held", "Requests in flight, waiting ones included", lambda: holder.request_load.held)
@@ -138,7 +138,7 @@ class RouterMetrics:
         self._gauge("request_bytes_max", "Maximum of these bytes", lambda: holder.request_load.most_bytes)
 
     def observe_sessions(self, sessions: SessionServer) -> None:
-        """Add gauges that read the callers' sessions whenever they are scraped. Once."""
+        """Add gauges that read the callers' sessions whenever they are scraped. Call once."""
         self._gauge("callers", "Sessions of gateways", lambda: sessions.num_sessions)
         self._gauge("callers_max", "Maximum of the sessions of gateways", lambda: MAX_SESSIONS)
         self._gauge("unsent_bytes", "Bytes that gateways have not taken yet", lambda: sessions.num_unsent_bytes)
@@ -153,5 +153,5 @@ class RouterMetrics:
         Gauge(f"headrace_router_{name}", documentation, registry=self.registry).set_function(read)
 
     def serve(self, host: str, port: int) -> None:
-        """Answer scrapes on this address, from a thread of its own. Raises OSError if it cannot be bound."""
+        """Answer scrapes on this address, in a separate thread. Raises OSError if it cannot be bound."""
         serve_scrapes(host, port, self.registry)

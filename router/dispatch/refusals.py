@@ -27,7 +27,7 @@ def too_late(predicted_s: float, bound_s: float) -> StatusError:
 
 
 def queue_full(num_waiting: int, wait_s: float) -> StatusError:
-    """The refusal of a request if the queue is full; `wait_s` is how long it would have waited."""
+    """The refusal of a request if the queue is full. It would have waited for `wait_s`."""
     return StatusError(
         Reason.QUEUE_FULL,
         f"the service is busy: {num_waiting} requests wait already, the maximum; try again later",
@@ -36,7 +36,7 @@ def queue_full(num_waiting: int, wait_s: float) -> StatusError:
 
 
 def tenant_full(tenant: str, num_in_flight: int) -> StatusError:
-    """The refusal of a request whose tenant has its maximum in flight."""
+    """The refusal of a request whose tenant has its maximum number of requests in flight."""
     return StatusError(
         Reason.QUOTA,
         f"tenant {tenant[:100]!r} has {num_in_flight} requests in flight, the maximum of a tenant; "

@@ -6,12 +6,12 @@ from headrace.common.telemetry.span import Span
 from headrace.router.fleet.routed_request import PlacedRequest
 from headrace.router.placement.policy import CostTerms
 
-# Candidates that are described, cheapest first; a fleet may have hundreds.
+# Number of candidates to describe, cheapest first; a fleet may have hundreds.
 MAX_CANDIDATES = 16
 
 
 def describe_placement(span: Span, placed: PlacedRequest) -> None:
-    """Add where the request goes, and why."""
+    """Add the chosen worker and the reason."""
     if not span.is_recording:
         return
     placement = placed.placement

@@ -1,17 +1,17 @@
-"""Requests whose workers were lost while they ran, so that no request can end a whole fleet.
+"""Requests whose workers were lost while they ran. This prevents one request from ending a whole fleet.
 
-A worker that dies takes all its requests along, and each of them is resumed elsewhere. If one of them is the cause, the
-next worker dies too, and so on. Therefore a request that has lost too many workers in a row is refused:
+When a worker dies, all its requests are resumed elsewhere. If one of them is the cause, the next worker dies too, and
+so on. Therefore a request that has lost too many workers in a row is refused:
 
     lost a worker  -->  resumed  -->  a token: the count begins anew
                                  -->  lost the next one  -->  2 workers that died and had nothing else to do, or
                                                               `max_losses` in all: refused for `REMEMBER_S`
 
 A worker that only fell silent counts among all, but never as one that died. It reports from another thread than the
-one that computes, so its silence is more often due to its host than to a request.
+one that computes, so its host is the more likely cause of its silence.
 
-What counts is the content, which is the prompt and its parameters without ids and seed. So the choices of one prompt
-count together, and a client that asks again costs no further worker.
+Losses count by content: the prompt and its parameters without ids and seed. So the choices of one prompt count
+together, and a retry by the client costs no further worker.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Suspects:
 
     @contextmanager
     def running(self, life: Hashable, request: Running) -> Iterator[None]:
-        """Context manager: the request is at a worker. `life` is the worker from one start to its next."""
+        """Context manager: the request is at a worker. `life` identifies the worker between two of its starts."""
         here = self._running.setdefault(life, {})
         here[request] = None
         try:
@@ -76,8 +76,8 @@ class Suspects:
                 self._running.pop(life, None)
 
     def lost(self, life: Hashable, request: Running, num_reported: int = 0, *, has_died: bool = True) -> None:
-        """Note that a worker was lost while it had the request: it has died, or was silent for too long. `num_reported`
-        are the requests that it had reported, those of other routers included."""
+        """Record that a worker was lost while it had the request: it has died, or was silent for too long.
+        `num_reported` is the number of requests that it had reported, including those of other routers."""
         if life not in self._died_alone:
             here = self._running.get(life, {})
             is_alone = num_reported <= len(here) and all(one.digest == request.digest for one in here)
@@ -96,7 +96,7 @@ class Suspects:
         _bound(self._losses)
 
     def answered(self, request: Running) -> None:
-        """Note that a request was answered to its end, so that its content is harmless."""
+        """Record that a request was answered completely, so its content is harmless."""
         if self._losses:
             self._losses.pop(request.digest, None)
 

@@ -1,4 +1,4 @@
-"""What a failed call to a worker means for its request (pure)."""
+"""Decides the consequence of a failed call to a worker for its request (pure)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Verdict(enum.Enum):
 
 
 def verdict_of(error: grpc.aio.AioRpcError) -> Verdict:
-    """Read a failed call. An error that carries our details was made by a worker, one without by the transport."""
+    """Classify a failed call. An error with our details comes from a worker; one without comes from the transport."""
     if is_peer_lost(error):
         return Verdict.LOST
     if details_of(error) is None:
@@ -38,5 +38,5 @@ def verdict_of(error: grpc.aio.AioRpcError) -> Verdict:
 
 
 def was_reached(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a lost worker may have had the call. A connection that could not be made says nothing about the call."""
+    """Whether a lost worker may have received the call. It has not if the connection could not be made."""
     return "ailed to connect" not in (error.details() or "")

@@ -54,7 +54,7 @@ def members_with(request: RoutedRequest, members: Members) -> Members:
     """The workers that know the request's adapter, or all workers if it names none. Raises StatusError (NO_CAPACITY) if
     none of the workers that take requests knows it. Once the answer has begun, the result is empty instead.
 
-    Only workers that the request `fits`, if there are any. Otherwise a worker refuses it and says why."""
+    If the request `fits` some workers, only these are returned. Otherwise a worker refuses it and says why."""
     if request.has_eviction_rule or request.num_tokens >= min(
         (card.max_context_tokens for card, _ in members.chains), default=0
     ):
@@ -97,7 +97,7 @@ def served_adapters(links: Iterable[WorkerLink]) -> list[router_pb2.ServedAdapte
 
 
 class ServedList:
-    """The adapters of live workers. The list is only made again after a change, since gateways ask for it often."""
+    """The adapters of live workers. The list is rebuilt only after a change, because gateways request it often."""
 
     def __init__(self) -> None:
         self._basis: list[tuple[str, WorkerAdapters, int]] = []

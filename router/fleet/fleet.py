@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _MAX_DEPARTED = 4096
-_SHOW_SILENT_S = 3600.0  # a worker without a lease that hangs
+_SHOW_SILENT_S = 3600.0  # how long to show a hanging worker without a lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ class Fleet:
             self._retiring.add(link)
 
     def _is_given_up(self, link: WorkerLink, *, is_elsewhere: bool) -> bool:
-        """Whether to drop an unreachable worker without a lease: it has registered at another address, or was away for
-        the duration of a lease. One that hangs is shown for longer."""
+        """Whether to drop an unreachable worker without a lease: it has registered at another address, or was
+        unreachable for the duration of a lease. A hanging worker is shown for longer."""
         if link.state is not LinkState.UNREACHABLE:
             return False
         away_s = self._clock() - link.away_since_s

@@ -31,7 +31,7 @@ class KnownModels:
 
     def live(self, links: Callable[[], Sequence[WorkerLink]]) -> dict[str, worker_pb2.ModelCard]:
         """Model name -> card for all models of live workers, sorted by name. If the workers of a model differ, the card
-        is that of one whose requests may give up KV blocks."""
+        is that of a worker whose requests may evict KV blocks."""
         if self._live is None:
             cards = [link.card for link in links() if link.card is not None and link.state is not LinkState.UNREACHABLE]
             cards.sort(key=lambda card: (card.name, card.max_evicting_context_tokens > 0))

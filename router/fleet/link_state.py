@@ -1,4 +1,4 @@
-"""The states of a worker, why it is lost, and what its link does to the calls that run there."""
+"""The states of a worker, the reasons why it is lost, and the calls that its link can abandon."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class SilentError(OutOfStepError):
 
 
 def is_silence(error: Exception) -> bool:
-    """Whether a watch ended because nothing came, and not because a connection was refused or closed."""
+    """Whether a watch ended because no message arrived, not because a connection was refused or closed."""
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     return isinstance(error, SilentError)
 
 
 def reason_of(error: Exception, worker_id: str) -> str:
-    """Why a watch ended, in words. Other exceptions than expected ones are logged."""
+    """Why a watch ended, in words. Logs unexpected exceptions."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     if isinstance(error, OutOfStepError):

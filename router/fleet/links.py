@@ -90,7 +90,7 @@ class WorkerLink:
         self.num_routers = 1
         self._watched_since_s = 0.0
         self._adjusting: object = None
-        """A call that nobody waits for; it would be cancelled if it were dropped."""
+        """A call whose result is not needed. Keep a reference, because it would be cancelled without one."""
         self.reported = ReportedLoad()
         self.adapters = WorkerAdapters()
         self.registered_id = ""
@@ -98,7 +98,7 @@ class WorkerLink:
         self.epoch = 0
         self.state = LinkState.UNREACHABLE
         self.detail = "not reached yet"
-        self.incarnation = 0  # how often the worker has become ready
+        self.incarnation = 0  # number of times that the worker has become ready
         self.created_at_s = self.away_since_s = clock()
         self._own_id, self._is_silent = "", False
         self._heartbeat_ms = heartbeat_ms
@@ -145,7 +145,7 @@ class WorkerLink:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last report of a worker that is lost, though its process may run: it does not answer. Else
+        """Seconds since the last report of a lost worker whose process may still run but does not answer. Otherwise
         0."""
         is_silent = self._is_silent and self.state is LinkState.UNREACHABLE
         return self.reported.age_ms(self._clock()) / 1000 if is_silent else 0.0
@@ -336,8 +336,8 @@ class WorkerLink:
             self._keep_pace()
 
     def _keep_pace(self) -> None:
-        """Tell the worker how often to report, if that has changed. Nobody waits for the answer: workers of earlier
-        versions refuse, and report as before."""
+        """Tell the worker how often to report, if that has changed. The answer is ignored: workers of earlier versions
+        refuse, and report as before."""
         interval_ms = self._pace.change() if self.watcher_id else None
         if interval_ms is not None:
             request = worker_pb2.AdjustWatchRequest(watcher_id=self.watcher_id, min_interval_ms=interval_ms)
@@ -368,7 +368,7 @@ class WorkerLink:
             change(self.address, hashes[start : start + _SLICE])
 
     def given_back(self, message: worker_pb2.GivenBack) -> None:
-        """Apply the load that a worker sent when it gave a request back."""
+        """Apply the load that a worker sent when it returned a request."""
         if message.epoch == self.epoch:
             self._take_load(message.load, message.placement_ids)
 

@@ -39,9 +39,9 @@ class Members:
     chains: Sequence[tuple[worker_pb2.ModelCard, Places]]
     tokenizers: frozenset[str]
     has_roles: bool = False
-    """Whether some of them are set aside for long prompts, and others can continue their answers."""
+    """Whether some of them are reserved for long prompts, and others can continue the answers."""
     outside: Sequence[WorkerLink] = ()
-    """Workers that are set aside for other requests. These may fetch blocks there."""
+    """Workers that are reserved for other requests, from which these workers may fetch blocks."""
     _of_tokenizer: dict[str, Members] = field(default_factory=dict)
     _of_stage: dict[bool, Members] = field(default_factory=dict)
 
@@ -87,8 +87,8 @@ class Members:
         return self._of_tokenizer[sha256]
 
     def of_stage(self, *, computes_prompt: bool) -> Members:
-        """The workers for long prompts, or those for all other requests. No worker is for long prompts only if none of
-        the others can fetch its blocks."""
+        """The workers for long prompts, or those for all other requests. A worker is reserved for long prompts only if
+        another one can fetch its blocks."""
         if computes_prompt not in self._of_stage:
             layouts = _layouts(self.links, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNSPECIFIED)
             away = worker_pb2.ROLE_DECODE if computes_prompt else worker_pb2.ROLE_PREFILL
@@ -107,8 +107,8 @@ class Members:
         return Candidates(self.worker_ids, self.numbers, table.at(self.slots))
 
     def cached_blocks(self, index: PrefixIndex, hashes: Callable[[worker_pb2.ModelCard], Sequence[int]]) -> Depths:
-        """For each worker, the number of blocks from the start of a prompt that are cached there and of use. `hashes`
-        gives the hashes of the prompt's blocks for a card."""
+        """For each worker, the number of blocks from the start of a prompt that are cached there and can be used.
+        `hashes` gives the hashes of the prompt's blocks for a card."""
         cached_blocks: Depths = np.zeros(len(self), np.intp)
         for card, numbers in self.chains:
             depths = index.depths(hashes(card))[self.slots[numbers]]
@@ -126,8 +126,8 @@ class Members:
         prefilled: Prefilled | None = None,
     ) -> Transfers | None:
         """What these workers, which have `cached_blocks` in memory, could fetch from their disks, from one another,
-        from workers that are `leaving`, and from those outside. All that can exchange blocks with the worker of
-        `prefilled` could fetch the prompt there. None if nothing."""
+        from workers that are `leaving`, and from those outside. All workers that can exchange blocks with the worker of
+        `prefilled` could fetch the prompt there. None if there is nothing to fetch."""
         others = [link for link in (*leaving, *self.outside) if link.card is not None]
         has_peers = others or (len(self) > 1 and cached_blocks.max() >= cached_blocks.min() + LEAST_MOVED)
         if not has_peers and not len(index.disk) and prefilled is None:
@@ -222,7 +222,7 @@ class Pools:
         self._pools: dict[str, Pool] = {}
         self._model_of: dict[WorkerLink, str] = {}
         self.draining: dict[WorkerLink, None] = {}
-        """Workers that take no requests any more. Others may fetch cached blocks from them."""
+        """Workers that take no more requests. Others may fetch cached blocks from them."""
 
     def add(self, link: WorkerLink) -> None:
         """Add a worker that has become ready."""
@@ -277,7 +277,7 @@ class Pools:
         return members
 
     def for_next_stage(self, request: RoutedRequest, members: Members, index: PrefixIndex, priors: Priors) -> Members:
-        """The members that are set aside for the request's next stage; all members if none are set aside."""
+        """The members that are reserved for the request's next stage; all members if none are reserved."""
         if not members.has_roles:
             return members
         if request.prefilled is not None:
@@ -291,7 +291,7 @@ class Pools:
         self, card: worker_pb2.ModelCard, adapter: str, adapter_sha256: str, excluded: Collection[WorkerLink]
     ) -> bool:
         """Whether an answer that has begun at a worker with this card should continue at another one that is not
-        excluded, because this one is set aside for prompts."""
+        excluded, because this one is reserved for prompts."""
         if card.role != worker_pb2.ROLE_PREFILL:
             return False
         members = self.members(card.name)

@@ -12,12 +12,12 @@ from headrace.router.placement.candidates import LoadReport
 _REPORTS_PER_S = 3200
 _SHORTEST_INTERVAL_MS = 20
 _LONGEST_INTERVAL_MS = 250
-# A worker is told of another interval if it differs from the last one by more than this factor.
+# A worker gets a new interval only if it differs from the last one by more than this factor.
 _CHANGED_BY = 1.25
 
 
 class ReportedLoad:
-    """The newest load of one worker, from its reports and from requests that it gave back."""
+    """The newest load of one worker, from its reports and from requests that it returned."""
 
     def __init__(self) -> None:
         self.load = LoadReport()

@@ -52,7 +52,7 @@ class RoutedRequest:
         self.session_key = request.session_key
         self.max_ttft_ms = math.inf
         self.prefilled: Prefilled | None = None
-        """Where its prompt was computed, if the answer is to continue elsewhere."""
+        """The worker that computed its prompt, if the answer has to continue elsewhere."""
         self.num_described = 0
         """Number of candidates that the placement describes."""
         self.max_new_tokens: int | None = None
@@ -63,7 +63,7 @@ class RoutedRequest:
         """Hash of the adapter's files; empty until `FleetAdapters.choose` sets it."""
         self._sampling = request.sampling
         self.has_eviction_rule = request.sampling.HasField("cache_eviction")
-        """Whether it says which KV blocks it gives up. Not all workers of a model may allow that."""
+        """Whether it has a rule for evicting its KV blocks. Not all workers of a model may allow that."""
         self._cache_salt = request.cache_salt
         self._hashes: dict[tuple[str, int, str], list[int]] = {}
 
@@ -77,8 +77,7 @@ class RoutedRequest:
         return not self.model_identity or self.model_identity == model_identity(card, self.adapter_sha256)
 
     def fits(self, card: worker_pb2.ModelCard) -> bool:
-        """Whether workers with this card give up KV blocks as the request asks, and have a context that is long
-        enough."""
+        """Whether workers with this card evict KV blocks as requested, and have a context that is long enough."""
         try:
             rule_for(card, self._sampling)
         except StatusError:
@@ -114,8 +113,8 @@ class PlacedRequest:
     adapter_sha256: str = ""
 
     def belief(self, *, may_be_given_back: bool) -> inference_pb2.Belief:
-        """The router's belief about the worker's load, as a message. It allows the worker to give the request back only
-        if other routers use the worker, too: a single router already knows the whole load."""
+        """The router's belief about the worker's load, as a message. It allows the worker to return the request only if
+        other routers use the worker, too, because a single router already knows the whole load."""
         placement = self.placement
         believed = placement.belief if may_be_given_back and self.link.num_routers > 1 else None
         return belief_message(self.link.watcher_id, self.booking, placement.predicted_cached_tokens, believed)

@@ -1,4 +1,4 @@
-"""Detects in time that a worker has fallen silent, at no cost per message."""
+"""Detects that a worker has fallen silent, at no cost per message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.common.transport.silence import Peer
 class SilenceTimer:
     """Calls `judge` with the peer until `stop`. `judge` returns the seconds until the next call.
 
-    If it returns None, the peer is given up: `on_given_up` is called, and the timer ends.
+    If it returns None, the peer counts as lost: `on_given_up` is called, and the timer ends.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The mean length of answers for each model, learned from the answers that ended here.
 
 The mean is exponentially weighted: the weight of an answer halves with every `_HALF_LIFE` answers that end after it.
-The prior counts like an initial number of answers. An answer that its caller gave up counts with the tokens that it
-had, because it held its place in a batch for that long.
+The prior counts like an initial number of answers. An answer that its caller cancelled counts with its tokens so far,
+because it held its place in a batch for that long.
 
 Pure: no I/O, no clock.
 """
@@ -17,7 +17,7 @@ from headrace.router.placement.rates import Priors
 
 _HALF_LIFE = 256.0
 _KEEP = 0.5 ** (1 / _HALF_LIFE)
-# Answers that the prior is worth.
+# The prior counts as this many answers.
 _PRIOR_WEIGHT = 16.0
 # Models that are remembered; the least recently used one is forgotten.
 MAX_MODELS = 256

@@ -1,9 +1,9 @@
-"""Which workers have something at a block, wherever it is in a chain: the block is on the worker's disk, or the worker
-has saved a state of recurrent layers behind it. Pure.
+"""Maps block hashes to workers: those that have the block on their disk, or have saved a state of recurrent layers
+after it. Pure.
 
 Unlike blocks in memory, these are not closed under prefixes: the first blocks of a chain may still be in memory, and
-were never written to the disk. So a chain is looked up from where the memory ends, for all workers at once: as in the
-index of prefixes, each hash has the bits of its workers.
+not yet on the disk. So a chain is looked up from the end of the part in memory, for all workers at once: as in the
+prefix index, each hash has the bits of its workers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from headrace.router.placement.candidates import Places
 
-# So many workers are noted one by one; it takes an array to note more of them.
+# Up to this many workers are set one by one; for more of them, an array is faster.
 _FEW_BITS = 8
 
 
 class BlockIndex:
-    """Block hash -> slots of workers, at most `max_entries` pairs. Further ones are left out."""
+    """Block hash -> slots of workers, at most `max_entries` pairs. Further ones are dropped."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
@@ -37,7 +37,7 @@ class BlockIndex:
         self.apply(slot, (), list(self._of_slot.get(slot, ())))
 
     def apply(self, slot: int, stored: Iterable[int], evicted: Iterable[int]) -> None:
-        """Apply changes of a worker: first what has gone, then what has come."""
+        """Apply changes of a worker: first removals, then additions."""
         found, masks, bit = self._of_slot.setdefault(slot, set()), self._mask, 1 << slot
         self._num_entries -= len(found)
         for block_hash in evicted:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# A report of a worker that names no placements may have been made before a request arrived that was placed this long
-# before the report came in.
+# If a worker names no placements, its report may not include a request that was placed less than this long before the
+# report arrived.
 BOOKING_GRACE_S = 0.05
 
 
@@ -27,7 +27,7 @@ class Booking:
         self.num_tokens = num_tokens
         self.num_blocks = num_blocks
         self.at_s = at_s
-        self.is_pending = True  # the worker's reports do not show it yet
+        self.is_pending = True  # the worker's reports do not include it yet
 
 
 class Bookings:
@@ -48,11 +48,11 @@ class Bookings:
 
     @property
     def num_pending(self) -> int:
-        """Bookings that the worker's reports do not show yet."""
+        """Bookings that the worker's reports do not include yet."""
         return len(self._pending)
 
     def book(self, num_tokens: int, num_blocks: int, now_s: float) -> Booking:
-        """Count a request's uncached tokens and its new blocks as load until reports show them."""
+        """Count a request's uncached tokens and its new blocks as load until reports include them."""
         self._last_id += 1
         booking = Booking(self._last_id, num_tokens, num_blocks, now_s)
         self.num_in_flight += 1
@@ -62,7 +62,7 @@ class Bookings:
         return booking
 
     def settle(self, booking: Booking) -> bool:
-        """The worker's reports show this request from now on. False when they did before."""
+        """The worker's reports include this request from now on. Returns False if they already did."""
         if not booking.is_pending:
             return False
         booking.is_pending = False
@@ -72,14 +72,14 @@ class Bookings:
         return True
 
     def settle_named(self, placement_ids: Iterable[int]) -> None:
-        """The worker's reports show these from now on. Ids that are not pending have no effect."""
+        """The worker's reports include these placements from now on. Ids that are not pending have no effect."""
         for placement_id in placement_ids:
             booking = self._pending.get(placement_id)
             if booking is not None:
                 self.settle(booking)
 
     def settle_until(self, at_s: float) -> None:
-        """The worker's reports show all that was booked until then."""
+        """The worker's reports include everything that was booked until then."""
         shown = []
         for booking in self._pending.values():
             if booking.at_s > at_s:

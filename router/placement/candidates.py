@@ -24,7 +24,7 @@ Places: TypeAlias = npt.NDArray[np.intp]
 # The weight of a worker's own rates against the median of all workers.
 OWN_SHARE = 0.1
 
-# The columns. Rates stand there raised to OWN_SHARE, as the policy needs them; 0 is unknown.
+# The columns. Rates are stored raised to OWN_SHARE, as the policy needs them; 0 means unknown.
 (
     RUNNING,
     WAITING,
@@ -67,12 +67,12 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     disk_bytes_per_s: float = 0.0
 
     def has_room(self, num_booked: int) -> bool:
-        """Whether the worker takes another request, with `num_booked` requests that this report does not show: into
+        """Whether the worker takes another request, with `num_booked` requests that this report does not include: into
         its batch, or into the short queue that keeps the batch full."""
         if not self.max_num_seqs:
-            return True  # nothing is known of it yet
+            return True  # no report has arrived yet
         short_queue = 1 + self.max_num_seqs // 16
-        # What waits there although the batch has seats waits for KV blocks.
+        # If requests wait although the batch has room, they wait for KV blocks.
         if self.num_waiting >= short_queue:
             return False
         return self.num_running + self.num_waiting + num_booked < self.max_num_seqs + short_queue
@@ -108,8 +108,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Workers that a request may go to. `values` has a row for each column and a place for each worker; `numbers` says
-    for each name its place."""
+    """Workers that a request may go to. `values` has a row for each column and an element for each worker; `numbers`
+    maps each name to its index."""
 
     worker_ids: Sequence[str]
     numbers: Mapping[str, int]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headrace.router.placement.candidates import LoadReport
 
-# A block that a worker would need only as the predecessor of others counts as so many.
+# A block that a worker would need only as the predecessor of others counts as this many.
 _COPY_COST = 4
 
 
@@ -26,9 +26,9 @@ class Handed(NamedTuple):
 
 
 def rooms(loads: Sequence[LoadReport], num_blocks: int) -> list[int]:
-    """How many of `num_blocks` blocks each worker should take: first as many as it has empty. If that is not enough,
-    all workers lose the same share of their cached blocks, and the draining worker the same share of what it hands
-    over."""
+    """How many of `num_blocks` blocks each worker should take: first as many as it has empty ones. If that is not
+    enough, all workers lose the same share of their cached blocks, and the draining worker loses the same share of its
+    own."""
     free = [load.num_free_blocks for load in loads]
     empty = [max(0, load.num_free_blocks - load.num_cached_blocks) for load in loads]
     over = max(0, num_blocks - sum(empty))
@@ -43,7 +43,7 @@ def distribute(blocks: Sequence[Handed], room: Sequence[int]) -> list[list[Hande
     left = list(room)
     by_hash = {block.block_hash: block for block in blocks}
     parts: list[dict[int, Handed]] = [{} for _ in room]
-    heir: dict[int, int] = {}  # where the first continuation of a block goes
+    heir: dict[int, int] = {}  # the worker that gets the first continuation of a block
 
     def lacking(block: Handed, worker: int, most: int) -> list[Handed]:
         """The block and its predecessors that a worker lacks, last one first, at most `most` + 1 of them."""

@@ -19,8 +19,8 @@ learned. If no rates are known, the priors apply. Costs that differ by less than
 random, so that several routers with the same view do not all choose the same worker.
 
 If several routers place requests on the same workers, none of them knows the others' latest placements. So a placement
-states what was believed about its worker, and how wrong this may be before another worker would have been better. A
-worker with more work than that gives the request back (docs/decisions/0035).
+has a belief about its worker's load, and how wrong the belief may be before another worker would be better. A worker
+with more work than that returns the request (docs/decisions/0035).
 
 Pure: the same request, candidates, time and random numbers give the same Placement.
 """
@@ -59,7 +59,7 @@ from headrace.router.placement.transfers import Moved, Transfers, worth_moving
 
 class Belief(msgspec.Struct, frozen=True, gc=False):
     """The load that a placement assumed at its worker: `num_requests` and `num_uncached_tokens`, and the cost of each
-    further one for the request. The belief holds unless the additional work costs more than `slack_ms`, which is
+    additional one for the request. The belief holds unless the additional work costs more than `slack_ms`, which is
     infinite if there is no other worker."""
 
     num_requests: int
@@ -106,10 +106,10 @@ class PlacementReason(enum.Enum):
     ONLY = "only"  # there was no other worker to choose
     PREFIX = "prefix"  # the cheapest, and none has more of the prompt cached
     LOAD = "load"  # the cheapest, although another one has more cached or none has anything
-    SESSION = "session"  # the worker of the session, near enough to the cheapest
+    SESSION = "session"  # the worker of the session, not much more expensive than the cheapest
 
 
-# The terms at all candidates: a row for each field of CostTerms, in their order.
+# The terms at all candidates: a row for each field of CostTerms, in the same order.
 _ADAPTER, _TRANSFER, _TOTAL = 6, 7, 8
 
 
@@ -200,7 +200,7 @@ def place(
 def _described(
     candidates: Candidates, cached_tokens: Values, moved: Moved | None, terms: Values, number: int
 ) -> Weighed:
-    """A candidate by its number."""
+    """The description of a candidate."""
     num_moved = 0 if moved is None else int(moved.tokens[number])
     num_on_disk = num_moved if moved is not None and moved.is_on_disk[number] else 0
     cost = CostTerms(*terms[:, number].tolist())
@@ -231,7 +231,7 @@ def _belief(
 
 
 def _answer_tokens(request: RequestFacts, priors: Priors) -> int:
-    """Tokens of the answer that are weighed."""
+    """The number of answer tokens that count."""
     most = request.max_new_tokens
     return priors.weighed_tokens if most is None else min(most, priors.weighed_tokens)
 
@@ -245,7 +245,8 @@ def _weighed(
     now_s: float,
     priors: Priors,
 ) -> Values:
-    """The expected cost at each candidate: a row for each field of CostTerms. `moved` is what each fetches."""
+    """The expected cost at each candidate: a row for each field of CostTerms. `moved` has the tokens that each
+    fetches."""
     held_tokens = cached_tokens if moved is None else cached_tokens + moved.tokens
     answer = _answer_tokens(request, priors)
     double = priors.batch_for_double_step
@@ -256,27 +257,28 @@ def _weighed(
     queue_ms, backlog_ms, prefill_ms, decode_ms = terms[:4]
     np.multiply(request.num_prompt_tokens - held_tokens, ms_per_token, out=prefill_ms)
 
-    # The reported step is that of the reported batch; ours comes on top of it and of what is booked.
+    # The reported step time is that of the reported batch. The booked requests and this one come in addition.
     batch = running + values[BOOKED_REQUESTS]
     step_ms = decode_step_ms * (batch + (double + 1.0)) / (np.maximum(running, 1.0) + double)
     np.multiply(step_ms, answer, out=decode_ms)
 
-    # Places come free as answers end; those in the batch are half through on average.
+    # Places become free when answers end. The answers in the batch are half finished on average.
     requests = batch + values[WAITING]
     half_answer_ms = step_ms * (priors.answer_tokens * 0.5)
     is_full = (requests >= max_num_seqs) & (max_num_seqs > 0.0)
     if is_full.any():
         np.divide((requests + 1.0 - max_num_seqs) * half_answer_ms, max_num_seqs, out=queue_ms, where=is_full)
 
-    # What was reported has been worked on since.
+    # The worker has continued to work since the report.
     np.multiply(uncached, ms_per_token, out=backlog_ms)
     backlog_ms -= (now_s - values[AS_OF_S]) * 1000.0
     np.maximum(backlog_ms, 0.0, out=backlog_ms)
     backlog_ms += values[BOOKED_TOKENS] * ms_per_token
 
-    # Workers compute the shortest rest first: each request there delays this one by at most what it takes itself.
+    # Workers compute the prompt with the fewest remaining tokens first. So each request there delays this one by at
+    # most the time of this one's own prompt.
     ahead_ms = np.maximum(requests, 1.0) * prefill_ms
-    # Requests after it slow its answer down. Half of that counts: they may be shorter than assumed, and they may share
+    # Later requests slow down its answer. Half of that counts, because they may be shorter than assumed, and may share
     # its prefix.
     behind_ms = np.maximum(backlog_ms - ahead_ms, 0.0) * 0.5
     decode_ms += np.minimum(behind_ms, ms_per_token * (answer * priors.prompt_tokens_per_step))
@@ -299,13 +301,13 @@ def _weigh_blocks(
     priors: Priors,
 ) -> None:
     """Add the cost of making room in the KV cache for the new tokens, of which `answer` belong to the answer. Tokens
-    copied from another worker stay there too."""
+    copied from another worker also stay there."""
     queue_ms, eviction_ms, pressure_ms = terms[0], terms[4], terms[5]
     size, blocks = values[BLOCK_SIZE], values[BLOCKS]
     ms_per_block = size * ms_per_token
     needed = np.ceil(new_tokens / size)
     free = values[FREE_BLOCKS] - values[BOOKED_BLOCKS]
-    # At least so many are empty: cached blocks that are in use are not among the free.
+    # At least this many blocks are empty, because cached blocks in use are not among the free ones.
     displaced = needed - np.maximum(free - values[CACHED_BLOCKS], 0.0)
     is_known = blocks > 0.0
     lost = np.maximum(displaced, 0.0) * priors.reuse_chance
@@ -313,14 +315,14 @@ def _weigh_blocks(
         lost += np.clip(displaced, 0.0, moved.copied_tokens / size) * priors.copy_chance
     np.multiply(lost, ms_per_block, out=eviction_ms, where=is_known)
     short = needed - np.maximum(free, 0.0)
-    # It is not begun before its prompt fits, and prompts that are there have their blocks still to come.
+    # The worker does not begin it before its prompt fits, and earlier prompts still have to get their blocks.
     missing = short + np.floor(values[UNCACHED_TOKENS] / size) - np.floor(answer / size)
     is_short = (np.maximum(short, missing) > 0.0) & is_known
     if not is_short.any():
         return
     lacking = np.where(is_short, np.maximum(short, 0.0), 0.0)
     pressure_ms += lacking * ms_per_block + lacking / np.maximum(needed, 1.0) * priors.weighed_tokens * step_ms
-    # Blocks come free as the requests that hold the others end.
+    # Blocks become free when the requests that hold them end.
     held = blocks - values[FREE_BLOCKS]
     waits = is_short & (missing > 0.0) & (held > 0.0)
     part = np.minimum(np.divide(missing, held, out=np.zeros_like(held), where=waits), 1.0)
@@ -340,7 +342,7 @@ def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) ->
 
 
 def _totals(request: RequestFacts, terms: Values) -> Values:
-    """The costs by which to choose. Workers that keep the request's bound come before all others."""
+    """The costs that determine the choice. Workers that meet the request's limit come before all others."""
     totals: Values = terms[_TOTAL]
     if request.max_ttft_ms != math.inf:
         is_in_time = terms[:3].sum(axis=0) + terms[_TRANSFER] <= request.max_ttft_ms
@@ -357,7 +359,7 @@ def _choose(
     rng: random.Random,
     priors: Priors,
 ) -> tuple[int, PlacementReason]:
-    """The number of the chosen one."""
+    """The number of the chosen candidate."""
     if len(totals) == 1:
         return 0, PlacementReason.ONLY
     best_ms = totals.min()

@@ -67,16 +67,16 @@ class Predictions:
     def __init__(self, max_blocks: int, ttl_s: float) -> None:
         self.max_blocks = max_blocks
         self.num_blocks = 0
-        """Blocks predicted and not yet expired, those confirmed meanwhile included."""
+        """Blocks that are predicted and not yet expired, including those confirmed in the meantime."""
         self.noted: dict[int, list[Run]] = {}
-        """Only hashes that are in it can be confirmed."""
+        """Only hashes in this map can be confirmed."""
         self._ttl_s = ttl_s
-        # Every prediction is made for the same time, so the queue is in the order of expiry.
+        # All predictions have the same lifetime, so the queue is in the order of expiry.
         self._runs: deque[Run] = deque()
 
     def add(self, bit: int, chain: Sequence[int], start: int, now_s: float) -> Run | None:
-        """Expect the blocks of this chain from depth `start` on at a worker. Blocks beyond the bound are left out; None
-        if all are."""
+        """Expect the blocks of this chain from depth `start` on at a worker. Blocks beyond the limit are left out.
+        Returns None if all are."""
         hashes = chain[start : start + self.max_blocks - self.num_blocks]
         if not hashes:
             return None
@@ -92,19 +92,19 @@ class Predictions:
         return run
 
     def withdraw(self, run: Run) -> None:
-        """Withdraw a prediction. It counts towards the bound until it expires."""
+        """Withdraw a prediction. It counts towards the limit until it expires."""
         for block_hash in run.noted_hashes():
             if run in self.noted.get(block_hash, ()):  # not if it has ended
                 self._unnote(run, block_hash)
         run.first = run.end
 
     def confirm(self, bit: int, block_hash: int) -> None:
-        """Note that a worker holds a block whose hash is stored."""
+        """Record that a worker holds a block whose hash is stored."""
         for run in self.noted[block_hash].copy():
             if run.bit == bit and run.hashes[run.first - run.start] == block_hash:
                 self._unnote(run, block_hash)
                 run.first += 1
-                if run.first < run.end and run.first % STRIDE:  # at multiples it is noted already
+                if run.first < run.end and run.first % STRIDE:  # hashes at multiples of STRIDE are stored already
                     self.noted.setdefault(run.hashes[run.first - run.start], []).append(run)
 
     def expire(self, now_s: float) -> None:

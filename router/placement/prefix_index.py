@@ -41,9 +41,9 @@ from headrace.router.placement.predictions import Predictions, Run
 
 Depths: TypeAlias = npt.NDArray[np.intp]
 
-# Masks that are kept to be shared.
+# Maximum number of masks that are kept for sharing.
 _MAX_SHARED_MASKS = 4096
-# Hashes that left, in a log, beyond those that are held.
+# Maximum number of removed hashes in a log, beyond the held ones.
 _LOG_SLACK = 64
 _NO_PREDICTIONS = Predictions(0, 0.0)
 
@@ -82,11 +82,11 @@ class PrefixIndex:
         self._num_entries = 0
         self._num_dropped = 0
         self._mask: dict[int, int] = {}
-        self._gapped = 0  # the bits of the workers that may hold a block without the one before it
+        self._gapped = 0  # the bits of the workers that may hold a block without its predecessor
         self._holdings: dict[str, _Holding] = {}
         self._holding_of_slot: list[_Holding | None] = []
         self._shared_masks: dict[int, int] = {}
-        self._giver: _Holding | None = None  # gives way in a full index until it holds `_giver_floor`
+        self._giver: _Holding | None = None  # in a full index this worker loses entries until it holds `_giver_floor`
         self._giver_floor = 0
         self._predictions = Predictions(max_predicted, prediction_ttl_s)
 
@@ -162,7 +162,7 @@ class PrefixIndex:
         """A known worker now holds these blocks, parents before children. Predictions among them are confirmed."""
         holding = self._holdings[worker_id]
         bit, log, masks, noted = holding.bit, holding.log, self._mask, self._predictions.noted
-        before, after = 0, bit  # blocks in a row are mostly held by the same workers
+        before, after = 0, bit  # usually the same workers hold consecutive blocks
         for block_hash in hashes:
             if block_hash in noted:
                 self._predictions.confirm(bit, block_hash)
@@ -204,7 +204,7 @@ class PrefixIndex:
         self._predictions.expire(now_s)
 
     def match(self, hashes: Sequence[int], worker_ids: Iterable[str]) -> dict[str, int]:
-        """For each of these known workers: how many blocks from the start of the chain can be found there."""
+        """For each of these known workers, the number of blocks from the start of the chain that can be found there."""
         depths = self.depths(hashes)
         return {worker_id: int(depths[self._holdings[worker_id].slot]) for worker_id in worker_ids}
 
@@ -224,7 +224,7 @@ class PrefixIndex:
             self._predictions = predictions
 
     def depths(self, hashes: Sequence[int]) -> Depths:
-        """For each slot: how many blocks from the start of the chain can be found at its worker."""
+        """For each slot, the number of blocks from the start of the chain that can be found at its worker."""
         depths: Depths = np.zeros(len(self._holding_of_slot), np.intp)
         if hashes:
             self._bisect(depths, hashes)
@@ -233,7 +233,7 @@ class PrefixIndex:
         return depths
 
     def _bisect(self, depths: Depths, hashes: Sequence[int]) -> None:
-        """Note the depths of all workers without gaps.
+        """Record the depths of all workers without gaps.
 
         A segment (start, there, end, beyond) stands for the blocks from `start` to `end`. The workers `there` hold the
         first block; `beyond`, a subset of them, hold the block at `end`, if there is one.
@@ -264,9 +264,9 @@ class PrefixIndex:
             note(depths, bit, end)
 
     def _walk(self, depths: Depths, hashes: Sequence[int], alive: int) -> None:
-        """Note the depths of these workers, which may have gaps, by looking at each block."""
+        """Record the depths of these workers, which may have gaps, by looking at each block."""
         mask_of = self._mask.get
-        resumed: dict[int, int] = {}  # depth at which predictions end -> the workers that go on with entries there
+        resumed: dict[int, int] = {}  # depth at which predictions end -> the workers whose entries continue there
         for depth, block_hash in enumerate(hashes):
             alive |= resumed.pop(depth, 0)
             still = mask_of(block_hash, 0) & alive
@@ -348,7 +348,7 @@ class PrefixIndex:
             return False
         giver = self._giver
         if giver is None or giver.count <= self._giver_floor:
-            # It gives way for a while: to look for the largest each time would cost a look at all workers.
+            # It loses entries for a while, because finding the largest each time would take a look at all workers.
             giver = self._giver = max(self._holdings.values(), key=len)
             self._giver_floor = giver.count - max(giver.count // 64, 1)
         while not self._mask.get(newest := giver.log.pop(), 0) & giver.bit:

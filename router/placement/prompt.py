@@ -1,8 +1,8 @@
-"""A prompt as placement needs it: its tokens, and the hashes of its blocks.
+"""A prompt in the form that placement needs: its tokens, and the hashes of its blocks.
 
-Both are made once, however many requests share the prompt. For a long prompt this takes tens of milliseconds. So
-`prepare` makes them in slices and lets the event loop run in between. Without it, the first use makes all of them at
-once.
+Both are computed once for all requests that share the prompt. For a long prompt this takes tens of milliseconds. So
+`prepare` computes them in slices and lets the event loop run in between. Without it, the first use computes all of them
+at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headrace.protos.block_hash import block_hashes
 
-# Tokens that are copied or hashed in one go: about a millisecond.
+# Number of tokens that are copied or hashed at a time: about a millisecond.
 _SLICE_TOKENS = 16_384
 
 
@@ -30,7 +30,8 @@ class Prompt:
         """Tokens that were copied so far, over all requests that share the prompt."""
 
     async def prepare(self, chains: Iterable[tuple[int, int]]) -> None:
-        """Make tokens and hashes, without holding the event loop for long. A chain is a root hash and a block size."""
+        """Compute tokens and hashes, without blocking the event loop for long. A chain is a root hash and a block
+        size."""
         async with self._lock:
             for _ in self._copy():
                 await asyncio.sleep(0)

@@ -13,23 +13,24 @@ class Priors(msgspec.Struct, frozen=True, gc=False):
 
     prefill_tokens_per_s: float = 1000.0
     decode_step_ms: float = 30.0
-    # Tokens of an answer, by which waiting for others to end is counted.
+    # Length of an answer in tokens, for the time until other requests end.
     answer_tokens: int = 128
-    # Tokens of an answer whose slowing down is weighed against the time to its first one, unless max_tokens is lower.
+    # Number of answer tokens whose delay is weighed against the time to the first token, unless max_tokens is lower.
     weighed_tokens: int = 128
-    # Tokens of prompts that a worker computes for each token of a stream, as long as it has any.
+    # Number of prompt tokens that a worker computes for each token of a stream, while it has prompts.
     prompt_tokens_per_step: int = 128
-    # A decode step takes twice the time of an idle one at this many sequences.
+    # At this many sequences, a decode step takes twice the time of a step with one sequence.
     batch_for_double_step: float = 32.0
-    # Chance that a cached block that gives way would have been used again.
+    # Probability that an evicted cached block would have been used again.
     reuse_chance: float = 0.1
-    # As much more if it gives way to a copy of blocks that another worker keeps: then the fleet has fewer blocks.
+    # Added to this probability if the block is evicted for a copy of blocks that another worker keeps, because the
+    # fleet then has fewer blocks.
     copy_chance: float = 1.0
-    # A request goes to its session's worker if that costs at most this much more than the best.
+    # A request goes to its session's worker if that costs at most this much more than the best one.
     session_slack_ms: float = 250.0
     # Costs that differ by less are equal.
     noise_ms: float = 1.0
-    # A placement holds although its worker turns out to be dearer than any other by this much.
+    # A placement stays if its worker turns out to be at most this much more expensive than the best one.
     give_back_ms: float = 50.0
 
 

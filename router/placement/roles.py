@@ -1,4 +1,4 @@
-"""Which workers a request may go to where some are set aside for long prompts (docs/decisions/0068). Pure."""
+"""Decides which workers a request may go to if some are reserved for long prompts (docs/decisions/0068). Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from headrace.router.placement.candidates import BLOCK_SIZE, Candidates, Places
 from headrace.router.placement.rates import Priors, believed_rates
 
-# A prompt is long if computing what is not cached is expected to take more milliseconds than this.
+# A prompt is long if computing its uncached part is expected to take more milliseconds than this.
 LONG_PROMPT_MS = 1000.0
 
 

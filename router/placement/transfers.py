@@ -15,7 +15,7 @@ from headrace.router.placement.prefix_index import PrefixIndex
 SETUP_MS = 5.0
 # The assumed speed of workers that have not fetched yet.
 DEFAULT_BYTES_PER_S = 0.5e9
-# Fewer blocks are not fetched from another worker.
+# Fewer blocks than this are not fetched from another worker.
 LEAST_MOVED = 2
 # Fetching has to be cheaper than computing by this factor, as at the workers.
 _WORTH = 0.8
@@ -95,9 +95,9 @@ class Moved(NamedTuple):
 def worth_moving(
     transfers: Transfers, values: Values, cached_tokens: Values, ms_per_computed: Values, most_tokens: int
 ) -> Moved:
-    """What each candidate should fetch. It has `cached_tokens` itself and computes a token in `ms_per_computed`. The
-    prompt needs at most `most_tokens`. `values` are the candidates' columns. Between its disk and another worker, the
-    source that saves more time is chosen."""
+    """The tokens that each candidate should fetch. It has `cached_tokens` itself and computes a token in
+    `ms_per_computed`. The prompt needs at most `most_tokens`. `values` are the candidates' columns. Between its disk
+    and another worker, the source that saves more time is chosen."""
     from_peers, peers_ms, peers_saved_ms = _weighed(
         transfers.tokens, values[TRANSFER_BYTES_PER_S], SETUP_MS, transfers, cached_tokens, ms_per_computed, most_tokens
     )
