@@ -8,7 +8,7 @@ import click
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
-# As shells count a process that Ctrl-C has ended.
+# The status that shells use for a process that Ctrl-C has ended.
 EXIT_INTERRUPTED = 130
 
 

@@ -1,4 +1,4 @@
-"""HTTP clients of commands: proxies, certificates, and why a connection failed."""
+"""HTTP clients of commands: proxies, certificates, and the reasons of failed connections."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def http_client(*, direct: bool = False, **options: Any) -> httpx.Client:
-    """A client with the proxies that the environment names, or without any if `direct`. Raises CommandError if one of
-    them cannot be used."""
+    """A client with the proxies of the environment, or without any if `direct`. Raises CommandError if a proxy cannot
+    be used."""
     import httpx
 
     try:
@@ -47,7 +47,7 @@ def _is_unusable(proxy: str | None) -> bool:
 
 
 def server_url(text: str) -> str:
-    """The URL of a server without /v1 and a slash at its end. Raises CommandError if it is none."""
+    """The URL of a server, without /v1 or a slash at its end. Raises CommandError if the text is not such a URL."""
     try:
         parts = urlsplit(text)
         if parts.scheme in _PORTS and parts.hostname and parts.port != 0:
@@ -59,7 +59,7 @@ def server_url(text: str) -> str:
 
 
 def is_on_this_host(url: str) -> bool:
-    """Whether a URL is of this host by a loopback address. No proxy can reach such a server."""
+    """Whether a URL has a loopback address. No proxy can reach such a server."""
     host = urlsplit(url).hostname or ""
     try:
         address = ipaddress.ip_address(host)
@@ -81,7 +81,7 @@ def _port(parts: SplitResult) -> int | None:
 
 
 def tls_problem(error: BaseException) -> str | None:
-    """Why TLS failed, with a remedy, if that is the reason of an error of httpx; otherwise None."""
+    """Why TLS failed, with a remedy, if an error of httpx has this reason; otherwise None."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__

@@ -22,11 +22,11 @@ class _Subcommand(NamedTuple):
     summary: str
 
 
-# name -> where its click.Command lives below headrace.cli, and its line in --help
+# name -> the path of its click.Command below headrace.cli, and its line in --help
 _SUBCOMMANDS = {
     "pull": _Subcommand("models.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
     "serve": _Subcommand("serving.serve:serve", "Serve models on this host: workers, router and gateway."),
-    "run": _Subcommand("serving.run:run", "Chat with a model; serve it for as long if nothing does."),
+    "run": _Subcommand("serving.run:run", "Chat with a model; start and stop a server for it if none runs."),
     "models": _Subcommand("hosting.models:models", "List, show and remove models of the cache; load and unload."),
     "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host."),
     "health": _Subcommand("fleet.health:health", "Ask one process whether it serves."),

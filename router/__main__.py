@@ -209,7 +209,9 @@ def wired(
 @click.option("--probe", metavar="HOST:PORT", help="Additional address for gRPC health checks, without TLS.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Lowest level of log lines.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines as text or as JSON.")
-@click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
+@click.option(
+    "--otlp-endpoint", help="Send traces by OTLP to this endpoint, such as http://HOST:4317; needs headrace[otel]."
+)
 @click.option(
     "--drain-timeout",
     type=FiniteRange(min=0),

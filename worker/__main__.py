@@ -103,12 +103,11 @@ _NEED_DRAFT_MODEL = {
 @click.option(
     "--speculation",
     type=click.Choice(SPECULATION),
-    help="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: propose what "
-    "followed the same tokens earlier in prompt or answer, always. auto: as ngram, as many tokens as make this worker "
-    "faster. draft: as auto, and also what --draft-model continues with. eagle3, medusa: the same with heads in these "
-    "formats. All propose a request's prediction and what its grammar forces.  [default: what --draft-model names, "
-    "else auto; off on CPUs with AMX, unless --execution-mode "
-    "is accuracy]",
+    help="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: always "
+    "propose the tokens that followed the same text earlier in prompt or answer. auto: as ngram, but only as many "
+    "tokens as make this worker faster. draft: as auto, and also tokens of --draft-model. eagle3, medusa: the same "
+    "with heads in these formats. All propose a request's prediction, and the tokens that its grammar requires.  "
+    "[default: the kind of --draft-model, else auto; off on CPUs with AMX, unless --execution-mode is accuracy]",
 )
 @click.option(
     "--draft-model",
@@ -119,18 +118,19 @@ _NEED_DRAFT_MODEL = {
 @click.option(
     "--cache-eviction",
     default=OFF,
-    help="Let long requests give up KV blocks that they attend to least, so that answers may be longer than the KV "
-    "cache. "
-    "on-request: those that ask for it. max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS]"
-    "[,aggregation_mode=sum|norm_sum]: all that do not say otherwise; so many tokens stay. Answers then change.",
+    help="Let long requests evict the KV blocks that they attend to least, so that answers may be longer than the KV "
+    "cache. Answers then change. on-request: requests that ask for it. "
+    "max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS][,aggregation_mode=sum|norm_sum]: all requests that "
+    "do not set cache_eviction to false; this many tokens stay.",
 )
 @click.option(
     "--window-cache",
     type=click.Choice(["whole", "trim"]),
     default="whole",
-    help="What layers with a sliding window keep of a request (Gemma 2 and 3, gpt-oss, Mistral 7B v0.1 and others). "
-    "trim: only what queries can still reach, so that the KV cache holds several times as many tokens. Blocks then "
-    "stay in this process: none are kept for the next one, on a disk, or sent to other workers. whole: all tokens.",
+    help="Tokens that layers with a sliding window keep of a request (Gemma 2 and 3, gpt-oss, Mistral 7B v0.1 and "
+    "others). trim: only those that queries can still reach, so that the KV cache holds several times as many tokens. "
+    "Blocks then stay in this process: they are not kept for the next process, on a disk, or for other workers. whole: "
+    "all tokens.",
 )
 @click.option(
     "--max-num-seqs",
@@ -211,12 +211,12 @@ _NEED_DRAFT_MODEL = {
 @click.option(
     "--kv-disk-key",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File with 64 hexadecimal digits, the key with which to encrypt what is in --kv-disk. Default: no encryption.",
+    help="File with a key of 64 hexadecimal digits that encrypts the files in --kv-disk. Default: no encryption.",
 )
 @click.option(
     "--kv-peers/--no-kv-peers",
     default=True,
-    help="Exchange cached prefixes with other workers of the fleet, where that is faster than computing them.",
+    help="Exchange cached prefixes with other workers of the fleet, if that is faster than computing them.",
 )
 @click.option(
     "--kv-handover-gb",
@@ -229,8 +229,8 @@ _NEED_DRAFT_MODEL = {
     "--role",
     type=click.Choice(["both", "prefill", "decode"]),
     default="both",
-    help="What routers use the worker for, if others of the fleet do the rest: long prompts, whose answers continue at "
-    "another worker, or everything except long prompts.",
+    help="Requests that routers send to the worker, if other workers serve the rest: long prompts, whose answers "
+    "continue at another worker (prefill), or everything except long prompts (decode).",
 )
 @click.option(
     "--adapter",

@@ -1,7 +1,7 @@
-"""Architectures that no worker can serve once they are exported, so that nobody downloads and exports them in vain.
+"""Architectures that workers cannot serve after an export. They are refused before the download.
 
-The worker judges the exported graph by itself (`headrace.worker.model.paging`). This list is of what it refuses, by the
-model type in config.json; tests/architectures holds it to the families that are exported there. Pure.
+The worker judges the exported graph by itself (`headrace.worker.model.paging`). This list has the refused model types
+of config.json; tests/architectures compares it with the families that are exported there. Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REFUSED = {
 
 def why_unservable(config: Mapping[str, object]) -> str:
     """Why a model with this config.json cannot be served, as the end of a sentence that begins with the model; empty if
-    nothing is known against it."""
+    no reason is known."""
     kind = str(config.get("model_type"))
     reason = _REFUSED.get(kind, "")
     if kind == "falcon" and config.get("alibi"):

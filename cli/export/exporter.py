@@ -4,7 +4,7 @@ need not have headrace:
     exporter.py check DIRECTORY                                  can a model with this config.json be exported?
     exporter.py export DIRECTORY OUTDIR MODE GROUP_SIZE RATIO MEMORY_BYTES
 
-Of a multimodal model, only what its text needs is kept: the language model, and the embeddings of tokens.
+Of a multimodal model, only the parts for text are kept: the language model, and the embeddings of tokens.
 
 MODE is bf16, or one of nncf's modes. The process takes at most MEMORY_BYTES of private memory. Standard output gets one
 line for each stage. If something cannot be done, the exit status is 2 with one `error:` line on standard error; 3 says
@@ -33,7 +33,7 @@ _MULTIMODAL_NETWORKS = (
     "openvino_text_embeddings_model.xml",
     "openvino_text_embeddings_per_layer_model.xml",
 )
-# Which optimum-intel does not write if only the processor of texts and images has it.
+# optimum-intel does not write this if only the processor of texts and images has it.
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZERS = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 _PACKAGES = ("torch", "transformers", "openvino", "openvino_tokenizers", "nncf", "optimum.exporters.openvino")
@@ -133,7 +133,7 @@ def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float)
 
 
 def _keep_text(directory: Path, exported: Path, task: str) -> list[Path]:
-    """Remove what the text of a multimodal model does not need, and add its template. Returns the networks."""
+    """Remove the parts of a multimodal model that text does not need, and add its template. Returns the networks."""
     names = (_NETWORK,) if task == _TASK else _MULTIMODAL_NETWORKS
     networks = [exported / name for name in names if (exported / name).is_file()]
     if not networks:
@@ -157,7 +157,7 @@ def _config_of(directory: Path) -> dict[str, Any]:
 
 
 def _packing(config: dict[str, Any]) -> str | None:
-    """What packed the weights of a checkpoint; None if they are not packed, or not named."""
+    """The format that packs the weights of a checkpoint; None if they are not packed, or the format is not named."""
     method: str | None = (config.get("quantization_config") or {}).get("quant_method")
     return method
 
@@ -187,7 +187,7 @@ def _compress(source: Path, target: Path, mode: str, group_size: int, ratio: flo
     options: dict[str, Any] = {}
     if mode.startswith("int4"):
         fallback = nncf.AdvancedCompressionParameters(
-            group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST  # for layers whose width is no multiple
+            group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST  # for layers whose width is not a multiple
         )
         options = {"group_size": group_size, "ratio": ratio, "advanced_parameters": fallback}
     graph = openvino.Core().read_model(source)
@@ -254,7 +254,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Libraries print tables to standard output, which belongs to the stages.
+    # Libraries print tables to standard output, which is reserved for the stages.
     _stages = os.dup(1)
     os.dup2(2, 1)
     main()

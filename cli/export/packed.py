@@ -1,4 +1,5 @@
-"""Weights of AWQ and GPTQ checkpoints, as they are. The exporter loads this file; it imports nothing of headrace.
+"""Weights of AWQ and GPTQ checkpoints, with unchanged values. The exporter loads this file; it imports nothing of
+headrace.
 
 A linear layer has three tensors instead of its weight `[out, in]`, which is (qweight - qzeros) * scales by group:
 
@@ -11,8 +12,8 @@ A linear layer has three tensors instead of its weight `[out, in]`, which is (qw
 
 GPTQ also has 8 bits, with four numbers instead of eight.
 
-optimum-intel needs a library for GPUs to read these. So a plain checkpoint is written from them, in 16 bits, and
-exported. In its graph each product of such a layer then gets the numbers of the checkpoint, with their bits.
+optimum-intel needs a library for GPUs to read these. So they are written as a plain checkpoint in 16 bits, which is
+exported. In its graph, each product of such a layer then gets the exact numbers of the original checkpoint.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from safetensors import safe_open  # type: ignore[import-not-found]
 from safetensors.torch import save_file  # type: ignore[import-not-found]
 
 _PACKED, _ZEROS, _SCALES, _GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
-# Which of eight outputs lies in which bits, from the lowest on.
+# The order in which eight outputs are packed, from the lowest bits on.
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 _FILE_BYTES = 1 << 30
 _INDEX = "model.safetensors.index.json"
-# What tracing adds to the name of a weight.
+# The suffix that tracing adds to the name of a weight.
 _NAMES = (".weight", "._openvino_orig_weight")
-# Of the largest weight of a row: what rounding to 16 bits may change.
+# The maximum change by rounding to 16 bits, relative to the largest weight of a row.
 _ROUNDING = 2**-7
 
 
@@ -155,8 +156,8 @@ class Checkpoint:
 
 
 def keep_packed(graph: ov.Model, checkpoint: Checkpoint) -> None:
-    """Replace the weights of the checkpoint's packed layers, which the graph has in 16 bits. PackedError if the graph
-    does not multiply with them as they are."""
+    """Replace the 16-bit weights of packed layers in the graph by the packed ones. PackedError if the graph does not
+    multiply with the weights unchanged."""
     left = set(checkpoint.layers)
     for node in graph.get_ordered_ops():
         layer = _layer_of(node)
@@ -195,7 +196,7 @@ def _unpacked(values: Numbers, num_bits: int, order: tuple[int, ...] | None = No
 
 
 def _constant(numbers: Numbers, kind: ov.Type) -> ov.Node:
-    """A constant of 4 or 8 bits; of 4, the first of two numbers lies in the lower bits."""
+    """A constant of 4 or 8 bits. With 4 bits, the first of two numbers is in the lower bits."""
     if kind == ov.Type.u8:
         return opset13.constant(numbers)
     flat = numbers.reshape(-1)

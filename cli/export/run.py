@@ -1,4 +1,4 @@
-"""Runs the exporter in a process of its own, with the packages of the extra `export`."""
+"""Runs the exporter in a separate process, with the packages of the extra `export`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 
 def check_exportable(name: str, config: Mapping[str, object]) -> None:
-    """Raise CommandError if a checkpoint with this config.json cannot be exported here, or not be served afterwards.
+    """Raise CommandError if a checkpoint with this config.json cannot be exported here, or cannot be served afterwards.
     Takes seconds."""
     if problem := why_unservable(config):
         raise CommandError(f"{name} {problem}; choose a model of another architecture")
@@ -50,8 +50,8 @@ def export(
     available_bytes: int | None,
     say: Callable[[str], None],
 ) -> None:
-    """Export the checkpoint in a directory. `say` gets a line for each stage and every few seconds. The process takes
-    at most the memory that is available. Raises CommandError."""
+    """Export the checkpoint in a directory. `say` gets a line for each stage and every few seconds. The process uses at
+    most the available memory. Raises CommandError."""
     most = (available_bytes or (1 << 62)) - _SPARE_BYTES
     options = [weights.mode, str(weights.group_size), str(weights.ratio), str(most)]
     _run(name, ["export", str(directory), str(out), *options], lambda line: say(f"{name}: {line}"))
@@ -76,7 +76,7 @@ def _run(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> Non
 
 
 def _follow(stages: IO[bytes], pid: int, say: Callable[[str], None]) -> None:
-    """Pass stages on as they come, and the time and memory of a long one."""
+    """Report stages as they arrive, and the time and memory of a long one."""
     stage, start_s = "starting", time.monotonic()
     with selectors.DefaultSelector() as selector:
         selector.register(stages, selectors.EVENT_READ)

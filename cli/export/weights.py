@@ -1,4 +1,4 @@
-"""What exported weights are like, and what an export takes."""
+"""The kinds of exported weights, and the disk space of an export."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEQUANTISED = "mxfp4"
 _MXFP4_BYTES = 0.53
 _PACKED_BITS = {"awq": (4,), "gptq": (4, 8)}
 _READABLE = "weights of 16 or 32 bits, of AWQ (gemm, 4 bits) and of GPTQ (4 or 8 bits) can be exported"
-# Of a group: a scale in float16 and a zero point of 4 bits.
+# Bits of a group besides its weights: a scale in float16 and a zero point of 4 bits.
 _GROUP_BYTES = 2.5
 
 
@@ -30,7 +30,7 @@ class ExportedWeights:
 
     @property
     def mode(self) -> str:
-        """How the exporter calls it: nncf's name of the mode, or bf16."""
+        """The exporter's name: nncf's name of the mode, or bf16."""
         return {INT4: "int4_asym", INT8: "int8_asym", BF16: BF16}[self.kind]
 
     @property
@@ -75,8 +75,8 @@ def why_unreadable(config: Mapping[str, object]) -> str:
 
 
 def sizes_of(exported: ExportedWeights, config: Mapping[str, object], safetensors_bytes: int) -> tuple[int, int]:
-    """The approximate bytes of a checkpoint's weights once exported, and those that the export takes on disk
-    meanwhile."""
+    """The approximate bytes of a checkpoint's weights after the export, and the bytes that the export temporarily takes
+    on disk."""
     num_weights = int(safetensors_bytes / bytes_per_weight(config))
     options = config.get("quantization_config")
     if isinstance(options, Mapping) and options.get("quant_method") in _PACKED_BITS:

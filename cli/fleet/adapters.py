@@ -33,7 +33,7 @@ def adapters() -> None:
 @_router_option
 @access_options
 def list_command(router: str | None, tls_dir: Path | None, join_token_file: Path | None) -> None:
-    """Show all adapters, and at how many workers they are in memory."""
+    """Show all adapters, and the number of workers that have them in memory."""
     answer = _call(router, tls_dir, join_token_file, "ListModels", router_pb2.ListModelsRequest(), _LIST_TIMEOUT_S)
     if not answer.adapters:
         click.echo("no adapters")

@@ -1,8 +1,8 @@
 """`headrace certs`: creates an authority, certificates and secrets for a fleet, to try out mutual TLS or to run a small
 fleet.
 
-It calls the openssl command, which every server has, to avoid a library that all installations would carry for a rare
-command. If you already have an authority, let it sign instead.
+It calls the openssl command, which every server has. This avoids a library in all installations for a rare command. If
+you already have an authority, let it sign instead.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from headrace.cli.http_client import server_url, tls_problem
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 _COMMANDS = ("/help", "/reset", "/exit")
-# Looks like a command. A path such as /etc/hosts does not, and a space before the slash makes anything a question.
+# Text that looks like a command. A path such as /etc/hosts does not, and a space before the slash makes any line a
+# question.
 _LIKE_A_COMMAND = re.compile(r"/[A-Za-z?]\w*(?=\s|$)")
 
 
@@ -38,7 +39,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far. A turn is added only when its answer has come, in whole or in part."""
+    """The messages so far. A turn is added only when its answer has arrived, in whole or in part."""
 
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -65,7 +66,7 @@ class ChatClient:
     ) -> None:
         self._max_tokens = max_tokens
         self._url = server_url(url)
-        # A slow prompt is silent for long. Only an unreachable server should fail fast.
+        # A slow prompt gives no output for a long time. Only an unreachable server should fail fast.
         self._http = access.client(self._url, httpx.Timeout(600.0, connect=5.0))
         self.model = model or self._only_model()
 

@@ -22,7 +22,7 @@ _TIMEOUT_S = 2.0
 
 @click.command()
 @click.argument("target")
-@click.option("--service", default="", help="gRPC service to ask about; by default the server as a whole.")
+@click.option("--service", default="", help="gRPC service to check; by default the server as a whole.")
 @access_options
 def health(target: str, service: str, tls_dir: Path | None, join_token_file: Path | None) -> None:
     """Exit with 0 if TARGET serves: a gateway as http(s)://HOST:PORT, a router or worker as HOST:PORT or unix:/path."""

@@ -1,4 +1,4 @@
-"""The files of a running `headrace serve`, by which `headrace status` and `headrace chat` find it.
+"""The files of a running `headrace serve`. `headrace status` and `headrace chat` find it by them.
 
     RUNTIME/serve-PORT.json     its processes; replaced as a whole at each change
     RUNTIME/PORT/*.sock         the sockets between them
@@ -81,7 +81,7 @@ def own_start_ticks() -> int:
 
 
 def make_socket_directory(port: int) -> Path:
-    """An empty directory for the sockets of the serve on that port, with a path short enough for them."""
+    """Make an empty directory for the sockets of the serve on that port, with a path that is short enough for them."""
     _sweep()
     directory = runtime_directory() / str(port)
     if len(os.fsencode(directory)) > _MAX_SOCKET_DIRECTORY_BYTES or _in_use(directory):

@@ -136,8 +136,8 @@ def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
 
 
 def _tier_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
-    """What the tiers of the prefix cache hold and have done. `cached_tokens` are those of prompts, by where they were
-    found: in memory, on the disk, at other workers."""
+    """The content and the counters of the tiers of the prefix cache. `cached_tokens` are those of prompts, by where
+    they were found: in memory, on the disk, at other workers."""
     if load is None:
         blocks = "evicted", "given_up", "restored", "read", "received", "taken_over"
         names = *(f"blocks_{name}" for name in blocks), "disk_blocks", "disk_slots"
@@ -163,7 +163,7 @@ def _tier_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
 
 def _draft_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
     """Draft tokens of speculative decoding that were verified, and that became part of answers, since the start: in
-    all, and for each proposer that had any."""
+    total, and for each proposer that had any."""
     if load is None:
         return {"draft_tokens": None, "draft_tokens_accepted": None, "draft_tokens_by_proposer": None}
     found = {
@@ -281,7 +281,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _place_of(row: Mapping[str, Any]) -> str:
-    """CPUs, and how much of the memory that the worker allocated is on the node that they belong to."""
+    """The CPUs, and the share of the worker's allocated memory that is on their node."""
     if row.get("cpus_allowed") is None:
         return ""
     cpus = f"CPUs {row['cpus_allowed']}"

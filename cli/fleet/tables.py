@@ -13,7 +13,7 @@ _LONGEST_LINE = 1000
 
 
 def width_of(table: Table) -> int:
-    """The columns that a table takes if nothing in it is cut or wrapped."""
+    """The width of a table in characters if nothing in it is cut or wrapped."""
     from rich.console import Console
     from rich.measure import Measurement
 
@@ -22,8 +22,8 @@ def width_of(table: Table) -> int:
 
 
 def console_for(table: Table, width_of_a_pipe: int) -> Console:
-    """A console in which every column of the table is whole. In a terminal that is narrower, long lines go on in the
-    next one."""
+    """A console in which every column of the table is whole. In a narrower terminal, long lines continue in the next
+    line."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else width_of_a_pipe, highlight=False, markup=False)

@@ -1,9 +1,9 @@
-"""The weights of a GGUF file as constants of a graph, with the numbers that the file has.
+"""The weights of a GGUF file as constants of a graph, with the numbers of the file.
 
 A quantised weight is `scale * integer`, or `scale * integer + minimum`, with a scale and a minimum for 16 or 32
 neighbours of a row. OpenVINO's products are fast if weights are integers with scales and nothing else: then the states
-are quantised too, and integers multiplied. So a minimum is not made a zero point, which lies between two integers.
-Instead, it multiplies the sum of its neighbours' states in a small product of its own (docs/decisions/0047).
+are quantised too, and integers multiplied. So a minimum does not become a zero point, which would not be an integer.
+Instead, it multiplies the sum of its neighbours' states in a separate small product (docs/decisions/0047).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def with_rows(weights: Weights, order: _Array) -> Weights:
 
 def product_of(states: ov.Output, weights: Weights, sums: Callable[[int], ov.Output]) -> tuple[ov.Node, ov.Output]:
     """The product of states [..., columns] with the transposed matrix: the node of the large product, and the result.
-    `sums` gives the sums of so many neighbouring states, [..., groups]."""
+    `sums` gives the sums of this many neighbouring states, [..., groups]."""
     groups = weights.groups
     if groups is None or groups.minima is None:
         product = opset13.matmul(states, matrix_of(weights), False, True)

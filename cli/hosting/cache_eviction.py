@@ -1,4 +1,4 @@
-"""The option --cache-eviction: whether long requests may give up KV blocks."""
+"""The option --cache-eviction: whether long requests may evict their own KV blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checked_eviction(_context: click.Context, _parameter: click.Parameter, text:
 cache_eviction_option = click.option(
     "--cache-eviction",
     callback=checked_eviction,
-    help="Let long requests forget what they attend to least, so that answers may be longer than the KV cache. "
-    "on-request: those that ask for it. max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS]"
-    "[,aggregation_mode=sum|norm_sum]: all that do not say otherwise.  [default: off]",
+    help="Let long requests evict the tokens that they attend to least, so that answers may be longer than the KV "
+    "cache. on-request: requests that ask for it. max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS]"
+    "[,aggregation_mode=sum|norm_sum]: all requests that do not set cache_eviction to false.  [default: off]",
 )

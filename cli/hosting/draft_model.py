@@ -18,8 +18,8 @@ from headrace.cli.models.reference import parse_reference
 
 
 def find_draft_model(model: str, *, offline: bool = False) -> Path:
-    """The directory of a model or heads in the cache, of the directory `model`, or of what is pulled from a hub by this
-    name. CommandError if there is none, or if it lacks files."""
+    """The directory of a model or heads: in the cache, the directory `model` itself, or pulled from a hub by this name.
+    CommandError if there is none, or if it lacks files."""
     path, reference = expanded(model), parse_reference(model)
     name = model if reference is None else reference.name
     if is_model_name(name) and model_directory(name).exists():
@@ -31,7 +31,7 @@ def find_draft_model(model: str, *, offline: bool = False) -> Path:
                 f"--draft-model {model!r} is neither a directory nor a model in the cache, which has {known}; get it "
                 "with headrace pull, or name one on a hub as OWNER/NAME"
             )
-        # A deferred import: serving what is in the cache does not need it.
+        # A deferred import: serving from the cache does not need it.
         from headrace.cli.models.pull import pull_model, source_of
 
         return pull_model(source_of(model), offline=offline)

@@ -1,4 +1,4 @@
-"""Asks the router and the workers of a host."""
+"""Calls the router and the workers of a host."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HostFleet:
             try:
                 await worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=_LONGEST_DRAIN_S)
             except grpc.aio.AioRpcError:
-                return  # it is gone, and its requests with it
+                return  # the worker is gone, and so are its requests
 
 
 def _view(info: router_pb2.WorkerInfo) -> WorkerView:

@@ -1,4 +1,4 @@
-"""How much memory models take, and how much they may take together."""
+"""The memory that models take, and the limit for all of them together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kv_cache_gb(budget_bytes: int, kv_share: float, num_workers: int) -> float:
 
 
 def weights_in_worker(weight_bytes: int, *, has_amx: bool, has_adapters: bool) -> int:
-    """An estimate of a worker's memory without its KV cache, at least what it really takes."""
+    """An estimate of a worker's memory without its KV cache; not below the actual value."""
     copies = 1 + has_adapters + (has_amx and weight_bytes <= _SECOND_COPY_SHARE * available_bytes())
     return copies * (worker_bytes(weight_bytes) - PROCESS_BYTES) + PROCESS_BYTES
 

@@ -1,8 +1,8 @@
 """Decides which models of a host to load and to unload. Pure: the caller gives the states and the time, and acts.
 
-Models that were asked for are loaded in the order of the requests, as long as they fit into the memory budget. The
-first one that does not fit gets its memory from the models that were not used for the longest time. If all are in use,
-it waits `patience_s`, and then those give way that have had their turn. Nobody takes memory before the first one.
+Requested models are loaded in the order of the requests, as long as they fit into the memory budget. To make room for
+the first one that does not fit, the least recently used models are unloaded. If all are in use, it waits `patience_s`;
+then models whose turn is over are unloaded. No other model takes memory before the first one.
 
 Times are in seconds of one monotonic clock.
 """
@@ -35,11 +35,11 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """What the decision needs of a model.
+    """The state of a model for the decision.
 
-    `num_bytes` is its memory when loaded, and `has_processes` says whether it takes that now. A pinned model is never
-    unloaded to make room, and a busy one has requests. `wanted_since_s` is None if nobody waits for the model.
-    `idle_s` is the time without requests after which it is unloaded; None for never.
+    `num_bytes` is its memory when loaded, and `has_processes` says whether it takes that memory now. A pinned model is
+    never unloaded to make room, and a busy one has requests. `wanted_since_s` is None if no request waits for the
+    model. `idle_s` is the time without requests after which it is unloaded; None for never.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Rules:
 
 @dataclass(slots=True)
 class Decisions:
-    """Names of models to load now; of those to unload, and of those that can never be loaded, with the reasons."""
+    """Names of models to load now, and of models to unload or that can never be loaded, with the reasons."""
 
     load: list[str] = field(default_factory=list)
     unload: dict[str, str] = field(default_factory=dict)
@@ -77,14 +77,14 @@ _GIB = 1 << 30
 
 
 def decide(models: Sequence[ModelView], budget_bytes: int | None, now_s: float, rules: Rules = Rules()) -> Decisions:
-    """What to do now. Without a budget, everything fits."""
+    """Decide what to do now. Without a budget, everything fits."""
     found = Decisions()
     for model in models:
         if _is_idle(model, now_s):
             found.unload[model.name] = f"it was not used for {now_s - model.last_used_s:.0f} s"
     used_bytes = sum(model.num_bytes for model in models if model.has_processes)
     if budget_bytes is not None and used_bytes > budget_bytes:
-        # A model takes more than was expected.
+        # A model takes more memory than expected.
         for name in _victims(used_bytes - budget_bytes, models, found.unload, now_s, rules, waited_s=0.0):
             found.unload[name] = "the loaded models take more memory than the budget has"
     wanted = [model for model in models if model.wanted_since_s is not None and _can_be_loaded(model)]
@@ -110,14 +110,14 @@ def _can_be_loaded(model: ModelView) -> bool:
 
 
 def _is_idle(model: ModelView, now_s: float) -> bool:
-    """Whether a model was not used for so long that it is to be unloaded."""
+    """Whether a model has been unused for so long that it has to be unloaded."""
     if model.idle_s is None or model.is_pinned or model.is_busy or model.wanted_since_s is not None:
         return False
     return model.state is State.LOADED and now_s - model.last_used_s >= model.idle_s
 
 
 def _never_fits(model: ModelView, models: Sequence[ModelView], budget_bytes: int) -> str:
-    """Why the model does not fit even if all others that may leave have left; empty if it would."""
+    """Why the model does not fit even if all models that may be unloaded are; empty if it fits."""
     pinned_bytes = sum(other.num_bytes for other in models if other.is_pinned and other.name != model.name)
     if model.num_bytes + pinned_bytes <= budget_bytes:
         return ""
@@ -136,7 +136,7 @@ def _victims(
     *,
     waited_s: float,
 ) -> list[str]:
-    """The models to unload for a model that has waited so long, least recently used first; none if they would not
+    """The models to unload for a model that has waited for this time, least recently used first; none if they would not
     suffice."""
     missing_bytes -= sum(other.num_bytes for other in models if other.state is State.UNLOADING or other.name in leaving)
     others = [

@@ -19,7 +19,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Host(Protocol):
-    """What the service needs of the host. The methods raise StatusError."""
+    """The host as the service uses it. The methods raise StatusError."""
 
     def changes(self) -> AsyncIterator[host_pb2.WatchModelsResponse]:
         """All models and aliases, now and after each change."""

@@ -1,4 +1,5 @@
-"""The models that `headrace serve` shall serve, from its arguments or from a TOML file. Pure, except for reading it."""
+"""The models to serve, from the arguments of `headrace serve` or from a TOML file. Pure, except for reading the
+file."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class ModelSettings:
     adapters: tuple[str, ...] | None = None
     max_adapters: int | None = None
     on_demand: bool = False
-    """Whether it is loaded when a request asks for it, and may be unloaded. Others are loaded at the start and stay."""
+    """Whether it is loaded for the first request, and may be unloaded. Other models are loaded at the start and
+    stay."""
     idle_s: float | None = None
     """Seconds without requests after which it is unloaded; None for never."""
 

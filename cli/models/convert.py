@@ -25,7 +25,7 @@ _KNOWN_TENSOR = re.compile(
 )
 _UNKNOWN_SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale", "expert_count")
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-# openvino-genai reads matrices of these kinds as they are, and rounds the minima of the others (docs/decisions/0047).
+# openvino-genai reads matrices of these kinds exactly, and rounds the minima of other kinds (docs/decisions/0047).
 _KINDS_OF_GENAI = {"F16", "Q4_0", "Q8_0", "Q6_K"}
 _KINDS_IT_ROUNDS = {"Q4_1", "Q4_K"}
 # In narrower models, exact minima take 1.1 to 1.35 times the time of a step.
@@ -48,7 +48,7 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
     if not is_for_genai:
         _write_model(metadata, config, tensors, out_directory / "openvino_model.xml")
     with tempfile.TemporaryDirectory(dir=out_directory, prefix=".convert.") as folder:
-        # The converter writes next to its input file: give it links in a directory of our own.
+        # The converter writes next to its input file, so give it links in a separate directory.
         for path in paths:
             (Path(folder) / path.name).symlink_to(path.absolute())
         _write_with_genai(Path(folder) / paths[0].name, has_model=is_for_genai)
@@ -62,7 +62,7 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
 
 
 def pieces_of(gguf_path: Path) -> list[Path]:
-    """All files of a model in pieces, of which the first is given. Raises ConversionError if one is missing."""
+    """All files of a model in pieces, given the first one. Raises ConversionError if one is missing."""
     matched = PIECE.search(gguf_path.stem)
     if gguf_path.suffix != ".gguf" or matched is None or int(matched[1]) != 1:
         return [gguf_path]
@@ -152,7 +152,7 @@ def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def generation_config_of(metadata: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json: the tokens that begin, pad and end. Several ends become a list."""
+    """generation_config.json: the tokens for beginning, padding and end. Several end tokens become a list."""
     ends = list(dict.fromkeys(metadata[key] for key in _END_KEYS if key in metadata))
     config = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -203,7 +203,7 @@ def _write_model(metadata: dict[str, Any], config: dict[str, Any], tensors: Mapp
 
 def _write_with_genai(link: Path, *, has_model: bool) -> None:
     """Write the tokenizer and detokenizer, and the model if `has_model`, next to the file."""
-    # Without this module OpenVINO takes a stub; with it, every import is reported over the network.
+    # Without this module OpenVINO uses a stub. With it, OpenVINO would report every import over the network.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         import openvino_genai

@@ -29,8 +29,8 @@ _MAX_RETRY_AFTER_S = 30.0
 
 
 class DownloadError(CommandFailed):
-    """A download failed; the message says which and why. `http_status` is the last answer's, if any,
-    and `hub_code` its X-Error-Code."""
+    """A download failed. The message says which one and why. `http_status` is the last answer's, if any, and `hub_code`
+    its X-Error-Code."""
 
     def __init__(self, message: str, http_status: int | None = None, hub_code: str = "") -> None:
         super().__init__(message)
@@ -74,8 +74,7 @@ class _TryAgain(Exception):
 
 
 def hub_client() -> httpx.Client:
-    """A client with the CA bundle and the proxies that the environment names. Its waits are bounded. Raises
-    CommandError."""
+    """A client with the CA bundle and the proxies of the environment. Its waits are limited. Raises CommandError."""
     timeout = httpx.Timeout(30.0, connect=10.0)
     return http_client(verify=_tls_context(), timeout=timeout, follow_redirects=True, max_redirects=10)
 
@@ -101,7 +100,7 @@ def download(
     try:
         _fetch(client, wanted, part, progress, retry if retry is not None else RetryRule())
         if not _verified(wanted, part):
-            # Pieces of different versions may have met in the part; a fresh one gets one chance.
+            # The part may combine pieces of different versions, so try once more with an empty one.
             part.unlink()
             _fetch(client, wanted, part, progress, retry if retry is not None else RetryRule())
             if not _verified(wanted, part):
@@ -133,7 +132,7 @@ def _fetch(client: httpx.Client, wanted: Wanted, part: Path, progress: Progress,
 
 
 def _attempt(client: httpx.Client, wanted: Wanted, part: Path, progress: Progress) -> None:
-    """One request. Returns when the server's last byte is in the part."""
+    """Send one request. Returns when the server's last byte is in the part."""
     done = _size(part)
     if wanted.num_bytes is not None and done == wanted.num_bytes and done > 0:
         return
@@ -155,13 +154,14 @@ def _attempt(client: httpx.Client, wanted: Wanted, part: Path, progress: Progres
         total = _total_bytes(response, done) or wanted.num_bytes
         progress.at(done, total)
         with part.open("ab" if done else "wb") as file:
-            # As they come: gathering pieces of a given size would lose what came before a break.
+            # Write bytes as they arrive. Gathering pieces of a fixed size would lose the last bytes before an
+            # interruption.
             for piece in response.iter_raw():
                 file.write(piece)
                 done += len(piece)
                 progress.at(done, total)
                 if wanted.num_bytes is not None and done > wanted.num_bytes:
-                    return  # another file, which may have no end
+                    return  # another file, which may be endless
     if total is not None and done < total:
         raise _TryAgain(f"the connection ended after {done} of {total} bytes")
 

@@ -143,13 +143,13 @@ def fetched_config(client: httpx.Client, reference: HubReference, listing: HubLi
 
 
 def _waiting(listing: HubListing, file: HubFile, folder: Path) -> Path:
-    """The directory for a file until all files are complete: named by its content if known, otherwise by commit and
+    """The path of a file until all files are complete: named by its content hash if known, otherwise by commit and
     path."""
     return folder / (file.sha256 or sha256(f"{listing.repository}\n{listing.commit}\n{file.path}".encode()).hexdigest())
 
 
 def _is_whole(file: HubFile, target: Path) -> bool:
-    """Whether an earlier try finished the file: only then it has this name, and its checksum was looked at."""
+    """Whether an earlier attempt finished the file. Only a finished file has this name and a verified checksum."""
     return file.sha256 is not None and target.is_file() and target.stat().st_size == file.num_bytes
 
 

@@ -42,7 +42,7 @@ MANIFEST_NAME = "headrace.json"
 _PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(f"{_PART}(/{_PART})?(:{_PART})?(@{_PART})?")
 _ALL_PULLS = ".pulls"
-# What follows the name of a model in the names of its unfinished directories: of mkdtemp, or a step of replacing it.
+# The suffixes of a model's unfinished directories: from mkdtemp, or from a step of replacing it.
 _UNFINISHED = "[a-z0-9_]{8}|old|link"
 _HASH_CHUNK_BYTES = 1 << 20
 
@@ -193,7 +193,7 @@ def _remedy(manifest: Manifest) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a pulled model, or None where there is none that can be read."""
+    """The manifest of a pulled model, or None if there is no readable one."""
     try:
         raw = json.loads((directory / MANIFEST_NAME).read_text())
         files = tuple(FileRecord(**record) for record in raw["files"])
@@ -227,7 +227,7 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def model_lock(name: str, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the model's lock: one pull of a model at a time. `on_wait` is called when another one holds it."""
+    """Hold the model's lock, which allows one pull of a model at a time. Calls `on_wait` if another pull holds it."""
     folder = _made(cache_directory() / "locks")
     with (folder / f"{name.replace('/', '--')}.lock").open("w") as file:
         try:
@@ -240,10 +240,10 @@ def model_lock(name: str, on_wait: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def download_locks(targets: Iterable[Path], on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the locks of downloads, by the path of each finished file, until it has been used or removed. `on_wait` is
-    called when another pull holds one."""
+    """Hold the locks of downloads, by the path of each finished file, until it has been used or removed. Calls
+    `on_wait` if another pull holds one."""
     with ExitStack() as stack:
-        for target in sorted(set(targets)):  # in one order everywhere, so that two pulls never wait for each other
+        for target in sorted(set(targets)):  # always in the same order, so that two pulls never wait for each other
             stack.enter_context(_download_lock(target.with_name(f"{target.name}.lock"), on_wait))
         yield
 
@@ -295,7 +295,7 @@ def building(name: str) -> Iterator[Path]:
     """
     target = model_directory(name)
     folder = _made(target.parent)
-    # Not those of another model whose name begins in the same way, such as NAME.5.
+    # Do not remove those of another model whose name begins in the same way, such as NAME.5.
     unfinished = re.compile(rf"\.{re.escape(target.name)}\.({_UNFINISHED})")
     for leftover in [path for path in folder.iterdir() if unfinished.fullmatch(path.name)]:
         remove_path(leftover)
@@ -318,7 +318,8 @@ def link_model(name: str, directory: Path) -> None:
 
 
 def _put_into_place(fresh: Path, target: Path) -> None:
-    """Rename over the target. A directory that is there is moved aside first: rename cannot replace a full one."""
+    """Rename over the target. An existing directory is first moved aside, because rename cannot replace a non-empty
+    one."""
     if target.is_symlink() or not target.exists():
         if target.is_symlink() and not fresh.is_symlink():
             target.unlink()

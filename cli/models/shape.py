@@ -1,4 +1,4 @@
-"""The shape of a model, as far as memory depends on it, from its config.json."""
+"""The dimensions of a model that determine its memory, from its config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
-# What a head's numbers take in the cache with `u8`: one byte each, and 8 for their scale and zero point.
+# With `u8`, the numbers of a head take one byte each in the cache, and 8 for their scale and zero point.
 _SCALE_BYTES = 8
 
 
@@ -30,7 +30,7 @@ class ModelShape:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape that a config.json describes, or None if it does not say enough."""
+    """The shape that a config.json describes, or None if values are missing."""
     nested = config.get("text_config")
     for source in (config, nested if isinstance(nested, dict) else {}):
         layers, heads = _first(source, _LAYERS), _first(source, _HEADS)

@@ -1,6 +1,6 @@
-"""Short names of models on a hub, and what each of them takes. Data only.
+"""Short names of models on a hub, and their requirements. Data only.
 
-No weights of these models were run when this was written. What is known of their architectures is in `checked`.
+The weights of these models were not tested. `checked` says what is tested of their architectures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headrace.cli.models.reference import HubReference
 from headrace.cli.models.shape import ModelShape
 
-# How an architecture is known to be right: what tests compare.
+# How tests check an architecture.
 EXPORTS = "architecture beside transformers"
 GGUF_FILES = "reader beside a reference"
 _LLAMA_3_1 = "Llama 3.1 Community"

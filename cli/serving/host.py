@@ -24,9 +24,9 @@ from headrace.common.aliases import parse_aliases
 
 _POLL_S = 0.1
 _POLL_WHEN_CALM_S = 0.5
-# So many deaths of a worker while it loads are taken for a failure.
+# This many deaths of a worker while it loads count as a failure.
 _MAX_DEATHS = 3
-# A model that could not be loaded is tried again for requests after this time.
+# After this time, a model that could not be loaded is tried again for requests.
 _RETRY_S = 10.0
 
 
@@ -35,7 +35,7 @@ class NoSuchModelError(Exception):
 
 
 class CannotLoadError(Exception):
-    """The model cannot be loaded. The message says why. `retry_after_s` is the time after which it may be."""
+    """The model cannot be loaded. The message says why. `retry_after_s` is the time after which to try again."""
 
     def __init__(self, problem: str, retry_after_s: float | None = None) -> None:
         super().__init__(problem)
@@ -43,7 +43,7 @@ class CannotLoadError(Exception):
 
 
 class Fleet(Protocol):
-    """What the host asks of its router and its workers."""
+    """The router and the workers as the host uses them."""
 
     async def workers(self) -> Mapping[str, WorkerView] | None:
         """The workers by name; None if the router does not answer."""
@@ -149,8 +149,8 @@ class ModelHost:
             self._tell()
 
     async def load(self, name: str, *, by_operator: bool = False) -> HostedModel:
-        """Have the model loaded, and return when it accepts requests. An operator's wish counts even if the model has
-        just failed, or was unloaded by an operator. Raises NoSuchModelError or CannotLoadError."""
+        """Load the model, and return when it accepts requests. An operator's request is carried out even if the model
+        has just failed, or was unloaded by an operator. Raises NoSuchModelError or CannotLoadError."""
         model = self.find(name)
         if by_operator:
             model.is_stopped = False
@@ -168,7 +168,7 @@ class ModelHost:
 
     @contextlib.contextmanager
     def _wanting(self, model: HostedModel) -> Iterator[None]:
-        """Context manager: somebody waits for the model."""
+        """Context manager: a caller waits for the model."""
         model.num_waiting += 1
         if model.wanted_since_s is None:
             model.wanted_since_s = self.clock()
@@ -181,11 +181,12 @@ class ModelHost:
                 model.wanted_since_s = None
 
     def _retry_after_s(self, model: HostedModel) -> float:
-        """Seconds until a failed model is tried again for requests. Pinned ones are left to their operator."""
+        """Seconds until a failed model is tried again for requests. Pinned models are tried again only by an
+        operator."""
         return float("inf") if model.plan.is_pinned else max(0.0, model.failed_s + _RETRY_S - self.clock())
 
     async def unload(self, name: str) -> HostedModel:
-        """Unload the model at an operator's wish: its requests end first. Returns when its memory is free. A pinned
+        """Unload the model at an operator's request. Its requests end first. Returns when its memory is free. A pinned
         model stays unloaded, others are loaded again for requests. Raises NoSuchModelError."""
         model = self.find(name)
         model.is_stopped = model.plan.is_pinned
@@ -239,7 +240,8 @@ class ModelHost:
                     model.unloading.cancel()
 
     def _pause_s(self) -> float | None:
-        """The time to the next look at the fleet; None if nothing but a wish or an end can change anything."""
+        """The time until the next look at the fleet; None if only a request or the end of a process can change
+        anything."""
         models = self.models.values()
         if self.fleet is None:
             return None
@@ -320,7 +322,7 @@ class ModelHost:
         pids = [process.pid for process in model.processes if process.pid is not None]
         model.num_bytes = max(model.num_bytes, self.measure(pids) + model.plan.kv_cache_bytes)
         self._enter(model, State.LOADED)
-        if len(self.models) > 1 or not model.plan.is_pinned:  # a lone model has its own line when it is ready
+        if len(self.models) > 1 or not model.plan.is_pinned:  # a single model has its own line when it is ready
             self.log(f"{model.name} is loaded after {model.loaded_s - model.started_s:.1f} s")
 
     def _note_use(self, model: HostedModel, workers: Sequence[WorkerView]) -> None:
@@ -331,8 +333,8 @@ class ModelHost:
         model.num_requests = num_requests
 
     def _give_up(self, model: HostedModel, problem: str) -> None:
-        """Note that the model cannot be loaded. The workers of a pinned one that only die are started again and again;
-        all others are stopped."""
+        """Record that the model cannot be loaded. If the workers of a pinned model only die, they are restarted
+        repeatedly. All other workers are stopped."""
         self._fail(model, problem)
         if not model.plan.is_pinned or _refusal(model):
             stopping = self._unload(model, drains=False, ends_as=State.FAILED)
@@ -362,7 +364,7 @@ def _refusal(model: HostedModel) -> str:
 
 
 def _deaths(model: HostedModel) -> str:
-    """What happened to a worker that keeps dying while it loads the model; empty if none does."""
+    """A message about a worker that keeps dying while it loads the model; empty if there is none."""
     for process in model.processes:
         if process.num_restarts >= _MAX_DEATHS:
             why = f": {process.last_error}" if process.last_error else ""

@@ -42,7 +42,7 @@ async def answering(host: ModelHost, address: str, router_address: str, transpor
 
 
 class _Calls:
-    """The host in the terms of its service."""
+    """The host with the interface of its service."""
 
     def __init__(self, host: ModelHost) -> None:
         self._host = host

@@ -77,7 +77,7 @@ class LogSink:
 
     def _write_all(self) -> None:
         while (entry := self._queue.get()) is not None:
-            # The reader of the stream may be gone. The processes continue regardless.
+            # The reader of the stream may be gone. The processes continue.
             with contextlib.suppress(OSError, ValueError):
                 self._stream.write(entry)
                 if self._queue.empty():

@@ -1,4 +1,4 @@
-"""Decides for each model of a host which files it has, where its workers run, and their share of the KV caches."""
+"""Decides the files of each model of a host, the places of its workers, and their share of the KV caches."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ def plan_models(
         plan = plan_model(model, one, where, kv_share, sizing, first_worker=first_worker)
         plans.append(replace(plan, is_essential=len(models) == 1 and plan.is_pinned))
         first_worker += len(where)
+    # No model here generates text, so options for generation are wrong.
     if all(plan.is_encoder for plan in plans):
-        plans = [replace(plan, is_encoder=False) for plan in plans]  # nothing here generates: options for it are wrong
+        plans = [replace(plan, is_encoder=False) for plan in plans]
     if sizing.budget_bytes is not None:
         check_budget([(plan.name, plan.num_bytes, plan.is_pinned) for plan in plans], sizing.budget_bytes)
     return plans

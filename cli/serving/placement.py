@@ -90,7 +90,7 @@ def _place(node: int, cores: list[Core]) -> WorkerPlace:
 
 
 def share_cores(topology: Topology, wanted: Sequence[int | None]) -> list[Topology]:
-    """Divide the cores among models. A model with a number in `wanted` gets so many for itself, in the order of the
+    """Divide the cores among models. A model with a number in `wanted` gets this many for itself, in the order of the
     machine. The models with None share the rest. Raises CommandError if the cores do not suffice."""
     reserved = sum(number or 0 for number in wanted)
     num_cores = len(topology.cores)
@@ -111,7 +111,7 @@ def share_cores(topology: Topology, wanted: Sequence[int | None]) -> list[Topolo
 
 
 def _with_cores(topology: Topology, cores: Sequence[Core]) -> Topology:
-    """The machine with some of its cores only, and with their part of a quota."""
+    """The machine with only some of its cores, and with their part of a quota."""
     if len(cores) == len(topology.cores):
         return topology
     quota = None if topology.quota_cpus is None else topology.quota_cpus * len(cores) / len(topology.cores)

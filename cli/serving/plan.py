@@ -15,11 +15,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to be supervised.
+    """A process to supervise.
 
-    `address` is where others reach it: a gRPC target or an http URL. `cpus` is its affinity mask; if empty, it inherits
-    the supervisor's. Processes stop in the order of `stop_phase`, lowest first. A process with a `memory_flag` gets
-    an in-memory file that it keeps across restarts, passed as the flag with the value `fd:N`. If an essential process
+    Others reach it at `address`: a gRPC target or an http URL. `cpus` is its affinity mask; if empty, it inherits the
+    supervisor's. Processes stop in the order of `stop_phase`, lowest first. A process with a `memory_flag` gets an
+    in-memory file that it keeps across restarts, passed as the flag with the value `fd:N`. If an essential process
     refuses its flags, all processes stop.
     """
 
@@ -68,7 +68,8 @@ class ModelPlan:
     is_essential: bool = True
     is_pinned: bool = True
     is_encoder: bool = False
-    """Whether it encodes texts beside models that generate. Options for generation and KV caches are for those."""
+    """Whether it encodes texts beside models that generate. Options for generation and KV caches apply only to the
+    latter."""
     idle_s: float | None = None
     num_bytes: int = 0
     kv_cache_bytes: int = 0
@@ -182,7 +183,7 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
 
 
 def _of_model(model: ModelPlan) -> list[str]:
-    """What is said of this model alone. A worker that encodes texts refuses what is for generation."""
+    """The options of this model alone. A worker that encodes texts refuses options for generation."""
     argv = [part for adapter in model.adapters or () for part in ("--adapter", adapter)]
     argv += _given("--max-adapters", model.max_adapters) + _given("--max-context-tokens", model.max_context_tokens)
     return argv + (_given("--kv-cache-gb", model.kv_cache_gb) if model.is_encoder else [])

@@ -56,7 +56,7 @@ def free_port(host: str) -> int:
 def _bind_error(host: str, port: int) -> OSError | None:
     try:
         with _socket_for(host) as listener:
-            # Servers set this, too. Without it, recently closed connections would make the port look taken.
+            # Servers also set this. Without it, recently closed connections would make the port look taken.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
     except OSError as error:

@@ -111,7 +111,7 @@ def _started(model: str) -> Iterator[str]:
     serve = (sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", "--offline")
     command = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", *serve]
     with log.open("w") as file:
-        # In a session of its own, so that Ctrl-C stops the answer but not the server.
+        # A separate session, so that Ctrl-C stops the answer but not the server.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True
         )

@@ -109,13 +109,14 @@ class Serving:
             self.supervisor.kill()
 
     async def _run_models(self) -> None:
-        """Load the models, and answer the gateway's and commands' questions about them."""
+        """Load the models, and serve the gateway's and commands' calls about them."""
         models = asyncio.create_task(self.host.run())
         await asyncio.sleep(0)  # the workers start first, because they take longest
         self.supervisor.add(front_specs(self.options, sys.executable))
         try:
             if self._is_one:
-                # Until a lone model is ready, nobody asks. Importing gRPC would only take CPU from its worker.
+                # Until a single model is ready, there are no calls. Importing gRPC earlier would only take CPU from its
+                # worker.
                 await self._announced.wait()
             await self._answer_while(models)
         finally:
@@ -177,7 +178,7 @@ class Serving:
         try:
             self.state.write(self._record())
             self._is_recorded = True
-        except OSError as error:  # a full disk, or a directory that is gone since its user logged out
+        except OSError as error:  # a full disk, or a directory that was removed when its user logged out
             if self._is_recorded:
                 lost = "headrace status and headrace drain may not find this server, or show old states"
                 self.log.line("serve", f"its record cannot be written ({error}); {lost}")

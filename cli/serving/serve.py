@@ -65,17 +65,17 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     type=click.Path(path_type=Path, dir_okay=False),
     help="TOML file that describes the models, instead of MODEL.",
 )
-@click.option("--on-demand", is_flag=True, help="Load each MODEL when a request asks for it, not at the start.")
+@click.option("--on-demand", is_flag=True, help="Load each MODEL when a request needs it, not at the start.")
 @click.option(
     "--idle-s",
     type=FiniteRange(0, min_open=True),
-    help="Unload models that are loaded on demand after so many seconds without requests.  [default: never]",
+    help="Unload models that are loaded on demand after this many seconds without requests.  [default: never]",
 )
 @click.option(
     "--memory-gb",
     type=FiniteRange(0, min_open=True),
-    help="Memory of all models together, in GiB. Models that are loaded on demand give way to others.  [default: 80 % "
-    "of the available memory if models are loaded on demand, else no limit]",
+    help="Memory of all models together, in GiB. Models that are loaded on demand are unloaded to make room for "
+    "others.  [default: 80 % of the available memory if models are loaded on demand, else no limit]",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="HTTP port; 0 for any.")
@@ -86,9 +86,9 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
 @click.option("--kv-cache-gb", type=FiniteRange(0, min_open=True), help="KV cache of each worker, in GiB.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Cap on the tokens of a step.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Maximum number of tokens in a step.")
 @click.option(
-    "--max-num-mixed-tokens", type=click.IntRange(1), help="Cap on the tokens of a step with running streams."
+    "--max-num-mixed-tokens", type=click.IntRange(1), help="Maximum number of tokens in a step with running streams."
 )
 @click.option(
     "--execution-mode",
@@ -98,7 +98,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--decode-graph",
     type=click.Choice(["auto", "on", "off"]),
-    help="Hold the weights twice, to speed up small batches on CPUs with AMX.  [default: auto]",
+    help="Keep a second copy of the weights, which speeds up small batches on CPUs with AMX.  [default: auto]",
 )
 @click.option(
     "--speculation",
@@ -111,7 +111,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--window-cache",
     type=click.Choice(["whole", "trim"]),
-    help="Let layers with a sliding window keep all tokens, or no more than their windows: then the KV cache holds "
+    help="Let layers with a sliding window keep all tokens, or only their windows (trim). With trim the KV cache holds "
     "several times as many tokens, but is not kept after a crash, written to a disk or shared.  [default: whole]",
 )
 @click.option(
@@ -191,7 +191,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "--prefill-workers",
     type=click.IntRange(0),
     default=0,
-    help="Number of each model's workers that are set aside for long prompts. Their answers continue at the others.  "
+    help="Number of each model's workers that are reserved for long prompts. Their answers continue at the others.  "
     "[default: 0, all workers do both]",
 )
 @click.option(
@@ -295,7 +295,7 @@ def planned(
 
 
 def sizing_of(settings: HostSettings, memory_gb: float | None, topology: Topology, given: Mapping[str, Any]) -> Sizing:
-    """What the memory of models depends on, from the flags."""
+    """The sizes that determine the memory of models, from the flags."""
     on_demand = any(model.on_demand for model in settings.models)
     return Sizing(
         budget_of(memory_gb or settings.memory_gb, on_demand=on_demand),
@@ -308,7 +308,7 @@ def sizing_of(settings: HostSettings, memory_gb: float | None, topology: Topolog
 
 @dataclass(frozen=True, slots=True)
 class NamedModels:
-    """The models that arguments name, and the flags that are for each of them."""
+    """The models that arguments name, and the flags that apply to each of them."""
 
     models: tuple[str, ...]
     name: str | None = None
@@ -326,7 +326,7 @@ class NamedModels:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The flags, which are in the file if there is one."""
+        """The flags. With a file of models, they are in the file instead."""
         return {
             "--workers": self.workers,
             "--threads": self.threads,
@@ -360,6 +360,6 @@ def settings_of_flags(named: NamedModels, models_file: Path | None, given: dict[
 
 
 def security_files(given: dict[str, Any]) -> SecurityFiles:
-    """Take the flags that are files of the gateway's security out of the given ones."""
+    """Split the flags for security files from the given ones."""
     files = {field.name: given.pop(field.name) for field in fields(SecurityFiles)}
     return SecurityFiles(**{name: path and path.absolute() for name, path in files.items()})
