@@ -2,6 +2,6 @@
 
 import sys
 
-# Importing OpenVINO forks a child that reports the import over the network. A server must not report, and must not
-# fork beside gRPC's threads. Without the module, OpenVINO uses a stub of its own.
+# Importing OpenVINO forks a child that reports the import over the network. A server must not report to anyone, and
+# must not fork while gRPC has threads. Without the module, OpenVINO uses its own stub.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]

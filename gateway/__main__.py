@@ -79,8 +79,8 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
 )
 @click.option(
     "--model-host",
-    help="Address of the `headrace serve` that loads and unloads the models of its host. Default: none, so that the "
-    "routers alone say which models there are.",
+    help="Address of the `headrace serve` that loads and unloads the models of its host. Default: none; the models "
+    "are then those that routers list.",
 )
 @click.option(
     "--alias",
@@ -103,7 +103,7 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
 )
 @security_options
 @click.option(
-    "--log-level", default="info", type=click.Choice(LEVELS), help="Lowest level of log lines that are written."
+    "--log-level", default="info", type=click.Choice(LEVELS), help="Minimum level of log lines."
 )
 @click.option(
     "--log-format", default="text", type=click.Choice(FORMATS), help="Log lines as text, or as JSON for machines."

@@ -1,4 +1,4 @@
-"""The field `cache_eviction` of a request: which KV blocks it gives up when it becomes long. Pure."""
+"""The field `cache_eviction` of a request: which KV blocks it evicts when it becomes long. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class CacheEvictionFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
 
 
 def eviction_rule(fields: CacheEvictionFields | bool | None) -> CacheEviction | None:
-    """The rule of a request; None if it says nothing, and an empty one if it keeps all blocks. Raises `StatusError`.
-    Only a model's card says whether the sizes fit."""
+    """The rule of a request; None if the field is not set, and an empty one if the request keeps all blocks. Raises
+    `StatusError`. Only a model's card says whether the sizes fit."""
     if fields is None:
         return None
     if fields is False:

@@ -1,4 +1,4 @@
-"""Refusals that name the field at fault."""
+"""Errors that name the wrong field."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_range(name: str, value: float, least: float, greatest: float, open_bel
 
 
 def is_one_of(value: object, values: Iterable[object]) -> bool:
-    """Whether JSON has the value written like one of these: 1.0 is 1, and true is not."""
+    """Whether the value equals one of these in JSON: 1.0 equals 1, but true does not."""
     is_bool = isinstance(value, bool)
     return any(value == one and isinstance(one, bool) is is_bool for one in values)
 

@@ -30,8 +30,8 @@ class FieldNames:
     """Renames fields."""
 
     def __init__(self, names: Sequence[tuple[str, Replacement]]) -> None:
-        """Pairs for `re.sub`: a regular expression for names of a chat, and its replacement. The first match
-        is used. They should be few: compiling one takes a tenth of a millisecond."""
+        """Pairs for `re.sub`: a regular expression for names of a chat, and its replacement. The first match is used.
+        Use only a few, because compiling one takes a tenth of a millisecond."""
         self._names = [(re.compile(rf"(?<![\w.\]]){pattern}(?!\w)"), name) for pattern, name in names]
 
     @contextmanager

@@ -41,7 +41,7 @@ OPERATIONS: Sequence[Operation] = (
     *(operation for protocol in PROTOCOLS.values() for operation in protocol.operations),
     *description.OPERATIONS,
 )
-"""What the OpenAPI document describes."""
+"""The operations in the OpenAPI document."""
 
 
 def endpoints(services: Services, opened: Sequence[OpenProtocol]) -> Sequence[Endpoint]:

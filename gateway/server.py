@@ -63,7 +63,7 @@ class Settings:
     worker_wait_s: float | None
     """How long a new request waits if no worker is reachable; None: as long as its client."""
     plain_grpc: bool
-    """Whether each request is an RPC of its own."""
+    """Whether each request is a separate RPC."""
     model_host: str | None
     """Address of the host that loads and unloads models."""
     aliases: Aliases

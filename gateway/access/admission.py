@@ -42,7 +42,7 @@ class AdmissionBounds:
     request_timeout_s: float = 3600.0
     """From a request's arrival to the end of its answer."""
     early_headers_s: float | None = None
-    """When the response to a streaming request begins even without a token; None: never."""
+    """Time after which the response to a streaming request begins even without a token; None: never."""
     open_metrics: bool = False
     """Whether metrics may be read without a key."""
     wants_certificate: bool = False

@@ -9,7 +9,7 @@ the exact time at which the same request will fit:
     full     at N * 60,000,000, below 2^53 for every limit that a key may have: Redis computes with doubles and still
              decides the same (see `quota`)
 
-A request may use more than was taken for it. Then the level exceeds the limit, and drains below it first.
+A request may use more than was charged for it. The level then exceeds the limit, and has to drain below it first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def drained(bucket: Bucket, limit: int, now_us: int) -> int:
 def take(bucket: Bucket, limit: int, cost: int, now_us: int, *, anyway: bool = False) -> tuple[Bucket, Answer]:
     """The bucket with `cost` in it, if there is room or it is put in `anyway`; a negative cost is taken out.
 
-    A cost over the limit never has room; the caller must check that.
+    A cost over the limit never fits; the caller must check that.
     """
     level = drained(bucket, limit, now_us)
     full = limit * LEVELS
@@ -147,7 +147,7 @@ class LocalLimits:
         return 0 if account is None else len(account.inside)
 
     def retain(self, key_ids: Collection[str]) -> None:
-        """Forget all other keys that have nothing inside."""
+        """Forget all other keys without running requests."""
         for key_id in [one for one, account in self._accounts.items() if one not in key_ids and not account.inside]:
             del self._accounts[key_id]
 

@@ -9,9 +9,10 @@ admitted request holds a lease that its gateway renews. When the gateway dies, t
 
 A gateway sends its decisions and notes over one connection, in order, and all that are ready in one message.
 
-While Redis is unreachable, each gateway counts by itself, beginning with the requests that it has already admitted. A
-key cannot start over, but each gateway grants it its limits. Redis counts as unreachable when a message fails or takes
-longer than `TIMEOUT_S`. Until it answers again no request waits for it, and the gateway tries it every `LOOK_S`.
+While Redis is unreachable, each gateway counts by itself, beginning with the requests that it has already admitted. So
+a key's counts do not start again from zero, but each gateway grants the key its full limits. Redis counts as
+unreachable when a message fails or takes longer than `TIMEOUT_S`. Until it answers again no request waits for it, and
+the gateway tries it every `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ return {0, 0, remaining, reset}
 # Argument: a request's name.
 LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
 
-# Further arguments: lease in us, names of requests. Those that are still inside stay for another lease; one that came
-# in while Redis was away is entered.
+# Further arguments: lease in us, names of requests. Running requests get another lease; requests that were admitted
+# while Redis was unavailable are added.
 RENEW = (
     _PRELUDE
     + """
@@ -177,7 +178,7 @@ class SharedLimits:
         try:
             reply = await self._ask(ENTER, names, ["", limit, most, request, _LEASE_US])
         except asyncio.CancelledError:
-            self.leave(key, request)  # Redis may let it in, or have done so
+            self.leave(key, request)  # Redis may admit it, or have admitted it
             raise
         if reply is None:
             entry = self._local.enter(key, request)
@@ -244,7 +245,8 @@ class SharedLimits:
     def _asked(
         self, text: str, keys: Sequence[str], arguments: Sequence[Any]
     ) -> asyncio.Future[list[int] | None] | None:
-        """A script's result to come, None if Redis fails meanwhile; no future if it is unreachable."""
+        """The future result of a script, or None in it if Redis fails in the meantime; no future if Redis is
+        unreachable."""
         if not self.is_shared:
             return None
         answer: asyncio.Future[list[int] | None] = asyncio.get_running_loop().create_future()
@@ -306,7 +308,7 @@ class SharedLimits:
         return None
 
     def _is_away(self) -> None:
-        """Stop waiting for Redis; notes for it wait until it is back."""
+        """Stop waiting for Redis. Notes for it are kept until it is back."""
         self.is_shared = False
         waiting = [script for script in self._queue if script.answer is not None]
         self._queue = deque(script for script in self._queue if script.answer is None)

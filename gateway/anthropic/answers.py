@@ -204,7 +204,7 @@ class MessageAnswer:
         return events
 
 
-# What a whole message tells of its service besides tokens.
+# Fixed fields of a whole message about its service.
 _SERVICE = {
     "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
     "inference_geo": None,

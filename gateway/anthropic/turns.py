@@ -65,7 +65,7 @@ class _Reader:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self._call_ids: set[str] = set()
-        # Of the turn at the end. Joined once: there may be as many as fit into a body.
+        # Texts of the turn at the end. They are joined only once, because there may be as many as fit into a body.
         self._texts: list[str] = []
         self._thoughts: list[str] = []
 

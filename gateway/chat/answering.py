@@ -14,7 +14,7 @@ from headrace.gateway.chat.output import ChatChoice
 
 
 class AnswerStream(Protocol):
-    """Makes the events of a streamed answer, from pieces or from what readers make of them."""
+    """Makes the events of a streamed answer, from pieces or from the output of readers."""
 
     def piece(self, index: int, piece: Any) -> bytes:
         """Events for a piece of a choice; none if it shows nothing."""
@@ -41,8 +41,8 @@ class StreamSink(Protocol):
         """Write events."""
 
     async def keep_alive(self, begun: asyncio.Event) -> None:
-        """Run for ever: keep a stream without events alive. Until `begun` is set, the request may still be refused
-        with a status."""
+        """Run until cancelled: keep a stream without events alive. Until `begun` is set, the request may still be
+        refused with a status."""
 
 
 class Answering:

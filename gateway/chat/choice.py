@@ -2,7 +2,7 @@
 
     tokens -> Detokenizer -> StopMatcher -> Piece
 
-The pieces add up to the same text, log-probabilities and usage, however the tokens were spread over messages.
+The pieces add up to the same text, log-probabilities and usage, however the tokens were divided among messages.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class Choice:
         self._lists_hidden_end = sampling.lists_hidden_end
         self._wants_tokens = sampling.max_tokens != 0
         self._prompt = _Prompt(token_bytes, special_ids, prompt) if sampling.prompt_logprobs is not None else None
-        # Log-probabilities wait until the first character of their token is released: a stop string may cut it off.
+        # Log-probabilities are held until the first character of their token is released, because a stop string may cut
+        # it off.
         self._pending: deque[TokenLogprob] = deque()
         self._num_tokens = 0
         self._num_drafted_tokens = self._num_accepted_tokens = 0

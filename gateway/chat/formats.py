@@ -22,7 +22,7 @@ class ModelFormat:
 
     output: OutputFormat
     marker_ids: Mapping[str, int]
-    """Special tokens that are markup of the format, by their text. They are text only for a parser."""
+    """Special tokens that are markup of the format, by their text. Only a parser reads them as text."""
 
 
 class Formats:

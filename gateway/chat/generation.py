@@ -90,14 +90,14 @@ class Usage:
     num_accepted_tokens: int = 0
     """Draft tokens, predicted by the caller or found by the worker, that became part of the answer."""
     num_rejected_tokens: int = 0
-    """Those that were verified in vain."""
+    """Draft tokens that were verified and rejected."""
     num_disk_tokens: int = 0
     num_peer_tokens: int = 0
     """Cached tokens that a worker read from a disk, and that it got from another worker."""
 
 
 class Account:
-    """Adds up the usage of a request while its choices end."""
+    """Adds up the usage of a request as its choices end."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self._num_prompt_tokens = sum(len(plan.job.token_ids) for plan in plans)
@@ -285,7 +285,7 @@ class Generator:
                         self._metrics.timed(message.finish)
                         break
                     yield piece
-            yield piece  # the generation is cancelled by now, if a stop string ended the choice
+            yield piece  # if a stop string ended the choice, the generation has been cancelled
         except StatusError as error:
             raise in_callers_terms(error, job.sampling.structure) from error
         finally:
@@ -340,7 +340,7 @@ class _Failures:
         self._pending: list[tuple[int, StatusError]] = []
 
     def count(self, index: int, piece: Piece) -> None:
-        """A piece came."""
+        """Count a piece."""
         self._has_begun = True
         self._num_tokens[index] += piece.num_tokens
 

@@ -12,7 +12,7 @@ LEAST_LOGPROB = -9999.0
 
 
 def token_bytes_of(token_bytes: Sequence[bytes], token_id: int) -> bytes:
-    """Bytes of a token; none for rows that a model's vocabulary is padded with."""
+    """Bytes of a token; none for rows that pad a model's vocabulary."""
     return token_bytes[token_id] if token_id < len(token_bytes) else b""
 
 
@@ -53,7 +53,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """The `logprobs` of a completion choice: at each place the chosen token and the `num_top` most probable ones."""
+    """The `logprobs` of a completion choice: at each position the chosen token and the `num_top` most probable ones."""
 
     def __init__(self, token_bytes: Sequence[bytes], num_top: int, as_ids: bool = False) -> None:
         self._names = _TokenNames(token_bytes, as_ids)

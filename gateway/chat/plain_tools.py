@@ -1,4 +1,5 @@
-"""Tools for models whose chat template has none: tools, calls and results become text of ordinary turns (pure).
+"""Tools for models whose chat template does not support them: tools, calls and results become text of ordinary turns
+(pure).
 
     tools                     ->  a block at the end of the system message that lists them and says how to call
     calls of the assistant    ->  <tool_call>{"name": ..., "arguments": {...}}</tool_call> after its content
@@ -38,7 +39,7 @@ def takes_tools(template: ChatTemplate) -> bool:
 
 
 def looks_for_tools_in_messages(template: ChatTemplate) -> bool:
-    """Whether a template lists the tools that stand in the system message, as that of Phi 4 mini does."""
+    """Whether a template lists tools that are in the system message, like that of Phi 4 mini."""
     return _TOOLS_IN_MESSAGE.search(template.source) is not None
 
 
@@ -59,7 +60,7 @@ def with_block(
 def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with calls and results as text. A user's turn after results is merged with them."""
     found: list[dict[str, Any]] = []
-    contents: list[list[str]] = []  # of the turns that were found, joined once: there may be very many
+    contents: list[list[str]] = []  # of the merged turns, joined only once, because there may be very many
     behind_result = False
     for message in messages:
         turn = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
@@ -85,7 +86,7 @@ def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _append(texts: list[str], text: str) -> None:
-    """Add a text to those that are joined, in the place of an empty one."""
+    """Add a text to those to join. It replaces an empty one."""
     if texts[0]:
         texts.append(text)
     else:

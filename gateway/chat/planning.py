@@ -1,4 +1,4 @@
-"""Makes a plan of a request: the model, the prompt, the sampling, and how to read the answers."""
+"""Makes the plan of a request: the model, the prompt, the sampling, and how to read the answers."""
 
 from __future__ import annotations
 

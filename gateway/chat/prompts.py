@@ -17,16 +17,16 @@ from headrace.protos.status import Reason, StatusError
 # Tokenizing this much takes about 0.2 ms, too short to delay a running stream noticeably.
 MAX_INLINE_CHARS = 2000
 MAX_PENDING = 256
-# What a message costs besides its content.
+# The cost of a message besides its content, in characters.
 _MESSAGE_CHARS = 20
 
-# What a text among others costs besides its characters.
+# The cost of a text in a list besides its content, in characters.
 _TEXT_CHARS = 100
 
-# What a word costs to tokenize, twice, as characters of one long text.
+# The cost of tokenizing a word twice, in characters of one long text.
 _WORD_CHARS = 500
 
-# How much of a prompt's end is examined.
+# Number of characters at the end of a prompt that are examined.
 _ENDING_CHARS = 100
 
 _T = TypeVar("_T")
@@ -72,7 +72,7 @@ class Prompts:
         self._num_pending = 0
 
     async def of_text(self, model: Model, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text as it is."""
+        """Token ids of a text, without special tokens or a template."""
 
         def encode() -> list[int]:
             return model.text.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -1,7 +1,7 @@
 """Chats and completions with their sampling, independent of the protocol (pure).
 
-Each protocol decodes and checks its own format and makes these values of it. Errors name the fields as they are called
-here, which are OpenAI's names. A protocol with other names translates them (`field_names`).
+Each protocol decodes and checks its own format and translates it to these values. Errors use the names of fields in
+this module, which are OpenAI's names. A protocol with other names translates them (`field_names`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMPLETION_MAX_TOKENS = 16
 MAX_KEY_CHARS = 512
 MAX_PROMPTS = 256
 VERBOSITIES = ("low", "medium", "high")
-# field -> values besides null that have no effect here; other values are refused
+# field -> values besides null that have no effect; other values are refused
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "structural_tag": (),

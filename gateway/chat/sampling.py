@@ -1,6 +1,6 @@
 """The sampling of a generation: checked values of the caller, and the message for the worker (pure).
 
-Both edges of the gateway, HTTP and gRPC, make a `Sampling`; the ranges and defaults are here once.
+Both HTTP and gRPC make a `Sampling`. This module has the only definition of ranges and defaults.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sampling:
     max_tokens_field: str = "max_tokens"
     """Name of the field in which the caller gave max_tokens."""
     least_max_tokens: int = 1
-    """0 where the prompt alone is an answer too."""
+    """The minimum of max_tokens: 0 if the prompt alone is a valid answer."""
     default_max_tokens: int | None = None
     """Default length of the answer; None: that of the model's card, or the rest of the context."""
     min_tokens: int | None = None
@@ -59,11 +59,11 @@ class Sampling:
     include_stop: bool = False
     """The stop string or token that ends the text is part of it."""
     skip_special_tokens: bool = True
-    """Special tokens are no part of the text."""
+    """Special tokens are not part of the text."""
     logprobs: int | None = None
     """Number of alternatives to report at each position; None: no log-probabilities at all."""
     lists_hidden_end: bool = False
-    """Report log-probabilities of every generated token, including those behind the end of the text."""
+    """Report log-probabilities of every generated token, including those after the end of the text."""
     prompt_logprobs: int | None = None
     """The same as `logprobs`, for the tokens of the prompt."""
     bad_words: Sequence[Sequence[int]] = ()
@@ -71,7 +71,7 @@ class Sampling:
     structure: Structure | None = None
     """The constraint of the whole answer; None: any text."""
     cache_eviction: CacheEviction | None = None
-    """Which KV blocks the request gives up; None: as the server does by default."""
+    """Which KV blocks the request evicts; None: the server's default."""
 
 
 # name, least, greatest, whether the least itself is excluded
@@ -184,7 +184,7 @@ def shortest(value: float) -> float:
 def _max_tokens(sampling: Sampling, defaults: SamplingParams, max_context_tokens: int, num_prompt_tokens: int) -> int:
     room = max_context_tokens - num_prompt_tokens
     if sampling.max_tokens is not None:
-        wanted = max(sampling.max_tokens, 1)  # a worker computes a prompt only to sample a token
+        wanted = max(sampling.max_tokens, 1)  # a worker computes a prompt only in order to sample a token
         if wanted > room:
             raise _context_too_long(max_context_tokens, num_prompt_tokens, wanted)
         return wanted

@@ -1,7 +1,7 @@
 """Sends copies of requests to another model and drops the answers, to try that model under real load.
 
-A copy never delays or fails its original. Copies come after all other requests at the workers, at most `MAX_RUNNING`
-run at a time, and further ones are left out. A copy does not have its model loaded.
+A copy never delays or fails its original. Copies have the lowest priority at the workers. At most `MAX_RUNNING` run at
+a time; further ones are dropped. A copy never causes its model to be loaded.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Shadows:
         task.add_done_callback(self._running.discard)
 
     async def close(self) -> None:
-        """End the copies that run."""
+        """End all running copies."""
         await end_tasks(*self._running)
 
     async def _run(self, copy: Copy, model: str) -> None:

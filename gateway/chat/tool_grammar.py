@@ -22,12 +22,13 @@ from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.structure.fields import Structure
 from headrace.protos.inference_pb2 import Constraint
 
-# The spacing of the models' own examples. It is fixed, because small models would write nothing but spaces.
+# The spacing of the models' own examples. It is fixed, because small models would otherwise write only spaces.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# As content is written without tools: docs/decisions/0007.
+# The spacing of content without tools: docs/decisions/0007.
 _CONTENT_OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
-# An escape of an expression, as it is; or what has a meaning between the slashes that Lark has around an expression.
+# An escape of an expression, which stays unchanged; or characters that have a meaning between the slashes around an
+# expression in Lark.
 _DELIMITER = re.compile(r"\\.|/|\n", re.DOTALL)
 _ESCAPED = {"/": r"\/", "\n": r"\n"}
 
@@ -110,8 +111,8 @@ class _Writer:
         return self.each(one)
 
     def compact_call(self, key: str) -> str:
-        """As `json_call`, but with the white space of content. With another, the compiler would decide between a call
-        and content at the first brace."""
+        """As `json_call`, but with the white space of content. With different white space, the compiler would decide
+        between a call and content at the first brace."""
         for i, (name, schema) in enumerate(self.use.schemas.items()):
             call = {
                 "type": "object",
@@ -139,14 +140,14 @@ class _Writer:
         return rule
 
     def without(self, pattern: str) -> str:
-        """Any text in which the pattern is not found, or what content must be."""
+        """Any text in which the pattern is not found, or the required form of content."""
         if self.content is not None:
             return self.content
         self._rule(f"TEXT: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/")
         return "TEXT"
 
     def text_or(self, opening: str, calls: str) -> str:
-        """Calls that begin with this markup, and unless they are required, text in front of them or in their place."""
+        """Calls that begin with this markup. Unless they are required, also text before them or instead of them."""
         if self.use.required:
             return f"{self.markup(opening)} {calls}"
         if self.content is not None:
@@ -159,7 +160,7 @@ class _Writer:
             self._rules.append(rule)
 
     def reasoning(self, prompt_ending: str, inside: bool) -> str:
-        """Reasoning before what follows. If the prompt has opened it, its end is required; otherwise it is optional."""
+        """Optional reasoning before the rest. If the prompt has opened the reasoning, its end is required."""
         reasoning = self.form.output.reasoning
         if reasoning is None or reasoning.tags is None:
             return ""

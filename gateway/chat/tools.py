@@ -31,7 +31,7 @@ class ToolUse:
     parallel: bool = True
     """There may be several calls in an answer."""
     strict: bool = False
-    """Arguments must be as the schemas say: some tool is strict."""
+    """Arguments must match the schemas, because at least one tool is strict."""
 
 
 def tool_use_of(request: Chat) -> ToolUse:

@@ -1,4 +1,4 @@
-"""Limits of HTTP connections, which apply before there is a request to refuse.
+"""Limits of HTTP connections, which apply before a request exists.
 
     connected --head_timeout_s--> head complete --> answered --75 s--> closed
                                   413, 408 by the exchange; then closed
@@ -27,7 +27,7 @@ from headrace.gateway.edge.failures import OPENAI_ERRORS, HttpError, failure_of
 
 # The event loop reads this much at a time.
 _READ_BYTES = 256 * 1024
-# Chunks of one byte are sent in six.
+# A chunk of one byte takes six bytes.
 _MAX_FRAMING = 8
 # Requests that wait for the answers of earlier ones on their connection.
 _MAX_PIPELINED = 32
@@ -76,7 +76,7 @@ class BoundedConnection(HttpToolsProtocol):
         if isinstance(connection, (ssl.SSLObject, ssl.SSLSocket)):
             shown = connection.getpeercert(binary_form=True)
             self._certificates = [ssl.DER_cert_to_PEM_cert(shown)] if shown else []
-        # The system ends a connection whose client takes nothing for so long, also while it is being closed.
+        # The system ends a connection whose client reads nothing for this time, even while it is being closed.
         unread_ms = round(self._bounds.send_timeout_s * 1000)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
         if len(self.connections) > self._bounds.max_connections:
@@ -109,7 +109,7 @@ class BoundedConnection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as end:
-                # The parser takes the rest for another protocol. Parse the request again, without its offer.
+                # The parser treats the rest as another protocol. Parse the request again, without its offer.
                 data, self._plain_head = self._plain_head + data[end.args[0] :], b""
                 self.parser = httptools.HttpRequestParser(self)
             except httptools.HttpParserError:
@@ -237,7 +237,7 @@ class BoundedConnection(HttpToolsProtocol):
 def connections_within(bounds: ConnectionBounds) -> Callable[..., BoundedConnection]:
     """The factory of connections for uvicorn. It refuses more than the maximum that are not open yet: TLS handshakes
     take memory too."""
-    # Since when. A handshake that fails tells nobody, but it has the time limit of a head.
+    # Start times. A failed handshake is not reported, but it has the time limit of a head.
     opening: dict[BoundedConnection, float] = {}
 
     def make(*args: Any, **options: Any) -> BoundedConnection:

@@ -20,9 +20,9 @@ Application: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def with_cors(application: Application, origins: Sequence[str]) -> Application:
-    """The application for pages of these origins too (`*`: of any); the same one if there are none.
+    """The application, also for pages of these origins (`*`: of any); unchanged if there are none.
 
-    Cookies are never allowed: there are none. A key is sent by a page only if its script has one.
+    Cookies are never allowed, because the API uses none. A page sends a key only if its script has one.
     """
     if not origins:
         return application

@@ -69,7 +69,7 @@ class Exchange:
         self._lock = asyncio.Lock()
         self._started = False
         self._ended = False
-        self._failing = False  # the error is being sent, which nothing cuts short but the end of the connection
+        self._failing = False  # the error is being sent; only the end of the connection interrupts that
         self._last_write_s = 0.0
         self._headers = headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"")
@@ -225,12 +225,12 @@ class Exchange:
         self.status = status
         start = [
             (b"content-type", content_type),
-            # In a 304 it would be the length of a body that is not sent.
+            # In a 304, this would be the length of a body that is not sent.
             *([] if status == 304 else [(b"content-length", b"%d" % len(body))]),
             *self._names(),
             *(headers or ()),
         ]
-        # It may wait for a slow reader of the response before. If that is cut short, there is no response yet.
+        # It may wait for a slow reader of the previous response. If that wait is interrupted, there is no response yet.
         await self._send({"type": "http.response.start", "status": status, "headers": start})
         self._started = self._ended = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

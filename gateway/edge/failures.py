@@ -108,4 +108,4 @@ class _OpenAiErrors:
 
 
 OPENAI_ERRORS = _OpenAiErrors()
-"""Also the format of errors outside of any protocol."""
+"""Also the format of errors outside of all protocols."""

@@ -23,8 +23,8 @@ from headrace.protos.status import StatusError, abort
 
 Admission: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 admission_var: contextvars.ContextVar[Admission] = contextvars.ContextVar("admission")
-"""In a call that receives a stream: admits one of its requests while inside, and sets `authorization_var`. Raises what
-admission raises."""
+"""In a call that receives a stream: admits one of its requests inside the context, and sets `authorization_var`. Raises
+the errors of admission."""
 
 # Concurrent gRPC calls beyond the admitted requests, such as health and reflection.
 OTHER_CALLS = 256

@@ -114,7 +114,7 @@ class HttpEdge:
             await exchange.close()
 
     async def _admit(self, exchange: Exchange, endpoint: Endpoint) -> None:
-        """Authorize and admit a request, then run its endpoint. Raises what admission and the handler raise."""
+        """Authorize and admit a request, then run its endpoint. Raises the errors of admission and of the handler."""
         bounds = self._admission.bounds
         if bounds.wants_certificate and endpoint.name != "health" and not exchange.has_certificate:
             raise HttpError(403, "certificate_required", "the connection needs a client certificate")
@@ -190,7 +190,7 @@ class _Nowhere:
                 self._owners.setdefault(path, members[0])
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        path = scope["path"][:_MAX_SHOWN_CHARS]  # each round copies it
+        path = scope["path"][:_MAX_SHOWN_CHARS]  # each iteration copies it
         while path and path not in self._owners:
             path = path.rpartition("/")[0]
         owner = self._owners.get(path, _UNKNOWN)

@@ -220,10 +220,12 @@ _OPTIONS = (
     click.option(
         "--early-headers",
         type=FiniteRange(min=0, min_open=True),
-        help="Begin the response to a streaming request after so many seconds even without a token, for proxies that "
+        help="Begin the response to a streaming request after this many seconds even without a token, for proxies that "
         "close silent connections. Later errors are events. Default: never; earlier errors are statuses.",
     ),
-    click.option("--max-connections", default=10_000, type=click.IntRange(min=1), help="Open HTTP connections."),
+    click.option(
+        "--max-connections", default=10_000, type=click.IntRange(min=1), help="Maximum number of HTTP connections."
+    ),
     click.option(
         "--head-timeout",
         default=15.0,
@@ -252,6 +254,6 @@ _OPTIONS = (
         "--send-timeout",
         default=60.0,
         type=FiniteRange(min=0.001, max=2_000_000),
-        help="Maximum seconds in which a client takes nothing of an answer; then its connection ends.",
+        help="Maximum seconds for which a client reads nothing of an answer; then its connection ends.",
     ),
 )

@@ -15,7 +15,7 @@ from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 
 ACCESS = logging.getLogger("headrace.gateway.access")
-# Probes and scrapes come about every second and are of no interest.
+# Probes and scrapes arrive about every second and are not traced.
 _MAX_PATH_BYTES = 200
 _OPERATIONS = {"completions": "text_completion", "Complete": "text_completion"}
 

@@ -45,7 +45,7 @@ def _nested_too_deeply() -> StatusError:
 
 
 def convert(value: object, kind: type[_T], name: str = "") -> _T:
-    """A value, as JSON has it, as one of this type; numbers and booleans may be texts. `name` is the field that has it.
+    """Convert a JSON value to this type; numbers and booleans may be texts. `name` is its field.
 
     Raises `StatusError` with the field of a wrong type.
     """
@@ -82,7 +82,7 @@ def _position(raw: bytes, message: str) -> str:
         json.loads(raw)
     except json.JSONDecodeError as error:
         return f"{error.msg} (byte {len(error.doc[: error.pos].encode())})"
-    except (ValueError, RecursionError):  # other than of JSON: not UTF-8, or a number with thousands of digits
+    except (ValueError, RecursionError):  # other errors: invalid UTF-8, or a number with thousands of digits
         return message
     return "a string has half of a surrogate pair"
 

@@ -26,7 +26,7 @@ class TextsToEmbed:
     model: str
     texts: Sequence[Text]
     truncate_prompt_tokens: int | None = None
-    """Keep so many tokens of the beginning of a longer text, special tokens included; -1: as many as the model takes.
+    """Keep this many tokens of the beginning of a longer text, special tokens included; -1: as many as the model takes.
     None: a text that is too long is refused."""
     priority: int = 0
     field: str = "input"
@@ -43,9 +43,9 @@ class PairsToScore:
     document_fields: Sequence[str]
     field: str
     truncate_prompt_tokens: int | None = None
-    """Keep so many tokens of a longer pair by truncating its document; -1: as many as the model takes."""
+    """Keep this many tokens of a longer pair by truncating its document; -1: as many as the model takes."""
     max_tokens_per_doc: int | None = None
-    """Keep so many tokens of the beginning of a longer document."""
+    """Keep this many tokens of the beginning of a longer document."""
     priority: int = 0
 
 
@@ -130,8 +130,8 @@ class Encodings:
 
 
 def paired(firsts: Sequence[str], seconds: Sequence[str], first_field: str, second_field: str) -> list[tuple[str, str]]:
-    """Pairs of texts: one first text with each second one, or as many with as many. Raises `StatusError`, which names
-    the fields."""
+    """Pairs of texts: one first text with each second one, or two lists of the same length. Raises `StatusError`, which
+    names the fields."""
     if len(firsts) == 1:
         firsts = [*firsts] * len(seconds)
     if len(firsts) != len(seconds):

@@ -22,9 +22,9 @@ from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
 from headrace.protos.status import Reason, StatusError
 
-# Calls of one request at a time: they fill batches of a few workers and leave room for other requests.
+# Number of calls of one request at a time. They fill batches of a few workers and leave room for other requests.
 MAX_CALLS = 64
-# Texts of all requests together.
+# Maximum number of texts of all requests together.
 MAX_TEXTS = 65536
 
 
@@ -43,7 +43,7 @@ class EncodingRunner:
         return await self._paid(plan, caller, caller.authorization)
 
     async def run_copy(self, plan: EncodingPlan, caller: Caller, tenant: str) -> None:
-        """Run the copy of a request: nobody is charged, and it takes no room of other texts. Raises `StatusError`."""
+        """Run the copy of a request. It is not charged, and takes no room from other texts. Raises `StatusError`."""
         await self._all(plan, caller, tenant)
 
     async def _paid(self, plan: EncodingPlan, caller: Caller, authorization: Authorization) -> list[bytes]:
@@ -110,7 +110,7 @@ class EncodingRunner:
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all of them to their end. The first failure cancels the others and is raised."""
+    """Run all of them to the end. The first failure cancels the others and is raised."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -11,7 +11,7 @@ from headrace.gateway.checks import invalid
 
 
 def check_dimensions(dimensions: int | None, most: int) -> None:
-    """Raise `StatusError` unless a model's vectors of length `most` can be cut to so many dimensions."""
+    """Raise `StatusError` unless a model's vectors of length `most` can be shortened to this many dimensions."""
     if dimensions is not None and not 1 <= dimensions <= most:
         raise invalid("dimensions", f"dimensions must be 1 to {most}, the length of this model's vectors")
 
@@ -31,7 +31,7 @@ def floats_of(vector: bytes) -> list[float]:
 
 
 def best_first(scores: Sequence[float], top_n: int | None) -> list[int]:
-    """Numbers of the scores, best first, of equal ones the earlier first; the first `top_n` of them."""
+    """The indices of the `top_n` best scores, best first. Of equal scores, the earlier one comes first."""
     return sorted(range(len(scores)), key=lambda number: -scores[number])[:top_n]
 
 

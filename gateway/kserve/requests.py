@@ -1,4 +1,5 @@
-"""Requests of KServe's protocol to completions, however their values were sent (pure). docs/protocol.md has every name.
+"""Translates requests of KServe's protocol to completions, whatever the form of their values (pure). docs/protocol.md
+has every name.
 
 A value is a tensor by its own name, a parameter of the request, or in the JSON text of `sampling_parameters`.
 """
@@ -31,7 +32,7 @@ _LISTS = frozenset({"stop", "stop_words", "bad_words", "stop_token_ids", "allowe
 _OBJECTS = frozenset({"response_format", "structured_outputs", "logit_bias"})
 _SCHEMAS = ("guided_json", "json_schema")
 _ALIASES = {"stop_words": "stop", "random_seed": "seed"}
-# Triton's parameters of a request that no text model here knows; values besides them are refused.
+# Triton's parameters that have no meaning here, with their neutral values; other values are refused.
 _OF_SCHEDULERS = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 
 NAMES = FieldNames([("prompt", TEXT_INPUT), (r"(?:top_)?logprobs", "return_cumulative_logprob")])

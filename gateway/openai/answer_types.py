@@ -55,7 +55,7 @@ class TokenLogprob(Shape):
 
 
 class ChosenTokenLogprob(TokenLogprob):
-    """A token of the answer, and the most probable ones at its place."""
+    """A token of the answer, and the most probable ones at its position."""
 
     top_logprobs: list[TokenLogprob]
 

@@ -74,7 +74,7 @@ class Shown:
     running_usage: bool = False
     """Every chunk of it has the usage so far."""
     num_prompt_tokens: int = 0
-    """Of all prompts."""
+    """Log-probabilities of all prompts."""
     prompts: Sequence[Sequence[int]] = ()
     """Tokens of the prompts."""
     token_ids: bool = False
@@ -118,7 +118,7 @@ def whole_chat(
 
 
 def message_value(choice: WholeChat, *, shows_reasoning: bool = True) -> dict[str, Any]:
-    """The message of a chat's choice. Reasoning and calls are there if there were any."""
+    """The message of a chat's choice. It has reasoning and calls only if there are any."""
     calls = [
         {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in choice.calls
@@ -192,8 +192,8 @@ def _whole(
 
 
 def model_value(model: ListedModel) -> dict[str, Any]:
-    """A model as GET /v1/models shows it, for clients of OpenAI and of Anthropic. Of a model that was not loaded yet,
-    little is known."""
+    """A model as GET /v1/models shows it, for clients of OpenAI and of Anthropic. Most values of a model that was not
+    loaded yet are null."""
     card = model.card
     created_s = 0 if card is None else card.created_s
     return {

@@ -21,7 +21,7 @@ from headrace.gateway.openai.types import ChatRequest, CompletionRequest, check_
 from headrace.gateway.services import Services
 
 _OF_THINKING = FieldNames([("reasoning_effort", "thinking")])
-"""Disabled thinking is planned as an effort of none."""
+"""Disabled thinking means an effort of none."""
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:

@@ -1,7 +1,7 @@
-"""Fields with which other servers change an answer, and which this server does not have (pure).
+"""Fields of other servers that change an answer and that this server does not support (pure).
 
-Unknown fields are ignored. These are not unknown: whoever sends one expects it to work, so it is refused by name, with
-the field to use instead.
+Unknown fields are ignored. But a caller who sends one of these expects it to work, so it is refused by name, with the
+field to use instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.gateway.checks import is_one_of, unsupported
 
 _KV_CACHE = "the prefix cache needs no such parameters"
 _SAMPLING = "use temperature, top_p, top_k or min_p"
-# The order of llama.cpp's names in which this server filters.
+# The order of this server's filters, in llama.cpp's names.
 _ORDER = ["penalties", "temperature", "top_k", "top_p", "min_p"]
 DISABLED = {"type": "disabled"}
 # field -> values besides null that change nothing, and what to use instead
@@ -68,7 +68,7 @@ def check_foreign_fields(body: bytes) -> None:
         try:
             value = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            value = raw  # such as 1e999, which the body may have in unknown fields
+            value = raw  # such as 1e999, which unknown fields may contain
         if value is not None and not is_one_of(value, neutral):
             hint = f"; it may only be {json.dumps(neutral[0])}" if neutral else ""
             raise unsupported(name, f"{name} is not supported{hint}; {instead}")

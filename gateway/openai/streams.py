@@ -102,7 +102,7 @@ class ChatStream:
         if not deltas and (token_ids or piece.logprobs):
             deltas = [b'"content":""']
         for delta in deltas:
-            # The first event has the log-probabilities and tokens of all.
+            # The first event has the log-probabilities and tokens of all events.
             events += self._events.padded(head + delta + b"}" + self._events.tail(logprobs, token_ids), len(delta))
             logprobs, token_ids = _NO_LOGPROBS, ()
         if piece.ending is None:

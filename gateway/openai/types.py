@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-# The two bodies list nine fields each on their own: a msgspec struct has a single base, and theirs is the neutral one.
+# Both bodies list the same nine fields, because a msgspec struct has a single base, and theirs is the neutral one.
 class ChatRequest(Chat, kw_only=True):
     """Body of POST /v1/chat/completions. Fields of type Any are known but accepted only with their neutral value."""
 
@@ -69,7 +69,7 @@ class CompletionRequest(Completion, kw_only=True):
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/embeddings. `user` is taken and not used."""
+    """Body of POST /v1/embeddings. `user` is accepted without effect."""
 
     model: str | None = None
     input: str | list[str | int | list[int]]

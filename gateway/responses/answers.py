@@ -150,7 +150,7 @@ class ResponseAnswer:
         """
         self._pads = pads
         self.response: dict[str, Any] = dict(head)
-        """The response as far as it is known."""
+        """The response so far."""
         self._seals = ENCRYPTED_REASONING in include
         self._logprobs = logprobs
         self._num_id_chars = num_id_chars
@@ -158,7 +158,8 @@ class ResponseAnswer:
         self._keeps_events = keeps_events
         self._num_events = 0
         self.events: list[bytes] = []
-        """If they are kept, all events so far but the last one of the response; the number of each is its index."""
+        """If events are kept: all events so far, except the last one of the response. The number of each is its
+        index."""
         self._open: _OpenItem | None = None
         self._early_logprobs: list[dict[str, Any]] = []
         self._ending: Ending | None = None

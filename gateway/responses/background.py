@@ -120,7 +120,7 @@ class ResponseRuns:
         await asyncio.wait({run.task})
 
     async def ask_to_cancel(self, response_id: str) -> None:
-        """Have another gateway cancel its run. Raises `StoreError`."""
+        """Make another gateway cancel its run. Raises `StoreError`."""
         await self.store.put(f"{response_id}:cancel", b"1", ALIVE_S)
 
     async def is_alive(self, response_id: str) -> bool:
@@ -166,7 +166,7 @@ class ResponseRuns:
                 run.holding.close()
 
     async def _heartbeat(self, run: ResponseRun) -> None:
-        """Run for ever: renew the run's sign of life, and check whether it was cancelled."""
+        """Run until cancelled: renew the run's sign of life, and check whether the run was cancelled."""
         while self.store.is_shared:
             await asyncio.sleep(HEARTBEAT_S)
             try:

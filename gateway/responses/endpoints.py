@@ -159,7 +159,7 @@ class _Responses:
         return _Planned(request, plan, names, answer, stored)
 
     async def _plan(self, request: ResponsesRequest, turns: Sequence[Turn]) -> tuple[ChatPlan, FieldNames]:
-        """The plan; with truncation, of as much of the end of the conversation as there is room for."""
+        """The plan. With truncation, it has as much of the end of the conversation as fits."""
 
         chats = self._services.chats
 
@@ -299,7 +299,7 @@ class _Responses:
             if stored is None or stored.owner != exchange.owner:
                 return None
             if stored.response["status"] not in _ENDED and not await self._runs.is_alive(response_id):
-                # It may have ended since it was read.
+                # It may have ended after it was read.
                 value = await self._store.get(response_id)
                 stored = None if value is None else await unpacked(value)
                 if stored is not None and stored.response["status"] not in _ENDED:

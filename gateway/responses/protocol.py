@@ -23,7 +23,7 @@ class OpenResponses(OpenProtocol):
     """The Responses API while the gateway runs."""
 
     def __init__(self, services: Services, store: Store) -> None:
-        """Closes the store in the end."""
+        """Closes the store at the end."""
         self._store = store
         self.runs = ResponseRuns(store)
         """The responses that are generated in the background."""

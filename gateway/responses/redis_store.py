@@ -40,9 +40,9 @@ local function forget(id)
   redis.call('ZREM', KEYS[2], id)
 end
 """
-# A full Redis refuses a write only if it is the first one of a script. So the value is written first, and deleted
-# first.
-# Keys: the value, the owner's ids, their sizes. Arguments: prefix of values, id, value, life in ms, bytes of the owner.
+# A full Redis refuses a write only if it is the first one of a script. So each script writes or deletes the value
+# first. Keys: the value, the owner's ids, their sizes. Arguments: prefix of values, id, value, life in ms, bytes of the
+# owner.
 _PUT = (
     _PRELUDE
     + """

@@ -45,7 +45,7 @@ async def _items(
     places: Mapping[int, Mapping[str, Any]], stored: Callable[[str], Awaitable[StoredResponse | None]]
 ) -> dict[int, dict[str, Any]]:
     """The items that are referred to, by position. Each may be referred to once, and all of them are at most as large
-    as a stored response: a short request has no huge conversation."""
+    as a stored response, so that a short request cannot have a huge conversation."""
     items: dict[int, dict[str, Any]] = {}
     output: Sequence[dict[str, Any]] = ()
     num_bytes, response_id, used = 0, "", set()

@@ -23,8 +23,8 @@ MAX_BYTES = 256 * 1024 * 1024
 TENANT_BYTES = 64 * 1024 * 1024
 # Larger responses are not stored.
 MAX_RESPONSE_BYTES = 16 * 1024 * 1024
-# The same before compression. A conversation may be longer than any context if each turn drops its beginning, and text
-# that repeats itself is compressed to a thousandth.
+# The same before compression. The limit before compression. A conversation may be longer than any context if each turn
+# drops its beginning, and repetitive text is compressed to a thousandth.
 MAX_PLAIN_BYTES = 4 * MAX_RESPONSE_BYTES
 # Compressing this much takes a millisecond or two; larger values are compressed in a thread.
 MAX_INLINE_BYTES = 128 * 1024
@@ -90,7 +90,7 @@ _DECODER = msgspec.msgpack.Decoder(_Kept)
 
 
 async def packed(stored: StoredResponse) -> bytes:
-    """The bytes that are kept. Raises `StoreError` if they are too many."""
+    """The stored bytes. Raises `StoreError` if there are too many."""
     try:
         plain = _ENCODER.encode(stored)
     except OverflowError:  # an integer of more than 64 bits, as schemas and arguments may have
@@ -146,7 +146,7 @@ class MemoryStore:
         self._keys: dict[str, OrderedDict[str, None]] = {}
         self._bytes: dict[str, int] = {}
         self.num_bytes = 0
-        """Of all values."""
+        """Bytes of all values."""
 
     def __len__(self) -> int:
         return len(self._values)

@@ -66,8 +66,8 @@ class Ref:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Term:
-    """A terminal for a tree without recursion. There is one for each such tree. Only trees that are being written have
-    it."""
+    """A terminal for a tree without recursion. There is one for each such tree. Only trees that are being written
+    contain it."""
 
     node: Node
 
@@ -257,7 +257,7 @@ class _Reader:
         found = _COUNT.match(self._text, self._pos)
         if found is None or not (found[1] or found[3]):
             self._fail("a repetition must be like {2}, {2,} or {2,5}")
-        # More digits than these count too far, whatever they are.
+        # More digits than this always exceed the maximum.
         least, greatest = (int((found[group] or "0").lstrip("0")[:9] or 0) for group in (1, 3))
         most = (greatest if found[3] else None) if found[2] else least
         if max(least, most or 0) > MAX_REPEATS:

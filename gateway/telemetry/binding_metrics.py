@@ -1,4 +1,4 @@
-"""Metrics of where the workers' threads and memory are, as each worker read it from its kernel."""
+"""Metrics of the placement of workers' threads and memory, as each worker reads it from its kernel."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from headrace.protos.worker_pb2 import Counters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# All series begin when the process starts, so their own times of creation are left out.
+# All series begin when the process starts, so omit their own creation times.
 prometheus_client.disable_created_metrics()
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -37,7 +37,7 @@ _LOAD_GAUGES = {
 
 
 def outcome_of(error: StatusError, *, has_deadline: bool) -> str:
-    """The outcome of a request that failed. If the caller's own time limit passed, that is no fault of the fleet."""
+    """The outcome of a request that failed. A caller's own time limit that has passed is not a fault of the fleet."""
     if error.reason is Reason.DEADLINE and has_deadline:
         return "client_deadline"
     return error.reason.name.lower()

@@ -1,6 +1,6 @@
 """The last minutes of a gateway for the console: figures by interval, bounded, without a timer (pure).
 
-A figure goes into the interval of its moment; intervals without events do not exist. Intervals are numbered by the
+Each figure belongs to the interval of its time; intervals without events do not exist. Intervals are numbered by the
 clock, so a reader can ask for the new ones only.
 """
 
@@ -17,7 +17,7 @@ from headrace.protos.status import Reason
 INTERVAL_S = 2.0
 NUM_INTERVALS = 150
 MAX_SAMPLES = 256
-"""How many times to the first token one interval keeps; the latest, if there are more."""
+"""Maximum number of times to the first token that one interval keeps; the latest ones, if there are more."""
 
 GENERATING = frozenset(
     (

@@ -72,8 +72,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_parts(self) -> bool:
-        """Whether the content of messages must be a list of parts. Templates of some multimodal models leave out texts
-        that are not in one."""
+        """Whether the content of messages must be a list of parts. Templates of some multimodal models omit texts that
+        are not in a list."""
         if not self.mentions("type"):
             return False
         marker = "[content]"

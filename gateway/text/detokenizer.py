@@ -15,8 +15,8 @@ _decoder_of_utf8 = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """Decodes one sequence of tokens.
 
-    `token_bytes` are the bytes of each token by id; ids in `skipped_ids`, and ids past the end of the table (rows
-    that a model's vocabulary is padded with), have no text.
+    `token_bytes` are the bytes of each token by id; ids in `skipped_ids`, and ids beyond the end of the table (rows
+    that pad a model's vocabulary), have no text.
     """
 
     __slots__ = ("_decode", "_skipped_ids", "_token_bytes")

@@ -188,7 +188,7 @@ class Models:
         """The entry of this name in the list. Raises `StatusError` if there is none."""
         listed = {model.name: model for model in await self.overview()}
         if name not in listed:
-            await self.find(name)  # it may have come since, or its workers are restarting
+            await self.find(name)  # it may have been added since, or its workers are restarting
             listed = {model.name: model for model in await self.overview()}
         if name not in listed:
             raise StatusError(Reason.NO_CAPACITY, f"model '{name}' has no worker at the moment", retry_after_s=1.0)
@@ -197,7 +197,7 @@ class Models:
     async def refresh(self) -> None:
         """List the models now. Raises `StatusError`."""
         if self._refreshing is not None and not self._refreshing.done():
-            await asyncio.wait({self._refreshing})  # it may have asked too early
+            await asyncio.wait({self._refreshing})  # the current refresh may have begun too early
         await self._refresh()
 
     async def forget(self, name: str) -> None:
@@ -261,8 +261,8 @@ class Models:
         return name in self._hosted and self._is_loaded(name) and (entry is None or not entry.live)
 
     async def _have_loaded(self, name: str, asked_as: str) -> None:
-        """Have the host load the model, if it is there and not loaded, for callers whose key allows it. Raises
-        `StatusError`."""
+        """Make the host load the model, if the host has it and it is not loaded, for callers whose key allows it.
+        Raises `StatusError`."""
         if self._is_loaded(name):
             return
         if (authorization := authorization_var.get()) is not None:

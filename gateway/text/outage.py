@@ -1,4 +1,4 @@
-"""Tells the log when the models cannot be listed for a while, and when they can again."""
+"""Logs when the models cannot be listed for a while, and when they can be listed again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _LOG = logging.getLogger(__name__)
 @dataclass(slots=True)
 class Outage:
     """The time for which every attempt to list the models has failed. Processes of a fleet start in any order, so short
-    outages are not worth a line."""
+    outages are not logged."""
 
     clock: Callable[[], float]
     _since_s: float | None = None
     _is_logged: bool = False
 
     def failed(self, problem: str) -> None:
-        """Note a failed attempt."""
+        """Record a failed attempt."""
         if self._since_s is None:
             self._since_s = self.clock()
         lasts_s = self.clock() - self._since_s
@@ -29,7 +29,7 @@ class Outage:
             self._is_logged = True
 
     def over(self) -> None:
-        """Note a successful attempt."""
+        """Record a successful attempt."""
         if self._is_logged and self._since_s is not None:
             _LOG.info("a router answers again after %.0f s", self.clock() - self._since_s)
         self._since_s, self._is_logged = None, False

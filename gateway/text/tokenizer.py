@@ -23,7 +23,7 @@ from headrace.gateway.upstream.bundle import BundleError
 
 _NO_LIMIT = 2**31 - 1
 _GRAPHS = ("openvino_tokenizer", "openvino_detokenizer")
-# Texts that the graph tokenizes together.
+# Number of texts that the graph tokenizes together.
 _AT_ONCE = 64
 _the_core: Any = None
 
@@ -118,7 +118,7 @@ class _Encoder:
         return token_ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._mask is None:  # then padding cannot be told from tokens
+        if self._mask is None:  # in this case padding cannot be distinguished from tokens
             return [self.encode(text) for text in texts]
         return self._run(texts)
 

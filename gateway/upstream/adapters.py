@@ -25,7 +25,7 @@ _LOAD_TIMEOUT_S = 150.0
 
 
 class AdapterCards:
-    """Cards of adapters, as models of their own. The list is polled, so cards are only made for what has changed."""
+    """Cards of adapters as separate models. The list is polled, so cards are made only for changed adapters."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelCard] = {}

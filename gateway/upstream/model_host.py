@@ -1,6 +1,6 @@
 """The gateway's client of `headrace serve`, which loads and unloads the models of its host.
 
-Without a host, as in fleets whose workers are started one by one, the routers alone say which models there are.
+Without a host, as in fleets whose workers are started one by one, the models are those that the routers list.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ModelHost:
             _LOG.warning("the aliases of the host cannot be used: %s", error)
 
     def _load_again(self) -> None:
-        """Have models loaded that running requests need. A request may have been placed when its model was about to be
+        """Load models that running requests need. A request may have been placed when its model was about to be
         unloaded."""
         for name in self.in_use():
             model = self.models.get(name)
@@ -97,7 +97,7 @@ class ModelHost:
         return cast("HostedModel", answer.model)
 
     async def load_by_operator(self, name: str, model: str) -> HostedModel:
-        """Load a model at an operator's wish. `model` is where it is, if the host may not know it. Raises
+        """Load a model at an operator's request. `model` is its location, if the host may not know it. Raises
         `StatusError`."""
         answer = await self._call("LoadModel", LoadModelRequest(name=name, model=model, by_operator=True))
         return cast("HostedModel", answer.model)
@@ -119,8 +119,8 @@ class ModelHost:
             await self._channel.close()
 
     async def load(self, name: str) -> None:
-        """Have a model loaded, and return when it accepts requests, or if the host does not answer. All requests for a
-        model share one call. Raises `StatusError` if the model cannot be loaded."""
+        """Load a model, and return when it accepts requests, or if the host does not answer. All requests for a model
+        share one call. Raises `StatusError` if the model cannot be loaded."""
         await asyncio.shield(self._begin(name))
 
     def _begin(self, name: str) -> asyncio.Task[None]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from headrace.protos.status import Reason, StatusError
 
-# A generation is given up after so many lost attempts in a row without a token, and after so many lost attempts in all.
+# A generation fails after this many lost attempts in a row without a token, and after this many lost attempts in all.
 MAX_FRUITLESS_ATTEMPTS = 12
 MAX_ATTEMPTS = 32
 FIRST_BACKOFF_S = 0.05
@@ -38,7 +38,7 @@ class Retries:
             self.fruitless = self.waits = 0
         if _has_no_worker(failure, lost, present) or (started and not lost and failure.reason in _CROWDED):
             self.waits += 1
-            self.attempt += started  # to routers and workers, an attempt that nobody accepted does not count
+            self.attempt += started  # for routers and workers, an attempt that no worker accepted does not count
             return self._pause(self.waits)
         if failure.reason is Reason.MODEL_NOT_FOUND and self.unknown + 1 < self.num_addresses:
             self.unknown += 1

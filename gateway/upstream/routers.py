@@ -134,7 +134,8 @@ class Upstream:
         self.on_retry: Callable[[Reason], None] = lambda reason: None
         """Called with the reason of the failure when a generation is retried."""
         self.problem_of: Callable[[str], StatusError | None] = lambda model: None
-        """Called with a model's name when no worker has a generation: why none ever will; None if one may."""
+        """Called with a model's name when no worker takes a generation. Returns why no worker will ever take it, or
+        None if one may."""
         self._in_use: Counter[str] = Counter()
         self._adapter_cards = AdapterCards()
         self.redis: RedisState = REDIS_STATE_UNSPECIFIED
@@ -200,7 +201,8 @@ class Upstream:
         return await self._first_that_works(ask)
 
     async def get_tokenizer(self, sha256: str) -> bytes:
-        """The tokenizer bundle with this hash. Raises `StatusError`, or `BundleError` if its bytes have another."""
+        """The tokenizer bundle with this hash. Raises `StatusError`, or `BundleError` if its bytes have another
+        hash."""
 
         request, direct = RouterGetTokenizerRequest(sha256=sha256), GetTokenizerRequest(sha256=sha256)
 
@@ -287,8 +289,8 @@ class Upstream:
         return self._worker_wait_s is not None and time.monotonic() - asked_s >= self._worker_wait_s
 
     async def _pause(self, endpoint: Address, failure: StatusError, num_delivered: int, until_s: float) -> None:
-        """Note a failure, and wait until the next attempt."""
-        if failure.reason is not Reason.MODEL_NOT_FOUND:  # the address is well, and lacks only this model
+        """Record a failure, and wait until the next attempt."""
+        if failure.reason is not Reason.MODEL_NOT_FOUND:  # the address works, and lacks only this model
             self._avoid(endpoint, failure)
         self.on_retry(failure.reason)
         _LOG.debug("through %s, after %d tokens: %s", endpoint.address, num_delivered, failure.message)
@@ -298,7 +300,7 @@ class Upstream:
         self, ask: Callable[[Address], Awaitable[_T]], *, may_be_elsewhere: bool = False, may_be_empty: bool = False
     ) -> _T:
         """The answer of one address, or of the next one while the transport fails. With `may_be_elsewhere`, the next
-        one is also asked for what an address has not, with `may_be_empty` if an answer is empty. Raises
+        one is also asked if an address does not have the object, and with `may_be_empty` if an answer is empty. Raises
         `StatusError`."""
         asked, addresses = set[str](), {endpoint.address for endpoint in self._endpoints}
         empty: list[_T] = []
@@ -336,7 +338,7 @@ class Upstream:
         return chosen
 
     def _renew_channels(self) -> None:
-        """New calls go through channels with the new certificates; running ones end on the old channels."""
+        """Open channels with the new certificates for new calls. Running calls end on the old channels."""
         self._version = self._transport.version
         old = [endpoint.channel for endpoint in self._endpoints]
         self._endpoints = [self._connect(endpoint.address) for endpoint in self._endpoints]

@@ -30,7 +30,7 @@ class ToolFormat:
     name: str
     steps: ToolSteps
     markers: tuple[str, ...]
-    """Markup that may be special tokens of the vocabulary, which are no text otherwise."""
+    """Markup that may be special tokens of the vocabulary, which are otherwise not text."""
     signs: tuple[str, ...]
     """Any of these in a chat template identifies the family."""
     num_id_chars: int = 24
@@ -57,7 +57,7 @@ _HARMONY_MARKERS = (
     harmony.RETURN,
 )
 
-# The most specific signs first: a template may also contain the signs of later families.
+# The most specific signs come first, because a template may also contain the signs of later families.
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     one.name: one
     for one in (
@@ -122,7 +122,7 @@ class OutputFormat:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     is_fenced: bool = False
-    """Arguments stand in blocks of code, where the family knows both."""
+    """Whether arguments are in blocks of code, if the family has both forms."""
 
     @property
     def is_harmony(self) -> bool:

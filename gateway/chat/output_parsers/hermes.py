@@ -13,5 +13,5 @@ def hermes(source: Source, output: Output, tools: Tools) -> Steps[None]:
     """Parse a whole answer."""
     while (yield from text_until(source, output.content, OPENING)):
         if (yield from json_calls(source, output, expect(source, OPENING))):
-            yield from skip(source, SPACE + "}")  # models often write a brace too many
+            yield from skip(source, SPACE + "}")  # models often write an extra brace
             yield from closed_by(source, CLOSING)

@@ -218,8 +218,8 @@ class _Buffer:
 class JsonCall:
     """Reads `{"name": ..., "arguments": {...}}`, in any order, into a call.
 
-    `known` are the names that calls may have; without it, all are allowed. With it, a key that calls do not have is a
-    mismatch too, because such JSON may be the answer itself.
+    `known` are the names that calls may have; without it, all are allowed. With it, an unknown key is also a mismatch,
+    because such JSON may be the answer itself.
     """
 
     def __init__(self, output: Output, known: frozenset[str] | None = None) -> None:
@@ -246,7 +246,7 @@ class JsonCall:
             yield from self._entry(source, key)
             yield from skip(source)
             if self._shown and (yield from peek(source)) not in (",", "}"):
-                return  # the call is whole but for its last brace
+                return  # the call is complete except for its last brace
             if not (yield from literal(source, ",")):
                 yield from expect(source, "}")
                 return
@@ -319,7 +319,7 @@ def _text(source: Source) -> Steps[str]:
 def json_calls(
     source: Source, output: Output, head: Steps[None] | None = None, known: frozenset[str] | None = None
 ) -> Steps[bool]:
-    """Take a call, or an array of calls, after what `head` takes; whether there was any."""
+    """Take a call, or an array of calls, after the text that `head` takes. Returns whether there was any."""
     array = False
 
     def first() -> Steps[None]:

@@ -134,10 +134,10 @@ class Output:
 
 
 def attempt(source: Source, output: Output, steps: Steps[None]) -> Steps[bool]:
-    """Take steps that read a tool call; whether they did.
+    """Take steps that read a tool call. Returns whether they succeeded.
 
     If they fail before the call is shown, their text only looks like a call, and is content. If they fail later, the
-    call stays as far as it was shown, and the rest is dropped.
+    shown part of the call stays, and the rest is dropped.
     """
     shown = output.num_calls
     source.mark()

@@ -29,10 +29,11 @@ from headrace.gateway.chat.output_parsers.source import (
 
 TAGS = (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>"))
 MAX_VALUE_CHARS = 1024 * 1024
-# Characters of a value outside of its texts. Python parses 32 KiB of them in about 20 ms, and nothing else runs then.
+# Maximum characters of a value outside of its texts. Python parses 32 KiB of them in about 20 ms, and nothing else runs
+# then.
 MAX_CODE_CHARS = 32 * 1024
 _CHARS_OF_A_TEXT = 8
-"""What a text counts as code, however long it is."""
+"""The number of characters for which a text of any length counts as code."""
 _NAME = re.compile(r"[\w.-]+")
 _PLAIN = re.compile(r"""[^'"\\()\[\]{},]+""")
 _NAMED = {"true": True, "false": False, "null": None, "none": None}
@@ -161,7 +162,7 @@ def _quoted(source: Source) -> Steps[str]:
 
 
 def _json_of(text: str) -> str:
-    """A Python literal as JSON. Raises `MismatchError` if the text is none."""
+    """A Python literal as JSON. Raises `MismatchError` if the text is not a literal."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about needless backslashes

@@ -1,4 +1,4 @@
-"""Qwen3 Coder: arguments as tagged text, one tag per parameter; the tool's schema says of which type each is.
+"""Qwen3 Coder: arguments as tagged text, one tag per parameter. The tool's schema defines the type of each.
 
 <tool_call>
 <function=NAME>
@@ -88,7 +88,7 @@ def _value(source: Source, output: Output, schema: Any) -> Steps[None]:
 
 
 def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; none if it does not say."""
+    """The JSON types that a schema allows; empty if it does not specify any."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
@@ -106,7 +106,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _json_of(text: str, kinds: set[str]) -> str:
-    """A value of one of the types, as JSON; the text itself, quoted, if it is none."""
+    """A value of one of the types, as JSON; the quoted text itself if it has none of these types."""
     if "string" in kinds and text != "null":
         return _quoted(text)
     for read in (_strict_json, ast.literal_eval):

@@ -1,4 +1,4 @@
-"""The text that is being parsed, and the steps that every family takes on it."""
+"""The text that is being parsed, and the parsing steps that all families share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Source:
         self.pos = 0
         """Where the next step begins in `text`."""
         self.closed = False
-        """Nothing follows."""
+        """Whether the text is complete."""
         self._mark: int | None = None
         self._dropped = 0
 
