@@ -4,7 +4,7 @@
     gpt-4o=a:90,b:10      90 % of the requests go to a, 10 % to b
 
 The choice depends only on the alias and on a key: that of a conversation (`prompt_cache_key`), or the id of the
-request. So all gateways choose alike, and the requests of a conversation stay with one model.
+request. So all gateways make the same choice, and the requests of a conversation stay with one model.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Aliases:
 
 
 def _point(text: str) -> float:
-    """A point from 0 to 1, exclusive, evenly distributed over texts."""
+    """A point from 0 to 1, exclusive. The points of different texts are evenly distributed."""
     return int.from_bytes(sha256(text.encode()).digest()[:6], "big") / (1 << 48)
 
 

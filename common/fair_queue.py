@@ -3,8 +3,8 @@
 Start-time fair queueing (Goyal, Vin, Cheng 1996), charged when an entry is served. Each tenant has a start tag: its
 served work, divided by its weight. The tenant with the lowest tag goes next, with its oldest entry; then its tag grows
 by the entry's charge divided by the weight. An entry that is removed before its turn is not charged, so a tenant whose
-clients give up and try again keeps its share. A new tenant starts at the tag that was served last: it gets its share
-from then on, but none for the past. A tenant that floods the queue only delays itself:
+clients give up and try again keeps its share. A new tenant starts at the tag that was served last. So it gets its share
+from then on, but not for the past. A tenant that floods the queue only delays itself:
 
     A (weight 1)  a0:0  a1:10  a2:20  a3:30 ...
     B (weight 2)        b0:10  b1:15            came when tag 10 was served
@@ -260,7 +260,7 @@ class FairQueue(Generic[T]):
         return charge
 
     def to_displace(self, tenant: str, priority: int) -> Entry[T] | None:
-        """The entry that should give way to a new one when there is no room; None if the new one should stay out.
+        """The entry to remove in favour of a new one when there is no room; None if the new one should be refused.
 
         It is the newest entry of the tenant with most entries in the lowest priority, if that priority is lower than
         the new one's, or if that tenant would still have at least as many entries as this one.
@@ -285,7 +285,7 @@ class FairQueue(Generic[T]):
             level.check()
 
     def _took(self, entry: Entry[T]) -> None:
-        """Forget a level that is empty: without entries, all tenants are equal again."""
+        """Remove an empty level. Without entries, all tenants are equal again."""
         self._num_entries -= 1
         if not self._levels[entry.priority].waiting:
             del self._levels[entry.priority]

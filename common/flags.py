@@ -9,7 +9,7 @@ import click
 
 
 class FiniteRange(click.FloatRange):
-    """A finite number within bounds. click itself also takes nan, which no bound refuses, and inf."""
+    """A finite number within bounds. click's own type also accepts nan, which passes any bound, and inf."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number. Raises BadParameter."""

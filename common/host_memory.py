@@ -13,7 +13,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     """Bytes that this process can still allocate: MemAvailable, or less if a cgroup has a tighter limit.
 
     In a cgroup (v1 or v2), this is its limit minus its usage, without reclaimable file pages. `root` is "/" except in
-    tests. Raises ValueError if the kernel does not say it.
+    tests. Raises ValueError if the kernel does not report it.
     """
     available = _mem_available(root / "proc/meminfo")
     for limit, used in _cgroup_limits(root):

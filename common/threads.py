@@ -1,4 +1,4 @@
-"""Runs a function in a thread of its own."""
+"""Runs a function in its own thread."""
 
 from __future__ import annotations
 

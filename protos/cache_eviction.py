@@ -18,7 +18,7 @@ from headrace.protos.worker_pb2 import ModelCard
 OFF, ON_REQUEST = "off", "on-request"
 AGGREGATION_MODES = {"sum": AGGREGATION_MODE_SUM, "norm_sum": AGGREGATION_MODE_NORM_SUM}
 SIZES = ("start_size", "recent_size", "max_cache_size")
-# What a rule has that says nothing else: blocks of the beginning, and of the end.
+# The defaults of a rule: blocks of the beginning, and of the end.
 _START_BLOCKS, _RECENT_BLOCKS = 1, 4
 _EXAMPLE = "max_cache_size=8192,start_size=32,recent_size=1024,aggregation_mode=norm_sum"
 
@@ -106,8 +106,8 @@ def longest_context_of(card: ModelCard, sampling: SamplingParams) -> int:
 
 
 def longest_context(card: ModelCard, own: CacheEviction | None) -> int:
-    """The maximum number of prompt and generated tokens of a request with this rule; None if it has none of its own.
-    One that gives up KV blocks may have more than the card's max_context_tokens."""
+    """The maximum number of prompt and generated tokens of a request with this rule; None if the rule sets none. A
+    request that evicts KV blocks may have more than the card's max_context_tokens."""
     rule = card.cache_eviction if own is None else own
     return max(card.max_context_tokens, card.max_evicting_context_tokens if rule.max_cache_size else 0)
 

@@ -1,7 +1,7 @@
 """The table that maps each domain error to a gRPC status with details, and to an HTTP status with an OpenAI error.
 
 Every failure that leaves a headrace process is a `StatusError`. Over gRPC it becomes a status with google.rpc details:
-always ErrorInfo, BadRequest if a field is at fault, and RetryInfo if a later retry may succeed. Over HTTP, the gateway
+always ErrorInfo, BadRequest if a field is wrong, and RetryInfo if a later retry may succeed. Over HTTP, the gateway
 uses the same row for status code, error type and error code.
 """
 
@@ -23,8 +23,8 @@ DETAILS_KEY = "grpc-status-details-bin"
 """The key in the trailing metadata under which gRPC sends the details of a status."""
 MAX_MESSAGE_BYTES = 1000
 MAX_FIELD_BYTES = 250
-"""A status has its message three times, once with three characters for a byte, and its field. gRPC clients refuse a
-status with headers of more than 8 KiB, and then do not see which error it was."""
+"""A status contains its message three times, once with three characters for a byte, and its field. gRPC clients refuse
+a status with headers of more than 8 KiB, and then do not see the error."""
 
 _Detail = TypeVar("_Detail", bound=Message)
 

@@ -1,4 +1,4 @@
-"""What models are for: a request must want what its model does. Gateway and worker share the rule."""
+"""The tasks of models. A request's task must be that of its model; gateway and worker share this rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OFFERED = {
 
 
 def check_task(wanted: Task, offered: Task, model: str) -> None:
-    """Raise StatusError (UNSUPPORTED) unless the model does what is wanted."""
+    """Raise StatusError (UNSUPPORTED) unless the model has the requested task."""
     if wanted != offered:
         problem = f"the model '{model}' offers {_OFFERED[offered]}, not {_WANTED.get(wanted, 'this task')}"
         raise StatusError(Reason.UNSUPPORTED, problem, field="model")

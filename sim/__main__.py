@@ -267,9 +267,9 @@ def print_table(answer: Answer) -> None:
     "--prefill-workers",
     type=click.IntRange(0),
     default=0,
-    help="Number of workers set aside for long prompts. Their answers continue at the others; needs --peer-rate.",
+    help="Number of workers reserved for long prompts. Their answers continue at the others; needs --peer-rate.",
 )
-@click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Largest batch of a worker, in sequences.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Maximum number of sequences in a batch.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024, help="Limit for the tokens of a step.")
 @click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="Limit for steps with running requests.")
 @click.option("--report-delay-ms", type=FiniteRange(0), default=20.0, help="Delay of reports to routers.")

@@ -18,8 +18,8 @@ FREE = StepLine(0.0, 0.0, 0.0)
 
 
 class SimulatedDrafts:
-    """Drafts for a simulated worker. Each token is right with probability `acceptance`. A step of the smaller model
-    costs what `cost` says; None costs nothing, as looking up earlier text does. Prompts cost it nothing."""
+    """Drafts for a simulated worker. Each token is right with probability `acceptance`. `cost` gives the cost of a step
+    of the smaller model; with None it is 0, as for drafts from earlier text. Its prompts cost nothing."""
 
     source = Source.DRAFT
     max_tokens = MAX_MODEL_DRAFT

@@ -49,9 +49,10 @@ class _Indexed:
         self._rng = rng
         self._answer_lengths = AnswerLengths()
         self.tiers = TierSettings()
-        """Those of the workers, beyond their memory."""
+        """The tiers of the workers beyond their memory."""
         self.num_prefill = 0
-        """The first workers are set aside for long prompts, and the others for the rest; 0: all do both."""
+        """This many workers, the first ones, are reserved for long prompts, and the others for the rest; 0: all do
+        both."""
 
     def ended(self, job: Job) -> None:
         """Learn the length of an answer."""
@@ -103,7 +104,7 @@ class HeadracePolicy(_Indexed):
         return choice._replace(placement=placement)
 
     def _set_aside(self, job: Job, view: FleetView, matched: Depths, priors: Priors, source: int | None) -> Places:
-        """The workers for what a request needs next, as `Pools.for_next_stage` finds them."""
+        """The workers for the next stage of a request, as in `Pools.for_next_stage`."""
         everybody = np.arange(len(self._names))
         if source is None and is_long(job.num_prompt_tokens, matched, view.candidates(), priors, LONG_PROMPT_MS):
             return everybody[: self.num_prefill]
@@ -112,7 +113,7 @@ class HeadracePolicy(_Indexed):
     def _transfers(
         self, job: Job, view: FleetView, matched: Depths, workers: Places | None, source: int | None
     ) -> Transfers:
-        """What each of these workers could fetch, as `Members.transfers` finds it. A token has one byte."""
+        """The tokens that each of these workers could fetch, as in `Members.transfers`. A token has one byte."""
         found, everybody = Transfers.none(len(matched)), np.arange(len(self._names))
         slots = everybody if workers is None else np.concatenate((workers, np.setdiff1d(everybody, workers)))
         block = BlockFacts(view.block_size, view.block_size, bool(self.tiers.peer_rate))
@@ -214,14 +215,14 @@ class SimulatedRouter:
 
     def observe(self, worker: int, reports: Sequence[Report], delay_s: float) -> None:
         """Apply a message of a worker's Watch that took `delay_s` to arrive. Like a real router, this one does not know
-        the delay, so it takes the report for newer than it is."""
+        the delay, so it assumes that the report is newer than it is."""
         for report in reports:
             self._policy.observe(worker, report)
             self._learn(worker, report, delay_s)
         self.view.changed(worker)
 
     def given_back(self, placed: PlacedJob, report: Report) -> None:
-        """Release a request that the worker gave back, and apply the load that it reported."""
+        """Release a request that the worker returned, and apply the load that it reported."""
         self._policy.not_taken(placed.choice)
         self.view.bookings[placed.worker].release(placed.booking)
         self._learn(placed.worker, report, 0.0)

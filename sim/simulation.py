@@ -29,7 +29,7 @@ from headrace.worker.request.request import Request
 
 # The minimum interval between two messages to a watcher, as in worker.server.watch.
 WATCH_INTERVAL_S = 0.02
-# The delay before a request that was given back is placed again.
+# The delay before a returned request is placed again.
 GIVEN_BACK_S = 0.002
 
 
@@ -46,7 +46,8 @@ class FleetSettings:
     """Time of a message from the client to a router, from there to a worker, and back."""
     seed: int = 1
     num_prefill: int = 0
-    """The first workers are set aside for long prompts, whose answers continue at the others; 0: all do both."""
+    """This many workers, the first ones, are reserved for long prompts, whose answers continue at the others; 0: all do
+    both."""
     concurrency: int | None = None
 
 
@@ -61,9 +62,9 @@ class JobRecord:
     ended_s: float = -1.0
     cached_tokens: int = 0
     disk_tokens: int = 0
-    """Of the cached ones, those that were read from the disk for the request."""
+    """The number of cached tokens that were read from the disk for the request."""
     peer_tokens: int = 0
-    """Those that came from other workers."""
+    """The number of cached tokens that came from other workers."""
     num_tokens: int = 0
     prefill_worker: int = -1
     """The worker that computed its prompt, if the answer continued at another one."""
@@ -202,7 +203,7 @@ class Simulation:
         self._after_hop(partial(self._place, record, router))
 
     def _after_hop(self, action: Callable[[], None]) -> None:
-        """Do this when a message has arrived at the next process."""
+        """Call `action` when a message has arrived at the next process."""
         if self._settings.hop_s:
             self.clock.at(self.clock.now_s + self._settings.hop_s, action)
         else:
@@ -217,7 +218,7 @@ class Simulation:
         self._after_hop(partial(self._take, record, router, placed, belief))
 
     def _take(self, record: JobRecord, router: SimulatedRouter, placed: PlacedJob, belief: Belief) -> None:
-        """Give a request to its worker. If the worker gives it back, the router places it again."""
+        """Give a request to its worker. If the worker returns it, the router places it again."""
         job, now_s, worker = record.job, self.clock.now_s, self.workers[placed.worker]
         report = worker.contradiction(belief)
         if report is not None:
@@ -282,7 +283,7 @@ class Simulation:
 
     @staticmethod
     def _count_cached(record: JobRecord, request: Request) -> None:
-        """Note what was cached of a prompt, where it was computed."""
+        """Record the cached tokens of a prompt at the worker that computed it."""
         if record.prefill_worker < 0:
             record.cached_tokens = request.num_cached_tokens
             record.disk_tokens = min(request.num_disk_tokens, record.cached_tokens)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from headrace.worker.kv.block_pool import BlockPool, Content
 from headrace.worker.kv.fetch import Fetch
 
-# As at the workers: evicted blocks that wait for the disk, and the share of the time in which it is written.
+# As at the workers: the maximum of evicted blocks that wait for the disk, and the share of time for writes.
 _MAX_QUEUED = 256
 _WRITE_SHARE = 0.5
-# Time until the first block of another worker comes.
+# Time until the first block of another worker arrives.
 _SETUP_S = 0.005
 
 
@@ -70,8 +70,8 @@ class _Fetches:
 
 
 class DiskSlots:
-    """The blocks on a disk, which several workers may use. The least recently used one gives way. `log` has the hashes
-    that came (True) or left."""
+    """The blocks on a disk, which several workers may use. The least recently used one is evicted. `log` has the hashes
+    that were added (True) or removed."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -93,8 +93,8 @@ class DiskSlots:
 
 
 class SimulatedDisk(_Fetches):
-    """What one worker does with a disk: it writes the blocks that its memory evicts, and reads. It sees what others
-    write when it reads or writes itself."""
+    """One worker's use of a disk: it writes the blocks that its memory evicts, and reads blocks. It sees the changes of
+    other workers when it reads or writes itself."""
 
     def __init__(self, slots: DiskSlots, block_s: float, bytes_per_s: float, timer: Timer) -> None:
         super().__init__(timer)
@@ -172,7 +172,7 @@ class SimulatedDisk(_Fetches):
             if wanted.block_hash not in self._known:
                 break
             num_read += 1
-        for wanted in reversed(fetch.wanted[:num_read]):  # the end of a chain goes first
+        for wanted in reversed(fetch.wanted[:num_read]):  # the end of a chain is evicted first
             self._slots.touch(wanted.block_hash)
         self.num_read += num_read
         self._end(fetch, num_read)

@@ -1,4 +1,4 @@
-"""What a simulated router knows of the fleet, and what a policy is. Pure: the caller passes the time."""
+"""A simulated router's knowledge of the fleet, and the interface of a policy. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ class Policy(Protocol):
         ...
 
     def not_taken(self, choice: Choice) -> None:
-        """The worker gave the request back."""
+        """The worker returned the request."""
         ...

@@ -131,7 +131,7 @@ class SimulatedWorker:
         self._output: SchedulerOutput | None = None
         self._step_ms = self._draft_ms = 0.0
         self._size: StepSize | None = None
-        """Of the running step; None without speculation."""
+        """The size of the running step; None without speculation."""
         self._commands_came = False
         self._next_report_s = 0.0
         self._reports_every_step = reports_every_step
@@ -243,7 +243,7 @@ class SimulatedWorker:
         return self._answers[request].token_id
 
     def _sampled(self, request: Request) -> Sampled:
-        """The answer's next token, and as many more as the draft has right."""
+        """The answer's next token, and one more for each correct token of the draft."""
         answer = self._answers[request]
         num_right = 0
         for token_id in request.draft:

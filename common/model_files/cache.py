@@ -1,4 +1,4 @@
-"""Where the user's cache of models is, and where in it the model of a name is."""
+"""The location of the user's cache of models, and of a model in it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def directory_in(folder: Path, name: str) -> Path:
 
 
 def find_directory(model: str) -> tuple[Path, str]:
-    """The directory and the name of a model: of a directory, or of a name in the cache, as `headrace pull` understands
-    it. The path as it was given, if there is neither."""
+    """The directory and the name of a model, from a path or from a name in the cache, in the form that `headrace pull`
+    accepts. The given path if neither exists."""
     path = Path(model)
     if path.exists() or model.startswith((".", "/", "~")):
         return path, path.resolve().name

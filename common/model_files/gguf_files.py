@@ -20,7 +20,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 INTERLEAVED = ("llama",)
 
 
-# The beginnings of the package's own errors. Others are Python's, which say nothing of the file.
+# The beginnings of the package's own errors. Other errors are Python's, which do not describe the file.
 _OWN_ERRORS = ("GGUF magic", "Sorry, file appears")
 
 
@@ -39,7 +39,7 @@ def open_gguf(path: Path) -> Any:
 
 
 def metadata_of(reader: Any) -> dict[str, Any]:
-    """The file's key-value pairs; of an array only its length, as KEY.count. GgufError."""
+    """The file's key-value pairs. For an array, only its length, as KEY.count. GgufError."""
     from gguf import GGUFValueType
 
     metadata: dict[str, Any] = {}

@@ -35,7 +35,7 @@ def networks_among(names: Collection[str]) -> tuple[str, ...]:
 
 
 def networks_in(directory: Path) -> tuple[Path, ...]:
-    """The same, of a directory."""
+    """The same for a directory."""
     return tuple(directory / name for name in networks_among(_names_in(directory)))
 
 

@@ -1,4 +1,4 @@
-"""Reads safetensors files: a header in JSON, and the numbers as they are in memory."""
+"""Reads safetensors files: a header in JSON, and the numbers in their memory layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is for, from the files of its directory. Imports nothing slow: `headrace serve` uses it."""
+"""Finds the task of a model from the files of its directory. Imports nothing slow: `headrace serve` uses it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NAMES = re.compile(rb'names="([^"]*)"')
 
 
 def task_of(model_dir: Path) -> Task:
-    """What the network in a directory is for, by the names of its tensors and its state. A directory whose network
-    cannot be read counts as generating: loading it will say what is wrong."""
+    """The task of the network in a directory, by the names of its tensors and its state. If the network cannot be read,
+    the task is generation, because loading the model then reports the problem."""
     network = _network(model_dir)
     if network is None or network.has_kv_cache:
         return TASK_UNSPECIFIED
@@ -34,8 +34,8 @@ def task_of(model_dir: Path) -> Task:
 
 
 def is_embedder_with_cache(model_dir: Path) -> bool:
-    """Whether a directory has an embedder that was exported with a KV cache: a network that has one gives no logits, or
-    the files of sentence-transformers are beside it."""
+    """Whether a directory has an embedder that was exported with a KV cache: its network has a KV cache and gives no
+    logits, or the directory has the files of sentence-transformers."""
     network = _network(model_dir)
     if network is None or not network.has_kv_cache:
         return False

@@ -21,7 +21,7 @@ PROBE_KEY = "headrace:probe"
 """A key that processes write to find out whether Redis accepts writes."""
 
 RedisClient: TypeAlias = "Redis"
-"""For those who use a client and import nothing of it."""
+"""The type, for modules that use a client without importing it."""
 
 PASSWORD_FILE = "HEADRACE_REDIS_PASSWORD_FILE"
 TLS_DIR = "HEADRACE_REDIS_TLS_DIR"
@@ -136,7 +136,8 @@ def word_for(state: RedisState) -> str:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """The exceptions of a command if Redis is unreachable, slow, refuses it, or if the answer is none of Redis."""
+    """The exceptions of a command if Redis is unreachable, slow, or refuses it, or if the answer does not come from a
+    Redis."""
     from redis.exceptions import RedisError
 
     return (RedisError, OSError, TimeoutError, *_NO_ANSWER)

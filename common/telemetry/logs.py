@@ -99,9 +99,9 @@ def configure_logging(level: str, log_format: str = "text") -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
-    # Its records are about connections, not requests. Below warnings they add nothing to ours.
+    # Its records are about connections, not requests. Below the level of warnings, they add nothing to our records.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # At debug level, gRPC writes several lines for each call, which say nothing of the call.
+    # At debug level, gRPC writes several lines for each call that do not describe the call.
     logging.getLogger("grpc").setLevel(max(logging.INFO, logging.getLogger().level))
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread

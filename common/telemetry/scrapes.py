@@ -6,12 +6,12 @@ import logging
 from typing import Any
 
 PATIENCE_S = 10.0
-"""How long a scraper may say nothing, or take nothing of an answer."""
+"""Maximum time for which a scraper may send nothing, or read nothing of an answer."""
 _LOG = logging.getLogger(__name__)
 
 
 def serve_scrapes(host: str, port: int, registry: Any) -> int:
-    """Serve a registry of prometheus_client from threads of their own. Returns the port.
+    """Serve a registry of prometheus_client in separate threads. Returns the port.
 
     Raises OSError if the address cannot be used.
     """
@@ -19,9 +19,9 @@ def serve_scrapes(host: str, port: int, registry: Any) -> int:
     from prometheus_client import start_http_server
 
     server, _ = start_http_server(port, host, registry=registry)
-    # Without a time limit, each connection that says nothing would keep a thread.
+    # Without a time limit, each silent connection would keep a thread.
     server.RequestHandlerClass = type("Handler", (_handler_of(server),), {"timeout": PATIENCE_S})
-    # It would write a traceback for each scraper that leaves.
+    # The default would write a traceback for each scraper that disconnects.
     server.handle_error = _note  # type: ignore[method-assign]
     return server.server_port
 

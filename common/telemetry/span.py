@@ -62,7 +62,7 @@ class Span:
         """Add to an attribute that is a list of texts, empty at first."""
 
     def event(self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None) -> None:
-        """Note that something happened."""
+        """Record an event."""
 
     def fail(self, error_type: str, message: str = "") -> None:
         """Mark the span as failed, with a reason from a small set such as `queue_full`."""
@@ -83,7 +83,7 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Nothing to name while it records nothing: every request passes here.
+        # Return early if nothing is recorded, because every request passes here.
         if error is not None and self.is_recording:
             if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
                 self.set({"headrace.cancelled": True})

@@ -72,12 +72,12 @@ SERVER_OPTIONS: Options = (
     *COMMON_OPTIONS,
     # Two servers on one port would share its calls. The second one must fail to start instead.
     ("grpc.so_reuseport", 0),
-    # Callers ping every 10 s, with and without calls: that is no abuse.
+    # Callers ping every 10 s, with and without calls. Do not treat that as abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 _FILES = ("ca.pem", "cert.pem", "key.pem")
-_MAX_FLIGHTS = 4  # of messages, in either direction, until a handshake is done
+_MAX_FLIGHTS = 4  # for messages in both directions, until a handshake is done
 _HEALTH = "/grpc.health.v1.Health/"
 _LOG = logging.getLogger(__name__)
 

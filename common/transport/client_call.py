@@ -90,7 +90,7 @@ class ClientCall:
         return True
 
     def push(self, message: bytes) -> None:
-        """A message came."""
+        """Add a message."""
         self._retry = None
         self._pending.append(message)
         self._count(len(message))
@@ -112,12 +112,13 @@ class ClientCall:
         self._count_unread(self, num_bytes)
 
     def finish(self, error: grpc.aio.AioRpcError | None) -> None:
-        """No message follows."""
+        """Record that no message follows."""
         self._end = error or grpc.aio.EOF
         self._close()
 
     def begin_alone(self, begin: Callable[[WireRequest, float | None, Metadata], Call]) -> None:
-        """Continue as a separate RPC, if no message came yet. Otherwise fail, so that the reader resumes the answer."""
+        """Continue as a separate RPC, if no message has arrived yet. Otherwise fail, so that the reader resumes the
+        answer."""
         if self._retry is None:
             self.finish(call_error(grpc.StatusCode.UNAVAILABLE, "the session ended before the call did"))
             return

@@ -22,7 +22,7 @@ from headrace.protos.status import Reason, details_of, error_of, is_peer_lost
 # How long calls are separate RPCs: if the peer has no sessions, and if one of its calls may have broken a session.
 _WITHOUT_S = 60.0
 _BROKEN_S = 5.0
-# After so many missing heartbeats a server counts as hanging.
+# After this many missing heartbeats, a server counts as hanging.
 _LOST_HEARTBEATS = 5
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -39,7 +39,7 @@ class SessionOwner(Protocol):
         """A session is over."""
 
     def listen(self, silent: ClientSession) -> None:
-        """Note that a session was given up because its server is silent."""
+        """Record that a session was given up because its server is silent."""
 
     def count_unread(self, call: ClientCall, num_bytes: int) -> None:
         """Add to the number of unread bytes that a call holds; negative numbers subtract."""
@@ -85,7 +85,7 @@ class ClientSession:
             begin.metadata[key] = value
         if timeout is not None:
             begin.timeout_ms = max(0, round(1000 * timeout))
-        if self._peer is None:  # no heartbeat was expected until now
+        if self._peer is None:  # until now, no heartbeat was expected
             self._peer = self._client.silences.watch(self._name, self._bound_s or math.inf)
             self._arm(self._bound_s or sessions.HEARTBEAT_MS / 1000)
         call = self._calls[call_id] = ClientCall(self, call_id, wire, timeout, metadata)
@@ -161,7 +161,7 @@ class ClientSession:
         self._client.heartbeat_s = message.heartbeat_ms / 1000
 
     async def _run_sender(self) -> None:
-        # Whatever ends sending also ends receiving, which handles the error.
+        # An error that ends sending also ends receiving, which handles it.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
             await self._turns.run()
 
@@ -205,18 +205,18 @@ class ClientSession:
                     call.finish(_of_call(failure))
 
     def _without_s(self, failure: grpc.aio.AioRpcError | None) -> float | None:
-        """For how long the server is called without sessions, seconds. None where calls would fail like the session:
-        the server is lost, or it has refused this caller.
+        """The time in seconds for which to call the server without sessions. None if calls would fail like the session,
+        because the server is lost or has refused this caller.
 
-        Separate calls cannot harm each other: a call that broke the session then fails alone.
+        Separate calls do not affect one another, so a call that broke the session then fails alone.
         """
         if failure is None or is_peer_lost(failure):
             return None
         if details_of(failure) is not None:
             has_no_room = error_of(failure).reason is Reason.QUEUE_FULL
             return _BROKEN_S if has_no_room else None
-        # Where a server without sessions says so while this end is still writing, gRPC makes an error of its own core
-        # of that.
+        # If a server without sessions refuses while this end is still writing, gRPC turns that into an error of its own
+        # core.
         core_failed = failure.code() is grpc.StatusCode.INTERNAL and not self._spoken.is_set()
         is_unknown = failure.code() is grpc.StatusCode.UNIMPLEMENTED or core_failed
         return _WITHOUT_S if is_unknown else _BROKEN_S

@@ -49,7 +49,7 @@ class _Refusal(grpc.GenericRpcHandler):
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
             await abort(context, error)
-            yield b""  # never: it makes this one of the streams that interceptors know
+            yield b""  # never reached: it makes this a stream, which interceptors recognise
 
         return grpc.unary_stream_rpc_method_handler(refuse)
 

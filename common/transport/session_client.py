@@ -52,13 +52,13 @@ class SessionClient:
             response_deserializer=SessionResponse.FromString,
         )
         self._sessions: list[ClientSession | None] = [None] * num_sessions
-        self._retired: set[ClientSession] = set()  # sessions that take no new calls and wait for the end of theirs
-        self._alone: dict[SharedPart, ClientSession] = {}  # of large requests, by the first part that they share
+        self._retired: set[ClientSession] = set()  # sessions that take no new calls and wait for the end of their calls
+        self._alone: dict[SharedPart, ClientSession] = {}  # sessions of large requests, by the first shared part
         self._turn = 0
         self._without_until_s = 0.0
         self.num_unread_bytes = 0
-        self._unread: dict[ClientCall, None] = {}  # calls that keep some of that
-        self.heartbeat_s = 0.0  # as promised last; applies to a new session too, whose server may hang already
+        self._unread: dict[ClientCall, None] = {}  # calls that hold some of these bytes
+        self.heartbeat_s = 0.0  # as last promised; also applies to a new session, whose server may already hang
 
     @property
     def is_silent(self) -> bool:
@@ -117,7 +117,7 @@ class SessionClient:
         return turns[0]
 
     def listen(self, silent: ClientSession) -> None:
-        """A session was given up for silence: begin another, to notice when the server answers again."""
+        """A session was given up for silence. Begin another one, to notice when the server answers again."""
         if silent in self._sessions:
             session = ClientSession(self, self._begin_session(), is_silent=True)
             self._sessions[self._sessions.index(silent)] = session

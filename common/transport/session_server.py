@@ -40,9 +40,9 @@ MAX_REQUEST_BYTES = 256 << 20
 # Sessions of one host and of one server; more are refused, and their callers fall back to Generate.
 MAX_SESSIONS_OF_HOST = 128
 MAX_SESSIONS = 512
-# Calls of one message that begin in one turn of the event loop: about a millisecond.
+# Number of calls of one message that begin in one turn of the event loop: about a millisecond.
 BEGUN_AT_ONCE = 16
-# Bytes of one message of an answer: as many as gRPC takes, less what a session's message puts around them.
+# Maximum bytes of one message of an answer: gRPC's maximum, minus the overhead of a session's message.
 MAX_RESPONSE_BYTES = transport.MAX_MESSAGE_BYTES - 4096
 
 _Request = TypeVar("_Request")
@@ -131,7 +131,7 @@ class SessionServer:
         self.held.release(request)
 
     def end_when_idle(self) -> None:
-        """End each session when no call is open on it, so that a server that stops waits for calls alone."""
+        """End each session when no call is open on it, so that a stopping server waits only for calls."""
         self.is_ending = True
         for session in self._sessions:
             session.end_if_idle()
@@ -146,8 +146,8 @@ def handler_of(
     generate: Callable[[_Request, CallContext], AsyncGenerator[GenerateResponse, None]],
     read: Callable[[WireRequest], _Request],
 ) -> Handler:
-    """The handler that speaks in messages rather than bytes; `read` makes a request of bytes. INVALID_FIELD for bytes
-    that are none."""
+    """A handler that uses messages instead of bytes; `read` decodes a request. INVALID_FIELD for bytes that are not a
+    request."""
 
     async def handle(wire: WireRequest, context: CallContext) -> None:
         try:
@@ -163,7 +163,7 @@ def handler_of(
 
 
 def _host_of(peer: str) -> str:
-    """The host of a peer as gRPC names it (ipv4:10.0.0.7:41234); all of a unix socket are one."""
+    """The host of a peer as gRPC names it (ipv4:10.0.0.7:41234); all peers of a unix socket are one host."""
     return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
@@ -249,7 +249,7 @@ class _ServerSession:
         context.arm(task)
 
     def _ended(self, context: _ServerContext) -> None:
-        # Not within the task, because a task that is cancelled in the turn in which it was made never runs.
+        # Not within the task, because a task that is cancelled in the turn of its creation never runs.
         context.disarm()
         del self._tasks[context.call_id]
         self._server.ended(self._host, context.request)

@@ -1,4 +1,4 @@
-"""Decides when a silent peer is given up, for all peers of one process.
+"""Decides when a silent peer counts as lost, for all peers of one process.
 
 Peers promise a message at least every heartbeat. Silence for several heartbeats means that a peer hangs, unless there
 is another cause. A false alarm is expensive: other workers compute all streams of the peer again. Three cases are
@@ -37,7 +37,7 @@ class Silences:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._peers: dict[Hashable, dict[Peer, None]] = {}  # by name; one peer may be heard on several streams
-        self._given_up: dict[Hashable, float] = {}  # names, and when
+        self._given_up: dict[Hashable, float] = {}  # names, with times
         self._timer: asyncio.TimerHandle | None = None
         self._ticked_s = clock()
         self._late_s = 0.0  # time that does not count
@@ -66,7 +66,7 @@ class Silences:
             self._stalled_s = self.now_s()
 
     def rename(self, peer: Peer, name: Hashable) -> None:
-        """This stream turned out to be one of the peer `name`."""
+        """Assign this stream to the peer `name`."""
         self._peers.setdefault(name, {})[peer] = None
         streams = self._peers[peer.name]
         del streams[peer]
@@ -75,7 +75,7 @@ class Silences:
         peer.name = name
 
     def forget(self, peer: Peer) -> None:
-        """Listen to this stream no more."""
+        """Stop listening to this stream."""
         streams = self._peers.get(peer.name, {})
         streams.pop(peer, None)
         if not streams:
@@ -124,7 +124,7 @@ class Peer:
         self._heard_s = silences.now_s()
 
     def heard(self, name: Hashable = None) -> None:
-        """It said something; `name` is the peer's, if that is known by now."""
+        """Record a message; `name` is the peer's, if it is known."""
         self._heard_s = self._silences.now_s()
         if name is not None and name != self.name:
             self._silences.rename(self, name)
