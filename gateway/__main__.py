@@ -102,9 +102,7 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     help="Call routers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
 @security_options
-@click.option(
-    "--log-level", default="info", type=click.Choice(LEVELS), help="Minimum level of log lines."
-)
+@click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Minimum level of log lines.")
 @click.option(
     "--log-format", default="text", type=click.Choice(FORMATS), help="Log lines as text, or as JSON for machines."
 )
