@@ -68,7 +68,7 @@ def runtime_directory() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise CommandError(
             f"{directory} must be a directory that belongs to this user alone (mode 0700); "
-            "mend or remove it, or set XDG_RUNTIME_DIR"
+            "correct its mode or remove it, or set XDG_RUNTIME_DIR"
         )
     return directory
 

@@ -181,7 +181,7 @@ def _check_sizes(directory: Path) -> None:
         found = path.stat().st_size if path.is_file() else None
         if found != record.num_bytes:
             now = "is missing" if found is None else f"has {found} bytes instead of {record.num_bytes}"
-            raise CommandError(f"{path} {now}: the model in the cache is damaged; {_remedy(manifest)} mends it")
+            raise CommandError(f"{path} {now}: the model in the cache is damaged; {_remedy(manifest)} repairs it")
 
 
 def _remedy(manifest: Manifest) -> str:

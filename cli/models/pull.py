@@ -395,5 +395,5 @@ def pull(
     try:
         pull_model(source_of(model, name, exported), force=force, offline=offline)
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on from here")
+        say("interrupted; the same command continues from here")
         sys.exit(130)

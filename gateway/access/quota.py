@@ -276,7 +276,7 @@ class SharedLimits:
                     pipeline.eval(script.text, len(script.keys), *script.keys, *script.arguments)
                 answers = await self._in_time(asyncio.ensure_future(pipeline.execute()))
             if answers is not None and not all(map(_fits, batch, answers)):
-                _LOG.warning("Redis gave no answer of ours: each gateway applies the limits of keys by itself")
+                _LOG.warning("Redis gave an invalid answer: each gateway applies the limits of keys by itself")
                 answers = None
         except failures():
             _LOG.debug("a broken connection to Redis could not be given back")

@@ -184,7 +184,7 @@ def test_heads_are_pulled_as_they_are_and_named_with_draft_model(
     with pytest.raises(CommandError, match=f"has {kind} heads and no model; serve the model that they were trained"):
         find_model("o/heads")
     (directory / weights).write_bytes(b"w")
-    with pytest.raises(CommandError, match="has 1 bytes instead of 1000.*headrace pull --force o/heads mends it"):
+    with pytest.raises(CommandError, match="has 1 bytes instead of 1000.*headrace pull --force o/heads repairs it"):
         find_draft_model("o/heads")
 
 

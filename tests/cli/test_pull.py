@@ -251,7 +251,7 @@ def test_an_interrupted_pull_leaves_nothing_half_made(
     path = write_files(tmp_path, {"m.gguf": GGUF}) / "m.gguf"
     result = run(str(path))
     assert result.exit_code == 130
-    assert "interrupted; the same command goes on from here" in result.stderr
+    assert "interrupted; the same command continues from here" in result.stderr
     assert list((cache / "models").iterdir()) == []
 
 

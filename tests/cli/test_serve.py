@@ -179,7 +179,7 @@ def test_a_damaged_model_in_the_cache_tells_how_to_mend_it(
     path = write_files(tmp_path, {"m.gguf": b"GGUF"}) / "m.gguf"
     assert find_model(str(path)) == (model_directory("m"), "m")
     (model_directory("m") / "openvino_model.bin").write_bytes(b"short")
-    with pytest.raises(CommandError, match=r"5 bytes instead of 18: .* headrace pull --force .*m\.gguf mends it"):
+    with pytest.raises(CommandError, match=r"5 bytes instead of 18: .* headrace pull --force .*m\.gguf repairs it"):
         find_model("m")
 
 

@@ -68,7 +68,7 @@ class RequestObserver:
             self._metrics.ended(request, now_s)
         if error is not None:
             span.fail(error.reason.name.lower(), error.message)
-            log.warning("failed behind %d tokens: %s", request.num_generated_tokens, error.message)
+            log.warning("failed after %d tokens: %s", request.num_generated_tokens, error.message)
         elif log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "%s after %.3f s: %d prompt tokens, %d of them cached, %d generated",
