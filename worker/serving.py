@@ -87,8 +87,7 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     thread.start()
     # Reading the binding and collecting garbage take 0.1 s of a core, so do both before the first request.
     hub.bind(await asyncio.to_thread(read_binding, model.kv_cache))
-    # The objects that exist now live as long as the process, so the garbage collector need not scan them while streams
-    # wait.
+    # The objects that exist now live as long as the process, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
     background = [

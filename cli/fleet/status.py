@@ -96,11 +96,7 @@ def row_of(
         info = workers.get(process.name) if workers is not None else None
         row |= _worker_columns(info)
         if answers and info is not None:
-            has_reported = info.report_age_ms > 0 and now_s - info.report_age_ms / 1000 > process.started_s
-            lost = _LOST_STATES.get(info.state, "unreachable") if has_reported else "starting"
-            row["state"] = _WORKER_STATES.get(info.state, lost)
-            if row["state"] == "not answering":
-                row["silent_s"] = round(info.report_age_ms / 1000, 1)
+            row |= _state_columns(info, process.started_s, now_s)
         elif answers and is_router_silent:
             row["state"] = "unknown"
     elif process.role == "router":
@@ -112,6 +108,16 @@ def row_of(
     if answers and is_stopped:
         row["state"] = "stopped"
     return row
+
+
+def _state_columns(info: router_pb2.WorkerInfo, started_s: float, now_s: float) -> dict[str, Any]:
+    """The state of a worker as its router reports it, with silent_s if it does not answer. A process that has not
+    reported since its start is starting."""
+    has_reported = info.report_age_ms > 0 and now_s - info.report_age_ms / 1000 > started_s
+    lost = _LOST_STATES.get(info.state, "unreachable") if has_reported else "starting"
+    state = _WORKER_STATES.get(info.state, lost)
+    silent = {"silent_s": round(info.report_age_ms / 1000, 1)} if state == "not answering" else {}
+    return {"state": state, **silent}
 
 
 def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:

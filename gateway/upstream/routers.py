@@ -234,10 +234,9 @@ class Upstream:
     ) -> AsyncGenerator[GenerateResponse, None]:
         """The messages of one generation, resumed as often as necessary. Close the iterator to cancel it.
 
-        `deadline_s` is the monotonic time of the client's deadline, which router and worker get too. `shared` are the
-        parts that several requests have in common, `num_prompt_tokens` is the length of the prompt if it is one of
-        them. The model's `card` decides whether an answer that broke off is complete. The last message has a finish.
-        Raises `StatusError` if the generation is refused, fails, or is lost for good.
+        `deadline_s` is the monotonic time of the client's deadline, which router and worker also get. `shared` are
+        parts that several requests share; `num_prompt_tokens` is the length of a shared prompt. The model's `card`
+        decides whether an interrupted answer is complete. The last message has a finish. Raises `StatusError`.
         """
         answer = _Answer(request, num_prompt_tokens or len(request.token_ids), card)
         retries, asked_s = Retries(len(self._endpoints), request.attempt), time.monotonic()

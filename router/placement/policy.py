@@ -245,8 +245,7 @@ def _weighed(
     now_s: float,
     priors: Priors,
 ) -> Values:
-    """The expected cost at each candidate: a row for each field of CostTerms. `moved` has the tokens that each
-    fetches."""
+    """The expected cost at each candidate: a row for each field of CostTerms. `moved` has the tokens to fetch."""
     held_tokens = cached_tokens if moved is None else cached_tokens + moved.tokens
     answer = _answer_tokens(request, priors)
     double = priors.batch_for_double_step
@@ -275,8 +274,7 @@ def _weighed(
     np.maximum(backlog_ms, 0.0, out=backlog_ms)
     backlog_ms += values[BOOKED_TOKENS] * ms_per_token
 
-    # Workers compute the prompt with the fewest remaining tokens first. So each request there delays this one by at
-    # most the time of this one's own prompt.
+    # Workers compute the shortest rest first, so each request there delays this one by at most its own time.
     ahead_ms = np.maximum(requests, 1.0) * prefill_ms
     # Later requests slow down its answer. Half of that counts, because they may be shorter than assumed, and may share
     # its prefix.

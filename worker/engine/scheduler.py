@@ -103,8 +103,7 @@ class Scheduler:
     num_fetching: int = 0
     """Prompts for which a tier fills blocks that no request here holds."""
     fetch_first: Callable[[Request, int], bool] | None = None
-    """Takes a waiting request whose cached blocks are elsewhere, to have them fetched into up to this many free
-    blocks."""
+    """Takes a waiting request whose cached blocks are elsewhere, and fetches them into up to this many free blocks."""
     _num_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -254,8 +253,7 @@ class Scheduler:
         return promised + missing <= self.kv_cache.pool.num_free_blocks
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that the request lacks for all of its tokens and one more. After a draft it may have one block too
-        many."""
+        """Blocks that the request lacks for all of its tokens and one more. After a draft it may have one too many."""
         return max(0, self.kv_cache.num_blocks_of(request, request.num_tokens + 1) - len(request.block_table))
 
     def _count_cached_tokens(self, request: Request, gained: int) -> None:

@@ -73,9 +73,8 @@ class OpenVINOModelRunner:
     Decode steps have at least `least_decode` tokens and sampled rows: two in accuracy mode and with `speculates`,
     because other kernels compute a single one. A token then does not depend on how many others its step has, in
     performance mode only on some CPUs (docs/decisions/0048). `states` reads hidden states of every step. With `evicts`,
-    requests may evict their own KV blocks. With `has_parts`, the parts of blocks that belong to layers with a sliding
-    window are in separate slots of `part_bytes` bytes: `part_slots` says which. `block_bytes` then counts only the
-    other layers.
+    requests may evict their own KV blocks. With `has_parts`, layers with a sliding window have their parts of blocks
+    in separate slots of `part_bytes` bytes, in `part_slots`. `block_bytes` then counts only the other layers.
     """
 
     _batch: Batch | None = None
@@ -110,8 +109,7 @@ class OpenVINOModelRunner:
         # Its states would have another precision.
         of_decode = model.clone() if decode_graph and not has_states(model) else None
         of_adapters = model.clone() if max_adapters else None
-        # Without this, OpenVINO uses no defined precision for states in accuracy mode, and bfloat16 for sums over all
-        # tokens.
+        # Without this, states have no defined precision in accuracy mode, and sums over all tokens are in bfloat16.
         needs_float32 = has_states(model) and (execution_mode == "accuracy" or has_sums(model))
         asked = _Asked(threads, kv_precision, execution_mode, needs_float32)
         # In accuracy mode it is "dynamic": that of the model, float32.
