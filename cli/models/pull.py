@@ -88,9 +88,9 @@ def source_of(model: str, name: str | None = None, exported: ExportedWeights | N
     if (reference := parse_reference(model)) is not None:
         return Source("hub", str(reference), name or reference.name)
     if problem := path_problem(model, path):
-        raise CommandError(f"nothing is known of a model {model!r}: {problem}")
+        raise CommandError(f"unknown model {model!r}: {problem}")
     raise CommandError(
-        f"nothing is known of a model {model!r}: name one of {', '.join(sorted(CATALOGUE))}, "
+        f"unknown model {model!r}: name one of {', '.join(sorted(CATALOGUE))}, "
         "a .gguf file, a model directory, or a hub model as OWNER/NAME[:QUANTISATION][@REVISION]; "
         f"{near_name(model, {*CATALOGUE, *SHORT_NAMES})}"
     )

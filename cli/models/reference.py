@@ -43,7 +43,7 @@ def path_problem(model: str, path: Path) -> str:
     if path.is_file():
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
-        return "it is a GGUF file whose name must end in .gguf" if is_gguf else "it is a file, and no .gguf file"
+        return "it is a GGUF file whose name must end in .gguf" if is_gguf else "it is a file, but not a .gguf file"
     return "there is no such file or directory" if model.startswith(("/", "./", "../", "~")) else ""
 
 

@@ -200,7 +200,7 @@ class Transport:
         if insecure or self.knows_callers or stays_on_host(listen):
             return
         raise TransportError(
-            f"whoever reaches {listen} could register workers, drain them and name tenants: "
+            f"anyone who reaches {listen} could register workers, drain them and name tenants: "
             "give all processes --join-token-file FILE (headrace certs secrets makes one) or --tls-dir DIR, "
             "listen on 127.0.0.1 or a unix socket, or set --insecure"
         )

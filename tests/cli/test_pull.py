@@ -297,11 +297,11 @@ def test_each_missing_file_of_a_directory_is_named(cache: Path, model_folder: Pa
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ("nosuch", "nothing is known of a model 'nosuch': name one of smollm2-135m"),
+        ("nosuch", "unknown model 'nosuch': name one of smollm2-135m"),
         ("nosuch.gguf", "there is no file nosuch.gguf"),
-        ("../a/b", "nothing is known"),
+        ("../a/b", "unknown model"),
         ("~nosuchuser/m", "~nosuchuser/m cannot be found: there is no home directory; give the whole path"),
-        ("a/b/c", "nothing is known"),
+        ("a/b/c", "unknown model"),
     ],
 )
 def test_what_means_nothing_is_refused(cache: Path, model: str, sentence: str) -> None:

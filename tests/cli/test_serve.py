@@ -98,7 +98,7 @@ def test_a_model_that_is_nowhere_is_refused_and_what_is_known_is_named(cache: Pa
         ("smolm2-135m", "did you mean smollm2-135m?"),
         ("Qwen3:8B", "did you mean qwen3-8b?"),
         ("./nosuch", "unknown model './nosuch': there is no such file or directory"),
-        ("paper.pdf", "unknown model 'paper.pdf': it is a file, and no .gguf file"),
+        ("paper.pdf", "unknown model 'paper.pdf': it is a file, but not a .gguf file"),
         ("sha256-1", "it is a GGUF file whose name must end in .gguf"),
     ],
 )
@@ -111,8 +111,7 @@ def test_a_wrong_guess_of_a_model_gets_a_hint(
     for command in ("serve", "pull"):
         result = CliRunner().invoke(cli, [command, model])
         assert result.exit_code == 2
-        own = "nothing is known of a" if command == "pull" else "unknown"
-        assert hint.replace("unknown", own) in result.stderr
+        assert hint in result.stderr
 
 
 @pytest.mark.parametrize(
