@@ -55,7 +55,7 @@ class _Level(Generic[T]):
         self.waiting: dict[str, OrderedDict[int, Entry[T]]] = {}
         self.heap: list[tuple[float, int, str]] = []
         self.tags: dict[str, float] = {}  # of all tenants that wait, and of some that waited
-        self.charges: dict[str, float] = {}  # sum of what each tenant's waiting entries are charged
+        self.charges: dict[str, float] = {}  # sum of the charges of each tenant's waiting entries
         self.now = 0.0  # the tag that was served last
         self._weights = weights
 

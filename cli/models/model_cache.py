@@ -163,7 +163,7 @@ def check_model_directory(directory: Path) -> None:
 
 
 def _other_form(directory: Path) -> str:
-    """The form of another kind of model in a directory, with what to do about it; empty if there is none."""
+    """The form of a model in another format in a directory, with a remedy; empty if there is none."""
     names = sorted(path.name for path in directory.iterdir())
     if gguf := [name for name in names if name.endswith(".gguf")]:
         return f"GGUF files; name one of them, such as {directory / gguf[0]}"

@@ -99,7 +99,7 @@ class _Account:
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """The limits of one key; `None` is none."""
+    """The limits of one key; `None` means no limit."""
 
     key_id: str
     requests_per_minute: int | None = None

@@ -45,5 +45,5 @@ class AdminKey:
 
 
 def for_operators(*endpoints: Endpoint) -> Sequence[Endpoint]:
-    """The endpoints without the check of API keys, because no API key stands for the operators' own."""
+    """The endpoints without the check of API keys, because no API key replaces the operators' key."""
     return [replace(endpoint, is_open=True, makes_work=False) for endpoint in endpoints]

@@ -25,8 +25,8 @@ class UnloadRequest(msgspec.Struct, kw_only=True):
 
 
 class AdapterInfo(Shape):
-    """An adapter: its name, that of its model, where its files are and their hash, its rank and size, and how many
-    workers know it and have it in memory."""
+    """An adapter: its name and model, the path and hash of its files, its rank and size, and how many workers know it
+    and have it in memory."""
 
     id: str
     parent: str
@@ -51,8 +51,8 @@ class LoadModelRequest(msgspec.Struct, kw_only=True):
 
     model: str
     path: str | None = None
-    """Where the model is, if the host does not know the name: a name in its cache, OWNER/NAME on a hub, a directory or
-    a GGUF file."""
+    """The location of the model, if the host does not know the name: a name in its cache, OWNER/NAME on a hub, a
+    directory or a GGUF file."""
 
 
 class UnloadModelRequest(msgspec.Struct, kw_only=True):

@@ -31,7 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class AnswerFields(ConstraintFields, kw_only=True):
-    """Fields that all protocols share by name and meaning; None where the caller left them out."""
+    """Fields that all protocols share by name and meaning; None if the caller omits them."""
 
     temperature: float | None = None
     top_p: float | None = None

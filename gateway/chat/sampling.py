@@ -33,7 +33,7 @@ _LARGE_FIELDS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen and when to stop; None where the caller left it to the model's default."""
+    """How to choose tokens and when to stop; None for the model's default."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -31,7 +31,7 @@ from headrace.protos.worker_pb2 import ModelCard, Role
 
 FILES = Path(__file__).parent / "page"
 MIN_INTERVAL_S = 0.9
-"""The least interval between two requests to the router, for all open consoles together."""
+"""The minimum interval between two requests to the router, for all open consoles together."""
 
 _CONTENT_TYPES = {
     ".html": b"text/html; charset=utf-8",
@@ -98,7 +98,7 @@ class FleetView:
         self.workers: Sequence[WorkerInfo] = ()
         """The latest list."""
         self.problem = ""
-        """Why there is no newer list; empty if there is one."""
+        """Why there is no newer list; empty if the list is current."""
 
     async def refresh(self) -> None:
         """Fetch a list that is at most `MIN_INTERVAL_S` old, if the router answers."""
@@ -170,7 +170,7 @@ def host_of(address: str, own_host: str) -> str:
 
 
 def sampling_value(card: ModelCard) -> dict[str, float]:
-    """The default sampling of a request, as far as the page has controls for it."""
+    """The default sampling of a request, for the parameters that the page has controls for."""
     defaults = card.default_sampling
     return {
         name: round(getattr(defaults, name), 4) if defaults.HasField(name) else 1.0 for name in ("temperature", "top_p")

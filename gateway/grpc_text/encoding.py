@@ -11,7 +11,7 @@ from headrace.gateway.encoding.vectors import best_first, floats_of
 from headrace.protos import text_pb2
 
 _MOST = 2**31 - 1
-# Of a message for each of its vectors; more than there are.
+# Bytes of a message for each of its vectors; an upper bound.
 _OVERHEAD_BYTES = 64
 
 
@@ -55,7 +55,7 @@ def pairs_of_texts(message: text_pb2.ScoreRequest) -> PairsToScore:
 
 
 def check_response_size(num_texts: int, dimensions: int) -> None:
-    """Raise `StatusError` if the vectors of so many texts do not fit into a message."""
+    """Raise `StatusError` if the vectors of this many texts do not fit into a message."""
     most = MAX_MESSAGE_BYTES // (4 * dimensions + _OVERHEAD_BYTES)
     if num_texts > most:
         problem = f"vectors of {dimensions} dimensions of more than {most} texts do not fit into a message"

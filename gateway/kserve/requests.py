@@ -65,7 +65,7 @@ class Inference:
     """Whether a text begins with its prompt."""
 
     def completion(self, model: str) -> Completion:
-        """The completion of a model that this is."""
+        """The same as a completion of a model."""
         given = {name: getattr(self.parameters, name) for name in self.parameters.__struct_fields__}
         logprobs = 0 if "cumulative_logprob" in self.outputs else None
         return Completion(prompt=list(self.texts), model=model, stream=self.streams, logprobs=logprobs, **given)
@@ -107,8 +107,8 @@ def parameters_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inference_of(values: Mapping[str, Any], outputs: Sequence[str] = (), streams: bool | None = None) -> Inference:
-    """Build an inference from values. `outputs` names the requested tensors; `streams` is the default if the values do
-    not say. Raises `StatusError`."""
+    """Build an inference from values. `outputs` names the requested tensors; `streams` is the default of `stream`.
+    Raises `StatusError`."""
     rest = dict(values)
     texts = _texts(rest.pop(TEXT_INPUT, None))
     flags = {name: _flag(name, rest.pop(name, None)) for name in FLAGS}

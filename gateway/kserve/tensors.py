@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.gateway.checks import invalid, unsupported
 
-# Datatype -> code of one element, as `struct` has them.
+# Datatype -> code of one element for `struct`.
 _CODES = {
     "BOOL": "?",
     "INT8": "b",
@@ -42,7 +42,7 @@ class Tensor:
 
 
 def checked(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
-    """A tensor of a request. Raises `StatusError` unless it has the elements that its shape says, of its type."""
+    """A tensor of a request. Raises `StatusError` unless its elements match its shape and type."""
     check_type(name, datatype)
     has_right_shape = len(shape) <= MAX_DIMENSIONS and all(0 <= size < 1 << 63 for size in shape)
     if not has_right_shape or math.prod(shape) != len(values):

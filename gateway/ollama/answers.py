@@ -29,7 +29,7 @@ KEEP_ALIVE = b" "
 # Clients in Python end lines at these too: Ollama's own reads them with httpx. JSON has them in texts only.
 _SEPARATORS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029")
 INVALID_JSON = "INVALID_JSON"
-"""Name under which the arguments of a call that was cut off stand as text."""
+"""The name for the text of a cut-off call's arguments."""
 
 
 class _OllamaErrors:
@@ -73,12 +73,12 @@ class Stopwatch:
     planned_s: float
     clock: Callable[[], float] = time.monotonic
     first_s: float = 0.0
-    """The first token came."""
+    """Time of the first token."""
     last_s: float = 0.0
-    """The last token came."""
+    """Time of the last token."""
 
     def tick(self) -> None:
-        """A piece came."""
+        """Record the time of a piece."""
         self.last_s = self.clock()
         self.first_s = self.first_s or self.last_s
 
@@ -146,7 +146,7 @@ class OllamaAnswer:
         self._ending: Ending | None = None
 
     def piece(self, index: int, piece: ChatPiece) -> bytes:
-        """Lines for a piece; none if it shows nothing. A call is shown when all of it is there."""
+        """Lines for a piece; none if it shows nothing. A call is shown when it is complete."""
         part = self._part(piece)
         return line({**self._head(), **self._body(part), "done": False}) if part else b""
 
@@ -191,7 +191,7 @@ class OllamaAnswer:
                 self._call[2].append(text)
 
     def _close(self, part: _Part) -> None:
-        """The call that is open is complete."""
+        """Complete the open call."""
         if self._call is None:
             return
         (call_id, name, texts), self._call = self._call, None

@@ -1,4 +1,4 @@
-"""Embeddings as Ollama's clients ask for them. docs/protocol.md has every field."""
+"""Embeddings in Ollama's format. docs/protocol.md has every field."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Embeddings:
 
 
 def _check(request: OllamaEmbed | OllamaEmbeddings) -> None:
-    """Raise `StatusError` for what cannot be honoured."""
+    """Raise `StatusError` for unsupported values."""
     check_fields(request)
     options = request.options
     for field in () if options is None else options.__struct_fields__:

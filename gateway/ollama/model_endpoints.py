@@ -1,4 +1,4 @@
-"""The models as Ollama's clients ask for them, and what this server leaves to its operator."""
+"""The models in Ollama's format, and refusals of calls that are left to the operator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
 API_VERSION = "0.12.11"
-"""The version of Ollama whose API is served. Clients compare it with the least that they need."""
+"""The version of Ollama whose API is served. Clients compare it with the minimum that they need."""
 _NEVER = "9999-12-31T23:59:59Z"
 _MOST_IDLE_MS = 1000 * 366 * 24 * 3600 * 1000
 _DETAILS = {
@@ -162,9 +162,9 @@ def _size(model: ListedModel) -> int:
 
 
 def _expires_at(model: ListedModel) -> str:
-    """When the model will be unloaded if nobody uses it from now on."""
+    """When the model will be unloaded if it gets no more requests."""
     idle_ms = 0 if model.hosted is None else model.hosted.idle_ms
-    # Later than in a thousand years is never.
+    # More than a thousand years means never.
     return time_of(int(time.time() + idle_ms / 1000)) if 0 < idle_ms < _MOST_IDLE_MS else _NEVER
 
 

@@ -44,12 +44,12 @@ CHAT_NAMES = FieldNames(_OPTIONS)
 """The names of a chat's fields here."""
 
 
-# Fields that have a meaning in these requests, and in others only neutral values.
+# Fields that have a meaning only in these requests, and need neutral values in others.
 _OWN_MEANING = {(OllamaGenerate, "system"), (OllamaEmbed, "truncate")}
 
 
 def check_fields(request: msgspec.Struct) -> None:
-    """Raise `StatusError` for what cannot be honoured."""
+    """Raise `StatusError` for unsupported values."""
     _refuse(request, NEUTRAL, "")
     options = getattr(request, "options", None)
     if isinstance(options, OllamaOptions):
@@ -62,7 +62,7 @@ def check_fields(request: msgspec.Struct) -> None:
 
 
 def is_zero(duration: Duration | None) -> bool:
-    """Whether a checked duration is no time at all."""
+    """Whether a checked duration is 0."""
     if isinstance(duration, str):
         return not any(digit in duration for digit in "123456789")
     return duration == 0
@@ -103,7 +103,7 @@ def prompted_chat_of(request: OllamaGenerate, model: str, effort: str | None) ->
 
 
 def completion_of(request: OllamaGenerate, model: str) -> Completion:
-    """The completion of a checked request whose prompt goes without a template. Raises `StatusError`."""
+    """The completion of a checked request whose prompt is used without a template. Raises `StatusError`."""
     for name in ("system", "context", "think") if request.raw else ("system", "think"):
         if getattr(request, name):
             why = "raw takes the prompt as it is" if request.raw else "the model has no chat template"

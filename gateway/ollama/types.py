@@ -1,7 +1,7 @@
-"""Requests of Ollama's API, as they come in (pure). docs/protocol.md has every field.
+"""Requests of Ollama's API (pure). docs/protocol.md has every field.
 
 Unknown fields are refused: a field that is new to this server may change the answer. Fields of type Any are known but
-honoured in their neutral value only.
+accepted only with their neutral value.
 
 https://docs.ollama.com/api
 """
@@ -46,11 +46,11 @@ class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logits_all: Any = None
     embedding_only: Any = None
 
-    # Of no consequence without mirostat, or where a context is never shifted.
+    # These have no effect without mirostat, or if a context is never shifted.
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     num_keep: Hint | None = None
-    # How an engine that is no worker of ours would load the model.
+    # Options for loading a model in Ollama's own engine.
     num_batch: Hint | None = None
     num_gpu: Hint | None = None
     main_gpu: Hint | None = None
@@ -166,7 +166,7 @@ HINTS = frozenset(
         "use_mlock",
     }
 )
-"""Options that change nothing: how an engine that is no worker of ours would load a model."""
+"""Options without effect: they concern the loading of a model in Ollama's own engine."""
 NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "tfs_z": (1, 1.0),
@@ -176,7 +176,7 @@ NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "logits_all": (False,),
     "embedding_only": (False,),
 }
-"""Option -> values besides null that mean what this server does anyway; the options are refused with others."""
+"""Option -> values besides null that match this server's behaviour; other values are refused."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncate": (False,),

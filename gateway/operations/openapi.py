@@ -56,7 +56,7 @@ _FUNCTION = {
     "required": ["name"],
 }
 _JSON_SCHEMA = {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]}
-# Schemas of values that are not decoded with the request but by their own modules: by type of value and field.
+# Schemas of values that their own modules decode, not the request's: by type of value and field.
 _INSIDE: dict[str, dict[str, Any]] = {
     "array.tools": {
         "items": {

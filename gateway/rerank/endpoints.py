@@ -32,7 +32,7 @@ class _Ranking:
         self._services = services
 
     async def rerank(self, exchange: Exchange) -> None:
-        """Order documents by their score, best first; of equal ones the earlier first."""
+        """Order documents by their score, best first. Of equal scores, the earlier document comes first."""
         request = decode_body(await exchange.body(), RerankRequest)
         texts = [document if isinstance(document, str) else document.text for document in request.documents]
         pairs = PairsToScore(
@@ -58,7 +58,7 @@ class _Ranking:
         )
 
     async def score(self, exchange: Exchange) -> None:
-        """Score each pair: one text with many, or as many with as many."""
+        """Score each pair: of one text with many, or of two lists of the same length."""
         request = decode_body(await exchange.body(), ScoreRequest)
         first, second = request.text_1, request.text_2
         firsts = [first] if isinstance(first, str) else first

@@ -124,7 +124,7 @@ def _check_reasoning(reasoning: ReasoningFields | None) -> None:
     if reasoning is None:
         return
     for name in ("summary", "generate_summary"):
-        # auto means the best summary that the model offers, which is none.
+        # auto means the best summary that the model offers, and this server offers none.
         if getattr(reasoning, name) not in (None, "auto"):
             field = f"reasoning.{name}"
             raise unsupported(field, f"{field} is not supported: reasoning is shown whole, in content; leave it out")

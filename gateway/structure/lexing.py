@@ -96,7 +96,7 @@ def _meet(one: Ranges, other: Ranges) -> bool:
 
 
 class Lexing:
-    """Which terminals may follow which, to decide whether a lexer splits every text as the grammar does."""
+    """Which terminals may follow one another, to decide whether a lexer splits every text as the grammar does."""
 
     def __init__(self, shapes: Shapes, parts: Mapping[str, Node]) -> None:
         self._parts = parts

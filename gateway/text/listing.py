@@ -11,8 +11,8 @@ from headrace.protos.worker_pb2 import ModelCard
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model in the list for callers: its name, its state in a word, what it is for, why it could not be loaded, and
-    its card, if it is known. `alias_of` is the model that the name stands for, if it is an alias. `hosted` is what the
+    """A model in the list for callers: its name, its state in a word, its task, why it could not be loaded, and its
+    card, if it is known. `alias_of` is the model that the name stands for, if it is an alias. `hosted` is what the
     model's host reports."""
 
     name: str

@@ -47,7 +47,7 @@ class Tokenizer:
         self.special_ids = special_ids
         """Tokens that are not text. Clients get them only on request."""
         self.chat_template = chat_template
-        """The chat template that came with the graph, if one did."""
+        """The chat template that is stored with the graph, if there is one."""
         self.special_tokens = special_tokens
         """Texts of those of `bos_token`, `eos_token` and `pad_token` that the graph names."""
 

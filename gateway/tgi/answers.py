@@ -46,7 +46,7 @@ class Shown:
     prompt: Sequence[int]
     """Tokens of the prompt."""
     prefix: str = ""
-    """What the generated text begins with."""
+    """The beginning of the generated text."""
     num_top: int = 0
     """Alternatives to each token."""
     details: bool = False
@@ -172,7 +172,7 @@ class TgiStream:
         for i in range(self._num_events, count):
             events += self._event(i, choice.tokens[i], is_last and i == count - 1)
         if is_last and count and count == self._num_events:
-            # All tokens came before a worker was lost. Readers leave the texts of special tokens out.
+            # All tokens arrived before a worker was lost. Readers omit the texts of special tokens.
             events = self._event(count - 1, {**choice.tokens[-1], "text": "", "special": True}, is_last=True)
         self._num_events = count
         return events

@@ -49,7 +49,7 @@ class _Generations:
         await self._stream(exchange, request)
 
     async def either(self, exchange: Exchange) -> None:
-        """POST /: as one of the others, by what `stream` says. A whole answer is in a list."""
+        """POST /: like one of the others, depending on `stream`. A whole answer is in a list."""
         request = decode_body(await exchange.body(), TgiRequest)
         if request.stream:
             await self._stream(exchange, request)

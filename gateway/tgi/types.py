@@ -17,7 +17,7 @@ from headrace.gateway.field_names import FieldNames
 
 DEFAULT_NEW_TOKENS = 100
 NEUTRAL: dict[str, tuple[Any, ...]] = {"typical_p": (1, 1.0), "watermark": (False,)}
-"""Parameter -> values besides null that mean what this server does anyway; others are refused."""
+"""Parameter -> values besides null that match this server's behaviour; others are refused."""
 
 
 class TgiGrammar(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +94,7 @@ def completion_of(request: TgiRequest, streams: bool) -> Completion:
         prompt=request.inputs,
         model=parameters.adapter_id or request.model,
         stream=streams,
-        # Where nothing is said, the model's own defaults do not hold: TGI has none.
+        # For omitted parameters, the model's own defaults do not apply, because TGI has none.
         temperature=(1.0 if parameters.temperature is None else parameters.temperature) if samples else 0.0,
         top_k=parameters.top_k or 0,
         top_p=1.0 if parameters.top_p is None else parameters.top_p,

@@ -202,8 +202,8 @@ class Forwarding:
     # -- placing ----------------------------------------------------------------------------------------------------
 
     async def _next_place(self) -> PlacedRequest:
-        """Book a worker, after waiting for room or for a worker's return if necessary. Raises StatusError if there is
-        none in time."""
+        """Book a worker, after waiting for room or for a worker's return if necessary. Raises StatusError if no worker
+        is found in time."""
         arrived_s = time.monotonic()
         with current_span().child("place") as span:
             placed = await self._await_place(MAX_CANDIDATES if span.is_recording else 0)

@@ -48,7 +48,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     transfer_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
     disk_changes: dict[int, bool] = {}
-    """Hashes that came to the disk (True) or left it."""
+    """Hashes that were added to the disk (True) or removed from it."""
     num_state_slots: int = 0
     num_saved_states: int = 0
     state_changes: dict[int, bool] = {}

@@ -134,7 +134,7 @@ class DiskOfBlocks(Tier, Protocol):
         ...
 
     def take_changes(self) -> dict[int, bool]:
-        """The hashes that came (True) or left since the last call."""
+        """The hashes that were added (True) or removed since the last call."""
         ...
 
 

@@ -119,7 +119,7 @@ def _settle_positions(model: ov.Model) -> None:
 
 
 def _settle_images(model: ov.Model, tokens: ov.Node) -> None:
-    """Leave out what is added to the states of images' tokens."""
+    """Remove the values that are added to the states of images' tokens."""
     is_of_image, states = _input(model, _IS_OF_IMAGE), _input(model, _IMAGE_STATES)
     if is_of_image is None:
         return

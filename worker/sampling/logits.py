@@ -37,8 +37,8 @@ def ranges(starts: IndexArray, counts: IndexArray) -> IndexArray:
 class Places:
     """Positions of single logits in rows `[n, vocab]`, sorted, without repeats, and grouped by run.
 
-    Position i is (`rows[i]`, `token_ids[i]`), and was entry `order[i]` of what was given. It lies in group `group[i]`;
-    group g is run `runs[g]` of row `rows_of_runs[g]` and begins at position `firsts[g]`.
+    Position i is (`rows[i]`, `token_ids[i]`), and was entry `order[i]` of the input. It lies in group `group[i]`; group
+    g is run `runs[g]` of row `rows_of_runs[g]` and begins at position `firsts[g]`.
     """
 
     __slots__ = ("firsts", "group", "keys", "order", "rows", "rows_of_runs", "runs", "starts", "token_ids")

@@ -119,8 +119,8 @@ class Speculation:
         """Whether earlier text and predictions are proposed."""
 
     def propose(self, wanted: dict[Request, int], kv_cache: KVCacheManager) -> None:
-        """Give drafts to streams, and add their tokens to what each wants to compute. No draft takes a block that a
-        stream needs."""
+        """Give drafts to streams, and add their tokens to the numbers of tokens to compute. No draft takes a block that
+        a stream needs."""
         self._drafts.clear()
         if kv_cache.pool.num_free_blocks < 2 * len(wanted) or self._is_skipped():
             return

@@ -1,7 +1,7 @@
-"""Parse what models write, piece by piece: reasoning, text and tool calls (pure).
+"""Parses the output of models piece by piece: reasoning, text and tool calls (pure).
 
-Each family of models has a module with one generator that mirrors the format. It takes text from a
-`Source`, gives what it found to an `Output`, and yields where it needs more text:
+Each family of models has a module with one generator that mirrors the format. It takes text from a `Source`, passes its
+results to an `Output`, and yields where it needs more text:
 
     pieces of text -> Source -> steps of the family -> Output -> deltas
 
