@@ -183,7 +183,7 @@ class ModelList(Shape):
 
     object: Literal["list"]
     data: list[ModelCard]
-    has_more: Literal[False]
+    has_more: bool
     first_id: str | None
     last_id: str | None
 

@@ -26,7 +26,18 @@ OPERATIONS: tuple[Operation, ...] = (
         neutral=types.NEUTRAL,
         prefixes=API,
     ),
-    Operation("GET", "/models", "List the models", answer_types.ModelList, prefixes=API),
+    Operation(
+        "GET",
+        "/models",
+        "List the models",
+        answer_types.ModelList,
+        prefixes=API,
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
+            "after_id": {"type": "string"},
+            "before_id": {"type": "string"},
+        },
+    ),
     Operation("GET", "/models/{name}", "Look a model up", answer_types.ModelCard, prefixes=API),
     Operation(
         "POST",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.gateway.chat.logprobs import token_bytes_of
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.query import number_of, query_of
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.openai.answers import model_value
 from headrace.gateway.openai.types import DetokenizeRequest, TokenizeRequest, check_tokenize_body
 from headrace.gateway.services import Services
 from headrace.gateway.text.detokenizer import detokenize
+
+MAX_PAGE = 1000
+"""The most models of a page."""
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
@@ -33,10 +37,9 @@ class _Models:
 
     async def list_models(self, exchange: Exchange) -> None:
         cards = [model_value(model) for model in await self._services.models.overview()]
-        ends = (
-            {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {"first_id": None, "last_id": None}
-        )
-        await exchange.respond(encode({"object": "list", "data": cards, "has_more": False, **ends}))
+        page, has_more = _page_of(cards, query_of(exchange))
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        await exchange.respond(encode({"object": "list", "data": page, "has_more": has_more, **ends}))
 
     async def get_model(self, exchange: Exchange) -> None:
         await exchange.respond(
@@ -64,3 +67,21 @@ class _Models:
         if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < model.card.vocab_size:
             raise invalid("tokens", f"tokens must be from 0 to {model.card.vocab_size - 1}")
         await exchange.respond(encode({"prompt": detokenize(request.tokens, model.text.tokenizer.token_bytes)}))
+
+
+def _page_of(cards: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Sequence[dict[str, Any]], bool]:
+    """The models that Anthropic's parameters of pages choose, and whether there are more in that direction. Without
+    `limit`, these are all models. Raises `StatusError`."""
+    limit = number_of(query, "limit", max(1, len(cards)), 1, MAX_PAGE)
+    places = {card["id"]: place for place, card in enumerate(cards)}
+    for name in ("after_id", "before_id"):
+        if name in query and query[name] not in places:
+            raise invalid(name, f"{name}: there is no model of this id")
+    if "before_id" in query and "after_id" in query:
+        raise invalid("before_id", "before_id does not go with after_id")
+    if "before_id" in query:
+        cards = cards[: places[query["before_id"]]]
+        return cards[-limit:], len(cards) > limit
+    if "after_id" in query:
+        cards = cards[places[query["after_id"]] + 1 :]
+    return cards[:limit], len(cards) > limit

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import parse_qs
 
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import ChatLogprobs
@@ -17,6 +16,7 @@ from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.failures import HttpError
+from headrace.gateway.edge.query import flag_of, number_of, query_of
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.responses.answers import ResponseAnswer, ending_event, response_head
@@ -208,9 +208,9 @@ class _Responses:
     async def retrieve(self, exchange: Exchange) -> None:
         """GET responses/{id}, as JSON or as a stream of its events."""
         query = _query(exchange, ("stream", "starting_after", "include_obfuscation"))
-        if _flag(query, "include_obfuscation"):
+        if flag_of(query, "include_obfuscation"):
             raise unsupported("include_obfuscation", "include_obfuscation is not supported; leave it out")
-        streams = _flag(query, "stream")
+        streams = flag_of(query, "stream")
         await exchange.body()
         stored = await self._found(exchange)
         if not streams:
@@ -220,7 +220,7 @@ class _Responses:
             return
         if stored.events is None:
             raise invalid("stream", "stream: only a response that was created with background and stream has events")
-        position = _number(query, "starting_after", -1, -1, 2**31) + 1
+        position = number_of(query, "starting_after", -1, -1, 2**31) + 1
         run = self._runs.get(stored.response["id"])
         if run is not None:
             await self._follow(exchange, run, position)
@@ -251,7 +251,7 @@ class _Responses:
     async def list_input_items(self, exchange: Exchange) -> None:
         """GET responses/{id}/input_items."""
         query = _query(exchange, ("limit", "order", "after"))
-        limit = _number(query, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
+        limit = number_of(query, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise invalid("order", "order must be asc or desc")
@@ -360,32 +360,11 @@ class _Responses:
 
 def _query(exchange: Exchange, known: Sequence[str]) -> dict[str, str]:
     """The last value of each known parameter of the query. Raises `StatusError` for an unsupported one."""
-    try:
-        values = parse_qs(exchange.scope["query_string"].decode("latin-1"), max_num_fields=32)
-    except ValueError as error:
-        raise StatusError(Reason.INVALID_FIELD, "the query has too many parameters") from error
+    values = query_of(exchange)
     for name in ("include", "include[]"):
         if name in values:
             raise unsupported("include", "include is taken when a response is created, and not later; leave it out")
-    return {name: given[-1] for name, given in values.items() if name in known}
-
-
-def _flag(query: Mapping[str, str], name: str) -> bool:
-    text = query.get(name, "false")
-    if text not in ("true", "false"):
-        raise invalid(name, f"{name} must be true or false")
-    return text == "true"
-
-
-def _number(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
-    digits = text.removeprefix("-")
-    number = int(text) if digits.isascii() and digits.isdigit() and len(text) < 12 else None
-    if number is None or not least <= number <= most:
-        raise invalid(name, f"{name} must be a number from {least} to {most}")
-    return number
+    return {name: value for name, value in values.items() if name in known}
 
 
 def _unreachable(error: StoreError) -> StatusError:

@@ -417,3 +417,36 @@ async def test_a_resumption_stays_with_the_weights_that_began_the_answer(kit: An
     assert len(resumed) == 30
     assert all(request.model_identity for request in resumed)
     assert all(len(models) == 1 for models in by_request.values())
+
+
+async def test_pages_of_models_follow_anthropics_parameters(system: System) -> None:
+    ids = list(await system.listed())
+    assert len(ids) >= 3
+
+    async def page(**query: Any) -> tuple[list[str], bool]:
+        answer = (await system.gateway.http.get("/v1/models", params=query)).json()
+        found = [model["id"] for model in answer["data"]]
+        assert (answer["first_id"], answer["last_id"]) == ((found[0], found[-1]) if found else (None, None))
+        return found, answer["has_more"]
+
+    assert await page() == (ids, False)
+    assert await page(limit=2) == (ids[:2], True)
+    assert await page(limit=1000, after_id=ids[0]) == (ids[1:], False)
+    assert await page(limit=1, after_id=ids[0]) == (ids[1:2], True)
+    assert await page(after_id=ids[-1]) == ([], False)
+    assert await page(limit=1, before_id=ids[2]) == (ids[1:2], True)
+    assert await page(before_id=ids[0]) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ({"limit": "0"}, "limit"),
+        ({"limit": "many"}, "limit"),
+        ({"after_id": "nobody"}, "after_id"),
+        ({"before_id": "nobody"}, "before_id"),
+    ],
+)
+async def test_wrong_pages_of_models_are_refused_by_field(system: System, query: dict[str, str], field: str) -> None:
+    answer = await system.gateway.http.get("/v1/models", params=query)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

@@ -1,0 +1,41 @@
+"""The parameters in the query of a request's URL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import parse_qs
+
+from headrace.gateway.checks import invalid
+from headrace.gateway.edge.exchange import Exchange
+from headrace.protos.status import Reason, StatusError
+
+_MAX_PARAMETERS = 32
+
+
+def query_of(exchange: Exchange) -> dict[str, str]:
+    """The last value of each parameter. Raises `StatusError` if there are too many."""
+    try:
+        values = parse_qs(exchange.scope["query_string"].decode("latin-1"), max_num_fields=_MAX_PARAMETERS)
+    except ValueError as error:
+        raise StatusError(Reason.INVALID_FIELD, "the query has too many parameters") from error
+    return {name: given[-1] for name, given in values.items()}
+
+
+def flag_of(query: Mapping[str, str], name: str) -> bool:
+    """A parameter that is true or false; false by default. Raises `StatusError`."""
+    text = query.get(name, "false")
+    if text not in ("true", "false"):
+        raise invalid(name, f"{name} must be true or false")
+    return text == "true"
+
+
+def number_of(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    """A parameter that is a number from `least` to `most`. Raises `StatusError`."""
+    text = query.get(name)
+    if text is None:
+        return default
+    digits = text.removeprefix("-")
+    number = int(text) if digits.isascii() and digits.isdigit() and len(text) < 12 else None
+    if number is None or not least <= number <= most:
+        raise invalid(name, f"{name} must be a number from {least} to {most}")
+    return number
