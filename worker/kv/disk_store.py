@@ -235,7 +235,7 @@ class DiskStore:
                 self._changes[block_hash] = is_there
 
     def _learn(self, name: int, block_hash: int) -> None:
-        """The hash of a block on an encrypted disk is known now."""
+        """Record the hash of a block on an encrypted disk, because it is known now."""
         if self._cipher is not None and name not in self._known:
             self._known[name] = block_hash
             with self._changing:
