@@ -436,6 +436,8 @@ async def test_pages_of_models_follow_anthropics_parameters(system: System) -> N
     assert await page(after_id=ids[-1]) == ([], False)
     assert await page(limit=1, before_id=ids[2]) == (ids[1:2], True)
     assert await page(before_id=ids[0]) == ([], False)
+    both = await system.gateway.http.get("/v1/models", params={"after_id": ids[0], "before_id": ids[2]})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "before_id")
 
 
 @pytest.mark.parametrize(
