@@ -63,13 +63,16 @@ class HeldBytes:
 
     def added_by(self, request: WireRequest) -> int:
         """How many bytes this request would add."""
+        if not request.shared:
+            return len(request.own)
         fresh = (part for part in set(request.shared) if part not in self._num_holders)
         return len(request.own) + sum(len(part.raw) for part in fresh)
 
     def hold(self, request: WireRequest) -> None:
         """Count a request until it is released."""
         self.total += self.added_by(request)
-        self._num_holders.update(set(request.shared))
+        if request.shared:
+            self._num_holders.update(set(request.shared))
 
     def release(self, request: WireRequest) -> None:
         """Stop counting a request that was held. Must be called exactly once for each."""

@@ -22,7 +22,7 @@ def describe_placement(span: Span, placed: PlacedRequest) -> None:
             "headrace.placement.predicted_cached_tokens": placement.predicted_cached_tokens,
             "headrace.placement.num_candidates": placement.num_candidates,
             "headrace.placement.decision_us": 1e6 * placed.decision_s,
-            **_terms(placement.cost),
+            **({} if placement.cost is None else _terms(placement.cost)),
         }
     )
     for weighed in placement.weighed:

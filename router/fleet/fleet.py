@@ -33,7 +33,7 @@ from headrace.router.fleet.session_workers import SessionWorkers
 from headrace.router.placement.answer_lengths import AnswerLengths
 from headrace.router.placement.bookings import Booking
 from headrace.router.placement.candidates import Candidates
-from headrace.router.placement.policy import Placement, RequestFacts, place
+from headrace.router.placement.policy import Placement, RequestFacts, place, place_at
 from headrace.router.placement.predictions import Run
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
 from headrace.router.placement.roles import LONG_PROMPT_MS
@@ -339,6 +339,12 @@ class Fleet:
     ) -> Placement:
         session_worker = self._sessions.get(model, request.session_key)
         facts = RequestFacts(request.num_tokens, request.max_new_tokens, session_worker, request.max_ttft_ms)
+        transfers = members.transfers(
+            self.index, request.hashes, cached_blocks, self._pools.draining, request.prefilled
+        )
+        if len(members) == 1 and transfers is None and not num_described:
+            link, card = members.links[0]
+            return place_at(facts, link.address, int(cached_blocks[0]) * card.block_size)
         placement = place(
             facts,
             members.candidates(self._pools.table),
@@ -348,9 +354,7 @@ class Fleet:
             num_described=num_described,
             priors=self.answer_lengths.priors(model),
             adapter_ms=adapter_ms(request, members),
-            transfers=members.transfers(
-                self.index, request.hashes, cached_blocks, self._pools.draining, request.prefilled
-            ),
+            transfers=transfers,
         )
         assert placement is not None, "there are candidates"
         return placement

@@ -173,6 +173,12 @@ class WorkerLink:
         assert self.card is not None, "a worker without a card is not a candidate"
         return Candidate.of(self.address, self.reported.load, self.card.block_size, self._bookings)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the worker takes another request, with those that are booked here and not reported yet."""
+        load = self.reported.load
+        return load.has_room(load.num_arrived + self._bookings.num_pending)
+
     # -- bookings ---------------------------------------------------------------------------------------------------
 
     @property
@@ -347,8 +353,10 @@ class WorkerLink:
         events = message.kv_events
         if events.reset:
             self._index.reset(self.address)
-        self._index.disk.apply(self.slot, message.disk_events.stored, message.disk_events.evicted)
-        self._index.states.apply(self.slot, message.state_events.stored, message.state_events.evicted)
+        if message.HasField("disk_events"):
+            self._index.disk.apply(self.slot, message.disk_events.stored, message.disk_events.evicted)
+        if message.HasField("state_events"):
+            self._index.states.apply(self.slot, message.state_events.stored, message.state_events.evicted)
         for change, hashes in ((self._index.evict, events.evicted), (self._index.store, events.stored)):
             await self._in_slices(change, hashes)
         self.num_routers = message.num_watchers or 1

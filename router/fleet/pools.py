@@ -186,14 +186,14 @@ class Pool:
     def remove(self, link: WorkerLink) -> None:
         """Remove a worker that is no longer ready."""
         del self._cards[link]
+        self._table.forget(link.slot)
         self._with_room.discard(link)
         self._members = None
 
     def note(self, link: WorkerLink) -> None:
         """Apply a change of a member's load or bookings."""
-        candidate = link.candidate()
-        self._table.put(link.slot, candidate)
-        if candidate.load.has_room(candidate.num_booked_requests):
+        self._table.changed(link.slot, link.candidate)
+        if link.has_room:
             self._with_room.add(link)
         else:
             self._with_room.discard(link)
@@ -206,9 +206,8 @@ class Pool:
         """Assert that the members are among `links` and ready, and that the recorded loads are current. For tests."""
         assert {link for link in links if link in self._cards} == self._cards.keys(), "a member has no link"
         for link in self._cards:
-            candidate = link.candidate()
             assert link.is_ready
-            assert candidate.load.has_room(candidate.num_booked_requests) == (link in self._with_room)
+            assert link.has_room == (link in self._with_room)
         values = Candidates.of([link.candidate() for link, _ in self.members().links]).values
         assert np.array_equal(values, self._table.at(self.members().slots)), "the table's loads are out of date"
 

@@ -85,8 +85,9 @@ class RoutedRequest:
         return self.num_tokens < longest_context_of(card, self._sampling)
 
     async def prepare(self, cards: Iterable[worker_pb2.ModelCard]) -> None:
-        """Copy and hash the prompt for workers with these cards, without blocking the event loop for long."""
-        await self._prompt.prepare({(self._root(card), card.block_size) for card in cards})
+        """Copy and hash a long prompt for workers with these cards, without blocking the event loop for long."""
+        if self._prompt.is_long:
+            await self._prompt.prepare({(self._root(card), card.block_size) for card in cards})
 
     def hashes(self, card: worker_pb2.ModelCard) -> list[int]:
         """Hashes of the full blocks, as workers with this card compute them."""

@@ -17,7 +17,9 @@ class WorkerAdapters:
 
     def take(self, message: worker_pb2.WatchResponse) -> None:
         """Apply a report."""
-        self.num_changes += any(map(message.HasField, ("adapters", "adapter_changes", "adapters_in_memory")))
+        if not any(map(message.HasField, ("adapters", "adapter_changes", "adapters_in_memory"))):
+            return
+        self.num_changes += 1
         if message.HasField("adapters"):
             self._adapters = {adapter.name: adapter for adapter in message.adapters.adapters}
             self._max_in_memory = message.adapters.max_in_memory

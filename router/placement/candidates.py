@@ -8,7 +8,7 @@ Pure. Not thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -135,6 +135,16 @@ class CandidateTable:
 
     def __init__(self) -> None:
         self._values: Values = np.zeros((_NUM_COLUMNS, 16))
+        self._changed: dict[int, Callable[[], Candidate]] = {}
+
+    def changed(self, slot: int, candidate: Callable[[], Candidate]) -> None:
+        """Note that the load or the bookings of the worker at a slot have changed. They are read before the next use of
+        the table: most requests change them several times and use it once."""
+        self._changed[slot] = candidate
+
+    def forget(self, slot: int) -> None:
+        """Do not read what was noted as changed at this slot."""
+        self._changed.pop(slot, None)
 
     def put(self, slot: int, candidate: Candidate) -> None:
         """Store the load and the bookings of the worker at a slot."""
@@ -163,4 +173,7 @@ class CandidateTable:
 
     def at(self, slots: Places) -> Values:
         """A copy of the columns at these slots, in this order."""
+        while self._changed:
+            slot, candidate = self._changed.popitem()
+            self.put(slot, candidate())
         return self._values.take(slots, axis=1)

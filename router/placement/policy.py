@@ -126,24 +126,40 @@ class Weighed(msgspec.Struct, frozen=True, gc=False):
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
     """A decision with its reasons. `cost` and `belief` belong to the chosen worker; `number` is its index among the
-    candidates. It fetches `num_moved_tokens` from the worker at address `source`. `weighed` has the requested number
-    of candidates, cheapest first."""
+    candidates. Both are None if nothing was weighed (`place_at`). The worker fetches `num_moved_tokens` from the one
+    at address `source`. `weighed` has the requested number of candidates, cheapest first."""
 
     worker_id: str
     number: int
     reason: PlacementReason
     predicted_cached_tokens: int
     num_moved_tokens: int
-    cost: CostTerms
+    cost: CostTerms | None
     num_candidates: int
     weighed: Sequence[Weighed]
-    belief: Belief
+    belief: Belief | None
     source: str = ""
 
     @property
     def costs(self) -> dict[str, CostTerms]:
         """The cost at each of `weighed`."""
         return {weighed.worker_id: weighed.cost for weighed in self.weighed}
+
+
+def place_at(request: RequestFacts, worker_id: str, num_cached_tokens: int) -> Placement:
+    """The placement at the only candidate. It has nothing to fetch, and is not described. So its cost would decide
+    nothing, and to compute it would take a tenth of a millisecond."""
+    return Placement(
+        worker_id=worker_id,
+        number=0,
+        reason=PlacementReason.ONLY,
+        predicted_cached_tokens=min(num_cached_tokens, max(request.num_prompt_tokens - 1, 0)),
+        num_moved_tokens=0,
+        cost=None,
+        num_candidates=1,
+        weighed=(),
+        belief=None,
+    )
 
 
 def place(

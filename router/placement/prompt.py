@@ -29,6 +29,11 @@ class Prompt:
         self.num_copied_tokens = 0
         """Tokens that were copied so far, over all requests that share the prompt."""
 
+    @property
+    def is_long(self) -> bool:
+        """Whether to call `prepare` before the first use."""
+        return self.num_tokens > _SLICE_TOKENS
+
     async def prepare(self, chains: Iterable[tuple[int, int]]) -> None:
         """Compute tokens and hashes, without blocking the event loop for long. A chain is a root hash and a block
         size."""

@@ -6,12 +6,13 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.router.placement.candidates import Candidate, Candidates, LoadReport
-from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place
+from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place, place_at
 from headrace.router.placement.rates import Priors
 
 IDLE = LoadReport(
@@ -152,8 +153,10 @@ def test_a_session_stays_with_its_worker_while_load_allows() -> None:
 
 def test_reported_backlog_is_worked_off_as_time_passes() -> None:
     report = load(num_uncached_tokens=1000)
-    later = place(RequestFacts(2000, 16), Candidates.of([candidate("a", report)]), [0], 0.4, random.Random(0))
+    candidates = Candidates.of([candidate("a", report)])
+    later = place(RequestFacts(2000, 16), candidates, [0], 0.4, random.Random(0))
     assert later is not None
+    assert later.cost is not None
     assert later.cost.backlog_ms == pytest.approx(600.0)
 
 
@@ -255,3 +258,13 @@ def test_the_chosen_one_is_the_cheapest_up_to_noise_and_terms_add_up(
 def test_one_more_cached_block_never_costs_more(report: LoadReport, blocks: int) -> None:
     less, more = (placed(candidate("a", report), a=number).cost.total_ms for number in (blocks, blocks + 1))
     assert more <= less
+
+
+@given(LOADS, st.integers(0, 20), st.integers(1, 320))
+def test_an_only_candidate_is_placed_as_if_weighed(report: LoadReport, blocks: int, num_prompt_tokens: int) -> None:
+    candidates, facts = Candidates.of([candidate("a", report)]), RequestFacts(num_prompt_tokens)
+    weighed = place(facts, candidates, [blocks], 0.0, random.Random(0))
+    assert weighed is not None
+    assert weighed.belief is not None
+    assert weighed.belief.slack_ms == math.inf, "no report makes another worker better"
+    assert place_at(facts, "a", 16 * blocks) == msgspec.structs.replace(weighed, cost=None, belief=None)
