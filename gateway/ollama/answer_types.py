@@ -87,6 +87,7 @@ class OllamaListed(Shape):
     modified_at: str
     digest: str
     details: OllamaDetails
+    size: int
 
 
 class OllamaList(Shape):

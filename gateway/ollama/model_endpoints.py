@@ -73,7 +73,10 @@ class _Models:
 
     async def tags(self, exchange: Exchange) -> None:
         models = await self._services.models.overview()
-        listed = [{**_identity(model), "modified_at": time_of(_card(model).created_s)} for model in models]
+        listed = [
+            {**_identity(model), "size": _size(model), "modified_at": time_of(_card(model).created_s)}
+            for model in models
+        ]
         await exchange.respond(encode({"models": listed}))
 
     async def running(self, exchange: Exchange) -> None:

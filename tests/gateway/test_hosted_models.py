@@ -144,7 +144,7 @@ async def test_lists_tell_the_state_of_every_model_and_alias(system: System) -> 
     assert config["a"]["model_version_status"][0]["state"] == "AVAILABLE"
     running = (await system.gateway.http.get("/api/ps")).json()["models"]
     assert [model["name"] for model in running] == ["a", "same"]
-    system.host.set("a", "LOADED", idle_ms=1 << 60)
+    system.host.set("a", "LOADED", idle_ms=1 << 60, num_bytes=7 << 20)
     system.host.set("f", "LOADING")
     await system.until_listed("f", "loading")
     running = (await system.gateway.http.get("/api/ps")).json()["models"]
@@ -153,6 +153,7 @@ async def test_lists_tell_the_state_of_every_model_and_alias(system: System) -> 
     assert 'headrace_model_state{model="b",state="unloaded"} 1.0' in metrics
     tags = (await system.gateway.http.get("/api/tags")).json()["models"]
     assert [model["name"] for model in tags] == ["a", "b", "e", "f", "other", "same"]
+    assert tags[0]["size"] == running[0]["size"] == 7 << 20
 
 
 async def test_looking_at_a_model_does_not_load_it(system: System) -> None:

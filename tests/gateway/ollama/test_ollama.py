@@ -424,6 +424,7 @@ async def test_models_are_listed_and_run(front: Any, model: Any) -> None:
     card = model.card()
     (listed,) = (await front.http.get("/api/tags")).json()["models"]
     assert (listed["name"], listed["model"], listed["digest"]) == ("tiny", "tiny", card.fingerprint)
+    assert listed["size"] == 0, "the size of a model without a host is not known"
     assert datetime.fromisoformat(listed["modified_at"]).timestamp() == card.created_s
     (running,) = (await front.http.get("/api/ps")).json()["models"]
     assert (running["name"], running["context_length"]) == ("tiny", 4096)
