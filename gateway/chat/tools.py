@@ -12,7 +12,7 @@ from headrace.gateway.chat.request import Chat
 from headrace.gateway.checks import invalid, unsupported
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _MAX_ECHO_CHARS = 64
 
 
@@ -76,7 +76,7 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
             raise invalid(f"{where}.function", f"{where}.function is required")
         name = function.get("name")
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-            allowed = "1 to 64 letters, digits, underscores, hyphens and dots"
+            allowed = "1 to 128 letters, digits, underscores, hyphens and dots"
             raise invalid(f"{where}.function.name", f"{where}.function.name must have {allowed}")
         if name in schemas:
             raise invalid(f"{where}.function.name", f"{where}.function.name: there are two tools named '{name}'")

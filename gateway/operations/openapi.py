@@ -48,7 +48,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
 _FUNCTION = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
         "description": {"type": "string"},
         "parameters": {"type": "object"},
         "strict": {"type": "boolean"},

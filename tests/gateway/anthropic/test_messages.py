@@ -370,6 +370,8 @@ async def test_the_template_sees_the_tools(ask: Any, model: Any) -> None:
     assert '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}' in prompt
     assert '"description": "The time."' in prompt
     assert "cache_control" not in prompt
+    await ask("x", tools=[{**NOW, "name": "n" * 128}])
+    assert f'"{"n" * 128}"' in model.prompt
 
 
 async def test_the_choice_of_tools_is_enforced(ask: Any, model: Any) -> None:
@@ -426,6 +428,7 @@ async def test_an_output_format_is_held_by_its_schema(ask: Any, model: Any) -> N
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "built-in 'web_search_20250305'"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must have"),
+        ({"tools": [{"name": "a" * 129, "input_schema": {}}]}, "tools[0].name must have"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name: there are two tools named"),
         ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools[0].input_examples"),
