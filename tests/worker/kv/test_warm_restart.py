@@ -203,17 +203,21 @@ class KilledError(BaseException):
 
 @contextmanager
 def killing(memory: HostMemory, countdown: int, found: list[HostMemory]) -> Iterator[None]:
-    """Die after a number of executed lines of the engine, in any thread: append a copy of the memory to `found`."""
-    left = countdown
+    """Die after a number of executed lines of the engine, in any thread: append a copy of the memory to `found`. If
+    another thread makes the copy, wait for it: the next life changes the memory."""
+    left, counting, copied = countdown, threading.Lock(), threading.Event()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
         if not frame.f_code.co_filename.startswith(TRACED):
             return None
         if event == "line":
-            left -= 1
-            if left == 0:
+            with counting:
+                left -= 1
+                dies = left == 0
+            if dies:
                 found.append(after_death(memory))
+                copied.set()
         if left <= 0:
             raise KilledError
         return trace
@@ -225,6 +229,8 @@ def killing(memory: HostMemory, countdown: int, found: list[HostMemory]) -> Iter
     finally:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
+        if left <= 0:
+            assert copied.wait(60), "the thread that dies makes the copy"
 
 
 def prompts(rng: random.Random) -> Iterator[tuple[list[int], int]]:
