@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 from headrace.common.version import headrace_version
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.query import query_of
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.services import Services
 from headrace.gateway.telemetry.recent import FAULTS, INTERVAL_S, NUM_INTERVALS, Interval, Recent, percentile
@@ -152,7 +152,7 @@ class _Figures:
 
 
 def _since(exchange: Exchange) -> int:
-    text = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("since", ["0"])[0]
+    text = query_of(exchange).get("since", "0")
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise StatusError(Reason.INVALID_FIELD, "since: the number of an interval is expected", field="since")
     return int(text)

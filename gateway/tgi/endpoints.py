@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from urllib.parse import parse_qs
 
 from headrace.common.version import headrace_version
 from headrace.gateway.chat.choice import best_of
@@ -13,6 +12,7 @@ from headrace.gateway.chat.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_S
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.query import query_of
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.services import Services
 from headrace.gateway.tgi.answers import TGI_ERRORS, Shown, TgiChoice, TgiStream, whole
@@ -58,8 +58,7 @@ class _Generations:
 
     async def info(self, exchange: Exchange) -> None:
         """GET /info."""
-        query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-        model = await self._services.models.find(query.get("model", [""])[0], loads=False)
+        model = await self._services.models.find(query_of(exchange).get("model", ""), loads=False)
         value = {
             "model_id": model.name,
             "model_sha": model.card.fingerprint,

@@ -156,6 +156,8 @@ async def test_info_tells_the_bounds(front: Any, model: Any) -> None:
         assert info["model_sha"] == model.card().fingerprint
     response = await front.http.get("/info?model=other")
     assert (response.status_code, response.json()["error_type"]) == (404, "validation")
+    response = await front.http.get("/info?" + "&".join(f"p{number}=1" for number in range(40)))
+    assert response.status_code == 400, "the number of parameters is bounded"
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
