@@ -35,7 +35,7 @@ from headrace.router.placement.bookings import Booking
 from headrace.router.placement.candidates import Candidates
 from headrace.router.placement.policy import Placement, RequestFacts, place, place_at
 from headrace.router.placement.predictions import Run
-from headrace.router.placement.prefix_index import Depths, PrefixIndex
+from headrace.router.placement.prefix_index import PrefixIndex
 from headrace.router.placement.roles import LONG_PROMPT_MS
 
 log = logging.getLogger(__name__)
@@ -269,11 +269,10 @@ class Fleet:
             members = members.where(lambda link, its_card: link not in excluded and request.may_go_to(its_card))
         if not members:
             return None
-        members = self._pools.for_next_stage(request, members, self.index, self.answer_lengths.priors(card.name))
-        cached_blocks = members.cached_blocks(self.index, request.hashes)
-        placement = self._decide(request, card.name, members, cached_blocks, self._rng, request.num_described)
-        link, its_card = members.links[placement.number]
-        booking, prediction = self._settle_on(request, link, its_card, placement, int(cached_blocks[placement.number]))
+        placement, (link, its_card), num_cached = self._decide(
+            request, card.name, members, self._rng, request.num_described
+        )
+        booking, prediction = self._settle_on(request, link, its_card, placement, num_cached)
         took_s = time.perf_counter() - began_s
         return PlacedRequest(link, its_card, booking, placement, took_s, prediction, request.adapter_sha256)
 
@@ -319,24 +318,20 @@ class Fleet:
         members = members_with(request, self._pools.members(card.name))
         if not members:
             return None
-        members = self._pools.for_next_stage(request, members, self.index, self.answer_lengths.priors(card.name))
         # A separate random generator breaks ties, so that this call does not affect later placements.
-        cached_blocks = members.cached_blocks(self.index, request.hashes)
-        return self._decide(request, card.name, members, cached_blocks, random.Random(0), len(members))
+        return self._decide(request, card.name, members, random.Random(0), len(members))[0]
 
     def continues_elsewhere(self, placed: PlacedRequest, adapter: str, excluded: Collection[WorkerLink]) -> bool:
         """Whether an answer that has begun at this worker should continue at another one that is not excluded."""
         return self._pools.continues_elsewhere(placed.card, adapter, placed.adapter_sha256, excluded)
 
     def _decide(
-        self,
-        request: RoutedRequest,
-        model: str,
-        members: Members,
-        cached_blocks: Depths,
-        rng: random.Random,
-        num_described: int,
-    ) -> Placement:
+        self, request: RoutedRequest, model: str, members: Members, rng: random.Random, num_described: int
+    ) -> tuple[Placement, tuple[WorkerLink, worker_pb2.ModelCard], int]:
+        """The placement at one of the members, that member, and how many of the prompt's blocks it has in memory."""
+        priors = self.answer_lengths.priors(model)
+        members = self._pools.for_next_stage(request, members, self.index, priors)
+        cached_blocks = members.cached_blocks(self.index, request.hashes)
         session_worker = self._sessions.get(model, request.session_key)
         facts = RequestFacts(request.num_tokens, request.max_new_tokens, session_worker, request.max_ttft_ms)
         transfers = members.transfers(
@@ -344,7 +339,8 @@ class Fleet:
         )
         if len(members) == 1 and transfers is None and not num_described:
             link, card = members.links[0]
-            return place_at(facts, link.address, int(cached_blocks[0]) * card.block_size)
+            num_cached = int(cached_blocks[0])
+            return place_at(facts, link.address, num_cached * card.block_size), (link, card), num_cached
         placement = place(
             facts,
             members.candidates(self._pools.table),
@@ -352,12 +348,12 @@ class Fleet:
             self._clock(),
             rng,
             num_described=num_described,
-            priors=self.answer_lengths.priors(model),
+            priors=priors,
             adapter_ms=adapter_ms(request, members),
             transfers=transfers,
         )
         assert placement is not None, "there are candidates"
-        return placement
+        return placement, members.links[placement.number], int(cached_blocks[placement.number])
 
     def _settle_on(
         self,

@@ -51,7 +51,6 @@ _SLICE = 4096
 # Running calls may continue for this long over a channel whose certificates were replaced.
 _OLD_CHANNEL_S = 3600.0
 
-
 # Quoted, because the class is not generic at run time.
 _Watch: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]"
 
@@ -108,7 +107,7 @@ class WorkerLink:
         self._on_load = on_load
         self._on_room = on_room
         self._clock = clock
-        self._bookings = Bookings()
+        self.bookings = Bookings()
         self._calls: dict[Abandonable, None] = {}  # in order of arrival, which is the order of resumption elsewhere
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -171,41 +170,35 @@ class WorkerLink:
     def candidate(self) -> Candidate:
         """This worker as a candidate for the policy. It must have a card."""
         assert self.card is not None, "a worker without a card is not a candidate"
-        return Candidate.of(self.address, self.reported.load, self.card.block_size, self._bookings)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the worker takes another request, with those that are booked here and not reported yet."""
-        load = self.reported.load
-        return load.has_room(load.num_arrived + self._bookings.num_pending)
+        return Candidate.of(self.address, self.reported.load, self.card.block_size, self.bookings)
 
     # -- bookings ---------------------------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
         """Number of requests that are booked here and not released."""
-        return self._bookings.num_in_flight
+        return self.bookings.num_in_flight
 
     def book(self, num_tokens: int, num_blocks: int) -> Booking:
         """Add a request's uncached tokens and new blocks to this worker's load until its reports include them."""
-        booking = self._bookings.book(num_tokens, num_blocks, self._clock())
+        booking = self.bookings.book(num_tokens, num_blocks, self._clock())
         self._on_load(self)
         return booking
 
     def settle(self, booking: Booking) -> None:
         """Stop adding a booking to the load, because the worker's reports now include it. Idempotent."""
-        if self._bookings.settle(booking):
+        if self.bookings.settle(booking):
             self._on_load(self)
 
     def release(self, booking: Booking) -> None:
         """Release a booking. Must be called exactly once for each."""
-        self._bookings.release(booking)
+        self.bookings.release(booking)
         self._on_load(self)
         self._on_room(self)
 
     def check(self) -> None:
         """Assert that the totals match the bookings. For tests."""
-        self._bookings.check()
+        self.bookings.check()
 
     @contextlib.contextmanager
     def running(self, call: Abandonable) -> Iterator[None]:
@@ -353,16 +346,15 @@ class WorkerLink:
         events = message.kv_events
         if events.reset:
             self._index.reset(self.address)
-        if message.HasField("disk_events"):
-            self._index.disk.apply(self.slot, message.disk_events.stored, message.disk_events.evicted)
-        if message.HasField("state_events"):
-            self._index.states.apply(self.slot, message.state_events.stored, message.state_events.evicted)
+        for index, changes in ((self._index.disk, message.disk_events), (self._index.states, message.state_events)):
+            if changes.stored or changes.evicted:
+                index.apply(self.slot, changes.stored, changes.evicted)
         for change, hashes in ((self._index.evict, events.evicted), (self._index.store, events.stored)):
             await self._in_slices(change, hashes)
         self.num_routers = message.num_watchers or 1
         self.adapters.take(message)
         if message.sequence == 0:  # the first report includes earlier requests, but does not name them
-            self._bookings.settle_until(self._watched_since_s)
+            self.bookings.settle_until(self._watched_since_s)
         self._take_load(message.load, message.placement_ids)
         if message.load.draining:
             self._enter(LinkState.DRAINING, "the worker drains")
@@ -384,9 +376,9 @@ class WorkerLink:
         """Apply a load report that includes these placements of this router."""
         now_s = self._clock()
         if load.HasField("num_arrived"):
-            self._bookings.settle_named(placement_ids)
+            self.bookings.settle_named(placement_ids)
         else:
-            self._bookings.settle_until(now_s - BOOKING_GRACE_S)
+            self.bookings.settle_until(now_s - BOOKING_GRACE_S)
         self.reported.take(load, now_s)
         self._on_load(self)
         self._on_room(self)

@@ -149,6 +149,12 @@ def _layouts(links: Iterable[tuple[WorkerLink, worker_pb2.ModelCard]], *roles: w
     return {card.kv_layout for _, card in links if card.kv_layout and card.role in roles}
 
 
+def _has_room(link: WorkerLink) -> bool:
+    """Whether a worker takes another request, with those that are placed there and not reported yet."""
+    load = link.reported.load
+    return load.has_room(load.num_arrived + link.bookings.num_pending)
+
+
 NOBODY = Members.of([])
 
 
@@ -193,7 +199,7 @@ class Pool:
     def note(self, link: WorkerLink) -> None:
         """Apply a change of a member's load or bookings."""
         self._table.changed(link.slot, link.candidate)
-        if link.has_room:
+        if _has_room(link):
             self._with_room.add(link)
         else:
             self._with_room.discard(link)
@@ -207,7 +213,7 @@ class Pool:
         assert {link for link in links if link in self._cards} == self._cards.keys(), "a member has no link"
         for link in self._cards:
             assert link.is_ready
-            assert link.has_room == (link in self._with_room)
+            assert _has_room(link) == (link in self._with_room)
         values = Candidates.of([link.candidate() for link, _ in self.members().links]).values
         assert np.array_equal(values, self._table.at(self.members().slots)), "the table's loads are out of date"
 
