@@ -109,12 +109,12 @@ class Members:
     def cached_blocks(self, index: PrefixIndex, hashes: Callable[[worker_pb2.ModelCard], Sequence[int]]) -> Depths:
         """For each worker, the number of blocks from the start of a prompt that are cached there and can be used.
         `hashes` gives the hashes of the prompt's blocks for a card."""
+        if len(self.chains) == 1:  # as nearly always
+            card = self.chains[0][0]
+            return _cached_blocks(index, card, hashes(card), self.slots)
         cached_blocks: Depths = np.zeros(len(self), np.intp)
         for card, numbers in self.chains:
-            depths = index.depths(hashes(card))[self.slots[numbers]]
-            if card.state_interval_tokens:
-                depths = index.states.cut(hashes(card), self.slots[numbers], depths)
-            cached_blocks[numbers] = depths
+            cached_blocks[numbers] = _cached_blocks(index, card, hashes(card), self.slots[numbers])
         return cached_blocks
 
     def transfers(
@@ -142,6 +142,12 @@ class Members:
             if prefilled is not None and prefilled.kv_layout == card.kv_layout:
                 found.offer(numbers, prefilled.num_tokens, prefilled.address)
         return found if found.tokens.any() or found.disk_tokens.any() else None
+
+
+def _cached_blocks(index: PrefixIndex, card: worker_pb2.ModelCard, hashes: Sequence[int], slots: Places) -> Depths:
+    """For each of some workers with this card, the number of blocks from the start of a prompt that can be used."""
+    depths: Depths = index.depths(hashes)[slots]
+    return index.states.cut(hashes, slots, depths) if card.state_interval_tokens else depths
 
 
 def _layouts(links: Iterable[tuple[WorkerLink, worker_pb2.ModelCard]], *roles: worker_pb2.Role) -> set[str]:
