@@ -73,10 +73,7 @@ class _Models:
 
     async def tags(self, exchange: Exchange) -> None:
         models = await self._services.models.overview()
-        listed = [
-            {**_identity(model), "size": _size(model), "modified_at": time_of(_card(model).created_s)}
-            for model in models
-        ]
+        listed = [{**_identity(model), "modified_at": time_of(_card(model).created_s)} for model in models]
         await exchange.respond(encode({"models": listed}))
 
     async def running(self, exchange: Exchange) -> None:
@@ -84,7 +81,6 @@ class _Models:
         running = [
             {
                 **_identity(model),
-                "size": _size(model),
                 "size_vram": 0,
                 "expires_at": _expires_at(model),
                 "context_length": _card(model).max_context_tokens,
@@ -156,7 +152,13 @@ def _refusing(verb: str) -> Handler:
 
 
 def _identity(model: ListedModel) -> dict[str, Any]:
-    return {"name": model.name, "model": model.name, "digest": _card(model).fingerprint, "details": _DETAILS}
+    return {
+        "name": model.name,
+        "model": model.name,
+        "digest": _card(model).fingerprint,
+        "details": _DETAILS,
+        "size": _size(model),
+    }
 
 
 def _size(model: ListedModel) -> int:
