@@ -147,8 +147,8 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 def place_at(request: RequestFacts, worker_id: str, num_cached_tokens: int) -> Placement:
-    """The placement at the only candidate. It has nothing to fetch, and is not described. So its cost would decide
-    nothing, and to compute it would take a tenth of a millisecond."""
+    """The placement at the only candidate, which has nothing to fetch and is not described. Its cost is not computed:
+    this would take a tenth of a millisecond and decide nothing."""
     return Placement(
         worker_id=worker_id,
         number=0,
