@@ -2,8 +2,8 @@
 prediction.
 
 An index maps each sequence of n tokens, for each n of `SIZES`, to the position after it. New tokens are added as they
-come, so a step costs the same after a long prompt. Once a place to copy from is found, it is followed as long as it is
-right.
+come, so a step costs the same after a long prompt. The prompt itself is indexed part by part, one part a step. Once a
+place to copy from is found, it is followed as long as it is right.
 
     x y z | a b c d e f g ...  | x y a b c     the last three tokens were seen before: d e f g may follow
             ^^^^^                    ^^^^^
@@ -25,6 +25,8 @@ SIZES = (6, 3, 2, 1)
 # Drafts are classified by the number of equal tokens before them, which is 0 at the beginning of a prediction.
 LEVELS = (1, 2, 3, 4, 6, 9, 16)
 _LONGEST_MATCH = LEVELS[-1]
+_MOST_INDEXED = 4096  # tokens a step, some 4 ms
+_FEW = 16  # so many keys Python computes faster than NumPy
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -32,7 +34,7 @@ _MASK = (1 << 64) - 1
 class History:
     """The tokens of one request. `prediction` comes before its own tokens."""
 
-    __slots__ = ("_at", "_length", "_next", "_offset", "_tokens")
+    __slots__ = ("_at", "_length", "_next", "_num_indexed", "_offset", "_tokens")
 
     def __init__(self, prediction: Sequence[int], prompt: Sequence[int]) -> None:
         """No token of the answer is known yet."""
@@ -42,14 +44,13 @@ class History:
         self._at = 0 if self._offset else -1
         self._length = 0
         self._tokens.extend(prompt)
-        for size, places in zip(SIZES, self._next, strict=True):
-            keys = _keys(self._tokens, size)[:-1].tolist()
-            places.update(zip(keys, range(size, size + len(keys)), strict=True))
+        self._num_indexed = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add the tokens of `token_ids`, prompt and answer, that are new."""
         for token_id in token_ids[len(self._tokens) - self._offset :]:
             self._add(token_id)
+        self._index()
         if self._length < SIZES[0]:
             self._look_up()
 
@@ -70,19 +71,23 @@ class History:
         return sum(self._length >= length for length in LEVELS)
 
     def _add(self, token_id: int) -> None:
-        tokens = self._tokens
-        end = len(tokens)
-        for size, places in zip(SIZES, self._next, strict=True):
-            if end >= size:
-                places[_key(tokens[end - size :])] = end
-        if self._at >= 0 and tokens[self._at] == token_id:
+        if self._at >= 0 and self._tokens[self._at] == token_id:
             self._at += 1
             self._length = min(self._length + 1, _LONGEST_MATCH)
             if self._at == self._offset:
                 self._at, self._length = -1, 0  # the prediction ends here
         else:
             self._at, self._length = -1, 0
-        tokens.append(token_id)
+        self._tokens.append(token_id)
+
+    def _index(self) -> None:
+        """Index the next tokens, in their order."""
+        begin, end = self._num_indexed, min(len(self._tokens), self._num_indexed + _MOST_INDEXED)
+        for size, places in zip(SIZES, self._next, strict=True):
+            first = max(begin, size)
+            if first < end:
+                places.update(zip(_keys(self._tokens[first - size : end - 1], size), range(first, end), strict=True))
+        self._num_indexed = end
 
     def _look_up(self) -> None:
         """Find the latest place where the last tokens occurred before, unless the current place has as many equal
@@ -114,11 +119,13 @@ def _key(tokens: Sequence[int]) -> int:
     return key
 
 
-def _keys(tokens: array[int], size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
+def _keys(tokens: array[int], size: int) -> list[int]:
     """The keys of all sequences of `size` tokens."""
-    count = max(0, len(tokens) - size + 1)
-    values = np.frombuffer(tokens, np.uint32).astype(np.uint64) if count else np.zeros(0, np.uint64)
+    count = len(tokens) - size + 1
+    if count < _FEW:
+        return [_key(tokens[begin : begin + size]) for begin in range(count)]
+    values = np.frombuffer(tokens, np.uint32).astype(np.uint64)
     keys = np.zeros(count, np.uint64)
-    for place in range(size if count else 0):
+    for place in range(size):
         keys = keys * np.uint64(_FACTOR) + values[place : place + count] + np.uint64(1)
-    return keys
+    return keys.tolist()

@@ -67,6 +67,19 @@ def test_it_makes_no_difference_when_tokens_are_added(seed: int) -> None:
         assert length == 0 or history._tokens[history._at - length : history._at] == history._tokens[-length:]
 
 
+def test_a_long_prompt_is_indexed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.worker.speculation.history._MOST_INDEXED", 16)
+    prompt = list(range(100, 200))
+    history = History([], prompt)
+    drafts = []
+    for end in range(10):
+        tokens = [*prompt, *range(10), *prompt[60 : 61 + end]]
+        history.extend(tokens)
+        drafts.append(list(history.draft(2).token_ids))
+    assert drafts[:4] == [[], [], [], []], "after four steps the first 64 tokens are indexed"
+    assert drafts[4:] == [prompt[61 + end : 63 + end] for end in range(4, 10)]
+
+
 def test_a_step_behind_a_long_prompt_costs_no_more_than_behind_a_short_one() -> None:
     def seconds(num_tokens: int) -> float:
         rng = random.Random(1)
