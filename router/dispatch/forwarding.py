@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 Metadata = Sequence[tuple[str, str | bytes]]
 _MOST_WAIT_MS = (1 << 32) - 1  # the maximum of the field's type
-_MAX_LOST = 32  # workers that one request may lose in total
+_MAX_FAILED = 32  # workers that one request may lose, or be refused by, in total
 ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
 
 
@@ -139,8 +139,8 @@ class Forwarding:
                 self._fleet.answer_lengths.ended(self._card.name, len(self._delivery.token_ids))
 
     async def _deliver(self) -> None:
-        why, was_lost, num_lost, num_vain = "", False, 0, 0
-        while num_vain < self._config.max_attempts and num_lost < _MAX_LOST:
+        why, was_lost, num_failed, num_vain = "", False, 0, 0
+        while num_vain < self._config.max_attempts and num_failed < _MAX_FAILED:
             num_before = self._delivery.num_delivered
             self._suspects.check(self._delivery)
             if self._card is not None and await self._close(self._card):
@@ -164,12 +164,14 @@ class Forwarding:
             except _AttemptFailedError as failure:
                 self._failed[placed.link], self._prefilled = placed.link.incarnation, None
                 why, was_lost = str(failure), not failure.refusal
-                num_vain = num_vain + 1 if self._delivery.num_delivered == num_before else 1
-                num_lost += 1
+                num_failed += 1
                 if failure.refusal:
                     self._fleet.not_taken(placed)
                     self._metrics.worker_refusals[failure.refusal].inc()
-                if failure.passed_on is not None and not self._has_elsewhere(placed):
+                else:
+                    num_vain = num_vain + 1 if self._delivery.num_delivered == num_before else 1
+                is_last = num_failed == _MAX_FAILED or not self._has_elsewhere(placed)
+                if failure.passed_on is not None and is_last:
                     raise failure.passed_on from None
                 log.debug("request %r goes elsewhere: %s", self._delivery.request.request_id, why)
             finally:
@@ -178,9 +180,9 @@ class Forwarding:
             return
         self._suspects.check(self._delivery)
         log.warning(
-            "request %r is given up, %d workers failed it: %s", self._delivery.request.request_id, num_lost, why
+            "request %r is given up, %d workers failed it: %s", self._delivery.request.request_id, num_failed, why
         )
-        problem = f"{num_lost} attempts at this request failed, one after the other; try again"
+        problem = f"{num_failed} attempts at this request failed, one after the other; try again"
         raise StatusError(Reason.WORKER_LOST, problem, retry_after_s=1.0)
 
     async def _close(self, card: worker_pb2.ModelCard) -> bool:

@@ -181,6 +181,23 @@ async def test_a_refusal_of_all_workers_is_passed_on_with_its_time_to_come_back(
     await router.until_idle()
 
 
+async def test_more_refusals_than_a_request_may_lose_workers_end_nothing(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    """`--max-attempts` bounds lost workers only."""
+    workers = [await start_worker(name) for name in "abcdef"]
+    for worker in workers:
+        worker.error = StatusError(Reason.QUEUE_FULL, "it would wait for too long", retry_after_s=7.0)
+    router = await start_router(*workers)
+    error = await failure_of(router.call(PROMPT))
+    assert (error.reason, error.retry_after_s) == (Reason.QUEUE_FULL, 7.0)
+    assert [len(worker.requests) for worker in workers] == [1] * 6
+    workers[-1].error = None
+    await router.generate(PROMPT)
+    assert len(workers[-1].requests) == 2
+    await router.until_idle()
+
+
 async def test_a_slower_worker_in_time_is_better_than_a_cheaper_one_too_late(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
