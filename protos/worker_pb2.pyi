@@ -242,13 +242,12 @@ class AdjustWatchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "watcher_rank", "placement_ids", "adapters", "adapters_in_memory", "adapter_changes", "disk_events", "state_events")
+    __slots__ = ("epoch", "sequence", "kv_events", "load", "num_watchers", "placement_ids", "adapters", "adapters_in_memory", "adapter_changes", "disk_events", "state_events")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUM_WATCHERS_FIELD_NUMBER: _ClassVar[int]
-    WATCHER_RANK_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_IDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -260,14 +259,13 @@ class WatchResponse(_message.Message):
     kv_events: KvEvents
     load: Load
     num_watchers: int
-    watcher_rank: int
     placement_ids: _containers.RepeatedScalarFieldContainer[int]
     adapters: AdapterList
     adapters_in_memory: AdapterNames
     adapter_changes: AdapterChanges
     disk_events: KvEvents
     state_events: KvEvents
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_watchers: _Optional[int] = ..., watcher_rank: _Optional[int] = ..., placement_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., adapters_in_memory: _Optional[_Union[AdapterNames, _Mapping]] = ..., adapter_changes: _Optional[_Union[AdapterChanges, _Mapping]] = ..., disk_events: _Optional[_Union[KvEvents, _Mapping]] = ..., state_events: _Optional[_Union[KvEvents, _Mapping]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_watchers: _Optional[int] = ..., placement_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., adapters_in_memory: _Optional[_Union[AdapterNames, _Mapping]] = ..., adapter_changes: _Optional[_Union[AdapterChanges, _Mapping]] = ..., disk_events: _Optional[_Union[KvEvents, _Mapping]] = ..., state_events: _Optional[_Union[KvEvents, _Mapping]] = ...) -> None: ...
 
 class AdapterChanges(_message.Message):
     __slots__ = ("known", "unloaded")

@@ -7,8 +7,8 @@ reported to routers are averages over the same observations. The simulator uses 
 
 **Two models.** Steps with prompts and decode steps have a model each (`StepCosts`). They may use different graphs
 (docs/decisions/0029), and the first tokens of a product cost more than later ones. Nearly every step with prompts
-differs in size from the previous one, so the cost of a change is learned from decode steps only; with prompts it is
-part of the fixed cost.
+differs in size from the previous one, so the cost of a change is learned from decode steps only, and subtracted from
+the cost of steps with prompts.
 
 **The fit.** Each term is expressed in the milliseconds that it takes on a reference machine, `REFERENCE`. A weight says
 how many times as much the term costs here; `scale` says the same of whole steps. The weights minimise

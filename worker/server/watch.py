@@ -310,7 +310,6 @@ class WatchHub:
                     load=self.load(),
                     placement_ids=watcher.take_placements(),
                     num_watchers=len(others) + 1,
-                    watcher_rank=sum(other < watcher_id for other in others),
                     **self._take_adapters(watcher),
                 )
                 sequence += 1
