@@ -302,7 +302,7 @@ class KvEvents(_message.Message):
     def __init__(self, reset: bool = ..., stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version", "num_disk_slots", "num_disk_blocks", "transfer_bytes_per_s", "disk_bytes_per_s", "num_state_slots", "num_saved_states", "num_partial_blocks", "num_window_slots", "num_held_window_slots")
+    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version", "num_disk_slots", "num_disk_blocks", "transfer_bytes_per_s", "disk_bytes_per_s", "num_state_slots", "num_saved_states", "num_partial_blocks", "num_window_slots", "num_held_window_slots", "num_fetching")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -330,6 +330,7 @@ class Load(_message.Message):
     NUM_PARTIAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_WINDOW_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_WINDOW_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FETCHING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_uncached_tokens: int
@@ -357,7 +358,8 @@ class Load(_message.Message):
     num_partial_blocks: int
     num_window_slots: int
     num_held_window_slots: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_saved_states: _Optional[int] = ..., num_partial_blocks: _Optional[int] = ..., num_window_slots: _Optional[int] = ..., num_held_window_slots: _Optional[int] = ...) -> None: ...
+    num_fetching: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_saved_states: _Optional[int] = ..., num_partial_blocks: _Optional[int] = ..., num_window_slots: _Optional[int] = ..., num_held_window_slots: _Optional[int] = ..., num_fetching: _Optional[int] = ...) -> None: ...
 
 class Binding(_message.Message):
     __slots__ = ("cpus_allowed", "memory_policy", "memory", "kv_huge_bytes")

@@ -269,10 +269,12 @@ class SimulatedWorker:
 
     def _report(self, now_s: float) -> Report:
         report = report_of(self.scheduler, self._stats)
+        num_fetching = 0 if self.fetching is None else self.fetching.num_held
         self._arrivals.shown(self._num_taken)
         self._load = LoadReport(
             num_running=report.num_running,
-            num_waiting=report.num_waiting + (0 if self.fetching is None else self.fetching.num_held),
+            num_waiting=report.num_waiting + num_fetching,
+            num_fetching=num_fetching,
             num_uncached_tokens=report.num_uncached_tokens,
             num_blocks=report.num_blocks,
             num_free_blocks=report.num_free_blocks,

@@ -40,6 +40,7 @@ class ReportedLoad:
         self.load = LoadReport(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
+            num_fetching=load.num_fetching,
             num_uncached_tokens=load.num_uncached_tokens,
             num_blocks=load.num_blocks,
             num_free_blocks=load.num_free_blocks,

@@ -52,6 +52,7 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_fetching: int = 0
     num_uncached_tokens: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
@@ -72,8 +73,8 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
         if not self.max_num_seqs:
             return True  # no report has arrived yet
         short_queue = 1 + self.max_num_seqs // 16
-        # If requests wait although the batch has room, they wait for KV blocks.
-        if self.num_waiting >= short_queue:
+        # If requests wait although the batch has room, the pool is full, unless they wait for their own blocks.
+        if self.num_waiting - self.num_fetching >= short_queue:
             return False
         return self.num_running + self.num_waiting + num_booked < self.max_num_seqs + short_queue
 

@@ -23,14 +23,17 @@ _WORTH = 0.8
 _PATIENCE, _LEAST_PATIENCE_S = 2.0, 0.25
 # It also waits at most this many times as long as the blocks are expected to take, plus this many seconds.
 _LATENESS, _DELAY_S = 10.0, 5.0
+# While a fetch holds blocks, an answer becomes longer by about this many tokens.
+_TOKENS_MEANWHILE = 512
 
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits, the cached blocks that it holds, and the time when it stops waiting."""
+    """A request that waits, the cached blocks that it holds, and the times when it began and stops waiting."""
 
     request: Request
     prefix: list[int]
+    since_s: float
     deadline_s: float
 
 
@@ -106,7 +109,8 @@ class Fetching:
         patience_s = self._patience_s(request, tier, first, end)
         request.was_fetched_for = True
         fetch = Fetch(wanted, request.kv_source if tier is self.peers else "", patience_s)
-        self._held[fetch] = _Held(request, prefix, self._clock() + patience_s)
+        now_s = self._clock()
+        self._held[fetch] = _Held(request, prefix, now_s, now_s + patience_s)
         self._count_running()
         tier.fetch(fetch)
         return True
@@ -124,6 +128,7 @@ class Fetching:
     def take_ready(self) -> list[Request]:
         """Make the fetched blocks findable. Returns the requests that need not wait any more."""
         ready = []
+        now_s = self._clock()
         if self._takeover is not None:
             self._takeover.advance()
         for fetch in self._take_ended():
@@ -134,12 +139,13 @@ class Fetching:
             self._count(fetch, held.request)
             if not fetch.is_given_up:
                 ready.append(held.request)
+                held.request.fetching_s += now_s - held.since_s
         self._count_running()
-        now_s = self._clock()
         for fetch, held in self._held.items():
             if now_s > held.deadline_s and not fetch.is_given_up:
                 fetch.is_given_up = True
                 ready.append(held.request)
+                held.request.fetching_s += now_s - held.since_s
         return ready
 
     def counters(self) -> dict[str, int]:
@@ -222,13 +228,15 @@ class Fetching:
         return prefix
 
     def _num_spare(self) -> int:
-        """Blocks that no running request needs, however long its answer becomes."""
-        cache = self._scheduler.kv_cache
-        needed = sum(
-            cache.num_blocks_of(one, one.num_prompt_tokens + one.sampling.max_tokens) - len(one.block_table)
-            for one in self._scheduler.running
-        )
-        return max(0, cache.pool.num_free_blocks - max(0, needed))
+        """Blocks that no running request needs while a fetch holds them."""
+        num_needed = sum(map(self._num_needed, self._scheduler.running))
+        return max(0, self._scheduler.kv_cache.pool.num_free_blocks - num_needed)
+
+    def _num_needed(self, request: Request) -> int:
+        """Blocks that a running request may need meanwhile."""
+        longest = request.num_prompt_tokens + request.sampling.max_tokens
+        num_tokens = min(longest, request.num_tokens + _TOKENS_MEANWHILE)
+        return max(0, self._scheduler.kv_cache.num_blocks_of(request, num_tokens) - len(request.block_table))
 
     def _patience_s(self, request: Request, tier: Tier, first: int, end: int) -> float:
         """How long the request waits for these blocks. It must still be able to compute them before its deadline."""

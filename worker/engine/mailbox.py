@@ -32,6 +32,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_fetching: int = 0
     num_uncached_tokens: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0

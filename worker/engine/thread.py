@@ -134,9 +134,11 @@ class EngineThread(ServingThread):
         if self._fetching is None:
             return report
         disk, peers = self._fetching.disk, self._fetching.peers
+        num_fetching = self._fetching.num_held
         return replace(
             report,
-            num_waiting=report.num_waiting + self._fetching.num_held,
+            num_waiting=report.num_waiting + num_fetching,
+            num_fetching=num_fetching,
             counters={**report.counters, **self._fetching.counters()},
             num_disk_slots=0 if disk is None else disk.num_slots,
             num_disk_blocks=0 if disk is None else disk.num_blocks,

@@ -130,6 +130,8 @@ class Request:
     """Whether it has been in the scheduler's queue."""
     was_fetched_for: bool = False
     """Whether it has waited for blocks from the disk or from another worker."""
+    fetching_s: float = 0.0
+    """How long it has waited for them, in seconds."""
     lacks_blocks_since_s: float = 0.0
     """The time since when it is the first that waits, without enough free KV blocks. Others may overtake it for some
     time."""

@@ -24,6 +24,7 @@ _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 
 _GAUGES = {
     "num_running": ("requests_running", "Requests in the running batch."),
     "num_waiting": ("requests_waiting", "Requests that wait for their first step."),
+    "num_fetching": ("requests_fetching", "Those of them that wait for KV blocks from the disk or another worker."),
     "num_uncached_tokens": ("uncached_tokens", "Prompt tokens that are not computed yet."),
     "num_blocks": ("kv_blocks", "All KV blocks."),
     "num_free_blocks": ("kv_blocks_free", "KV blocks that can be allocated, including those with cached content."),

@@ -335,6 +335,7 @@ class WatchHub:
         return worker_pb2.Load(
             num_running=report.num_running,
             num_waiting=report.num_waiting,
+            num_fetching=report.num_fetching,
             num_uncached_tokens=report.num_uncached_tokens,
             num_blocks=report.num_blocks,
             num_free_blocks=report.num_free_blocks,

@@ -260,3 +260,15 @@ def test_who_has_waited_too_long_is_given_back_whatever_was_predicted(
     assert given_back not in engine.scheduler.waiting
     clock.now += 7.0
     assert [request for request, _ in forecast.overdue()] == [late[0]], "and no answer that has begun"
+
+
+def test_the_wait_for_its_own_blocks_does_not_count(engine: EngineUnderTest, forecast: Forecast, clock: Clock) -> None:
+    """Nobody else is there, so an error that says "busy" would be wrong."""
+    request = new(distinct(10, 20), max_wait_s=3.0)
+    request.arrival_s = clock.now
+    clock.now += 4.0
+    request.fetching_s = 3.5
+    engine.scheduler.add(request)
+    assert not forecast.overdue()
+    clock.now += 2.6
+    assert [late for late, _ in forecast.overdue()] == [request], "0.5 and 2.6 s for others"

@@ -441,6 +441,44 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_no_block_behind(
     stalling.stop()
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_time_in_which_a_request_waits_for_its_blocks_is_noted(
+    tmp_path: Path, peers: tuple[Peer, Peer], comes: bool
+) -> None:
+    first, second = peers
+    first.ask(PROMPT)
+    now_s = 0.0
+    second.fetching._clock = lambda: now_s
+    stalling = Server(f"unix:{tmp_path}/stalling.sock", answers(worker_pb2.FetchBlocksResponse(), pause_s=0.2))
+    address = first.address if comes else f"unix:{tmp_path}/stalling.sock"
+    request = second.request(PROMPT, address, len(PROMPT))
+    assert second.fetching.begin(request)
+    now_s = 0.1 if comes else 60.0
+    until(second.add_ready)
+    assert request.fetching_s == now_s
+    second.finish(request, PROMPT)
+    stalling.stop()
+
+
+def test_an_answer_that_may_become_long_leaves_room_for_blocks_of_others(
+    peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that name no max_tokens may use the whole context."""
+    first, second = peers
+    first.ask(PROMPT)
+    monkeypatch.setattr(fetching, "_TOKENS_MEANWHILE", 2 * BLOCK_SIZE)
+    scheduler = second.under_test.scheduler
+    long = second.under_test.request([1, 2, 3], max_tokens=NUM_BLOCKS * BLOCK_SIZE - 8)
+    second.under_test.step()
+    assert second.fetching._num_spare() == second.pool.num_free_blocks - 2
+    request = second.request(PROMPT, first.address, len(PROMPT))
+    assert second.fetching.begin(request)
+    until(second.add_ready)
+    assert request.num_peer_tokens == 6 * BLOCK_SIZE
+    scheduler.cancel(long)
+    second.finish(request, PROMPT)
+
+
 def test_random_prompts_of_two_peers_always_get_the_right_tokens(peers: tuple[Peer, Peer]) -> None:
     rng = random.Random(7)
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(6)]
