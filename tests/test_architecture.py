@@ -135,7 +135,7 @@ TIERS = {
         ("kv", "sampling", "weights"),
         ("states", "windows"),
         ("model", "peers"),
-        ("heads",),
+        ("heads", "numerics"),
         ("speculation",),
         ("engine", "adapters"),
         ("encoder", "tiers", "stateful", "windowed"),

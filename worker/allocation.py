@@ -10,6 +10,7 @@ from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
 from headrace.worker.kv.memory import available_bytes, budget_for, num_blocks_for
 from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.numerics import kv_numerics
 from headrace.worker.stateful import divide_memory
 from headrace.worker.states.slots import StateBudget
 from headrace.worker.windowed import divide_between, hint_at_windows
@@ -52,7 +53,7 @@ def allocate(
         return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, None, None, windows)
     hint_at_windows(config, runner)
     if runner.state_tables is None:
-        num_blocks, arena = _allocate_cache(config, runner, kept, draft)
+        num_blocks, arena = _allocate_cache(config, runner, limits, kept, draft)
         return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, None, kept)
     if kept is not None:
         kept.discard()  # of no use without states
@@ -64,19 +65,21 @@ def allocate(
 def _allocate_cache(
     config: WorkerConfig,
     runner: OpenVINOModelRunner,
+    limits: StepLimits,
     kept: KeptCache | None,
     draft: OpenVINOModelRunner | EagleRunner | MedusaRunner | None,
 ) -> tuple[int, KVArena]:
     """Allocate the KV cache, and the part of the draft model in its blocks. Returns the number of blocks, and the
     memory of the former."""
-    num_blocks, arena = _allocate_own(config, runner, kept, draft.block_bytes if draft is not None else 0)
+    draft_bytes = draft.block_bytes if draft is not None else 0
+    num_blocks, arena = _allocate_own(config, runner, kv_numerics(runner, limits), kept, draft_bytes)
     if draft is not None:
         draft.allocate(num_blocks, huge_pages=config.huge_pages)
     return num_blocks, arena
 
 
 def _allocate_own(
-    config: WorkerConfig, runner: OpenVINOModelRunner, kept: KeptCache | None, draft_bytes: int
+    config: WorkerConfig, runner: OpenVINOModelRunner, numerics: str, kept: KeptCache | None, draft_bytes: int
 ) -> tuple[int, KVArena]:
     """Allocate the KV cache. Another `draft_bytes` of each block are allocated elsewhere."""
     shapes, block_bytes = runner.block_shapes, runner.block_bytes + draft_bytes
@@ -87,12 +90,12 @@ def _allocate_own(
         return num_blocks, runner.allocate(num_blocks, huge_pages=config.huge_pages)
     with kept.memory.sizing():
         # Available memory varies, and a cache with another number of blocks could not be restored.
-        before = kept.num_blocks_for(runner.numerics, sizing, shapes)
+        before = kept.num_blocks_for(numerics, sizing, shapes)
         if before is not None and before * block_bytes <= available_bytes() + kept_bytes(kept):
             num_blocks = before - 1
         else:
             num_blocks = num_blocks_for(config, block_bytes, kept_bytes(kept), kept.memory.room_bytes)
-        wanted = CacheFormat(runner.numerics, sizing, num_blocks + 1, runner.block_size, shapes)
+        wanted = CacheFormat(numerics, sizing, num_blocks + 1, runner.block_size, shapes)
         return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
 
 

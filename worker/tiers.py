@@ -15,6 +15,8 @@ from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import GIB
 from headrace.worker.kv.takeover import Takeover
+from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.numerics import kv_numerics
 from headrace.worker.peers.handover import Handover
 from headrace.worker.peers.source import MAX_BLOCK_BYTES, BlockFile, BlockSource
 from headrace.worker.peers.tier import PeerTier
@@ -53,10 +55,10 @@ class Tiers(NamedTuple):
 NO_TIERS = Tiers()
 
 
-def kv_layout(runner: OpenVINOModelRunner, fingerprint: str) -> str:
+def kv_layout(runner: OpenVINOModelRunner, limits: StepLimits, fingerprint: str) -> str:
     """Identifies everything that the bytes of a block depend on. Only processes with the same layout can exchange
     blocks."""
-    identity = f"{fingerprint} {runner.numerics} {runner.block_size} {runner.block_shapes}"
+    identity = f"{fingerprint} {kv_numerics(runner, limits)} {runner.block_size} {runner.block_shapes}"
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 

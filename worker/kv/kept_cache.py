@@ -50,8 +50,8 @@ _BLOCKS_AT_A_TIME = 64
 class CacheFormat:
     """The format of a cache. Blocks are restored only into a cache of the same format.
 
-    `numerics` names everything else that the bytes of a block depend on, except the model. `sizing` is the size that
-    the user requested. `num_blocks` includes the padding block.
+    `numerics` names everything else that the bytes of a block depend on, except the model (see `worker.numerics`).
+    `sizing` is the size that the user requested. `num_blocks` includes the padding block.
     """
 
     numerics: str
