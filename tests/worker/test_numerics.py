@@ -5,48 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from headrace.worker import numerics
 from headrace.worker.allocation import allocate
 from headrace.worker.config import WorkerConfig
-from headrace.worker.kv.arena import KVArena
-from headrace.worker.kv.block_bytes import BlockShape
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
-from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.numerics import kv_numerics, vector_extensions
 from headrace.worker.tiers import kv_layout
+from tests.worker.idle_runner import idle_runner
 
 EXACT = StepLimits(4, 16, 16, is_exact=True)
 INEXACT = replace(EXACT, max_num_batched_tokens=1024, is_exact=False)
-SHAPE = BlockShape(1, 8, 8)
 CONFIG = WorkerConfig(Path("m"), "m", "w", "127.0.0.1:0", "", kv_cache_bytes=1 << 20)
-
-
-def runner_of(adapters: object | None = None) -> OpenVINOModelRunner:
-    """A model of one layer that computes nothing."""
-
-    def made(num_blocks: int, *, make_arena: Any) -> KVArena:
-        arena: KVArena = make_arena()
-        return arena
-
-    runner = SimpleNamespace(
-        numerics="version CPU performance u8",
-        adapters=adapters,
-        has_parts=False,
-        state_tables=None,
-        windows=SimpleNamespace(layers=()),
-        block_shapes=(SHAPE,),
-        block_bytes=SHAPE.num_bytes,
-        block_size=8,
-        allocate=made,
-    )
-    return cast("OpenVINOModelRunner", runner)
 
 
 def kept_after(memory: HostMemory, limits: StepLimits, adapters: object | None = None) -> bool:
@@ -54,7 +28,7 @@ def kept_after(memory: HostMemory, limits: StepLimits, adapters: object | None =
     kept = KeptCache(memory, 1)
     before = kept.format
     kept.old_blocks()
-    allocate(CONFIG, runner_of(adapters), limits, kept, None)
+    allocate(CONFIG, idle_runner(adapters=adapters), limits, kept, None)
     return kept.format is before
 
 
@@ -76,17 +50,17 @@ def test_blocks_of_another_version_of_the_computation_are_not_taken_back(monkeyp
 
 def test_disks_and_peers_tell_apart_what_memory_tells_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = [
-        kv_layout(runner_of(), EXACT, "fingerprint"),
-        kv_layout(runner_of(), INEXACT, "fingerprint"),
-        kv_layout(runner_of(adapters=object()), EXACT, "fingerprint"),
-        kv_layout(runner_of(), EXACT, "another"),
+        kv_layout(idle_runner(), EXACT, "fingerprint"),
+        kv_layout(idle_runner(), INEXACT, "fingerprint"),
+        kv_layout(idle_runner(adapters=object()), EXACT, "fingerprint"),
+        kv_layout(idle_runner(), EXACT, "another"),
     ]
     monkeypatch.setattr(numerics, "vector_extensions", lambda: "another CPU of the same name")
-    layouts.append(kv_layout(runner_of(), EXACT, "fingerprint"))
+    layouts.append(kv_layout(idle_runner(), EXACT, "fingerprint"))
     monkeypatch.setattr(numerics, "KV_NUMERICS_VERSION", numerics.KV_NUMERICS_VERSION + 1)
-    layouts.append(kv_layout(runner_of(), EXACT, "fingerprint"))
+    layouts.append(kv_layout(idle_runner(), EXACT, "fingerprint"))
     assert len(set(layouts)) == len(layouts)
-    assert kv_numerics(runner_of(), EXACT) == kv_numerics(runner_of(), replace(EXACT, max_num_seqs=2))
+    assert kv_numerics(idle_runner(), EXACT) == kv_numerics(idle_runner(), replace(EXACT, max_num_seqs=2))
 
 
 @pytest.mark.parametrize(

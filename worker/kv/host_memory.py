@@ -84,12 +84,21 @@ class HostMemory:
         finally:
             os.close(descriptor)
 
+    def check_room(self, size_bytes: int) -> None:
+        """Raise ConfigurationError if the file system has too little room for a file of this size."""
+        size_bytes, room = self._in_pages(size_bytes), self.room_bytes
+        if room is not None and size_bytes > room:
+            raise ConfigurationError(
+                f"--kv-memory: the file system of {self.path} has room for {room / 2**30:.2f} GiB beside other "
+                f"workers, but the KV cache needs {size_bytes / 2**30:.2f} GiB; enlarge it, or choose a smaller "
+                "--kv-cache-gb"
+            )
+
     def resize(self, size_bytes: int) -> None:
         """Set the file's size to `size_bytes`, rounded up to whole pages. Raises ConfigurationError if the file system
         has too little room."""
-        size_bytes = -(-size_bytes // self._page_bytes) * self._page_bytes
-        self._check_room(size_bytes)
-        os.ftruncate(self.descriptor, size_bytes)
+        self.check_room(size_bytes)
+        os.ftruncate(self.descriptor, self._in_pages(size_bytes))
 
     def map(self) -> npt.NDArray[np.uint8]:
         """Map the whole file, aligned for huge pages. It is unmapped when the last reference goes. Raises OSError."""
@@ -115,14 +124,8 @@ class HostMemory:
             except OSError as error:
                 log.warning("%s cannot be removed: %s", self.path, error.strerror)
 
-    def _check_room(self, size_bytes: int) -> None:
-        room = self.room_bytes
-        if room is not None and size_bytes > room:
-            raise ConfigurationError(
-                f"--kv-memory: the file system of {self.path} has room for {room / 2**30:.2f} GiB beside other "
-                f"workers, but the KV cache needs {size_bytes / 2**30:.2f} GiB; enlarge it, or choose a smaller "
-                "--kv-cache-gb"
-            )
+    def _in_pages(self, size_bytes: int) -> int:
+        return -(-size_bytes // self._page_bytes) * self._page_bytes
 
 
 def open_memory(where: str, worker_id: str) -> HostMemory:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import struct
 import threading
 import time
@@ -27,6 +28,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from headrace.common.host_memory import GIB
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.arena import KVArena, arena_bytes
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
@@ -117,6 +119,9 @@ class KeptCache:
         if self.format is None:
             memory.clear()
             return
+        if self._lacks_room():
+            self.format = None  # its memory is freed when there is a new cache
+            return
         mapped = self._mapped = self._map(self.format)
         if self._count_start() > MAX_STARTS:
             log.warning("the worker was not ready in its last %d starts; its KV cache starts empty", MAX_STARTS)
@@ -126,15 +131,17 @@ class KeptCache:
         self._checking.start()
 
     def num_blocks_for(self, numerics: str, sizing: str, shapes: Sequence[BlockShape]) -> int | None:
-        """The previous process's number of blocks, including the padding block, if its cache had these properties."""
+        """The previous process's number of blocks, including the padding block, if its cache had these properties and
+        still has room to grow."""
         found = self.format
         if found is None or (found.numerics, found.sizing, found.shapes) != (numerics, sizing, tuple(shapes)):
             return None
-        return found.num_blocks
+        return None if self._lacks_room() else found.num_blocks
 
     def adopt(self, wanted: CacheFormat) -> KVArena:
         """Return the arena for a cache of this format. It keeps the previous process's blocks if that cache had the
         same format. Raises OSError and ConfigurationError."""
+        self.memory.check_room(wanted.total_bytes)
         if wanted != self.format:
             self.discard()
             if len(wanted.pack()) > _FINGERPRINT:
@@ -215,9 +222,22 @@ class KeptCache:
     def _read_format(self) -> CacheFormat | None:
         if self.memory.size_bytes < _JOURNAL:
             return None
-        header = self.memory.map()[:_FINGERPRINT].tobytes()
-        found = CacheFormat.unpack(header)
+        # Not through a mapping, where even reading takes memory for pages that were never written.
+        found = CacheFormat.unpack(os.pread(self.memory.descriptor, _FINGERPRINT, 0))
         return found if found is not None and self.memory.size_bytes >= found.total_bytes else None
+
+    def _lacks_room(self) -> bool:
+        """Whether the cache may grow beyond the room of its file system. Then it cannot be taken back: touching a page
+        without room ends the process."""
+        room, size = self.memory.room_bytes, self.memory.size_bytes
+        if room is None or size <= room:
+            return False
+        log.warning(
+            "the file system of %s has room for %.2f GiB beside other workers; the KV cache of the previous process is "
+            "not taken back, because it may grow to %.2f GiB",
+            *(self.memory.path, room / GIB, size / GIB),
+        )
+        return True
 
     def _map(self, wanted: CacheFormat) -> _Mapped:
         memory = self.memory.map()

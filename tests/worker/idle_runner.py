@@ -1,0 +1,33 @@
+"""A model of one layer that allocates its KV cache and computes nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from headrace.worker.kv.arena import KVArena
+from headrace.worker.kv.block_bytes import BlockShape
+from headrace.worker.model.runner import OpenVINOModelRunner
+
+SHAPE = BlockShape(1, 8, 8)
+
+
+def idle_runner(shape: BlockShape = SHAPE, adapters: object | None = None) -> OpenVINOModelRunner:
+    """A model whose blocks have one piece of this shape."""
+
+    def allocate(num_blocks: int, *, make_arena: Any) -> KVArena:
+        arena: KVArena = make_arena()
+        return arena
+
+    runner = SimpleNamespace(
+        numerics="version CPU performance u8",
+        adapters=adapters,
+        has_parts=False,
+        state_tables=None,
+        windows=SimpleNamespace(layers=()),
+        block_shapes=(shape,),
+        block_bytes=shape.num_bytes,
+        block_size=shape.tokens,
+        allocate=allocate,
+    )
+    return cast("OpenVINOModelRunner", runner)
