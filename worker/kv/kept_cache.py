@@ -90,8 +90,11 @@ class CacheFormat:
         raw = header[_HEADER.size : _HEADER.size + length]
         if magic != _MAGIC or len(raw) != length or crc32(raw) != crc:
             return None
-        fields = json.loads(raw)
-        return CacheFormat(**{**fields, "shapes": tuple(BlockShape(*shape) for shape in fields["shapes"])})
+        try:
+            fields = json.loads(raw)
+            return CacheFormat(**{**fields, "shapes": tuple(BlockShape(*shape) for shape in fields["shapes"])})
+        except (TypeError, KeyError, ValueError):
+            return None  # of a version with other fields
 
 
 class _Mapped(NamedTuple):
@@ -119,10 +122,10 @@ class KeptCache:
         if self.format is None:
             memory.clear()
             return
-        if self._lacks_room():
+        if self._lacks_room() or (mapped := self._map_found(self.format)) is None:
             self.format = None  # its memory is freed when there is a new cache
             return
-        mapped = self._mapped = self._map(self.format)
+        self._mapped = mapped
         if self._count_start() > MAX_STARTS:
             log.warning("the worker was not ready in its last %d starts; its KV cache starts empty", MAX_STARTS)
             self.discard()
@@ -238,6 +241,13 @@ class KeptCache:
             *(self.memory.path, room / GIB, size / GIB),
         )
         return True
+
+    def _map_found(self, found: CacheFormat) -> _Mapped | None:
+        try:
+            return self._map(found)
+        except OSError as error:  # huge pages of a hugetlbfs are reserved when they are mapped
+            log.warning("the KV cache of the previous process is not taken back: %s", error.strerror)
+            return None
 
     def _map(self, wanted: CacheFormat) -> _Mapped:
         memory = self.memory.map()

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -131,6 +131,29 @@ def test_another_model_or_format_takes_nothing_back(other: dict[str, Any]) -> No
     assert second.num_restored == 0
     assert second.ask(PROMPT).num_cached_tokens == 0
     assert live(memory, **other).num_restored > 0, "the next one of the same kind does"
+
+
+def test_a_header_of_a_version_with_other_fields_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = new_memory()
+    with monkeypatch.context() as patched:
+        patched.setattr("headrace.worker.kv.kept_cache.asdict", lambda of: {**asdict(of), "layers": 4})
+        live(memory).ask(PROMPT)
+    assert live(memory).num_restored == 0
+
+
+def test_a_cache_that_the_kernel_does_not_map_starts_empty(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = new_memory()
+    live(memory).ask(PROMPT)
+
+    def refused() -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(memory, "map", refused)
+        assert KeptCache(memory, 1).format is None
+    assert "is not taken back: Cannot allocate memory" in caplog.text
 
 
 def test_another_size_gives_the_old_memory_back_to_the_kernel() -> None:
