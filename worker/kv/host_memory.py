@@ -35,6 +35,8 @@ HUGE_PAGE_BYTES = 2 << 20
 STALE_AFTER_S = 900.0
 # How long to wait for the file's lock: the kernel may still be ending the previous process.
 _LOCK_PATIENCE_S = 5.0
+# How long to wait for workers that make their caches. To free the memory of a large old cache takes a minute.
+_SIZING_PATIENCE_S = 300.0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
@@ -73,15 +75,22 @@ class HostMemory:
 
     @contextlib.contextmanager
     def sizing(self) -> Iterator[None]:
-        """Wait until no other worker of the directory is between `room_bytes` and `resize`. Raises OSError."""
+        """Wait until no other worker of this user is between `room_bytes` and `resize` in the directory. Raises
+        ConfigurationError if that takes minutes."""
         if self.path is None:
             yield
             return
-        descriptor = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Not the directory itself: in /dev/shm, anybody could lock it.
+        path = self.path.parent / f"{_PREFIX}{os.geteuid()}.lock"
+        descriptor = _locked_file(path)
+        if descriptor is None:
+            log.info("waits for %s: another worker makes its KV cache", path)
+            descriptor = _locked_in_time(path, _SIZING_PATIENCE_S, "is locked; end the process that holds it")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
             os.close(descriptor)
 
     def check_room(self, size_bytes: int) -> None:
@@ -159,14 +168,20 @@ def _inherited(where: str) -> HostMemory:
 
 
 def _named(path: Path) -> HostMemory:
-    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
-    while (descriptor := _locked_file(path)) is None:
-        if time.monotonic() > deadline_s:
-            raise ConfigurationError(f"{path} is in use by another worker; give each worker its own --worker-id")
-        time.sleep(0.05)
-    memory = HostMemory(descriptor, path)
+    problem = "is in use by another worker; give each worker its own --worker-id"
+    memory = HostMemory(_locked_in_time(path, _LOCK_PATIENCE_S, problem), path)
     memory.touch()
     return memory
+
+
+def _locked_in_time(path: Path, patience_s: float, problem: str) -> int:
+    """Open and lock the file with this name. Raises ConfigurationError with the `problem` if it stays locked."""
+    deadline_s = time.monotonic() + patience_s
+    while (descriptor := _locked_file(path)) is None:
+        if time.monotonic() > deadline_s:
+            raise ConfigurationError(f"{path} {problem}")
+        time.sleep(0.05)
+    return descriptor
 
 
 def _locked_file(path: Path) -> int | None:
@@ -179,6 +194,7 @@ def _locked_file(path: Path) -> int | None:
         ) from None
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        os.close(descriptor)
         raise ConfigurationError(f"{path} must be a file that only this user can read (mode 0600); remove it")
     with contextlib.suppress(FileNotFoundError):
         if _locked(descriptor) and os.path.samestat(os.lstat(path), found):
