@@ -14,6 +14,7 @@ import hashlib
 import logging
 import mmap
 import os
+import re
 import stat
 import time
 import weakref
@@ -29,6 +30,8 @@ from headrace.worker.config import ConfigurationError
 log = logging.getLogger(__name__)
 
 _PREFIX = "headrace-kv-"
+# The names of workers' files. Other files of the directory, such as those of a disk store, begin in the same way.
+_NAME = re.compile(_PREFIX + "[0-9a-f]{16}")
 # The size of a huge page on x86-64, and on ARM with 4 KiB pages.
 HUGE_PAGE_BYTES = 2 << 20
 # Workers remove files in their directory that have no owner and were not used for this long.
@@ -147,7 +150,7 @@ def open_memory(where: str, worker_id: str) -> HostMemory:
         if not directory.is_dir():
             raise ConfigurationError(f"--kv-memory {where} is not a directory; name one in a tmpfs, such as /dev/shm")
         name = _PREFIX + hashlib.sha256(worker_id.encode()).hexdigest()[:16]
-        _prune(directory, keep=name)
+        _prune(keep=directory / name)
         return _named(directory / name)
     except OSError as error:
         raise ConfigurationError(
@@ -184,10 +187,10 @@ def _locked_in_time(path: Path, patience_s: float, problem: str) -> int:
     return descriptor
 
 
-def _locked_file(path: Path) -> int | None:
+def _locked_file(path: Path, flags: int = os.O_CREAT) -> int | None:
     """Open and lock the file with this name. None if another process has locked it, or has just removed it."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
         raise ConfigurationError(
             f"--kv-memory: {path} cannot be opened: {error.strerror}; choose another directory"
@@ -203,31 +206,41 @@ def _locked_file(path: Path) -> int | None:
     return None
 
 
+def _others(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The files of other workers in the directory of `path`. Those of other users do not count, except root's: their
+    size may be a lie, and what they really occupy is not free anyway."""
+    for other in path.parent.glob(f"{_PREFIX}*"):
+        if _NAME.fullmatch(other.name) and other.name != path.name:
+            with contextlib.suppress(OSError):
+                found = other.lstat()
+                if stat.S_ISREG(found.st_mode) and found.st_uid in (0, os.geteuid()):
+                    yield other, found
+
+
 def _promised_bytes(path: Path) -> int:
     """The bytes by which the files of other workers in the directory of `path` may still grow."""
-    promised = 0
-    for other in path.parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            found = other.lstat()
-            promised += max(0, found.st_size - 512 * found.st_blocks) if other.name != path.name else 0
-    return promised
+    return sum(max(0, found.st_size - 512 * found.st_blocks) for _, found in _others(path))
 
 
-def _prune(directory: Path, *, keep: str) -> None:
-    """Remove the files of workers that have ended and not been restarted."""
-    for path in directory.glob(f"{_PREFIX}*"):
-        if path.name == keep:
-            continue
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                found = os.fstat(descriptor)
-                is_stale = time.time() - found.st_mtime > STALE_AFTER_S and found.st_uid == os.geteuid()
-                if is_stale and _locked(descriptor):
-                    path.unlink()
-                    log.info("removed %s, which no worker has used for %.0f s", path, time.time() - found.st_mtime)
-            finally:
-                os.close(descriptor)
+def _prune(keep: Path) -> None:
+    """Remove the files of workers that have ended and not been restarted, in the directory of `keep`."""
+    for path, found in _others(keep):
+        if _is_stale(found):
+            with contextlib.suppress(OSError, ConfigurationError):
+                descriptor = _locked_file(path, flags=0)
+                if descriptor is None:
+                    continue
+                try:
+                    # The worker may have ended just now.
+                    if _is_stale(os.fstat(descriptor)):
+                        path.unlink()
+                        log.info("removed %s, which no worker has used for %.0f s", path, time.time() - found.st_mtime)
+                finally:
+                    os.close(descriptor)
+
+
+def _is_stale(found: os.stat_result) -> bool:
+    return time.time() - found.st_mtime > STALE_AFTER_S
 
 
 def _locked(descriptor: int) -> bool:

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from headrace.worker.kv import host_memory
 from headrace.worker.kv.host_memory import HostMemory, open_memory
 
 NOBODY = 65534
+SAME_FORM = "headrace-kv-0123456789abcdef"
 
 
 def lock_of(directory: Path) -> Path:
@@ -98,3 +100,69 @@ def test_a_lock_that_is_a_link_or_of_another_user_is_refused_by_name(
         make_foreign(lock, monkeypatch)
         with pytest.raises(ConfigurationError, match=f"{lock} must be a file that only this user"), memory.sizing():
             pass
+
+
+def room(monkeypatch: pytest.MonkeyPatch, memory: HostMemory) -> int | None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=100, f_frsize=1 << 20, f_blocks=1))
+        return memory.room_bytes
+
+
+def test_files_that_are_no_caches_of_this_user_take_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = open_memory(str(tmp_path), "worker")
+    sparse = tmp_path / "headrace-kv-x"
+    sparse.touch()
+    os.truncate(sparse, 1 << 40)
+    (tmp_path / "headrace-kv-fedcba9876543210").symlink_to(sparse)
+    assert room(monkeypatch, memory) == 100 << 20
+    sparse.rename(tmp_path / SAME_FORM)
+    assert room(monkeypatch, memory) == 0, "a cache of another worker"
+    make_foreign(tmp_path / SAME_FORM, monkeypatch)
+    assert room(monkeypatch, memory) == 100 << 20
+
+
+@pytest.mark.parametrize("name", [f"{SAME_FORM}.blocks", f"{SAME_FORM}.index", "headrace-kv-1000.lock", "headrace-kv-"])
+def test_files_of_a_disk_store_and_others_are_not_removed(tmp_path: Path, name: str) -> None:
+    for path in (tmp_path / name, tmp_path / SAME_FORM):
+        path.touch(0o600)
+        os.utime(path, (1, 1))
+    open_memory(str(tmp_path), "worker")
+    assert (tmp_path / name).exists()
+    assert not (tmp_path / SAME_FORM).exists(), "a cache that no worker uses"
+
+
+def test_a_cache_that_was_made_anew_meanwhile_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker may have removed the stale file, and be serving with another one of the same name."""
+    path = tmp_path / SAME_FORM
+    path.touch(0o600)
+    os.utime(path, (1, 1))
+    locked_before = host_memory._locked
+
+    def begins_before_the_lock(descriptor: int) -> bool:
+        monkeypatch.setattr(host_memory, "_locked", locked_before)
+        path.unlink()
+        path.touch(0o600)
+        return locked_before(descriptor)
+
+    monkeypatch.setattr(host_memory, "_locked", begins_before_the_lock)
+    open_memory(str(tmp_path), "worker")
+    assert path.exists()
+
+
+def test_a_cache_that_was_used_meanwhile_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / SAME_FORM
+    path.touch(0o600)
+    os.utime(path, (1, 1))
+    locked_before = host_memory._locked
+
+    def ends_before_the_lock(descriptor: int) -> bool:
+        monkeypatch.setattr(host_memory, "_locked", locked_before)
+        os.utime(path)
+        return locked_before(descriptor)
+
+    monkeypatch.setattr(host_memory, "_locked", ends_before_the_lock)
+    open_memory(str(tmp_path), "worker")
+    assert path.exists()
+    os.utime(path, (1, 1))
+    open_memory(str(tmp_path), "other")
+    assert not path.exists()
