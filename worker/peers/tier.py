@@ -26,6 +26,7 @@ from headrace.protos.block_hash import next_hash
 from headrace.worker.kv.block_bytes import BlockBytes
 from headrace.worker.kv.block_pool import TOKEN_BYTES
 from headrace.worker.kv.fetch import Fetch, LearnedTime, Wanted
+from headrace.worker.peers.channels import Channels
 from headrace.worker.peers.source import host_id
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ _FIRST_GUESS_BYTES_PER_S = 0.5e9
 _FIRST_GUESS_SETUP_S = 0.005
 # After a call in which a worker sent nothing, it is not asked for this many times the duration of the call.
 _REST = 10.0
-_MAX_CHANNELS = 16
 
 
 class _ForeignBlocks(NamedTuple):
@@ -56,7 +56,6 @@ class PeerTier:
         self._layout = layout
         self._contents = contents
         self._block_bytes = block_bytes
-        self._transport = transport
         self._block_time = LearnedTime(block_bytes / _FIRST_GUESS_BYTES_PER_S)
         self._setup_time = LearnedTime(_FIRST_GUESS_SETUP_S)
         self._is_speed_known = False
@@ -64,7 +63,7 @@ class PeerTier:
         self._executor = ThreadPoolExecutor(MAX_FETCHES, "kv-peers")
         self._running: set[Fetch] = set()
         self._ended: deque[Fetch] = deque()
-        self._channels: dict[tuple[str, int], grpc.Channel] = {}
+        self._channels = Channels(transport)
 
     @property
     def bytes_per_s(self) -> float:
@@ -80,9 +79,8 @@ class PeerTier:
         """Engine thread: begin a fetch from `fetch.source`. `take_ended` returns it when it has ended."""
         self._running.add(fetch)
         try:
-            channel = self._channel_to(fetch.source)
-            self._executor.submit(self._run, fetch, channel, time.monotonic() + fetch.timeout_s)
-        except Exception as error:  # the address cannot be used, or the worker stops
+            self._executor.submit(self._run, fetch, time.monotonic() + fetch.timeout_s)
+        except RuntimeError as error:  # the worker stops
             log.warning("KV blocks cannot be fetched from %s: %s; they are computed", fetch.source, error)
             self._ended.append(fetch)
             self.on_arrival()
@@ -104,27 +102,18 @@ class PeerTier:
     def stop(self) -> None:
         """Begin no more fetches, and end the calls."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-        for channel in self._channels.values():
-            channel.close()
+        self._channels.close()
 
-    def _channel_to(self, source: str) -> grpc.Channel:
-        key = source, self._transport.version
-        if key not in self._channels:
-            while len(self._channels) >= _MAX_CHANNELS:
-                # A fetch that still uses the channel ends, and its prompt is computed.
-                self._channels.pop(next(iter(self._channels))).close()
-            self._channels[key] = self._transport.blocking_channel(source)
-        return self._channels[key]
-
-    def _run(self, fetch: Fetch, channel: grpc.Channel, deadline_s: float) -> None:
+    def _run(self, fetch: Fetch, deadline_s: float) -> None:
         start_s = time.monotonic()
         try:
             if fetch.is_given_up:
                 return
-            # Another process namespace has the same host id but other files. Then the blocks are sent.
-            if not self._receive(fetch, channel, host_id(), deadline_s) and not fetch.num_read:
-                self._receive(fetch, channel, "", deadline_s)
-        except (grpc.RpcError, ValueError, OSError) as error:  # ValueError: the channel was closed
+            with self._channels.using(fetch.source) as channel:
+                # Another process namespace has the same host id but other files. Then the blocks are sent.
+                if not self._receive(fetch, channel, host_id(), deadline_s) and not fetch.num_read:
+                    self._receive(fetch, channel, "", deadline_s)
+        except (grpc.RpcError, ValueError, OSError) as error:  # ValueError: the address is wrong, or the worker stops
             reason = error.details() if isinstance(error, grpc.Call) else error
             log.info("KV blocks could not be fetched from %s: %s; the rest is computed", fetch.source, reason)
         except Exception:
