@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import grpc
@@ -26,18 +26,21 @@ from headrace.protos.block_hash import next_hash
 from headrace.worker.kv.block_bytes import BlockBytes
 from headrace.worker.kv.block_pool import TOKEN_BYTES
 from headrace.worker.kv.fetch import Fetch, LearnedTime, Wanted
+from headrace.worker.peers.calls import Calls
 from headrace.worker.peers.channels import Channels
 from headrace.worker.peers.source import host_id
 
 log = logging.getLogger(__name__)
 
-# Number of fetches at the same time. They may have different sources, so a slow one does not delay the others.
-MAX_FETCHES = 4
 # The assumed speed, and the time until the first message, before the first fetch.
 _FIRST_GUESS_BYTES_PER_S = 0.5e9
 _FIRST_GUESS_SETUP_S = 0.005
 # After a call in which a worker sent nothing, it is not asked for this many times the duration of the call.
 _REST = 10.0
+# While a call has waited for a message for more than this many times the usual time until the first one, no request
+# begins to wait for its worker. `LearnedTime` takes so long a wait for a pause, too. A call of a busy worker on this
+# host may take some tens of milliseconds, so the usual time counts for no less than the first guess.
+_SILENCE = 10.0
 
 
 class _ForeignBlocks(NamedTuple):
@@ -60,7 +63,7 @@ class PeerTier:
         self._setup_time = LearnedTime(_FIRST_GUESS_SETUP_S)
         self._is_speed_known = False
         self._rests_until_s: dict[str, float] = {}
-        self._executor = ThreadPoolExecutor(MAX_FETCHES, "kv-peers")
+        self._calls = Calls(self._silence_s, self._end)
         self._running: set[Fetch] = set()
         self._ended: deque[Fetch] = deque()
         self._channels = Channels(transport)
@@ -71,22 +74,22 @@ class PeerTier:
         return self._block_bytes / self._block_time.seconds if self._is_speed_known else 0.0
 
     def is_resting(self, source: str) -> bool:
-        """Engine thread: whether this worker is not asked at the moment, because its last call took time and sent
-        nothing."""
-        return time.monotonic() < self._rests_until_s.get(source, 0.0)
+        """Engine thread: whether no request should wait for this worker at the moment, because its last call took time
+        and sent nothing, or a running one waits in vain."""
+        return time.monotonic() < self._rests_until_s.get(source, 0.0) or source in self._calls.silent_sources()
 
     def fetch(self, fetch: Fetch) -> None:
         """Engine thread: begin a fetch from `fetch.source`. `take_ended` returns it when it has ended."""
         self._running.add(fetch)
         try:
-            self._executor.submit(self._run, fetch, time.monotonic() + fetch.timeout_s)
+            self._calls.begin(fetch, partial(self._run, fetch, time.monotonic() + fetch.timeout_s))
         except RuntimeError as error:  # the worker stops
             log.warning("KV blocks cannot be fetched from %s: %s; they are computed", fetch.source, error)
-            self._ended.append(fetch)
-            self.on_arrival()
+            self._end(fetch)
 
     def take_ended(self) -> list[Fetch]:
         """Engine thread: return the fetches that have ended since the last call."""
+        self._calls.advance()
         ended = []
         while self._ended:
             ended.append(self._ended.popleft())
@@ -95,20 +98,29 @@ class PeerTier:
         return ended
 
     def expected_s(self, num_blocks: int) -> float:
-        """Expected seconds until `num_blocks` more blocks are fetched, including the wait for running fetches."""
-        ahead = sum(len(fetch.wanted) - fetch.num_read for fetch in self._running)
+        """Expected seconds until `num_blocks` more blocks are fetched, including the wait for running fetches. Those
+        from workers that send nothing use no time of others."""
+        silent = self._calls.silent_sources()
+        ahead = sum(len(fetch.wanted) - fetch.num_read for fetch in self._running if fetch.source not in silent)
         return self._setup_time.seconds + (ahead + num_blocks) * self._block_time.seconds
 
     def stop(self) -> None:
         """Begin no more fetches, and end the calls."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._calls.stop()
         self._channels.close()
+
+    def _silence_s(self) -> float:
+        return _SILENCE * max(_FIRST_GUESS_SETUP_S, self._setup_time.seconds)
+
+    def _end(self, fetch: Fetch) -> None:
+        self._ended.append(fetch)
+        self.on_arrival()
 
     def _run(self, fetch: Fetch, deadline_s: float) -> None:
         start_s = time.monotonic()
+        if fetch.is_given_up or start_s >= deadline_s:
+            return
         try:
-            if fetch.is_given_up:
-                return
             with self._channels.using(fetch.source) as channel:
                 # Another process namespace has the same host id but other files. Then the blocks are sent.
                 if not self._receive(fetch, channel, host_id(), deadline_s) and not fetch.num_read:
@@ -121,8 +133,6 @@ class PeerTier:
         finally:
             if not fetch.num_read:
                 self._rest(fetch.source, time.monotonic() - start_s)
-            self._ended.append(fetch)
-            self.on_arrival()
 
     def _rest(self, source: str, waited_s: float) -> None:
         """Do not ask a worker for some time, because it sent nothing for `waited_s`."""
@@ -144,6 +154,7 @@ class PeerTier:
             stack.callback(lambda: self._learn(start_s, first_s, fetch.num_read - num_before))
             foreign: _ForeignBlocks | None = None
             for response in call:
+                self._calls.hear(fetch)
                 first_s = first_s or time.monotonic()
                 if response.HasField("memory"):
                     foreign = self._open(response.memory)
