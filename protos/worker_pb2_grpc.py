@@ -158,7 +158,8 @@ class WorkerServicer(object):
     def HandOver(self, request, context):
         """HandOver is for a router that hands the cached blocks of a draining worker over to others. It streams which blocks there
         are. The worker does not stop before the router ends the call, or the time for it is over. Once for each drain: later
-        calls get QUEUE_FULL. INVALID_FIELD if the worker does not drain; UNSUPPORTED if it exchanges no blocks.
+        calls get QUEUE_FULL, unless the call ended before all blocks were named or while other workers fetched blocks.
+        INVALID_FIELD if the worker does not drain; UNSUPPORTED if it exchanges no blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

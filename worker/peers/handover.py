@@ -3,6 +3,10 @@ hands over.
 
 A router hands the blocks over. It calls HandOver of the worker that drains, which names its blocks, most recently used
 first. The router distributes them and calls TakeBlocks of others, which fetch them. It ends HandOver when all is done.
+
+If HandOver ends before all blocks are named, or while others fetch blocks, it has broken off: the router is gone, or it
+believed for a moment that the worker takes requests. Then HandOver may be called again. The router leaves out what
+others have by then.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ class Handover:
         self._ended = asyncio.Event()
 
     def reset(self) -> None:
-        """The worker takes requests again; the next drain hands over again."""
+        """A router may hand over once more, because the worker takes requests again or the handover broke off."""
         self._begun, self._ended = asyncio.Event(), asyncio.Event()  # a running handover sets the old ones
 
     async def name_blocks(self, *, draining: bool) -> _Named:
@@ -66,7 +70,7 @@ class Handover:
         if self._begun.is_set():
             raise StatusError(Reason.QUEUE_FULL, "another router hands the blocks over", retry_after_s=BEGIN_S)
         self._begun.set()
-        ended = self._ended
+        ended, are_all_named = self._ended, False
         num_before = self.source.num_sent
         try:
             named = (await asyncio.to_thread(self._pool.hottest_first))[: self._most]
@@ -79,26 +83,31 @@ class Handover:
                         for content in named[start : start + _BLOCKS_A_MESSAGE]
                     ]
                 )
+            are_all_named = True
             yield worker_pb2.HandOverResponse()  # there are no more blocks
             await ended.wait()
         finally:
             log.info("%d KV blocks were handed over to other workers", self.source.num_sent - num_before)
+            if ended is self._ended and not ended.is_set() and (self.source.is_sending or not are_all_named):
+                self.reset()
             ended.set()
             self._takeover.refresh()
 
     async def wait(self, num_routers: Callable[[], int], timeout_s: float | None) -> None:
-        """Wait until the blocks are handed over, at most `timeout_s`. Does not wait without routers or blocks."""
+        """Wait until the blocks are handed over, at most `timeout_s`. Does not wait without routers or blocks. Waits
+        for a router again after a handover that broke off."""
         if not self._most or not self._pool.num_cached_blocks:
             return
         most_s = MAX_HANDOVER_S if timeout_s is None else min(timeout_s, MAX_HANDOVER_S)
         try:
             async with asyncio.timeout(most_s):
-                async with asyncio.timeout(BEGIN_S):
-                    while not self._begun.is_set():
-                        if not num_routers():
-                            return
-                        await asyncio.sleep(_LOOK_S)
-                await self._ended.wait()
+                while not self._ended.is_set():
+                    async with asyncio.timeout(BEGIN_S):
+                        while not self._begun.is_set():
+                            if not num_routers():
+                                return
+                            await asyncio.sleep(_LOOK_S)
+                    await self._ended.wait()
         except TimeoutError:
             self._begun.set()  # too late now
             self._ended.set()

@@ -78,6 +78,11 @@ class BlockSource:
         self._file = file
         self._num_running = 0
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether other workers fetch blocks now."""
+        return self._num_running > 0
+
     async def send(self, request: worker_pb2.FetchBlocksRequest) -> _Responses:
         """The messages of FetchBlocks. Raises StatusError."""
         if request.kv_layout != self.layout:

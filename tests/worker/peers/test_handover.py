@@ -269,6 +269,44 @@ async def test_a_draining_worker_names_what_fits_once_for_each_drain(takers: tup
     await later.aclose()
 
 
+@pytest.mark.parametrize("is_sending", [True, False])
+async def test_a_handover_that_breaks_off_is_begun_again(
+    takers: tuple[Taker, Taker], monkeypatch: pytest.MonkeyPatch, is_sending: bool
+) -> None:
+    first = takers[0]
+    monkeypatch.setattr(handover_module, "_BLOCKS_A_MESSAGE", 4)
+    waiting = asyncio.create_task(first.handover.wait(lambda: 1, BOUND_S))
+    messages = first.handover.name_blocks(draining=True)
+    assert (await anext(messages)).blocks
+    if is_sending:
+        sending = first.source.send(fetch_of(first))
+        while (await anext(messages)).blocks:
+            pass
+        await anext(sending)
+    await messages.aclose()
+    again = first.handover.name_blocks(draining=True)
+    assert len((await anext(again)).blocks) == 4
+    with pytest.raises(StatusError) as refused:
+        await collected(first.handover)
+    assert refused.value.reason is Reason.QUEUE_FULL
+    if is_sending:
+        await sending.aclose()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "the first one has not ended it"
+    while (await anext(again)).blocks:
+        pass
+    await again.aclose()
+    await waiting
+    with pytest.raises(StatusError):
+        await collected(first.handover)
+
+
+def fetch_of(taker: Taker) -> worker_pb2.FetchBlocksRequest:
+    hashes = [content.block_hash or 0 for content in taker.pool.hottest_first()]
+    return worker_pb2.FetchBlocksRequest(kv_layout=LAYOUT, hashes=hashes)
+
+
 async def test_a_worker_that_stops_waits_only_for_routers_that_hand_over(
     takers: tuple[Taker, Taker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +325,8 @@ async def test_a_worker_that_stops_waits_only_for_routers_that_hand_over(
         await collected(first.handover)
     first.handover.reset()
     messages = first.handover.name_blocks(draining=True)
-    assert (await anext(messages)).blocks
+    while (await anext(messages)).blocks:
+        pass
     waiting = asyncio.create_task(first.handover.wait(lambda: 1, 5.0))
     await asyncio.sleep(0.2)
     assert not waiting.done()
