@@ -28,12 +28,8 @@ from headrace.protos import router_pb2
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.router.adapter_calls import AdapterCalls
 from headrace.router.dispatch.admission import Admission, AdmissionConfig
-from headrace.router.dispatch.forwarding import (
-    Forwarding,
-    ForwardingConfig,
-    Metadata,
-    UpstreamError,
-)
+from headrace.router.dispatch.attempts import Metadata, UpstreamError
+from headrace.router.dispatch.forwarding import Forwarding, ForwardingConfig
 from headrace.router.dispatch.metrics import RequestLoad, RouterMetrics
 from headrace.router.dispatch.suspects import Suspects
 from headrace.router.dispatch.verdicts import Verdict, verdict_of

@@ -25,10 +25,6 @@ class FencedError(Exception):
     """A message does not continue the delivered tokens. Nothing of it may reach the client."""
 
 
-class PrefilledError(Exception):
-    """The worker has computed the prompt, and the answer continues at another worker."""
-
-
 def parse(raw: bytes) -> inference_pb2.GenerateRequest:
     """Decode a request. Raises StatusError (INVALID_FIELD) if the bytes are not a request."""
     try:
@@ -133,6 +129,23 @@ class Delivery:
             self._num_cached_tokens = message.num_cached_tokens
             self.model_identity = message.model_identity or self.model_identity
         self.is_finished = message.HasField("finish")
+
+    def without_early_end(self, raw: bytes, longest: int) -> tuple[bytes, bool]:
+        """A message, and whether its worker ends the answer only because the worker's own context ends; the result then
+        has no finish. Prompt and answer may have `longest` tokens together."""
+        try:
+            message = inference_pb2.GenerateResponse.FromString(raw)
+        except DecodeError:
+            return raw, False
+        num_tokens, sampling = len(self.token_ids) + len(message.token_ids), self.request.sampling
+        is_at_end = self.prompt.num_tokens + num_tokens >= (self.max_tokens or 0)
+        room = longest - self.prompt.num_tokens
+        if sampling.HasField("max_tokens"):
+            room = min(room, sampling.max_tokens)
+        if message.finish.reason != inference_pb2.FINISH_REASON_LENGTH or not is_at_end or num_tokens >= room:
+            return raw, False
+        message.ClearField("finish")
+        return message.SerializeToString(), True
 
     def next_attempt(self, max_wait_ms: int, belief: inference_pb2.Belief, source: str = "") -> WireRequest:
         """The request for the next worker, with the belief about it, the time that the request may wait there, and the

@@ -15,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
-from typing import cast
 
 import grpc
 
@@ -31,22 +30,33 @@ from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError, detail_of
 from headrace.router.dispatch.admission import Admission, has_begun
-from headrace.router.dispatch.delivery import Delivery, FencedError, PrefilledError
+from headrace.router.dispatch.attempts import (
+    AttemptFailedError,
+    EndOfContextError,
+    GivenBackError,
+    Metadata,
+    OutgrownError,
+    PrefilledError,
+    RunningCall,
+    UpstreamError,
+)
+from headrace.router.dispatch.delivery import Delivery, FencedError
 from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.dispatch.refusals import model_changed
 from headrace.router.dispatch.spans import MAX_CANDIDATES, describe_placement
 from headrace.router.dispatch.suspects import Suspects
 from headrace.router.dispatch.verdicts import Verdict, verdict_of, was_reached
 from headrace.router.fleet.fleet import Fleet
+from headrace.router.fleet.known_models import card_outgrown
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.fleet.routed_request import PlacedRequest, Prefilled, RoutedRequest
 from headrace.router.placement.beliefs import MAX_GIVEN_BACK
 
 log = logging.getLogger(__name__)
 
-Metadata = Sequence[tuple[str, str | bytes]]
 _MOST_WAIT_MS = (1 << 32) - 1  # the maximum of the field's type
 _MAX_FAILED = 32  # workers that one request may lose, or be refused by, in total
+MAX_MOVES = 4  # of one answer from workers that are reserved for prompts
 ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
 
 
@@ -56,44 +66,6 @@ class ForwardingConfig:
     `suspects`."""
 
     max_attempts: int = 4
-
-
-class UpstreamError(Exception):
-    """A worker's own error, which is passed on unchanged."""
-
-    def __init__(self, error: grpc.aio.AioRpcError) -> None:
-        super().__init__(error.details())
-        self.code = error.code()
-        self.details = error.details() or ""
-        self.trailing_metadata = tuple(cast("Metadata", tuple(error.trailing_metadata() or ())))
-
-
-class _AttemptFailedError(Exception):
-    """This worker will not finish the request, but another one may. `refusal` says why the worker did not take it,
-    `full` or `draining`; it is empty if the worker was lost. `passed_on` is the worker's own error, for the case that
-    there is no other worker."""
-
-    def __init__(self, why: str, refusal: str = "", passed_on: UpstreamError | None = None) -> None:
-        super().__init__(why)
-        self.refusal = refusal
-        self.passed_on = passed_on
-
-
-class _GivenBackError(Exception):
-    """The worker has more work than was believed when the request was placed there."""
-
-
-class _Call:
-    """A running call to a worker, which its link may abandon."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self.abandoned_because: str | None = None
-
-    def abandon(self, why: str) -> None:
-        """End the call. The reader gets the reason."""
-        self.abandoned_because = why
-        self._call.cancel()
 
 
 class Forwarding:
@@ -124,7 +96,9 @@ class Forwarding:
         self._waits_until_s = time.monotonic() + admission.max_wait_s(self._delivery.request)
         self._card: worker_pb2.ModelCard | None = None  # of the worker whose tokens were delivered
         self._adapter_sha256 = ""  # of the adapter that generated them
+        self._longest = 0  # the longest context of the answer: of a worker that has begun it, or may begin it
         self._num_given_back = 0
+        self._num_moves = 0
         self._prefilled: Prefilled | None = None
         self._failed: dict[WorkerLink, int] = {}  # workers that failed -> their incarnation at that time
 
@@ -132,7 +106,10 @@ class Forwarding:
         """Deliver the whole answer. Raises StatusError or UpstreamError when that is impossible."""
         try:
             with self._admission.counted(self._delivery.request):
-                await self._deliver()
+                try:
+                    await self._deliver()
+                except EndOfContextError as error:
+                    await self._write_closing(error.card)
             self._suspects.answered(self._delivery)
         finally:
             if self._card is not None:
@@ -153,15 +130,18 @@ class Forwarding:
                     return
                 await self._attempt(placed)
                 return
-            except _GivenBackError:
+            except GivenBackError:
                 self._num_given_back += 1
                 self._metrics.given_back.inc()
                 self._delivery.given_back()
                 self._fleet.not_taken(placed)
             except PrefilledError:
                 self._metrics.prefills.inc()
+                self._num_moves += 1
                 num_vain = 0
-            except _AttemptFailedError as failure:
+            except OutgrownError:
+                num_vain = num_vain + 1 if self._delivery.num_delivered == num_before else 0
+            except AttemptFailedError as failure:
                 self._failed[placed.link], self._prefilled = placed.link.incarnation, None
                 why, was_lost = str(failure), not failure.refusal
                 num_failed += 1
@@ -186,7 +166,15 @@ class Forwarding:
         raise StatusError(Reason.WORKER_LOST, problem, retry_after_s=1.0)
 
     async def _close(self, card: worker_pb2.ModelCard) -> bool:
-        """Deliver the finish if the delivered tokens are a complete answer. Returns whether they are."""
+        """Deliver the finish if the delivered tokens are a complete answer. Returns whether they are. The answer may
+        continue at a worker with a longer context than that of the card."""
+        if longest_context_of(card, self._delivery.request.sampling) < self._longest:
+            shorter, card = card, worker_pb2.ModelCard()
+            card.CopyFrom(shorter)
+            card.max_context_tokens = self._longest
+        return await self._write_closing(card)
+
+    async def _write_closing(self, card: worker_pb2.ModelCard) -> bool:
         message = self._delivery.closing_message(card)
         if message is None:
             return False
@@ -220,21 +208,14 @@ class Forwarding:
         wait_until_s = time.monotonic() + self._admission.capacity_wait_s
         delivery = self._delivery
         # A returned request does not queue again.
-        is_new = not (self._failed or self._num_given_back or self._prefilled or has_begun(delivery.request))
+        is_new = not (self._failed or self._num_given_back or delivery.token_ids or has_begun(delivery.request))
         identity = self._identity
         request = RoutedRequest(delivery.request, delivery.prompt, delivery.token_ids, identity)
         request.num_described, request.prefilled = num_described, self._prefilled
         while True:
             card = self._card or self._resolved(is_new)
             if card is not None:
-                num_resumed = len(delivery.token_ids)
-                check_context(
-                    delivery.prompt.num_tokens,
-                    num_resumed,
-                    card.max_context_tokens,
-                    encodes=bool(card.task),
-                    longest=longest_context_of(card, delivery.request.sampling),
-                )
+                self._check_context(card)
                 self._fleet.adapters.choose(request, card)
                 await request.prepare(self._fleet.cards(card.name))
             if card is not None and is_new:
@@ -251,12 +232,27 @@ class Forwarding:
             again = None if card is None else self._place_again(request, card)
             if again is not None:
                 return again
+            if card is not None and delivery.token_ids:
+                outgrown = card_outgrown(request, card.name, self._fleet.links())
+                if outgrown is not None:
+                    raise EndOfContextError(outgrown)
             left_s = wait_until_s - time.monotonic()
             if left_s <= 0:
                 if self._is_changed(card, identity):
                     raise model_changed("no worker with the model files that began it is left")
                 raise self._admission.no_capacity(delivery.request.model)
             await self._fleet.changed(left_s)
+
+    def _check_context(self, card: worker_pb2.ModelCard) -> None:
+        """Raise StatusError (CONTEXT_TOO_LONG) if a new request does not fit the model, whose card has just become
+        known."""
+        if self._longest:
+            return
+        longest = longest_context_of(card, self._delivery.request.sampling)
+        if not self._delivery.token_ids:
+            num_tokens = self._delivery.prompt.num_tokens
+            check_context(num_tokens, 0, card.max_context_tokens, encodes=bool(card.task), longest=longest)
+        self._longest = longest
 
     def _is_changed(self, card: worker_pb2.ModelCard | None, identity: str) -> bool:
         """Whether the model is served only with other files than those of the begun answer, and no worker with its
@@ -293,6 +289,7 @@ class Forwarding:
             and link not in self._failed
             and link.card is not None
             and link.card.name == placed.card.name
+            and placed.request.fits(link.card)
             and identity in ("", model_identity(link.card, link.adapters.sha256(self._delivery.request.adapter)))
             for link in self._fleet.links()
         )
@@ -300,7 +297,7 @@ class Forwarding:
     # -- one attempt ------------------------------------------------------------------------------------------------
 
     async def _attempt(self, placed: PlacedRequest) -> None:
-        """Forward until the finish is delivered. Raises _AttemptFailedError or UpstreamError."""
+        """Forward until the finish is delivered. Raises AttemptFailedError or UpstreamError."""
         with current_span().child(ATTEMPT_SPAN, kind=SpanKind.CLIENT) as span:
             if span.is_recording:
                 resumed = len(self._delivery.token_ids)
@@ -312,7 +309,7 @@ class Forwarding:
         belief = placed.belief(may_be_given_back=may_be_given_back)
         wire = self._delivery.next_attempt(self._max_wait_ms(), belief, placed.placement.source)
         call = placed.link.generate(wire, timeout=self._remaining_s(), metadata=span.onto(self._metadata))
-        running = _Call(call)
+        running = RunningCall(call)
         link, life = placed.link, (placed.link.address, placed.link.incarnation)
         with link.running(running), self._suspects.running(life, self._delivery):
             try:
@@ -325,11 +322,11 @@ class Forwarding:
                     raise
                 if not self._delivery.is_finished:
                     self._lost_worker(link, life, has_died=False)
-                    raise _AttemptFailedError(running.abandoned_because) from None
+                    raise AttemptFailedError(running.abandoned_because) from None
             except FencedError as error:
                 log.error("worker %s is fenced: %s", link.worker_id, error)
                 if not self._delivery.is_finished:
-                    raise _AttemptFailedError(f"worker {link.worker_id} is fenced: {error}") from None
+                    raise AttemptFailedError(f"worker {link.worker_id} is fenced: {error}") from None
             finally:
                 call.cancel()
 
@@ -340,21 +337,30 @@ class Forwarding:
 
     async def _pass_on(self, placed: PlacedRequest, call: Call) -> None:
         delivery, read, write = self._delivery, call.read, self._write
-        delivery.max_tokens = longest_context_of(placed.card, delivery.request.sampling)
-        adapter, may_move = delivery.request.adapter, placed.card.role == worker_pb2.ROLE_PREFILL
+        longest = delivery.max_tokens = longest_context_of(placed.card, delivery.request.sampling)
+        self._longest = max(self._longest, longest)
+        num_before, is_shorter, is_outgrown = len(delivery.token_ids), longest < self._longest, False
+        may_move = placed.card.role == worker_pb2.ROLE_PREFILL and self._num_moves < MAX_MOVES
         while (message := await read()) is not grpc.aio.EOF:
             assert isinstance(message, bytes)
+            if is_shorter:
+                message, is_outgrown = delivery.without_early_end(message, self._longest)
             delivery.accept(message)
             if self._card is None:
-                self._card, self._adapter_sha256 = placed.card, placed.adapter_sha256
+                self._card, self._adapter_sha256 = placed.card, placed.request.adapter_sha256
             if placed.booking.is_pending:
                 placed.link.settle(placed.booking)
             await write(message)
-            if may_move and not delivery.is_finished and self._fleet.continues_elsewhere(placed, adapter, self._failed):
-                self._prefilled = Prefilled(placed.link.address, placed.card.kv_layout, delivery.prompt.num_tokens)
-                raise PrefilledError
+            if is_outgrown:
+                self._prefilled = Prefilled.at(placed, delivery.prompt.num_tokens + len(delivery.token_ids))
+                raise OutgrownError
+            if may_move and not delivery.is_finished:
+                num_more = len(delivery.token_ids) - num_before
+                if self._fleet.continues_elsewhere(placed, num_more, self._failed):
+                    self._prefilled = Prefilled.at(placed, delivery.prompt.num_tokens)
+                    raise PrefilledError
         if not delivery.is_finished:
-            raise _AttemptFailedError(f"worker {placed.link.worker_id} ended the stream without a finish")
+            raise AttemptFailedError(f"worker {placed.link.worker_id} ended the stream without a finish")
 
     def _lost_worker(self, link: WorkerLink, life: Hashable, *, has_died: bool) -> None:
         load = link.reported.load
@@ -367,22 +373,22 @@ class Forwarding:
         if verdict is Verdict.FINAL:
             return UpstreamError(error)
         if verdict is Verdict.FULL:
-            return _AttemptFailedError(why, "full", UpstreamError(error))
+            return AttemptFailedError(why, "full", UpstreamError(error))
         if verdict is Verdict.GIVEN_BACK:
             message = detail_of(error, worker_pb2.GivenBack)
             if message is not None:
                 link.given_back(message)
             # A worker that may not return the request any more refuses it.
             is_allowed = self._num_given_back < MAX_GIVEN_BACK
-            return _GivenBackError(why) if is_allowed else _AttemptFailedError(why, "full")
+            return GivenBackError(why) if is_allowed else AttemptFailedError(why, "full")
         if verdict is Verdict.LOST:
             if was_reached(error):
                 self._lost_worker(link, life, has_died=True)
             link.suspect(f"a call failed: {error.code().name}: {error.details()}")
         elif verdict is Verdict.DRAINING:
             link.draining()
-            return _AttemptFailedError(why, "draining")
-        return _AttemptFailedError(why)
+            return AttemptFailedError(why, "draining")
+        return AttemptFailedError(why)
 
 
 def _is_cancelled_from_outside() -> bool:

@@ -52,13 +52,7 @@ def _choose(request: RoutedRequest, card: worker_pb2.ModelCard, links: Iterable[
 
 def members_with(request: RoutedRequest, members: Members) -> Members:
     """The workers that know the request's adapter, or all workers if it names none. Raises StatusError (NO_CAPACITY) if
-    none of the workers that take requests knows it. Once the answer has begun, the result is empty instead.
-
-    If the request `fits` some workers, only these are returned. Otherwise a worker refuses it and says why."""
-    if request.has_eviction_rule or request.num_tokens >= min(
-        (card.max_context_tokens for card, _ in members.chains), default=0
-    ):
-        members = members.where(lambda _, card: request.fits(card)) or members
+    none of the workers that take requests knows it. Once the answer has begun, the result is empty instead."""
     if not request.adapter:
         return members
     found = members.where(

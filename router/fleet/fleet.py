@@ -247,10 +247,7 @@ class Fleet:
     # -- placement --------------------------------------------------------------------------------------------------
 
     def place(
-        self,
-        request: RoutedRequest,
-        card: worker_pb2.ModelCard,
-        excluded: Collection[WorkerLink],
+        self, request: RoutedRequest, card: worker_pb2.ModelCard, excluded: Collection[WorkerLink]
     ) -> PlacedRequest | None:
         """Choose a ready worker of the card's model, book the request there and predict its cached blocks. Returns None
         if no worker is ready.
@@ -259,14 +256,15 @@ class Fleet:
         workers with the same model identity. The worker itself decides whether the request would wait too long there,
         because only the worker knows its exact load.
 
-        Raises StatusError (MODEL_CHANGED) if workers are ready, but none of them has the prompt's tokenizer.
+        Raises StatusError if workers are ready, but none has the prompt's tokenizer (MODEL_CHANGED), or, for a new
+        request, a context that is long enough (NO_CAPACITY).
         """
         began_s = time.perf_counter()
         self.adapters.choose(request, card)
-        members = self._pools.members_for(card.name, request)
-        members = members_with(request, members)
+        members = members_with(request, self._pools.members_for(card.name, request))
         if excluded or request.model_identity:
             members = members.where(lambda link, its_card: link not in excluded and request.may_go_to(its_card))
+        members = self._pools.that_fit(request, members, self.answer_lengths.priors(card.name), may_refuse=not excluded)
         if not members:
             return None
         placement, (link, its_card), num_cached = self._decide(
@@ -274,7 +272,7 @@ class Fleet:
         )
         booking, prediction = self._settle_on(request, link, its_card, placement, num_cached)
         took_s = time.perf_counter() - began_s
-        return PlacedRequest(link, its_card, booking, placement, took_s, prediction, request.adapter_sha256)
+        return PlacedRequest(request, link, its_card, booking, placement, took_s, prediction)
 
     def not_taken(self, placed: PlacedRequest) -> None:
         """Withdraw the prediction for a request that the worker did not accept: its blocks will not be cached there."""
@@ -316,14 +314,15 @@ class Fleet:
         """The decision that `place` would make now, with a description of every worker. Books nothing. None if no
         worker of the model is ready."""
         members = members_with(request, self._pools.members(card.name))
+        members = self._pools.that_fit(request, members, self.answer_lengths.priors(card.name), may_refuse=False)
         if not members:
             return None
         # A separate random generator breaks ties, so that this call does not affect later placements.
         return self._decide(request, card.name, members, random.Random(0), len(members))[0]
 
-    def continues_elsewhere(self, placed: PlacedRequest, adapter: str, excluded: Collection[WorkerLink]) -> bool:
-        """Whether an answer that has begun at this worker should continue at another one that is not excluded."""
-        return self._pools.continues_elsewhere(placed.card, adapter, placed.adapter_sha256, excluded)
+    def continues_elsewhere(self, placed: PlacedRequest, num_more: int, excluded: Collection[WorkerLink]) -> bool:
+        """See `Pools.continues_elsewhere`."""
+        return self._pools.continues_elsewhere(placed, num_more, excluded, self.answer_lengths.priors(placed.card.name))
 
     def _decide(
         self, request: RoutedRequest, model: str, members: Members, rng: random.Random, num_described: int

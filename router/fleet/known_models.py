@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.links import WorkerLink
+from headrace.router.fleet.routed_request import RoutedRequest
 
 # A model stays known for this long after its last worker is gone, so that requests wait for a restart.
 REMEMBER_MODEL_S = 600.0
@@ -31,10 +32,10 @@ class KnownModels:
 
     def live(self, links: Callable[[], Sequence[WorkerLink]]) -> dict[str, worker_pb2.ModelCard]:
         """Model name -> card for all models of live workers, sorted by name. If the workers of a model differ, the card
-        is that of a worker whose requests may evict KV blocks."""
+        is that of a worker whose requests may evict KV blocks, and of these the one with the longest context."""
         if self._live is None:
             cards = [link.card for link in links() if link.card is not None and link.state is not LinkState.UNREACHABLE]
-            cards.sort(key=lambda card: (card.name, card.max_evicting_context_tokens > 0))
+            cards.sort(key=lambda card: (card.name, card.max_evicting_context_tokens > 0, card.max_context_tokens))
             self._live = {card.name: card for card in cards}
         return self._live
 
@@ -80,6 +81,20 @@ class KnownModels:
             return None
         names = ", ".join(sorted(known))
         raise StatusError(Reason.MODEL_NOT_FOUND, f"no model {model!r} here; there is {names}", field="model")
+
+
+def card_outgrown(request: RoutedRequest, model: str, links: Iterable[WorkerLink]) -> worker_pb2.ModelCard | None:
+    """The card with the longest context, if the request fits no worker of its model, reachable or not. None if it may
+    fit one."""
+    cards = []
+    for link in links:
+        if link.card is None:
+            return None  # it may be a worker with a longer context
+        if link.card.name == model and request.may_go_to(link.card):
+            cards.append(link.card)
+    longest = max(cards, key=request.context_at, default=None)
+    is_outgrown = longest is not None and 0 < request.context_at(longest) < request.least_context
+    return longest if is_outgrown else None
 
 
 def _is_settling(link: WorkerLink, now_s: float) -> bool:

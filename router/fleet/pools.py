@@ -15,7 +15,7 @@ from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.links import WorkerLink
-from headrace.router.fleet.routed_request import Prefilled, RoutedRequest
+from headrace.router.fleet.routed_request import PlacedRequest, Prefilled, RoutedRequest
 from headrace.router.placement.candidates import Candidates, CandidateTable, Places
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
 from headrace.router.placement.rates import Priors
@@ -24,13 +24,15 @@ from headrace.router.placement.transfers import LEAST_MOVED, BlockFacts, Transfe
 
 # Gateways learn of a new tokenizer within this time.
 _NEW_TOKENIZER_S = 2.0
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
     """Some workers of a model, sorted by address, which gives all routers the same order. `worker_ids` are their
-    addresses, and `numbers` maps each address to its position in the order. `chains` has, for each layout of blocks, a
-    card and the positions of its workers. `tokenizers` are the hashes of the workers' tokenizer bundles."""
+    addresses, and `numbers` maps each address to its position in the order. `chains` has, for each layout of blocks,
+    the card with the longest context and the positions of its workers. `tokenizers` are the hashes of the workers'
+    tokenizer bundles."""
 
     links: Sequence[tuple[WorkerLink, worker_pb2.ModelCard]]
     worker_ids: Sequence[str]
@@ -38,6 +40,8 @@ class Members:
     slots: Places
     chains: Sequence[tuple[worker_pb2.ModelCard, Places]]
     tokenizers: frozenset[str]
+    least_context: int = 0
+    """The shortest context of these workers without eviction of KV blocks."""
     has_roles: bool = False
     """Whether some of them are reserved for long prompts, and others can continue the answers."""
     outside: Sequence[WorkerLink] = ()
@@ -53,7 +57,9 @@ class Members:
         numbers: dict[tuple[str, int, str], list[int]] = {}
         for number, (_, card) in enumerate(links):
             chain = (card.fingerprint, card.block_size, card.kv_layout)
-            cards[chain] = card
+            known = cards.setdefault(chain, card)
+            if card.max_context_tokens > known.max_context_tokens:
+                cards[chain] = card
             numbers.setdefault(chain, []).append(number)
         return cls(
             links,
@@ -62,6 +68,7 @@ class Members:
             np.array([link.slot for link, _ in links], np.intp),
             [(card, np.array(numbers[chain], np.intp)) for chain, card in cards.items()],
             frozenset(card.tokenizer_sha256 for _, card in links),
+            min((card.max_context_tokens for _, card in links), default=0),
             bool(
                 _layouts(links, worker_pb2.ROLE_PREFILL)
                 & _layouts(links, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNSPECIFIED)
@@ -85,6 +92,18 @@ class Members:
         if sha256 not in self._of_tokenizer:
             self._of_tokenizer[sha256] = self.where(lambda _, card: card.tokenizer_sha256 == sha256)
         return self._of_tokenizer[sha256]
+
+    def fitting(self, request: RoutedRequest, priors: Priors) -> Members:
+        """The workers whose context holds the request and an answer of the expected length. If there are none, those
+        whose context holds one more token."""
+        num_expected = request.num_expected_tokens(priors)
+        if num_expected <= self.least_context and not request.has_eviction_rule:  # as nearly always
+            return self
+        contexts = [request.context_at(card) for _, card in self.links]
+        least = num_expected if num_expected <= max(contexts, default=0) else request.least_context
+        if least <= min(contexts, default=0):
+            return self
+        return Members.of([one for one, context in zip(self.links, contexts, strict=True) if least <= context])
 
     def of_stage(self, *, computes_prompt: bool) -> Members:
         """The workers for long prompts, or those for all other requests. A worker is reserved for long prompts only if
@@ -139,7 +158,7 @@ class Members:
             addresses = [*(self.worker_ids[number] for number in numbers), *(link.address for link in outside)]
             block = BlockFacts(card.block_size, card.kv_block_bytes, bool(card.kv_layout) and bool(has_peers))
             found.add(index, hashes(card), cached_blocks, numbers, slots, addresses, block)
-            if prefilled is not None and prefilled.kv_layout == card.kv_layout:
+            if prefilled is not None and card.kv_layout and prefilled.kv_layout == card.kv_layout:
                 found.offer(numbers, prefilled.num_tokens, prefilled.address)
         return found if found.tokens.any() or found.disk_tokens.any() else None
 
@@ -287,6 +306,23 @@ class Pools:
             )
         return members
 
+    def that_fit(self, request: RoutedRequest, members: Members, priors: Priors, *, may_refuse: bool) -> Members:
+        """The members that the request fits; see `Members.fitting`. If it fits none, the result is empty. If none of
+        them evicts KV blocks as requested, all are returned, because they say why.
+
+        Raises StatusError (NO_CAPACITY) instead of an empty result if it `may_refuse` the request.
+        """
+        found = members.fitting(request, priors)
+        if found or not members:
+            return found
+        if request.has_eviction_rule and not any(request.context_at(card) for _, card in members.links):
+            return members
+        if may_refuse and not request.has_begun:
+            which = f"no worker with a context of {request.least_context} tokens"
+            problem = f"{which} takes requests at the moment; try again in a moment"
+            raise StatusError(Reason.NO_CAPACITY, problem, retry_after_s=_RETRY_S)
+        return found
+
     def for_next_stage(self, request: RoutedRequest, members: Members, index: PrefixIndex, priors: Priors) -> Members:
         """The members that are reserved for the request's next stage; all members if none are reserved."""
         if not members.has_roles:
@@ -299,18 +335,25 @@ class Pools:
         return members.of_stage(computes_prompt=needs_prompt)
 
     def continues_elsewhere(
-        self, card: worker_pb2.ModelCard, adapter: str, adapter_sha256: str, excluded: Collection[WorkerLink]
+        self,
+        placed: PlacedRequest,
+        num_more: int,
+        excluded: Collection[WorkerLink],
+        priors: Priors,
     ) -> bool:
-        """Whether an answer that has begun at a worker with this card should continue at another one that is not
-        excluded, because this one is reserved for prompts."""
+        """Whether an answer should continue at another worker that is not excluded and that it fits, because its
+        worker, which has generated `num_more` tokens, is reserved for prompts."""
+        request, card = placed.request, placed.card
         if card.role != worker_pb2.ROLE_PREFILL:
             return False
-        members = self.members(card.name)
+        members, adapter = self.members(card.name), request.adapter
+        num_tokens = max(request.num_expected_tokens(priors), request.num_tokens + num_more + 1)
         return members.has_roles and any(
             link not in excluded
             and its.kv_layout == card.kv_layout
             and its.tokenizer_sha256 == card.tokenizer_sha256
-            and (not adapter or link.adapters.sha256(adapter) == adapter_sha256)
+            and (not adapter or link.adapters.sha256(adapter) == request.adapter_sha256)
+            and num_tokens <= request.context_at(its)
             for link, its in members.of_stage(computes_prompt=False).links
         )
 
@@ -324,8 +367,9 @@ class Pools:
         return pool is not None and pool.has_room
 
     def cards(self) -> list[worker_pb2.ModelCard]:
-        """One card for each model with a ready worker."""
-        return [pool.members().links[-1][1] for pool in self._pools.values()]
+        """For each model with a ready worker, the card with the longest context."""
+        cards = ([card for card, _ in pool.members().chains] for pool in self._pools.values())
+        return [max(of_model, key=lambda card: card.max_context_tokens) for of_model in cards]
 
     def check(self, links: Collection[WorkerLink]) -> None:
         """Assert that the pools contain exactly the ready workers, with their current loads. For tests."""

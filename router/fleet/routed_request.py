@@ -24,11 +24,16 @@ from headrace.router.placement.rates import Priors
 
 class Prefilled(NamedTuple):
     """A worker that has just computed the first `num_tokens` tokens, in blocks of this layout. The index may not have
-    them yet."""
+    them yet. Without a layout, no other worker can fetch them."""
 
     address: str
     kv_layout: str
     num_tokens: int
+
+    @classmethod
+    def at(cls, placed: PlacedRequest, num_tokens: int) -> Prefilled:
+        """The tokens of a request, at the worker where it was placed."""
+        return cls(placed.link.address, placed.card.kv_layout, num_tokens)
 
 
 class RoutedRequest:
@@ -52,7 +57,7 @@ class RoutedRequest:
         self.session_key = request.session_key
         self.max_ttft_ms = math.inf
         self.prefilled: Prefilled | None = None
-        """The worker that computed its prompt, if the answer has to continue elsewhere."""
+        """The worker that has its tokens, if the answer has to continue elsewhere."""
         self.num_described = 0
         """Number of candidates that the placement describes."""
         self.max_new_tokens: int | None = None
@@ -62,6 +67,8 @@ class RoutedRequest:
         self.adapter_sha256 = ""
         """Hash of the adapter's files; empty until `FleetAdapters.choose` sets it."""
         self._sampling = request.sampling
+        self.has_begun = bool(generated or model_identity)
+        """Whether tokens of the answer have been delivered."""
         self.has_eviction_rule = request.sampling.HasField("cache_eviction")
         """Whether it has a rule for evicting its KV blocks. Not all workers of a model may allow that."""
         self._cache_salt = request.cache_salt
@@ -76,13 +83,24 @@ class RoutedRequest:
         """Whether workers with this card have the weights and the tokenizer with which the answer began."""
         return not self.model_identity or self.model_identity == model_identity(card, self.adapter_sha256)
 
+    @property
+    def least_context(self) -> int:
+        """The context that the prompt, the tokens so far and one more need. Encoders generate none."""
+        return self.num_tokens + (1 if self.max_new_tokens is None else min(self.max_new_tokens, 1))
+
+    def context_at(self, card: worker_pb2.ModelCard) -> int:
+        """The longest context of the request at workers with this card; 0 if they do not evict KV blocks as
+        requested."""
+        if self.has_eviction_rule:
+            try:
+                rule_for(card, self._sampling)
+            except StatusError:
+                return 0
+        return longest_context_of(card, self._sampling)
+
     def fits(self, card: worker_pb2.ModelCard) -> bool:
-        """Whether workers with this card evict KV blocks as requested, and have a context that is long enough."""
-        try:
-            rule_for(card, self._sampling)
-        except StatusError:
-            return False
-        return self.num_tokens < longest_context_of(card, self._sampling)
+        """Whether workers with this card evict KV blocks as requested, and can generate one more token."""
+        return self.least_context <= self.context_at(card)
 
     async def prepare(self, cards: Iterable[worker_pb2.ModelCard]) -> None:
         """Copy and hash a long prompt for workers with these cards, without blocking the event loop for long."""
@@ -102,8 +120,10 @@ class RoutedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRequest:
-    """A request placed at a worker. The decision took `decision_s`. The owner must release the booking exactly once."""
+    """A request at the worker where it was placed. The decision took `decision_s`. The owner must release the booking
+    exactly once."""
 
+    request: RoutedRequest
     link: WorkerLink
     card: worker_pb2.ModelCard
     booking: Booking
@@ -111,7 +131,6 @@ class PlacedRequest:
     decision_s: float
     prediction: Run | None
     """The prediction that the request's blocks will be cached at the worker."""
-    adapter_sha256: str = ""
 
     def belief(self, *, may_be_given_back: bool) -> inference_pb2.Belief:
         """The router's belief about the worker's load, as a message. It allows the worker to return the request only if

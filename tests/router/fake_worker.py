@@ -12,7 +12,9 @@ import grpc
 
 from headrace.common.transport.session_server import SessionServer, handler_of, whole
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos.answer_bounds import check_context
 from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError, abort
 
@@ -74,6 +76,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.withhold_finish = False
         self.end_without_finish = False
         self.talks_on = False  # sends a message after the finish
+        self.ends_with_token = False  # sends the finish with the last token, if its context or max_tokens ends there
         self.cached: set[int] = set()
         self.on_disk: list[int] = []
         self.states: list[int] = []
@@ -226,6 +229,11 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             await abort(context, StatusError(Reason.GIVEN_BACK, "it is busier", detail=self.gives_back))
         if self.bare_error is not None:
             await context.abort(*self.bare_error)
+        longest = longest_context_of(self.card, request.sampling)
+        try:
+            check_context(len(request.token_ids), len(request.resume_token_ids), longest)
+        except StatusError as error:
+            await abort(context, error)
         self.num_running += 1
         ended = False
         try:
@@ -251,6 +259,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
 
     def _messages(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
         limit = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else 20
+        limit = min(limit, longest_context_of(self.card, request.sampling) - len(request.token_ids))
         reason, position = inference_pb2.FINISH_REASON_LENGTH, len(request.resume_token_ids)
         first = True
         while position < limit:
@@ -258,21 +267,30 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             message = inference_pb2.GenerateResponse(start_pos=position + self.start_pos_offset, token_ids=[token])
             if first:
                 message.num_cached_tokens, message.model_identity, first = 0, self._identity(request), False
-            yield message
             position += 1
+            if self.ends_with_token and position == limit:
+                message.finish.CopyFrom(self._finish(request, reason, position))
+                yield message
+                return
+            yield message
             if token == EOS:
                 reason = inference_pb2.FINISH_REASON_STOP
                 break
         if self.end_without_finish:
             return
+        yield inference_pb2.GenerateResponse(start_pos=position, finish=self._finish(request, reason, position))
+        if self.talks_on:
+            yield inference_pb2.GenerateResponse(start_pos=position)
+
+    def _finish(
+        self, request: inference_pb2.GenerateRequest, reason: inference_pb2.FinishReason, num_tokens: int
+    ) -> inference_pb2.Finish:
         finish = inference_pb2.Finish(
-            reason=reason, num_prompt_tokens=len(request.token_ids), num_generated_tokens=position
+            reason=reason, num_prompt_tokens=len(request.token_ids), num_generated_tokens=num_tokens
         )
         if reason == inference_pb2.FINISH_REASON_STOP:
             finish.stop_token_id = EOS
-        yield inference_pb2.GenerateResponse(start_pos=position, finish=finish)
-        if self.talks_on:
-            yield inference_pb2.GenerateResponse(start_pos=position)
+        return finish
 
 
 Worker = Callable[..., Awaitable[FakeWorker]]
