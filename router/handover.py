@@ -39,6 +39,7 @@ class Handovers:
         self._fleet = fleet
         self._metrics = metrics
         self._running: dict[WorkerLink, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # with those that were cancelled and have not ended yet
 
     def start(self) -> None:
         """Follow the states of the workers from now on."""
@@ -46,14 +47,25 @@ class Handovers:
 
     async def close(self) -> None:
         """End all running handovers."""
-        await end_tasks(*self._running.values())
+        await end_tasks(*self._tasks)
 
     def _state_changed(self, link: WorkerLink) -> None:
+        running = self._running.get(link)
         if link.state is LinkState.DRAINING and link.card is not None and link.card.kv_layout:
-            if link not in self._running:
-                self._running[link] = asyncio.create_task(self._run(link), name=f"handover of {link.address}")
-        elif link.state is not LinkState.SUSPECT and link in self._running:
-            self._running[link].cancel()
+            if running is None:
+                task = asyncio.create_task(self._run(link), name=f"handover of {link.address}")
+                self._running[link] = task
+                self._tasks.add(task)
+                task.add_done_callback(lambda task: self._ended(link, task))
+        elif link.state is not LinkState.SUSPECT and running is not None:
+            running.cancel()
+            del self._running[link]  # the next one need not wait for its end
+
+    def _ended(self, link: WorkerLink, task: asyncio.Task[None]) -> None:
+        # A task that is cancelled before it starts runs none of its own code.
+        self._tasks.discard(task)
+        if self._running.get(link) is task:
+            del self._running[link]
 
     async def _run(self, link: WorkerLink) -> None:
         try:
@@ -65,8 +77,6 @@ class Handovers:
             log.warning("the blocks of %s were not handed over in %.0f s", link.worker_id, _MAX_S)
         except Exception:
             log.exception("the blocks of %s were not handed over", link.worker_id)
-        finally:
-            del self._running[link]
 
     async def _hand_over(self, link: WorkerLink) -> None:
         assert link.card is not None, "checked before"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from headrace.protos import worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.status import Reason, StatusError, abort
+from headrace.router.fleet.link_state import LinkState
+from headrace.router.handover import Handovers
 from headrace.router.placement.candidates import LoadReport
 from headrace.router.placement.handover import Handed, distribute, rooms
 from tests.router.conftest import StartRouter, StartWorker
@@ -154,6 +156,67 @@ async def test_a_handover_ends_when_nothing_can_be_taken(start_router: StartRout
         worker.report(draining=True)
         await until(lambda found=worker: found.num_handovers == 1 and not found.is_handing_over)
     assert not leaving.taken, "there is nobody left who takes requests"
+
+
+class StubLink:
+    """The parts of a link that decide on a handover."""
+
+    worker_id = address = "a"
+    card = worker_pb2.ModelCard(kv_layout="l")
+    state = LinkState.READY
+
+
+def stubbed(monkeypatch: pytest.MonkeyPatch) -> tuple[Handovers, StubLink, list[str]]:
+    """Handovers, a link, and what happens: each handover begins, and ends when it is cancelled and cleaned up."""
+    log: list[str] = []
+
+    async def hand_over(self: Handovers, link: Any) -> None:
+        log.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            log.append("ended")
+
+    monkeypatch.setattr(Handovers, "_hand_over", hand_over)
+    return Handovers(cast("Any", None), cast("Any", None)), StubLink(), log
+
+
+def change(handovers: Handovers, link: Any, *states: LinkState) -> None:
+    for state in states:
+        link.state = state
+        handovers._state_changed(link)
+
+
+async def test_a_handover_that_was_cancelled_before_it_began_does_not_prevent_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handovers, link, log = stubbed(monkeypatch)
+    change(handovers, link, LinkState.DRAINING, LinkState.READY)
+    await until(lambda: not handovers._running)
+    change(handovers, link, LinkState.DRAINING)
+    await until(lambda: log == ["begun"])
+    await handovers.close()
+    assert log == ["begun", "ended"]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_drain_that_is_undone_and_begun_again_hands_over(
+    monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    handovers, link, log = stubbed(monkeypatch)
+    change(handovers, link, LinkState.DRAINING)
+    if has_begun:
+        await until(lambda: log == ["begun"])
+    change(handovers, link, LinkState.READY, LinkState.DRAINING)
+    first = ["begun", "ended"] if has_begun else []
+    await until(lambda: sorted(log) == sorted([*first, "begun"]))
+    change(handovers, link, LinkState.SUSPECT, LinkState.DRAINING)
+    assert len(handovers._running) == 1
+    await handovers.close()
+    assert sorted(log) == sorted([*first, "begun", "ended"])
+    assert not handovers._running
 
 
 async def test_a_worker_that_takes_requests_again_hands_nothing_over(
