@@ -2,7 +2,8 @@
 
 The worker names its blocks. This router distributes those that no other worker has, and the other workers fetch them.
 They fetch in small parts: each part can be stopped soon, and none delays requests. If several routers watch the worker,
-the first one to call it does the work. Blocks of a failed part are computed again when they are needed.
+the first one to call it does the work. What a worker does not take is distributed over the others. Blocks that no
+worker takes are computed again when they are needed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import grpc
 
@@ -30,6 +32,13 @@ _MAX_S = 90.0
 _MAX_TAKERS = 3
 _BLOCKS_A_CALL = 64
 _CALL_TIMEOUT_S = 30.0
+
+
+class _Given(NamedTuple):
+    """What a worker took of its part: blocks, and how many of the part came before those that it did not take."""
+
+    num_taken: int
+    num_passed: int
 
 
 class Handovers:
@@ -92,16 +101,33 @@ class Handovers:
             if not takers:
                 return  # the worker knows of it, and need not wait
             num_missing = sum(not block.holders for block in blocks)
-            room = rooms([taker.reported.load for taker in takers], num_missing)
-            parts = await asyncio.to_thread(distribute, blocks, room)
-            at_once = asyncio.Semaphore(_MAX_TAKERS)
-            calls = [self._give(link, taker, part, at_once) for taker, part in zip(takers, parts, strict=True) if part]
-            num_taken = sum(await asyncio.gather(*calls))
+            num_taken = await self._distribute(link, blocks, takers)
             self._metrics.handovers.inc()
             self._metrics.blocks_handed_over.inc(num_taken)
-            log.info(
-                "handed %d of %d KV blocks of %s over to %d workers", num_taken, num_missing, link.worker_id, len(calls)
+            log.info("handed %d of %d KV blocks of %s over", num_taken, num_missing, link.worker_id)
+
+    async def _distribute(self, link: WorkerLink, blocks: list[Handed], takers: Sequence[WorkerLink]) -> int:
+        """Give the blocks to the takers. What one does not take is distributed over the others, as long as there are
+        any. Returns how many were taken."""
+        room = rooms([taker.reported.load for taker in takers], sum(not block.holders for block in blocks))
+        num_taken = 0
+        while any(parts := await asyncio.to_thread(distribute, blocks, room)):
+            at_once = asyncio.Semaphore(_MAX_TAKERS)
+            results = await asyncio.gather(
+                *(self._give(link, taker, part, at_once) for taker, part in zip(takers, parts, strict=True))
             )
+            holders: dict[int, set[int]] = {}
+            for number, (part, result) in enumerate(zip(parts, results, strict=True)):
+                num_taken += result.num_taken
+                room[number] = room[number] - len(part) if result.num_passed == len(part) else 0
+                for block in part[: result.num_passed]:
+                    holders.setdefault(block.block_hash, set()).add(number)
+            if all(result.num_passed == len(part) for part, result in zip(parts, results, strict=True)):
+                break
+            blocks = [
+                block._replace(holders=block.holders.union(holders.get(block.block_hash, ()))) for block in blocks
+            ]
+        return num_taken
 
     def _holders(self, block_hash: int, takers: Sequence[WorkerLink]) -> frozenset[int]:
         found = self._fleet.index.holders(block_hash)
@@ -109,8 +135,8 @@ class Handovers:
 
     async def _give(
         self, link: WorkerLink, taker: WorkerLink, part: Sequence[Handed], at_once: asyncio.Semaphore
-    ) -> int:
-        """Let one worker take blocks until it takes no more. Returns how many it took."""
+    ) -> _Given:
+        """Let one worker take blocks until it takes no more."""
         assert link.card is not None, "checked before"
         num_taken = 0
         async with at_once:
@@ -128,11 +154,11 @@ class Handovers:
                     response = await taker.take_blocks(request, timeout=_CALL_TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
                     log.info("%s takes no blocks of %s: %s", taker.worker_id, link.worker_id, error.details())
-                    break
-                num_taken += response.num_blocks
+                    return _Given(num_taken, start)
                 if not response.num_blocks:
-                    break
-        return num_taken
+                    return _Given(num_taken, start)
+                num_taken += response.num_blocks
+        return _Given(num_taken, len(part))
 
 
 @asynccontextmanager

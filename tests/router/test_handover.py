@@ -90,6 +90,10 @@ class Exchanging(FakeWorker):
         self.num_handovers = 0
         self.taken: list[worker_pb2.TakeBlocksRequest] = []
         self.takes_none = self.is_slow = False
+        self.most_taken: int | None = None  # if another one has not refused yet, it refuses after that many blocks
+        self.fails_to_take = False  # refuses with an error
+        self.others: list[Exchanging] = []
+        self.has_refused = False
 
     async def HandOver(self, request: Any, context: Any) -> Any:
         if self.num_handovers:
@@ -107,6 +111,12 @@ class Exchanging(FakeWorker):
         self.taken.append(request)
         while self.is_slow:
             await asyncio.sleep(0.01)
+        num_taken = sum(len(each.blocks) for each in self.taken[:-1])
+        if self.most_taken is not None and num_taken >= self.most_taken and not any(o.has_refused for o in self.others):
+            self.has_refused = True
+            if self.fails_to_take:
+                await abort(context, StatusError(Reason.QUEUE_FULL, "no room", retry_after_s=1.0))
+            return worker_pb2.TakeBlocksResponse()
         return worker_pb2.TakeBlocksResponse(num_blocks=0 if self.takes_none else len(request.blocks))
 
     def has(self, tokens: Sequence[int]) -> None:
@@ -151,11 +161,30 @@ async def test_a_handover_ends_when_nothing_can_be_taken(start_router: StartRout
         worker.takes_none = True
     leaving.report(draining=True)
     await until(lambda: leaving.num_handovers == 1 and not leaving.is_handing_over)
-    assert [len(worker.taken) for worker in others].count(1) == 1
+    assert [len(worker.taken) for worker in others] == [1, 1], "each is asked once"
     for worker in others:
         worker.report(draining=True)
         await until(lambda found=worker: found.num_handovers == 1 and not found.is_handing_over)
     assert not leaving.taken, "there is nobody left who takes requests"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_one_worker_does_not_take_goes_to_another(
+    start_router: StartRouter, workers: list[Exchanging], fails: bool
+) -> None:
+    router, (leaving, *others) = await start_router(*workers), workers
+    leaving.has(range(100, 100 + 200 * BLOCK_SIZE))
+    await until(lambda: len(router.fleet.index) == 200)
+    for worker in others:
+        worker.fails_to_take, worker.most_taken = fails, 64
+    others[0].others, others[1].others = [others[1]], [others[0]]
+    leaving.report(draining=True)
+    await until(lambda: leaving.num_handovers == 1 and not leaving.is_handing_over)
+    first, second = sorted(others, key=lambda worker: len(worker.taken))
+    assert [len(request.blocks) for request in first.taken] == [64, 64]
+    given = [block for request in second.taken for block in request.blocks]
+    assert given == leaving.named, "with the blocks before those that were not taken"
+    assert router.metrics.blocks_handed_over._value.get() == 64 + 200
 
 
 class StubLink:
