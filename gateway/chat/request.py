@@ -43,6 +43,7 @@ class AnswerFields(ConstraintFields, kw_only=True):
     repetition_penalty: float | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    cache_eviction: CacheEvictionFields | bool | None = None
 
 
 class SamplingFields(AnswerFields, kw_only=True):
@@ -72,7 +73,6 @@ class Generation(SamplingFields, kw_only=True):
     prompt_logprobs: int | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
-    cache_eviction: CacheEvictionFields | bool | None = None
     response_format: dict[str, Any] | None = None
 
 

@@ -127,6 +127,9 @@ def inference_of(values: Mapping[str, Any], outputs: Sequence[str] = (), streams
     for name in _OBJECTS & rest.keys():
         if isinstance(rest[name], str):
             rest[name] = _json_object(name, rest[name])
+    eviction = rest.get("cache_eviction")
+    if isinstance(eviction, str) and eviction not in ("true", "false"):
+        rest["cache_eviction"] = _json_object("cache_eviction", eviction)
     for name in _SCHEMAS:
         # A number would be converted to a boolean, which is a schema.
         if isinstance(rest.get(name), int) and not isinstance(rest[name], bool):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.edge import exchange
-from headrace.protos.inference_pb2 import FINISH_REASON_LENGTH
+from headrace.protos.inference_pb2 import AGGREGATION_MODE_SUM, FINISH_REASON_LENGTH, CacheEviction
 from tests.gateway.tool_model import ONE, TEXTS, TWO, events_of, in_pieces, without
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -511,3 +511,34 @@ async def test_the_count_refuses_what_a_message_refuses(front: Any) -> None:
     response = await front.http.post(COUNT, json=body)
     assert response.status_code == 400
     assert "output_config.format" in response.json()["error"]["message"]
+
+
+WRONG_RULES = [
+    ({"bogus": 1}, "bogus"),
+    (True, "cache_eviction must be false or an object"),
+    ({"max_cache_size": 64, "apply_rotation": True}, "cache_eviction.apply_rotation is not supported"),
+    ({"max_cache_size": 0}, "cache_eviction.max_cache_size must be at least 1"),
+    ({"max_cache_size": 64, "aggregation_mode": "mean"}, "cache_eviction.aggregation_mode must be sum or norm_sum"),
+    ({"max_cache_size": 64}, "cache_eviction is not possible: the model is served without --cache-eviction"),
+]
+
+
+@pytest.mark.parametrize(("rule", "problem"), WRONG_RULES)
+async def test_a_wrong_rule_for_giving_up_blocks_is_refused(refused: Any, rule: Any, problem: str) -> None:
+    assert problem in await refused(cache_eviction=rule)
+
+
+async def test_a_rule_for_giving_up_blocks_reaches_the_worker(ask: Any, model: Any, front: Any) -> None:
+    model.cards = [model.card(max_evicting_context_tokens=9000)]
+    await front.models.refresh()
+    try:
+        await ask("Hi", cache_eviction={"max_cache_size": 64, "recent_size": 8, "aggregation_mode": "sum"})
+        rule = CacheEviction(max_cache_size=64, recent_size=8, aggregation_mode=AGGREGATION_MODE_SUM)
+        assert model.sampling.cache_eviction == rule
+        await ask("Hi", cache_eviction=False)
+        assert model.sampling.cache_eviction == CacheEviction(max_cache_size=0)
+        await ask("Hi")
+        assert not model.sampling.HasField("cache_eviction")
+    finally:
+        model.reset()
+        await front.models.refresh()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.kserve.tensors import Tensor, checked, decoded, encoded
+from headrace.protos.inference_pb2 import CacheEviction
 from headrace.protos.status import Reason, StatusError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -106,6 +107,27 @@ async def test_lists_are_tensors_of_several_elements(infer: Any, router: Any) ->
     await infer(TEXT, ids, scalar("response_format", "BYTES", '{"type": "json_object"}'))
     assert list(router.sampling.stop_token_ids) == [7, 8]
     assert router.sampling.constraint.HasField("json_object")
+
+
+@pytest.mark.parametrize("way", ["tensors", "parameters", "json"])
+async def test_a_rule_for_giving_up_blocks_reaches_the_worker(gateway: Any, infer: Any, router: Any, way: str) -> None:
+    router.cards = [router.card(max_evicting_context_tokens=9000)]
+    await gateway.models.refresh()
+    try:
+        for rule in ({"max_cache_size": 64, "recent_size": 8}, False):
+            text = json.dumps(rule)
+            if way == "tensors":
+                is_bool = isinstance(rule, bool)
+                await infer(TEXT, scalar("cache_eviction", "BOOL" if is_bool else "BYTES", rule if is_bool else text))
+            elif way == "parameters":
+                await infer(TEXT, parameters={"cache_eviction": text})
+            else:
+                await infer(TEXT, scalar("sampling_parameters", "BYTES", json.dumps({"cache_eviction": rule})))
+            wanted = CacheEviction(max_cache_size=64, recent_size=8) if rule else CacheEviction(max_cache_size=0)
+            assert router.sampling.cache_eviction == wanted
+    finally:
+        router.reset()
+        await gateway.models.refresh()
 
 
 async def test_elements_may_be_bytes_behind_the_json(gateway: Any, router: Any) -> None:

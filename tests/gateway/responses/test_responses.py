@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.protos.inference_pb2 import AGGREGATION_MODE_SUM, CacheEviction
 from tests.gateway.tool_model import ONE, TEXTS, TWO, events_of, in_pieces, without
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -779,3 +780,34 @@ async def test_runs_that_do_not_end_in_time_fail_when_the_gateway_stops(front: A
     await front.protocols["responses"].drain(0.01)
     failed = (await front.http.get(f"{RESPONSES}/{begun['id']}")).json()
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+
+
+WRONG_RULES = [
+    ({"bogus": 1}, "bogus"),
+    (True, "cache_eviction must be false or an object"),
+    ({"max_cache_size": 64, "apply_rotation": True}, "cache_eviction.apply_rotation is not supported"),
+    ({"max_cache_size": 0}, "cache_eviction.max_cache_size must be at least 1"),
+    ({"max_cache_size": 64, "aggregation_mode": "mean"}, "cache_eviction.aggregation_mode must be sum or norm_sum"),
+    ({"max_cache_size": 64}, "cache_eviction is not possible: the model is served without --cache-eviction"),
+]
+
+
+@pytest.mark.parametrize(("rule", "problem"), WRONG_RULES)
+async def test_a_wrong_rule_for_giving_up_blocks_is_refused(refused: Any, rule: Any, problem: str) -> None:
+    assert problem in (await refused(cache_eviction=rule))["message"]
+
+
+async def test_a_rule_for_giving_up_blocks_reaches_the_worker(ask: Any, model: Any, front: Any) -> None:
+    model.cards = [model.card(max_evicting_context_tokens=9000)]
+    await front.models.refresh()
+    try:
+        await ask("Hi", cache_eviction={"max_cache_size": 64, "recent_size": 8, "aggregation_mode": "sum"})
+        rule = CacheEviction(max_cache_size=64, recent_size=8, aggregation_mode=AGGREGATION_MODE_SUM)
+        assert model.sampling.cache_eviction == rule
+        await ask("Hi", cache_eviction=False)
+        assert model.sampling.cache_eviction == CacheEviction(max_cache_size=0)
+        await ask("Hi")
+        assert not model.sampling.HasField("cache_eviction")
+    finally:
+        model.reset()
+        await front.models.refresh()
