@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -33,8 +32,8 @@ import numpy.typing as npt
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.block_pool import TOKEN_BYTES
 from headrace.worker.kv.disk_cipher import CHECK_BYTES, BlockCipher
+from headrace.worker.kv.slots.files import StoreFiles, starting, write_fully
 
-_PREFIX = "headrace-kv-"
 _PAGE_BYTES = 4096
 # When a slot to replace is chosen, one hit counts as much as a last use that is this many seconds later.
 _FOUND_WORTH_S = 600
@@ -74,15 +73,8 @@ class DiskStore:
                 f"--kv-disk-gb {size_bytes / 2**30:g} is too small for a block of {self._slot_bytes / 2**20:.1f} MiB; "
                 "choose a larger size"
             )
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._blocks = _opened(directory / f"{_PREFIX}{identity}.blocks")
-            self._index_file = _opened(directory / f"{_PREFIX}{identity}.index")
-            with self._locked():
-                self._reserve(directory)
-        except OSError as error:
-            what = "has too little room for --kv-disk-gb" if error.errno == errno.ENOSPC else f"fails: {error.strerror}"
-            raise ConfigurationError(f"--kv-disk {directory} {what}; choose another size or directory") from None
+        self._files = self._opened(directory, identity)
+        self._blocks, self._index_file = self._files.blocks, self._files.index
         mapped = mmap.mmap(self._index_file, self.num_slots * _ENTRY.itemsize)
         self._entries: npt.NDArray[Any] = np.frombuffer(mapped, _ENTRY)
         self._seen: npt.NDArray[np.uint64] = np.zeros(self.num_slots, np.uint64)
@@ -138,7 +130,7 @@ class DiskStore:
         """Store a block in place of the least valuable one. Returns False if the store already had it. Raises
         OSError."""
         name = self._name_of(block_hash)
-        with self._locked():
+        with self._files.locked():
             self.refresh()
             if name in self._slot_of or not name:
                 return False
@@ -147,7 +139,7 @@ class DiskStore:
             # A recent time of use keeps other processes from choosing this slot while it is written.
             self._stamp(slot)
         self._put(slot, self._record_of(block_hash, parent_hash, token_bytes, data), data)
-        with self._locked():
+        with self._files.locked():
             self.refresh()
             if name not in self._slot_of:
                 self._entries["found"][slot] = 0
@@ -178,6 +170,10 @@ class DiskStore:
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._blocks, 0, 0, os.POSIX_FADV_DONTNEED)
 
+    def close(self) -> None:
+        """Let other workers remove the store if they need room. It cannot be used any more."""
+        self._files.close()
+
     def _name_of(self, block_hash: int) -> int:
         return block_hash if self._cipher is None else self._cipher.name_of(block_hash)
 
@@ -188,10 +184,10 @@ class DiskStore:
     def _put(self, slot: int, record: bytes, data: npt.NDArray[np.uint8]) -> None:
         start = slot * self._slot_bytes
         if self._cipher is not None:
-            _write(self._blocks, self._cipher.seal(b"".join((record, data.data))), start)
+            write_fully(self._blocks, self._cipher.seal(b"".join((record, data.data))), start)
             return
-        _write(self._blocks, record, start)
-        _write(self._blocks, data.data, start + self._data_offset)
+        write_fully(self._blocks, record, start)
+        write_fully(self._blocks, data.data, start + self._data_offset)
 
     def _get(self, slot: int, data: npt.NDArray[np.uint8]) -> bytes | None:
         """Read a slot's bytes into `data`. Returns its record; None if it is damaged."""
@@ -207,7 +203,7 @@ class DiskStore:
         return opened[:num_bytes]
 
     def _drop(self, name: int, slot: int) -> None:
-        with self._locked():
+        with self._files.locked():
             self.refresh()
             if self._slot_of.get(name) == slot:
                 self._enter(slot, 0)
@@ -251,65 +247,25 @@ class DiskStore:
         worth = entries["used_s"] + np.int64(_FOUND_WORTH_S) * np.minimum(entries["found"], _MOST_FOUND)
         return int(np.argmin((worth << 16) + entries["order"]))
 
-    def _reserve(self, directory: Path) -> None:
-        """Reserve the space of both files. An earlier process may have been killed while it did so."""
-        wanted, index_bytes = self.num_slots * self._slot_bytes, self.num_slots * _ENTRY.itemsize + CHECK_BYTES
-        found, room = os.fstat(self._blocks), os.fstatvfs(self._blocks)
-        if found.st_size < wanted and room.f_bavail * room.f_frsize < wanted + index_bytes - 512 * found.st_blocks:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._check_key(directory)
-        is_begun = found.st_size < wanted and os.fstat(self._index_file).st_size == index_bytes
-        if found.st_size != wanted and not is_begun:
-            raise ConfigurationError(
-                f"the files in --kv-disk {directory} were created with another --kv-disk-gb; use the same size, or "
-                "remove the files"
-            )
-        # A store to a mapped page for which the disk has no room kills the process.
-        os.posix_fallocate(self._index_file, 0, index_bytes)
-        if is_begun:
-            try:
-                os.posix_fallocate(self._blocks, 0, wanted)
-            except OSError:
-                os.ftruncate(self._blocks, found.st_size)
-                raise
-
-    def _check_key(self, directory: Path) -> None:
-        """Check that the files are used with their first key. Raises ConfigurationError."""
-        index_bytes = self.num_slots * _ENTRY.itemsize
-        key = bytes(CHECK_BYTES) if self._cipher is None else self._cipher.check
-        num_bytes = os.fstat(self._blocks).st_size
-        is_damaged = os.fstat(self._index_file).st_size != index_bytes + CHECK_BYTES
-        if not num_bytes or (num_bytes == self.num_slots * self._slot_bytes and is_damaged):
-            # Set the right size last. Do not truncate the file first, because others may have mapped it.
-            _write(self._index_file, bytes(index_bytes) + key, 0)
-            os.ftruncate(self._index_file, index_bytes + CHECK_BYTES)
-        found = os.pread(self._index_file, CHECK_BYTES, max(0, os.fstat(self._index_file).st_size - CHECK_BYTES))
-        if found != key:
-            what = "with another key" if any(found) and any(key) else "without a key" if any(key) else "with a key"
-            remedy = "name that one with --kv-disk-key" if any(found) else "leave --kv-disk-key out"
-            raise ConfigurationError(
-                f"the files in --kv-disk {directory} were created {what}; {remedy}, or remove the files"
-            )
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._index_file, fcntl.LOCK_EX)
+    def _opened(self, directory: Path, identity: str) -> StoreFiles:
+        """Open the files, and reserve their space."""
+        blocks_bytes, index_bytes = self.num_slots * self._slot_bytes, self.num_slots * _ENTRY.itemsize + CHECK_BYTES
+        check = bytes(CHECK_BYTES) if self._cipher is None else self._cipher.check
         try:
-            yield
-        finally:
-            fcntl.flock(self._index_file, fcntl.LOCK_UN)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with starting(directory):
+                files = StoreFiles(directory, identity)
+                try:
+                    with files.locked():
+                        files.reserve(blocks_bytes, index_bytes, check)
+                except BaseException:
+                    files.close()
+                    raise
+        except OSError as error:
+            what = "has too little room for --kv-disk-gb" if error.errno == errno.ENOSPC else f"fails: {error.strerror}"
+            raise ConfigurationError(f"--kv-disk {directory} {what}; choose another size or directory") from None
+        return files
 
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    left = memoryview(data)
-    while left:
-        num_written = os.pwrite(descriptor, left, offset)
-        left, offset = left[num_written:], offset + num_written

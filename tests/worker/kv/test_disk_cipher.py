@@ -88,9 +88,9 @@ def test_a_block_in_the_place_of_another_is_not_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "then", "message"),
     [
-        (KEY, OTHER_KEY, "created with another key; name that one with --kv-disk-key, or remove the files"),
-        (KEY, None, "created with a key; name that one with --kv-disk-key, or remove the files"),
-        (None, KEY, "created without a key; leave --kv-disk-key out, or remove the files"),
+        (KEY, OTHER_KEY, "created with another key; name that one with --kv-disk-key, or remove the file"),
+        (KEY, None, "created with a key; name that one with --kv-disk-key, or remove the file"),
+        (None, KEY, "created without a key; leave --kv-disk-key out, or remove the file"),
     ],
 )
 def test_files_of_another_key_are_refused(

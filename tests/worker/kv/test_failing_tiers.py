@@ -6,6 +6,7 @@ HEADRACE_SOAK=1 runs 200 seeds instead of 6.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import time
@@ -30,6 +31,7 @@ from headrace.worker.kv import disk_store, disk_tier
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier
+from headrace.worker.kv.slots import files
 from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.peers import tier as peer_tier
@@ -171,9 +173,10 @@ class FailingWorker:
         self.rng = rng
         failing = ("pread", "preadv", "pwrite", "fdatasync")
         store_os = FailingModule(os, rng, failing, 0.0)
-        locks = FailingModule(disk_store.fcntl, rng, ("flock",), 0.0)
+        locks = FailingModule(fcntl, rng, ("flock",), 0.0)
         monkeypatch.setattr(disk_store, "os", store_os)
-        monkeypatch.setattr(disk_store, "fcntl", locks)
+        monkeypatch.setattr(files, "os", store_os)
+        monkeypatch.setattr(files, "fcntl", locks)
         monkeypatch.setattr(disk_tier, "_PAUSE_AFTER_FAILURE_S", 0.005)
         monkeypatch.setattr(disk_tier, "WRITE_SHARE", 1.0)
         monkeypatch.setattr(peer_tier, "_REST", 0.1)

@@ -1,0 +1,1 @@
+"""The files with the slots of `disk_store`."""
