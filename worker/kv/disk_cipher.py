@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import stat
 from hashlib import blake2b
 from pathlib import Path
 
 from headrace.worker.config import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[0-9a-fA-F]{64}")
 _NONCE_BYTES, _TAG_BYTES = 12, 16
@@ -56,14 +60,18 @@ class BlockCipher:
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file: 64 hexadecimal digits. Raises ConfigurationError."""
+    """The key in a file: 64 hexadecimal digits. Raises ConfigurationError. If others can read the file, the log warns.
+    Secrets of containers often look like this, so it is no error."""
     try:
         text = path.read_text(encoding="ascii").strip()
+        mode = stat.S_IMODE(path.stat().st_mode)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
         raise ConfigurationError(f"--kv-disk-key {path} cannot be read ({reason})") from None
     if not _KEY.fullmatch(text):
         raise ConfigurationError(f"--kv-disk-key {path} must have 64 hexadecimal digits (openssl rand -hex 32)")
+    if mode & 0o077:
+        log.warning("--kv-disk-key %s can be read by other users (mode %04o); run chmod 600 on it", path, mode)
     return bytes.fromhex(text)
 
 

@@ -262,8 +262,9 @@ class DiskStore:
                     files.close()
                     raise
         except OSError as error:
-            what = "has too little room for --kv-disk-gb" if error.errno == errno.ENOSPC else f"fails: {error.strerror}"
-            raise ConfigurationError(f"--kv-disk {directory} {what}; choose another size or directory") from None
+            what = "has too little room for --kv-disk-gb" if error.errno == errno.ENOSPC else "fails"
+            reason = f"{error.filename or directory}: {error.strerror}"
+            raise ConfigurationError(f"--kv-disk {what} ({reason}); choose another size or directory") from None
         return files
 
 

@@ -138,6 +138,17 @@ def test_a_key_may_end_with_a_line_break(tmp_path: Path) -> None:
     assert read_key(path) == KEY
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o644, 0o440])
+def test_a_key_that_others_can_read_gets_a_warning(tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not refused, because containers get their secrets like this."""
+    path, link = tmp_path / "key", tmp_path / "link"
+    path.write_text(KEY.hex())
+    path.chmod(mode)
+    link.symlink_to(path)
+    assert read_key(link) == KEY
+    assert (f"--kv-disk-key {link} can be read by other users (mode 0{mode:o})" in caplog.text) == (mode & 0o077 > 0)
+
+
 def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(ConfigurationError, match=r"install headrace\[encryption\]"):

@@ -136,6 +136,44 @@ def test_a_store_of_another_size_is_refused_before_others_are_removed(small_disk
     assert read(store_of(small_disk, OLDER), 1)
 
 
+@pytest.mark.parametrize("kind", ["blocks", "index"])
+@pytest.mark.parametrize("what", ["group", "others", "link", "owner"])
+def test_files_that_others_may_have_changed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, what: str
+) -> None:
+    """Someone who writes to the file can put other keys and values into answers."""
+    leave(tmp_path, OLD, 1000.0)
+    path = tmp_path / f"headrace-kv-{OLD}.{kind}"
+    if what == "owner":
+        found = path.stat().st_ino
+        fstat = os.fstat
+
+        def of_another_user(descriptor: int) -> os.stat_result:
+            about = fstat(descriptor)
+            values = [*about]
+            values[4] += 1
+            return os.stat_result(values) if about.st_ino == found else about
+
+        monkeypatch.setattr(os, "fstat", of_another_user)
+    elif what == "link":
+        os.link(path, tmp_path / "other")
+    else:
+        path.chmod(0o660 if what == "group" else 0o604)
+    with pytest.raises(ConfigurationError, match=rf"{path} must be .* only this user .*; remove it"):
+        store_of(tmp_path, OLD)
+    monkeypatch.undo()
+    assert path.exists()
+    path.unlink()
+    assert write(store_of(tmp_path, OLD), 2)
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    blocks_of(tmp_path, OLD).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError, match=rf"{OLD}.blocks: Too many levels of symbolic links"):
+        store_of(tmp_path, OLD)
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_file_that_is_removed_while_it_is_opened_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,12 +31,12 @@ class StoreFiles:
     `close`."""
 
     def __init__(self, directory: Path, identity: str) -> None:
-        """Open or create the files. Raises OSError."""
+        """Open or create the files. Raises OSError, or ConfigurationError if others may have changed them."""
         self._blocks_path, self._index_path = paths_of(directory, identity)
         self.blocks = _in_use(self._blocks_path)
         try:
-            self.index = _opened(self._index_path)
-        except OSError:
+            self.index = _own(self._index_path)
+        except (OSError, ConfigurationError):
             os.close(self.blocks)
             raise
         # Stores are removed in the order of their last use.
@@ -144,10 +144,23 @@ def _opened(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
+def _own(path: Path) -> int:
+    """Open the file. ConfigurationError if other users can read or change it: then its blocks may be theirs."""
+    descriptor = _opened(path)
+    found = os.fstat(descriptor)
+    is_private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    if not is_private or found.st_nlink > 1:
+        os.close(descriptor)
+        raise ConfigurationError(
+            f"{path} must be a file with one name that only this user can read (mode 0600); remove it"
+        )
+    return descriptor
+
+
 def _in_use(path: Path) -> int:
     """Open the file, and lock it against removal."""
     while True:
-        descriptor = _opened(path)
+        descriptor = _own(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if _is_at(path, descriptor):
