@@ -42,7 +42,8 @@ _ENTRY = np.dtype([("hash", "<u8"), ("used_s", "<u4"), ("found", "<u2"), ("order
 
 
 class DiskStore:
-    """The slots for one model's blocks. Only the tier's thread reads and writes; any thread may call `has` and `touch`.
+    """The slots for one model's blocks. Any thread may call `has` and `take_changes`. Only the tier's thread calls the
+    other methods, because a store to the mapped index may wait for the disk.
 
     A block has `block_bytes` bytes, and its record `block_size` tokens.
     """
@@ -118,13 +119,15 @@ class DiskStore:
                 self._entries["found"][slot] = min(int(self._entries["found"][slot]) + 1, _MOST_FOUND)
                 self._stamp(slot)
 
-    def refresh(self) -> None:
-        """Read the changes that other processes made in the index."""
+    def refresh(self) -> bool:
+        """Read the changes that other processes made in the index. Returns whether there were any."""
         now = self._entries["hash"].copy()
-        for slot in np.flatnonzero(now != self._seen).tolist():
+        slots = np.flatnonzero(now != self._seen).tolist()
+        for slot in slots:
             before, after = int(self._seen[slot]), int(now[slot])
             self._replace(slot, before, after)
         self._seen = now
+        return bool(slots)
 
     def write(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
         """Store a block in place of the least valuable one. Returns False if the store already had it. Raises

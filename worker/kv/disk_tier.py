@@ -27,7 +27,11 @@ log = logging.getLogger(__name__)
 WRITE_SHARE = 0.5
 # Bounds of the queue of evicted blocks to be written.
 MAX_QUEUED, MAX_QUEUED_BYTES = 256, 256 << 20
+# Bound of the queue of blocks that were in use until now and are on the disk already.
+MAX_TOUCHED = 16384
 _WRITES_A_FLUSH = 8
+# How often the idle thread reads what other workers of the host have changed.
+_LOOK_S = 1.0
 _PAUSE_AFTER_FAILURE_S = 60.0
 # The assumed read speed before the first read.
 _FIRST_GUESS_BYTES_PER_S = 1e9
@@ -40,7 +44,8 @@ class DiskTier(threading.Thread):
         super().__init__(name="kv-disk", daemon=True)
         self.on_arrival: Callable[[], None] = lambda: None
         self.has_news = False
-        """Whether a report is due because all queued blocks are written. The reader resets it."""
+        """Whether a report is due, because all queued blocks are written or other workers have changed the disk. The
+        reader resets it."""
         self.num_written = 0
         self.num_not_written = 0
         self.num_read = 0
@@ -52,6 +57,8 @@ class DiskTier(threading.Thread):
         self._max_queued = max(1, min(MAX_QUEUED, MAX_QUEUED_BYTES // block_bytes))
         self._buffer = np.empty(block_bytes, np.uint8)
         self._spills: deque[tuple[Content, npt.NDArray[np.uint8]]] = deque()
+        # Without room, the blocks that were in use first are forgotten.
+        self._touched: deque[int] = deque(maxlen=MAX_TOUCHED)
         self._fetches: deque[Fetch] = deque()
         self._ended: deque[Fetch] = deque()
         self._reading: Fetch | None = None
@@ -60,6 +67,7 @@ class DiskTier(threading.Thread):
         self._is_stopping = False
         self._num_unflushed = 0
         self._next_write_s = 0.0
+        self._next_look_s = time.monotonic() + _LOOK_S
         # After a failure, nothing is written or read until this time.
         self._no_writes_until_s = self._no_reads_until_s = 0.0
 
@@ -68,7 +76,8 @@ class DiskTier(threading.Thread):
         if content.block_hash is None:
             return
         if self._store.has(content.block_hash):
-            self._store.touch(content.block_hash)
+            # A store to the mapped index may wait for the disk, so only the tier's thread touches it.
+            self._touched.append(content.block_hash)
             return
         if len(self._spills) >= self._max_queued or time.monotonic() < self._no_writes_until_s:
             self.num_not_written += 1
@@ -150,20 +159,26 @@ class DiskTier(threading.Thread):
         while (fetch := self._next()) is not None or not self._is_stopping:
             if fetch is not None:
                 self._serve(fetch)
-            elif self._spills or self._num_unflushed:
+            elif self._has_writes and time.monotonic() >= self._next_write_s:
                 self._write()
+            else:
+                self._look()
+
+    @property
+    def _has_writes(self) -> bool:
+        return bool(self._spills or self._num_unflushed)
 
     def _next(self) -> Fetch | None:
-        """Wait for the next fetch. Returns None if it is time to write or to stop."""
+        """Wait for the next fetch. Returns None if it is time to write, to look at the index, or to stop."""
         with self._changed:
             while not self._is_stopping:
                 if self._fetches:
                     return self._fetches.popleft()
-                has_writes = bool(self._spills or self._num_unflushed)
-                wait_s = self._next_write_s - time.monotonic()
-                if has_writes and wait_s <= 0:
+                due_s = min(self._next_look_s, self._next_write_s) if self._has_writes else self._next_look_s
+                wait_s = due_s - time.monotonic()
+                if wait_s <= 0:
                     return None
-                self._changed.wait(wait_s if has_writes else None)
+                self._changed.wait(wait_s)
             return None
 
     def _serve(self, fetch: Fetch) -> None:
@@ -195,11 +210,32 @@ class DiskTier(threading.Thread):
             fetch.num_read += 1
             self.num_read += 1
 
+    def _look(self) -> None:
+        """Mark the blocks that memory had until now, and read what other workers have changed in the index."""
+        pause_s = _LOOK_S
+        self._busy_since_s = time.monotonic()
+        try:
+            self._mark_used()
+            if self._store.refresh():
+                self.has_news = True
+                self.on_arrival()
+        except Exception as error:
+            _warn("the index of KV blocks on the disk cannot be read", error)
+            pause_s = _PAUSE_AFTER_FAILURE_S
+        finally:
+            self._busy_since_s = 0.0
+        self._next_look_s = time.monotonic() + pause_s
+
+    def _mark_used(self) -> None:
+        while self._touched:
+            self._store.touch(self._touched.popleft())
+
     def _write(self) -> None:
         """Write one block. Flush the file after several blocks, or when the queue is empty."""
         start_s = self._busy_since_s = time.monotonic()
         try:
             if self._spills:
+                self._mark_used()
                 content, data = self._spills[0]
                 assert content.block_hash is not None
                 if self._store.write(content.block_hash, content.parent_hash, content.token_bytes, data):
@@ -209,7 +245,8 @@ class DiskTier(threading.Thread):
             if self._num_unflushed >= _WRITES_A_FLUSH or not self._spills:
                 self._store.flush()
                 self._num_unflushed = 0
-                self.has_news = not self._spills
+                if not self._spills:
+                    self.has_news = True
                 self.on_arrival()
         except Exception as error:
             _warn("KV blocks cannot be written to disk", error)

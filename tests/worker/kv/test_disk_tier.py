@@ -360,6 +360,83 @@ def test_another_worker_of_the_host_reads_what_this_one_wrote(worker: Worker, tm
     other.tier.stop()
 
 
+def test_an_idle_worker_learns_what_others_of_the_host_wrote(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "_LOOK_S", 0.01)
+    other, arrivals = Worker(tmp_path), list[int]()
+    other.tier.on_arrival = lambda: arrivals.append(1)
+    worker.ask(PROMPT)
+    worker.evict_all()
+    written = {block_hash for block_hash, is_there in worker.tier.take_changes().items() if is_there}
+    assert len(written) == 6
+    until(lambda: all(other.tier.has(block_hash) for block_hash in written))
+    until(lambda: other.tier.has_news and bool(arrivals))
+    assert written <= set(other.tier.take_changes()), "the report to routers has them"
+    assert other.tier.num_blocks == 6
+    other.tier.stop()
+
+
+def test_an_idle_worker_reports_nothing_if_nothing_changed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "_LOOK_S", 0.001)
+    looks, refresh = list[int](), worker.store.refresh
+    monkeypatch.setattr(worker.store, "refresh", lambda: [looks.append(1), refresh()][1])
+    with worker.tier._changed:
+        worker.tier._next_look_s = 0.0
+        worker.tier._changed.notify()
+    until(lambda: len(looks) > 3)
+    assert not worker.tier.has_news
+
+
+def test_a_look_at_the_index_that_fails_ends_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries, refresh = list[int](), worker.store.refresh
+
+    def fails_once() -> bool:
+        tries.append(1)
+        if len(tries) == 1:
+            raise MemoryError("injected")
+        return refresh()
+
+    monkeypatch.setattr(disk_tier, "_PAUSE_AFTER_FAILURE_S", 0.0)
+    monkeypatch.setattr(worker.store, "refresh", fails_once)
+    with worker.tier._changed:
+        worker.tier._next_look_s = 0.0
+        worker.tier._changed.notify()
+    until(lambda: len(tries) > 1)
+    worker.ask(PROMPT)
+    worker.evict_all()
+    assert worker.ask(PROMPT).num_cached_tokens == 6 * BLOCK_SIZE
+
+
+def test_the_engines_thread_never_touches_the_mapped_index(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store to a page of a mapped file waits for the disk while that writes the page back."""
+    monkeypatch.setattr(disk_tier, "_LOOK_S", 0.01)
+    threads, touched, stamp = set[threading.Thread](), list[int](), worker.store._stamp
+
+    def stamped(slot: int) -> None:
+        threads.add(threading.current_thread())
+        touched.append(slot)
+        stamp(slot)
+
+    monkeypatch.setattr(worker.store, "_stamp", stamped)
+    worker.ask(PROMPT)
+    worker.evict_all()
+    assert worker.ask(PROMPT).num_cached_tokens == 6 * BLOCK_SIZE
+    num_before = len(touched)
+    worker.evict_all()
+    until(lambda: len(touched) == num_before + 6)
+    assert threads == {worker.tier}
+
+
+def test_the_queue_of_blocks_in_use_is_bounded(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    tier = DiskTier(store, BlockBytes([np.zeros(256, np.uint8)], [BlockShape(1, BLOCK_SIZE, 8)]), BLOCK_BYTES)
+    write(store, 1)
+    for _ in range(2 * disk_tier.MAX_TOUCHED):
+        tier.spill(0, content(1))
+    assert len(tier._touched) == disk_tier.MAX_TOUCHED
+
+
 def test_a_prompt_that_is_cheaper_to_compute_is_computed(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     worker.ask(PROMPT)
