@@ -1,8 +1,7 @@
 """KV blocks in a file of fixed slots with an index by hash. All workers of a host share it.
 
     headrace-kv-ID.blocks   for each slot: a record (hash, parent, tokens, checksum), then the bytes of a block
-    headrace-kv-ID.index    for each slot: its hash, time of last use, number of hits, and order; then what identifies
-                            the key, or zeros
+    headrace-kv-ID.index    for each slot: its hash, and how valuable its block is (`slots/index.py`)
 
 ID identifies the model and the layout of its cache. All workers map the index, and assign slots under a file lock. The
 index is only a hint: a block that was read is used only if the slot's record and checksum match the request. This
@@ -16,14 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import struct
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -33,12 +29,9 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.block_pool import TOKEN_BYTES
 from headrace.worker.kv.disk_cipher import CHECK_BYTES, BlockCipher
 from headrace.worker.kv.slots.files import StoreFiles, starting, write_fully
+from headrace.worker.kv.slots.index import Change, SlotIndex, index_bytes
 
 _PAGE_BYTES = 4096
-# When a slot to replace is chosen, one hit counts as much as a last use that is this many seconds later.
-_FOUND_WORTH_S = 600
-_MOST_FOUND = 100
-_ENTRY = np.dtype([("hash", "<u8"), ("used_s", "<u4"), ("found", "<u2"), ("order", "<u2")])
 
 
 class DiskStore:
@@ -67,7 +60,6 @@ class DiskStore:
         if self._cipher is not None:
             self._sealed_bytes = self._record.size + 4 + block_bytes + self._cipher.OVERHEAD_BYTES
             self._slot_bytes = _whole_pages(self._sealed_bytes)
-        self._order = 0
         self.num_slots = size_bytes // self._slot_bytes
         if not self.num_slots:
             raise ConfigurationError(
@@ -75,10 +67,8 @@ class DiskStore:
                 "choose a larger size"
             )
         self._files = self._opened(directory, identity)
-        self._blocks, self._index_file = self._files.blocks, self._files.index
-        mapped = mmap.mmap(self._index_file, self.num_slots * _ENTRY.itemsize)
-        self._entries: npt.NDArray[Any] = np.frombuffer(mapped, _ENTRY)
-        self._seen: npt.NDArray[np.uint64] = np.zeros(self.num_slots, np.uint64)
+        self._blocks = self._files.blocks
+        self._index = SlotIndex(self._files.index, self.num_slots)
         self._slot_of: dict[int, int] = {}
         self._changes: dict[int, bool] = {}
         self._changing = threading.Lock()
@@ -107,47 +97,49 @@ class DiskStore:
 
     def touch(self, block_hash: int) -> None:
         """The block was in use until now. Among blocks of the same second, one that is touched later is worth more."""
-        slot = self._slot_of.get(self._name_of(block_hash))
+        name = self._name_of(block_hash)
+        slot = self._slot_of.get(name)
         if slot is not None:
-            self._stamp(slot)
+            self._index.touch(slot, name)
 
     def count_hits(self, block_hashes: Sequence[int]) -> None:
         """The blocks of a chain were found, in this order."""
         for block_hash in reversed(block_hashes):
-            slot = self._slot_of.get(self._name_of(block_hash))
+            name = self._name_of(block_hash)
+            slot = self._slot_of.get(name)
             if slot is not None:
-                self._entries["found"][slot] = min(int(self._entries["found"][slot]) + 1, _MOST_FOUND)
-                self._stamp(slot)
+                self._index.count_hit(slot, name)
 
     def refresh(self) -> bool:
         """Read the changes that other processes made in the index. Returns whether there were any."""
-        now = self._entries["hash"].copy()
-        slots = np.flatnonzero(now != self._seen).tolist()
-        for slot in slots:
-            before, after = int(self._seen[slot]), int(now[slot])
-            self._replace(slot, before, after)
-        self._seen = now
-        return bool(slots)
+        changes = self._index.take_changes()
+        for change in changes:
+            self._apply(change)
+        return bool(changes)
 
     def write(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
-        """Store a block in place of the least valuable one. Returns False if the store already had it. Raises
-        OSError."""
+        """Store a block in place of the least valuable one. Returns False if the store already had it, or if others
+        write all slots. Raises OSError."""
         name = self._name_of(block_hash)
+        self._index.prepare()
         with self._files.locked():
             self.refresh()
             if name in self._slot_of or not name:
                 return False
-            slot = self._least_valuable()
-            self._enter(slot, 0)
-            # A recent time of use keeps other processes from choosing this slot while it is written.
-            self._stamp(slot)
-        self._put(slot, self._record_of(block_hash, parent_hash, token_bytes, data), data)
-        with self._files.locked():
-            self.refresh()
-            if name not in self._slot_of:
-                self._entries["found"][slot] = 0
-                self._enter(slot, name)
-                self._learn(name, block_hash)
+            reservation = self._index.reserve()
+            if reservation is None:
+                return False
+            self._apply(self._index.rename(reservation.slot, 0))
+        is_written = False
+        try:
+            self._put(reservation.slot, self._record_of(block_hash, parent_hash, token_bytes, data), data)
+            is_written = True
+        finally:
+            with self._files.locked():
+                self.refresh()
+                if self._index.release(reservation) and is_written and name not in self._slot_of:
+                    self._apply(self._index.rename(reservation.slot, name))
+                    self._learn(name, block_hash)
         return True
 
     def read(self, block_hash: int, parent_hash: int, token_bytes: bytes, data: npt.NDArray[np.uint8]) -> bool:
@@ -209,21 +201,16 @@ class DiskStore:
         with self._files.locked():
             self.refresh()
             if self._slot_of.get(name) == slot:
-                self._enter(slot, 0)
+                self._apply(self._index.rename(slot, 0))
 
-    def _enter(self, slot: int, name: int) -> None:
-        before = int(self._seen[slot])
-        self._entries["hash"][slot] = self._seen[slot] = name
-        self._replace(slot, before, name)
-
-    def _replace(self, slot: int, before: int, after: int) -> None:
-        """Record that the slot now has this block; 0 for none."""
-        if self._slot_of.get(before) == slot:
-            del self._slot_of[before]
-            self._note(before, is_there=False)
-        if after:
-            self._slot_of[after] = slot
-            self._note(after, is_there=True)
+    def _apply(self, change: Change) -> None:
+        """Record that a slot has another block now, or none."""
+        if self._slot_of.get(change.before) == change.slot:
+            del self._slot_of[change.before]
+            self._note(change.before, is_there=False)
+        if change.after:
+            self._slot_of[change.after] = change.slot
+            self._note(change.after, is_there=True)
 
     def _note(self, name: int, *, is_there: bool) -> None:
         block_hash = name if self._cipher is None else self._known.get(name, 0)
@@ -240,19 +227,8 @@ class DiskStore:
             with self._changing:
                 self._changes[block_hash] = True
 
-    def _stamp(self, slot: int) -> None:
-        self._order = (self._order + 1) & 0xFFFF
-        self._entries["used_s"][slot] = int(time.time())
-        self._entries["order"][slot] = self._order
-
-    def _least_valuable(self) -> int:
-        entries = self._entries
-        worth = entries["used_s"] + np.int64(_FOUND_WORTH_S) * np.minimum(entries["found"], _MOST_FOUND)
-        return int(np.argmin((worth << 16) + entries["order"]))
-
     def _opened(self, directory: Path, identity: str) -> StoreFiles:
         """Open the files, and reserve their space."""
-        blocks_bytes, index_bytes = self.num_slots * self._slot_bytes, self.num_slots * _ENTRY.itemsize + CHECK_BYTES
         check = bytes(CHECK_BYTES) if self._cipher is None else self._cipher.check
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -260,7 +236,7 @@ class DiskStore:
                 files = StoreFiles(directory, identity)
                 try:
                     with files.locked():
-                        files.reserve(blocks_bytes, index_bytes, check)
+                        files.reserve(self.num_slots * self._slot_bytes, index_bytes(self.num_slots), check)
                 except BaseException:
                     files.close()
                     raise

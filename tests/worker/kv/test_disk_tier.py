@@ -411,14 +411,14 @@ def test_a_look_at_the_index_that_fails_ends_nothing(worker: Worker, monkeypatch
 def test_the_engines_thread_never_touches_the_mapped_index(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store to a page of a mapped file waits for the disk while that writes the page back."""
     monkeypatch.setattr(disk_tier, "_LOOK_S", 0.01)
-    threads, touched, stamp = set[threading.Thread](), list[int](), worker.store._stamp
+    threads, touched, stamp = set[threading.Thread](), list[int](), worker.store._index._stamp
 
     def stamped(slot: int) -> None:
         threads.add(threading.current_thread())
         touched.append(slot)
         stamp(slot)
 
-    monkeypatch.setattr(worker.store, "_stamp", stamped)
+    monkeypatch.setattr(worker.store._index, "_stamp", stamped)
     worker.ask(PROMPT)
     worker.evict_all()
     assert worker.ask(PROMPT).num_cached_tokens == 6 * BLOCK_SIZE

@@ -19,6 +19,7 @@ from pathlib import Path
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.disk_cipher import CHECK_BYTES
 from headrace.worker.kv.memory import GIB
+from headrace.worker.kv.slots.index import CHECK_OFFSET
 
 log = logging.getLogger(__name__)
 
@@ -93,20 +94,19 @@ class StoreFiles:
         """Check that the files are used with their first key and size. Raises ConfigurationError."""
         if num_bytes == blocks_bytes and os.fstat(self.index).st_size != index_bytes:
             self._clear_index(index_bytes, check)
-        size = os.fstat(self.index).st_size
-        found = os.pread(self.index, CHECK_BYTES, max(0, size - CHECK_BYTES))
+        found = os.pread(self.index, CHECK_BYTES, CHECK_OFFSET).ljust(CHECK_BYTES, b"\0")
         if found != check:
             what = "with another key" if any(found) and any(check) else "without a key" if any(check) else "with a key"
             remedy = "name that one with --kv-disk-key" if any(found) else "leave --kv-disk-key out"
             raise ConfigurationError(f"{self._blocks_path} was created {what}; {remedy}, or remove the file")
-        if num_bytes > blocks_bytes or size != index_bytes:
+        if num_bytes > blocks_bytes or os.fstat(self.index).st_size != index_bytes:
             raise ConfigurationError(
                 f"{self._blocks_path} was created with another --kv-disk-gb; use the same size, or remove the file"
             )
 
     def _clear_index(self, index_bytes: int, check: bytes) -> None:
         # Set the right size last. Do not truncate the file first, because others may have mapped it.
-        write_fully(self.index, bytes(index_bytes - CHECK_BYTES) + check, 0)
+        write_fully(self.index, (bytes(CHECK_OFFSET) + check).ljust(index_bytes, b"\0"), 0)
         os.ftruncate(self.index, index_bytes)
 
 
