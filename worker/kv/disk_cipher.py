@@ -6,8 +6,12 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from headrace.worker.config import ConfigurationError
 
@@ -16,6 +20,7 @@ log = logging.getLogger(__name__)
 _KEY = re.compile(r"[0-9a-fA-F]{64}")
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 CHECK_BYTES = 16
+_PART_BYTES = 256 << 10
 
 
 class BlockCipher:
@@ -30,13 +35,15 @@ class BlockCipher:
         installed."""
         try:
             from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ImportError:
             raise ConfigurationError(
                 "--kv-disk-key needs the package cryptography; install headrace[encryption]"
             ) from None
         self._invalid = InvalidTag
-        self._cipher = AESGCM(_derived(key, "blocks", identity, 32))
+        algorithm = algorithms.AES(_derived(key, "blocks", identity, 32))
+        self._encryptor = lambda nonce: Cipher(algorithm, modes.GCM(nonce)).encryptor()
+        self._decryptor = lambda nonce, tag: Cipher(algorithm, modes.GCM(nonce, tag)).decryptor()
         self._index_key = _derived(key, "index", identity, 32)
         self.check = _derived(key, "check", identity, CHECK_BYTES)
         """Identifies the key without revealing it."""
@@ -46,17 +53,32 @@ class BlockCipher:
         digest = blake2b(block_hash.to_bytes(8, "little"), key=self._index_key, digest_size=8).digest()
         return int.from_bytes(digest, "little") or 1
 
-    def seal(self, data: bytes) -> bytes:
-        """Encrypt `data`, which becomes longer by `OVERHEAD_BYTES`."""
+    def seal(self, record: bytes, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Encrypt a record and the bytes of a block as one message, which is longer by `OVERHEAD_BYTES`."""
         nonce = os.urandom(_NONCE_BYTES)
-        return nonce + self._cipher.encrypt(nonce, data, None)
+        encryptor = self._encryptor(nonce)
+        head = nonce + encryptor.update(record)
+        sealed = np.empty(len(record) + len(data) + self.OVERHEAD_BYTES, np.uint8)
+        sealed[: len(head)] = np.frombuffer(head, np.uint8)
+        _transform(encryptor.update, data, sealed[len(head) : -_TAG_BYTES])
+        encryptor.finalize()
+        sealed[-_TAG_BYTES:] = np.frombuffer(encryptor.tag, np.uint8)
+        return sealed
 
-    def open(self, sealed: bytes) -> bytes | None:
-        """Decrypt. None if the data is damaged or was encrypted with another key."""
-        try:
-            return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], None)
-        except (self._invalid, ValueError):
+    def open(self, sealed: bytes, data: npt.NDArray[np.uint8]) -> bytes | None:
+        """Decrypt a message, whose block goes to `data`. Returns the record. None if the message is damaged or was
+        encrypted with another key; `data` then has no meaning."""
+        start = len(sealed) - _TAG_BYTES - len(data)
+        if start < _NONCE_BYTES:
             return None
+        decryptor = self._decryptor(sealed[:_NONCE_BYTES], sealed[-_TAG_BYTES:])
+        record: bytes = decryptor.update(sealed[_NONCE_BYTES:start])
+        _transform(decryptor.update, np.frombuffer(sealed, np.uint8, len(data), start), data)
+        try:
+            decryptor.finalize()
+        except self._invalid:
+            return None
+        return record
 
 
 def read_key(path: Path) -> bytes:
@@ -77,3 +99,12 @@ def read_key(path: Path) -> bytes:
 
 def _derived(key: bytes, use: str, identity: str, num_bytes: int) -> bytes:
     return blake2b(f"{use} {identity}".encode(), key=key, digest_size=num_bytes, person=b"headrace-kv-disk").digest()
+
+
+def _transform(
+    update: Callable[[memoryview], bytes], source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]
+) -> None:
+    """Encrypt or decrypt in parts. The package keeps the GIL for a part; the copy of a part lets other threads run."""
+    for start in range(0, len(source), _PART_BYTES):
+        part = update(source[start : start + _PART_BYTES].data)
+        target[start : start + _PART_BYTES] = np.frombuffer(part, np.uint8)

@@ -179,7 +179,7 @@ class DiskStore:
     def _put(self, slot: int, record: bytes, data: npt.NDArray[np.uint8]) -> None:
         start = slot * self._slot_bytes
         if self._cipher is not None:
-            write_fully(self._blocks, self._cipher.seal(b"".join((record, data.data))), start)
+            write_fully(self._blocks, self._cipher.seal(record, data).data, start)
             return
         write_fully(self._blocks, record, start)
         write_fully(self._blocks, data.data, start + self._data_offset)
@@ -191,11 +191,7 @@ class DiskStore:
             record = os.pread(self._blocks, num_bytes, start)
             is_whole = os.preadv(self._blocks, [data.data], start + self._data_offset) == len(data)
             return record if is_whole else None
-        opened = self._cipher.open(os.pread(self._blocks, self._sealed_bytes, start))
-        if opened is None:
-            return None
-        data[:] = np.frombuffer(opened, np.uint8, offset=num_bytes)
-        return opened[:num_bytes]
+        return self._cipher.open(os.pread(self._blocks, self._sealed_bytes, start), data)
 
     def _drop(self, name: int, slot: int) -> None:
         with self._files.locked():

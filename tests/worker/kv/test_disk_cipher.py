@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from headrace.worker.config import ConfigurationError
-from headrace.worker.kv.disk_cipher import read_key
+from headrace.worker.kv import disk_cipher
+from headrace.worker.kv.disk_cipher import BlockCipher, read_key
 from headrace.worker.kv.disk_store import DiskStore
 from tests.worker.kv.test_disk_tier import (
     BLOCK_BYTES,
@@ -112,6 +115,53 @@ def test_a_truncated_index_loses_blocks_and_nothing_else(tmp_path: Path, key: by
     assert not read(store, 1)
     assert write(store, 1)
     assert read(store_in(tmp_path, key=key), 1)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000, 1001, 5000])
+def test_a_block_is_one_message_in_parts(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever lacks the key cannot cut it, or change the order of its parts."""
+    monkeypatch.setattr(disk_cipher, "_PART_BYTES", 1000)
+    cipher, record = BlockCipher(KEY, "id"), b"a record of a block"
+    data = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
+    sealed = cipher.seal(record, data).tobytes()
+    assert len(sealed) == len(record) + num_bytes + cipher.OVERHEAD_BYTES
+    whole = AESGCM(disk_cipher._derived(KEY, "blocks", "id", 32)).decrypt(sealed[:12], sealed[12:], None)
+    assert whole == record + data.tobytes()
+    opened = np.zeros(num_bytes, np.uint8)
+    assert cipher.open(sealed, opened) == record
+    assert (opened == data).all()
+    start = 12 + len(record)
+    swapped = (
+        sealed[:start] + sealed[start + 1000 : start + 2000] + sealed[start : start + 1000] + sealed[start + 2000 :]
+    )
+    for wrong in (b"", sealed[:20], sealed[:-1], sealed[:-17], sealed + b"\0", swapped if num_bytes == 5000 else b""):
+        assert cipher.open(wrong, opened) is None
+
+
+def test_no_call_of_the_package_takes_a_whole_large_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call keeps the GIL, which the engine's thread needs."""
+    lengths: list[int] = []
+
+    class Counting:
+        def __init__(self, context: Any) -> None:
+            self.context = context
+
+        def update(self, part: memoryview) -> bytes:
+            lengths.append(len(part))
+            return bytes(self.context.update(part))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.context, name)
+
+    cipher = BlockCipher(KEY, "id")
+    encryptor, decryptor = cipher._encryptor, cipher._decryptor
+    monkeypatch.setattr(cipher, "_encryptor", lambda *args: Counting(encryptor(*args)))
+    monkeypatch.setattr(cipher, "_decryptor", lambda *args: Counting(decryptor(*args)))
+    data, opened = np.ones(1_000_000, np.uint8), np.zeros(1_000_000, np.uint8)
+    assert cipher.open(cipher.seal(b"record", data).tobytes(), opened) == b"record"
+    assert (opened == data).all()
+    assert max(lengths) == 256 << 10
+    assert len(lengths) == 10
 
 
 def test_an_engine_gets_its_blocks_back_from_an_encrypted_disk(tmp_path: Path) -> None:
