@@ -205,8 +205,7 @@ _NEED_DRAFT_MODEL = {
 @click.option(
     "--kv-disk-gb",
     type=FiniteRange(0, min_open=True),
-    default=16.0,
-    help="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.",
+    help="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.  [default: 16]",
 )
 @click.option(
     "--kv-disk-key",
@@ -301,11 +300,15 @@ def config_of(model: str, kv_cache_bytes: int | None, options: dict[str, Any]) -
         raise ConfigurationError("--keep-kv-memory needs a directory; give it with --kv-memory")
     if options["kv_disk_key"] is not None and options["kv_disk"] is None:
         raise ConfigurationError("--kv-disk-key encrypts the files in a directory; name it with --kv-disk")
+    if options["kv_disk_gb"] is not None and options["kv_disk"] is None:
+        raise ConfigurationError("--kv-disk-gb is the size of the files in a directory; name it with --kv-disk")
     if options["role"] != "both" and not options["kv_peers"]:
         raise ConfigurationError(
             f"--role {options['role']} moves cached prefixes between workers; leave out --no-kv-peers"
         )
     check_speculation(options["speculation"], options["draft_model"])
+    if options["kv_disk_gb"] is None:
+        del options["kv_disk_gb"]
     model_dir, name = find_directory(model)
     name = options["name"] or name
     listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])

@@ -241,6 +241,7 @@ def serve(
     """
     begun_s = time.monotonic()
     named = NamedModels(models, name=name, workers=workers, threads=threads, on_demand=on_demand, idle_s=idle_s)
+    check_disk(given)
     settings, topology = settings_of_flags(named, models_file, given), read_topology()
     places = checked_places(topology, settings.models, given["prefill_workers"])
     if dry_run:
@@ -357,6 +358,13 @@ def settings_of_flags(named: NamedModels, models_file: Path | None, given: dict[
         if value:
             raise CommandError(f"{flag} is for one model; with several, say it in a file for --models")
     return settings
+
+
+def check_disk(given: Mapping[str, Any]) -> None:
+    """Raises CommandError if there are flags for a disk without a disk."""
+    for flag, value in {"--kv-disk-gb": given["kv_disk_gb"], "--kv-disk-key": given["kv_disk_key"]}.items():
+        if value is not None and given["kv_disk"] is None:
+            raise CommandError(f"{flag} needs a directory; name it with --kv-disk")
 
 
 def security_files(given: dict[str, Any]) -> SecurityFiles:

@@ -194,6 +194,8 @@ def test_plans_number_the_workers_of_all_models(cache: Path, model_folder: Path)
         (("--models", "FILE", "--threads", "2"), "--threads is for MODEL"),
         (("--models", "FILE", "--on-demand"), "--on-demand is for MODEL"),
         (("a", "--idle-s", "5"), "--idle-s needs --on-demand"),
+        (("a", "--kv-disk-gb", "5"), "--kv-disk-gb needs a directory; name it with --kv-disk"),
+        (("a", "--kv-disk-key", "/dev/null"), "--kv-disk-key needs a directory; name it with --kv-disk"),
         (
             ("a", "--workers", "1", "--prefill-workers", "1"),
             "leaves no worker for answers, because a model has 1 worker;",

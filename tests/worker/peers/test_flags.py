@@ -1,4 +1,4 @@
-"""Flags that need the exchange of blocks between workers."""
+"""Flags that need other flags: the exchange of blocks between workers, or a disk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from headrace.worker.config import ConfigurationError
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_role_needs_other_workers(role: str) -> None:
-    flags = {"keep_kv_memory": False, "kv_memory": None, "kv_disk_key": None, "kv_disk": None}
+    flags = {"keep_kv_memory": False, "kv_memory": None, "kv_disk_key": None, "kv_disk": None, "kv_disk_gb": None}
     with pytest.raises(ConfigurationError, match=f"^--role {role} moves cached prefixes .*; leave out --no-kv-peers$"):
         config_of("model", None, {**flags, "role": role, "kv_peers": False})
+
+
+@pytest.mark.parametrize(("flag", "value"), [("kv_disk_gb", 16.0), ("kv_disk_key", "key")])
+def test_a_size_or_key_needs_a_disk(flag: str, value: object) -> None:
+    flags = {"keep_kv_memory": False, "kv_memory": None, "kv_disk_key": None, "kv_disk": None, "kv_disk_gb": None}
+    name = flag.replace("_", "-")
+    with pytest.raises(ConfigurationError, match=rf"^--{name} .* directory; name it with --kv-disk$"):
+        config_of("model", None, {**flags, flag: value})
