@@ -76,9 +76,9 @@ def row_of(
     address, state, restarts, uptime_s, serve_pid and port. A worker also has silent_s (while it does not answer),
     model, serves (prefill, decode or both), kv_blocks, kv_blocks_free, kv_blocks_cached, state_slots, states_saved,
     window_slots, window_slots_held, kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored, kv_blocks_read,
-    kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by tier), requests_running,
-    requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which are None while unknown,
-    and the columns of `_binding_columns`. A gateway also has grpc_address.
+    kv_blocks_not_written, kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by
+    tier), requests_running, requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which
+    are None while unknown, and the columns of `_binding_columns`. A gateway also has grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -145,7 +145,7 @@ def _tier_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
     """The content and the counters of the tiers of the prefix cache. `cached_tokens` are those of prompts, by where
     they were found: in memory, on the disk, at other workers."""
     if load is None:
-        blocks = "evicted", "given_up", "restored", "read", "received", "taken_over"
+        blocks = "evicted", "given_up", "restored", "read", "not_written", "received", "taken_over"
         names = *(f"blocks_{name}" for name in blocks), "disk_blocks", "disk_slots"
         return {**{f"kv_{name}": None for name in names}, "cached_tokens": None}
     counters = load.counters
@@ -155,6 +155,7 @@ def _tier_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
         "kv_blocks_given_up": counters.blocks_given_up,
         "kv_blocks_restored": counters.blocks_restored,
         "kv_blocks_read": counters.blocks_read,
+        "kv_blocks_not_written": counters.blocks_not_written,
         "kv_blocks_received": counters.blocks_received,
         "kv_blocks_taken_over": counters.blocks_taken_over,
         "kv_disk_blocks": load.num_disk_blocks,
@@ -276,6 +277,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
             blocks += f"; windows: {row['window_slots_held']} of {row['window_slots']} held"
         if row["kv_disk_slots"]:
             blocks += f"; disk: {row['kv_disk_blocks']} of {row['kv_disk_slots']}"
+            if row["kv_blocks_not_written"]:
+                blocks += f", {row['kv_blocks_not_written']} not written"
     if row.get("draft_tokens"):
         drafts = f"{row['draft_tokens_accepted'] / row['draft_tokens']:.0%} of {row['draft_tokens']} accepted"
         drafts += f" ({', '.join(row['draft_tokens_by_proposer'])})"

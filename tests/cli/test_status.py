@@ -54,6 +54,7 @@ LOAD = worker_pb2.Load(
         blocks_restored=3,
         blocks_given_up=8,
         blocks_read=4,
+        blocks_not_written=9,
         blocks_received=5,
         blocks_taken_over=2,
         blocks_evicted=6,
@@ -118,6 +119,7 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "kv_blocks_given_up": 8,
         "kv_blocks_restored": 3,
         "kv_blocks_read": 4,
+        "kv_blocks_not_written": 9,
         "kv_blocks_received": 5,
         "kv_blocks_taken_over": 2,
         "kv_disk_blocks": 40,
@@ -136,6 +138,7 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "kv_resident_bytes": {"0": 0, "1": 200},
         "kv_huge_bytes": 150,
     }
+    assert "disk: 40 of 50, 9 not written" in _cells(row)[7]
 
 
 @pytest.mark.parametrize(

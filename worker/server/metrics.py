@@ -29,6 +29,8 @@ _GAUGES = {
     "num_blocks": ("kv_blocks", "All KV blocks."),
     "num_free_blocks": ("kv_blocks_free", "KV blocks that can be allocated, including those with cached content."),
     "num_cached_blocks": ("kv_blocks_cached", "KV blocks that the prefix cache can find."),
+    "num_disk_blocks": ("disk_blocks", "KV blocks in the files of --kv-disk, which the workers of a host share."),
+    "num_disk_slots": ("disk_slots", "KV blocks that fit into these files; 0 without --kv-disk."),
     "num_state_slots": ("state_slots", "Slots for states of recurrent layers; 0 for models without them."),
     "num_saved_states": ("states_saved", "States of recurrent layers that the prefix cache can find."),
     "num_window_slots": (
