@@ -80,6 +80,24 @@ def test_a_long_prompt_is_indexed_part_by_part(monkeypatch: pytest.MonkeyPatch) 
     assert drafts[4:] == [prompt[61 + end : 63 + end] for end in range(4, 10)]
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_the_same_is_found_in_dicts_and_in_arrays(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = random.Random(seed)
+    prompt, answer = ([rng.randrange(6) for _ in range(count)] for count in (150, 150))
+
+    def drafts() -> list[tuple[list[int], int]]:
+        history, found = History([], prompt), []
+        for end in range(len(answer) + 1):
+            history.extend([*prompt, *answer[:end]])
+            draft = history.draft(5)
+            found.append((list(draft.token_ids), draft.level))
+        return found
+
+    in_dicts = drafts()
+    monkeypatch.setattr("headrace.worker.speculation.history._MOST_IN_DICTS", rng.choice([1, 8, 20]))
+    assert drafts() == in_dicts
+
+
 def test_a_step_behind_a_long_prompt_costs_no_more_than_behind_a_short_one() -> None:
     def seconds(num_tokens: int) -> float:
         rng = random.Random(1)
