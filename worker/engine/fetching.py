@@ -2,7 +2,8 @@
 
 A request waits if fetching the rest of its cached prefix is expected to take less time than computing it. It takes
 blocks from the pool, and a tier's thread fills them. They then are cached blocks like others, which the request finds
-when it is scheduled. If fetching takes much longer than expected, the request is scheduled without them.
+when it is scheduled. If fetching takes much longer than expected, the request is scheduled without them, and the blocks
+go back to the pool.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, OtherWorkers, Tier, Wanted, import_blocks
 from headrace.worker.kv.takeover import Takeover
 from headrace.worker.peers.source import BlockSource
-from headrace.worker.request.request import Request, RequestState
+from headrace.worker.request.request import Request
 
 # Fetching has to be cheaper than computing by this factor.
 _WORTH = 0.8
@@ -63,7 +64,7 @@ class Fetching:
     @property
     def num_held(self) -> int:
         """Requests that wait for blocks."""
-        return sum(not fetch.is_given_up for fetch in self._held)
+        return len(self._held)
 
     def begin(self, request: Request) -> bool:
         """Hold a new request if it should wait. Otherwise schedule it at once."""
@@ -114,8 +115,8 @@ class Fetching:
     def cancel(self, request: Request) -> bool:
         """Drop a request if it is held here."""
         for fetch, held in self._held.items():
-            if held.request is request and request.state is RequestState.WAITING and not fetch.is_given_up:
-                fetch.is_given_up = True
+            if held.request is request:
+                self._give_up(fetch)
                 self._scheduler.add(request)
                 self._scheduler.cancel(request)
                 return True
@@ -129,18 +130,32 @@ class Fetching:
         for fetch in self._take_ended():
             if self._takeover is not None and self._takeover.end(fetch):
                 continue
-            held = self._held.pop(fetch)
-            import_blocks(self._scheduler.kv_cache.pool, fetch, held.prefix)
-            self._count(fetch, held.request)
-            if not fetch.is_given_up:
-                ready.append(held.request)
-        self._count_running()
+            if fetch in self._held:  # otherwise it was given up
+                ready.append(self._end(fetch))
         now_s = self._clock()
-        for fetch, held in self._held.items():
-            if now_s > held.deadline_s and not fetch.is_given_up:
-                fetch.is_given_up = True
-                ready.append(held.request)
+        late = [fetch for fetch, held in self._held.items() if now_s > held.deadline_s]
+        ready += [self._give_up(fetch) for fetch in late]
+        self._count_running()
         return ready
+
+    def _give_up(self, fetch: Fetch) -> Request:
+        """End a fetch that the tier has not ended. The tier may hang, so its blocks are released at once."""
+        fetch.give_up()
+        return self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> Request:
+        """Make the filled blocks findable, and release all. Returns the request that waited for them."""
+        held = self._held.pop(fetch)
+        import_blocks(self._scheduler.kv_cache.pool, fetch, held.prefix)
+        self._count_running()
+        num_tokens = fetch.num_read * self._scheduler.kv_cache.block_size
+        if fetch.source:
+            held.request.num_peer_tokens = num_tokens
+            self.num_peer_tokens += num_tokens
+        else:
+            held.request.num_disk_tokens = num_tokens
+            self.num_disk_tokens += num_tokens
+        return held.request
 
     def counters(self) -> dict[str, int]:
         """The totals for the worker's report."""
@@ -174,17 +189,6 @@ class Fetching:
             yield from self.disk.take_ended()
         if self.peers is not None:
             yield from self.peers.take_ended()
-
-    def _count(self, fetch: Fetch, request: Request) -> None:
-        num_tokens = fetch.num_read * self._scheduler.kv_cache.block_size
-        if fetch.is_given_up or not num_tokens:
-            return
-        if fetch.source:
-            request.num_peer_tokens = num_tokens
-            self.num_peer_tokens += num_tokens
-        else:
-            request.num_disk_tokens = num_tokens
-            self.num_disk_tokens += num_tokens
 
     def _best(self, request: Request, first: int) -> tuple[Tier | None, int]:
         """The tier that saves most time for the blocks from `first` on, and the index after its last block. None if

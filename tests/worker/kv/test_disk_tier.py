@@ -420,6 +420,39 @@ def test_a_disk_that_hangs_costs_the_computation(worker: Worker, monkeypatch: py
     assert worker.pool.num_free_blocks == NUM_BLOCKS
 
 
+def test_a_disk_that_hangs_gives_the_blocks_of_a_large_prompt_back(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the prompt can be computed before the read returns, and the late bytes harm nobody."""
+    prompts = [[start + number for number in range(16 * BLOCK_SIZE + 2)] for start in (200, 300)]
+    for prompt in prompts:
+        worker.ask(prompt)
+        worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    requests = [worker.request(prompt) for prompt in prompts]
+    for request in requests:
+        worker.under_test.tokens[request] = []
+        assert worker.fetching.begin(request)
+    assert worker.pool.num_free_blocks == 0
+    until(lambda: worker.tier._busy_since_s > 0)
+    for held in worker.fetching._held.values():
+        held.deadline_s = 0.0
+    assert worker.add_ready()
+    assert worker.fetching.num_held == 0
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+    for _ in range(4):
+        worker.under_test.step()
+    assert requests[0].num_computed_tokens
+    gate.set()
+    until(lambda: worker.tier._reading is None and not worker.tier._fetches)
+    worker.add_ready()
+    worker.under_test.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert worker.under_test.tokens[request] == expected_tokens(prompt, 2, VOCAB_SIZE)
+    assert worker.tier.num_read == 0
+    worker.pool.check()
+
+
 def test_a_request_that_no_longer_waits_for_its_blocks_is_not_counted_as_held(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

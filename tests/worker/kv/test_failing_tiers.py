@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,10 +51,11 @@ ROOT = 1
 
 
 class FailingModule:
-    """A module of which some functions now and then fail, take long, or do only a part."""
+    """A module of which some functions now and then fail, take long, or do only a part. Some reads call `hang`."""
 
     def __init__(self, module: Any, rng: random.Random, names: Sequence[str], rate: float) -> None:
         self._module, self._rng, self._names, self._rate = module, rng, names, rate
+        self.hang: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._module, name)
@@ -67,13 +70,15 @@ class FailingModule:
         return call
 
     def _fail(self, name: str, function: Callable[..., Any], args: list[Any]) -> Any:
-        kind = self._rng.choice(["EIO", "ENOSPC", "memory", "late", "late", "short"])
+        kind = self._rng.choice(["EIO", "ENOSPC", "memory", "late", "late", "short", "hang", "hang"])
         if kind == "memory":
             raise MemoryError
         if kind in ("EIO", "ENOSPC"):
             raise OSError(getattr(errno, kind), "injected")
         if kind == "late":
             time.sleep(self._rng.uniform(0.0, 0.03))
+        elif kind == "hang" and name == "preadv":
+            self.hang()
         elif name == "pwrite":
             args[1] = memoryview(args[1])[: max(1, len(args[1]) // 2)]
         found = function(*args)
@@ -186,7 +191,9 @@ class FailingWorker:
         self.contents = BlockBytes([part.view(np.uint8).reshape(-1) for part in parts], shapes)
         num_bytes = sum(shape.num_bytes for shape in shapes)
         self.store = DiskStore(directory, "failing", 60 * 8192, num_bytes, BLOCK_SIZE)
-        store_os._rate, locks._rate = 0.05, 0.01
+        store_os._rate, locks._rate, store_os.hang = 0.05, 0.01, self.hang
+        self._hanging: deque[tuple[int, threading.Event]] = deque()
+        self._num_turns = 0
         self.disk = DiskTier(self.store, self.contents, num_bytes)
         self.peers = PeerTier("layout", self.contents, num_bytes, FailingTransport(rng))  # type: ignore[arg-type]
         speculation = "off" if evicts else rng.choice(["off", "ngram"])
@@ -236,11 +243,29 @@ class FailingWorker:
         self.takeover.offer(offer)
         return offer
 
+    def hang(self) -> None:
+        """Let the disk's thread wait for a number of the engine's steps, while others need the blocks."""
+        self._hanging.append((self._num_turns + self.rng.randrange(2000), threading.Event()))
+        self._hanging[-1][1].wait()
+
     def turn(self) -> None:
+        self._num_turns += 1
+        while self._hanging and self._num_turns >= self._hanging[0][0]:
+            self._hanging.popleft()[1].set()
         for request in self.fetching.take_ready():
             self.scheduler.add(request)
         self.engine.advance(lambda _: None)
+        self.check()
+
+    def check(self) -> None:
+        """Every block that is not free belongs to a running request, or to a fetch that somebody waits for."""
         self.scheduler.check()
+        owned = {block for request in self.scheduler.running for block in request.block_table}
+        for fetch, held in self.fetching._held.items():
+            owned.update(held.prefix, (wanted.block for wanted in fetch.wanted))
+        for fetch, running in self.takeover._running.items():
+            owned.update(running.held, (wanted.block for wanted in fetch.wanted))
+        assert self.pool.num_free_blocks == NUM_BLOCKS - len(owned)
 
 
 def _bytes_of(start: int, tokens: bytes, *, evicts: bool) -> npt.NDArray[np.uint8]:
@@ -275,7 +300,7 @@ def test_whatever_fails_every_request_gets_its_tokens(
             offers.append(worker.offer())
         worker.turn()
         alive = [request for request in alive if request.state is not RequestState.FINISHED]
-    until(lambda: not worker.turn() and not worker.scheduler.num_fetching)  # type: ignore[func-returns-value]
+    until(lambda: not worker.turn() and not worker.scheduler.num_fetching and not worker._hanging)  # type: ignore[func-returns-value]
     for request in asked:
         if request is not None:
             answer = request.token_ids[request.num_prompt_tokens :].tolist()
