@@ -213,7 +213,8 @@ class FailingWorker:
         self.fetching = Fetching(self.scheduler, self.disk, self.peers, takeover=self.takeover)
         self.disk.start()
         texts = [[rng.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(6)]
-        self.texts = texts
+        self.texts, self._text = texts, texts[0]
+        self.num_joined = 0
         self.source = FailingSource(rng, texts, lambda start, tokens: _bytes_of(start, tokens, evicts=evicts))
         scratch = BlockBytes(list(np.zeros((len(shapes), 2 * shapes[0].num_bytes), np.uint8)), shapes)
 
@@ -225,8 +226,11 @@ class FailingWorker:
         monkeypatch.setattr(peer_tier, "worker_pb2_grpc", SimpleNamespace(WorkerStub=lambda _: self.source))
 
     def arrive(self, *, evicts: bool) -> Request:
+        """Many requests begin like the one before, so they may wait for its fetch."""
         rng = self.rng
-        prompt = [*rng.choice(self.texts)[: rng.randint(4, 60)], rng.randrange(VOCAB_SIZE), 5]
+        if rng.random() < 0.6:
+            self._text = rng.choice(self.texts)
+        prompt = [*self._text[: rng.randint(4, 60)], rng.randrange(VOCAB_SIZE), 5]
         sampling = SamplingParams(max_tokens=rng.randint(1, 20), seed=0, temperature=0.0)
         source = rng.choice(["", "peer", "another"])
         request = Request("r", prompt, sampling, ROOT, kv_source=source, num_source_tokens=rng.randint(0, 80))
@@ -255,6 +259,7 @@ class FailingWorker:
         for request in self.fetching.take_ready():
             self.scheduler.add(request)
         self.engine.advance(lambda _: None)
+        self.num_joined += len(self.fetching._joined)
         self.check()
 
     def check(self) -> None:
@@ -266,6 +271,12 @@ class FailingWorker:
         for fetch, running in self.takeover._running.items():
             owned.update(running.held, (wanted.block for wanted in fetch.wanted))
         assert self.pool.num_free_blocks == NUM_BLOCKS - len(owned)
+        wanted = {wanted.block_hash for fetch in self.fetching._held for wanted in fetch.wanted}
+        assert self.fetching._fetch_of.keys() <= wanted
+        assert all(joined.fetch in self.fetching._held for joined in self.fetching._joined.values())
+        for request in self.fetching._joined:
+            assert request.state is RequestState.WAITING
+            assert not request.block_table
 
 
 def _bytes_of(start: int, tokens: bytes, *, evicts: bool) -> npt.NDArray[np.uint8]:
@@ -315,5 +326,6 @@ def test_whatever_fails_every_request_gets_its_tokens(
     assert worker.disk.is_alive()
     assert worker.disk.num_written
     assert worker.disk.num_read + worker.peers.num_received > 5
+    assert evicts or worker.num_joined
     worker.disk.stop()
     worker.peers.stop()

@@ -443,6 +443,18 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_no_block_behind(
     stalling.stop()
 
 
+def test_requests_with_the_same_prefix_fetch_it_once(peers: tuple[Peer, Peer]) -> None:
+    first, second = peers
+    prompts = [[*PROMPT[:-2], number, *range(300, 330)] for number in range(4)]
+    requests = [second.request(prompt, first.address, len(PROMPT)) for prompt in prompts]
+    assert all(map(second.fetching.begin, requests))
+    assert second.pool.num_free_blocks == second.pool.num_blocks - 6
+    for request, prompt in zip(requests, prompts, strict=True):
+        second.finish(request, prompt)
+    assert second.tier.num_received == first.source.num_sent == 6
+    assert [request.num_cached_tokens for request in requests] == [6 * BLOCK_SIZE] * 4
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_bytes_that_come_after_nobody_waits_any_more_are_written_nowhere(
     peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch, is_shared: bool
