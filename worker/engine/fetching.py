@@ -20,7 +20,7 @@ from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, OtherWorkers, Tier, Wanted, import_blocks
 from headrace.worker.kv.takeover import Takeover
 from headrace.worker.peers.source import BlockSource
-from headrace.worker.request.request import Request
+from headrace.worker.request.request import Request, RequestState
 
 # Fetching has to be cheaper than computing by this factor.
 _WORTH = 0.8
@@ -81,6 +81,8 @@ class Fetching:
             takeover.num_spare = self._num_spare
         self._held: dict[Fetch, _Held] = {}
         self._joined: dict[Request, _Joined] = {}
+        self._uncounted: list[Request] = []
+        """Requests that were fetched for, and were not scheduled yet."""
         self._fetch_of: dict[int, Fetch] = {}
         """The fetch that brings the block with this hash."""
         scheduler.fetch_first = self._begin_late
@@ -175,6 +177,7 @@ class Fetching:
 
     def take_ready(self) -> list[Request]:
         """Make the fetched blocks findable. Returns the requests that need not wait any more."""
+        self._count()
         ready = []
         if self._takeover is not None:
             self._takeover.advance()
@@ -219,14 +222,22 @@ class Fetching:
         num_tokens = fetch.num_read * self._scheduler.kv_cache.block_size
         if fetch.source:
             held.request.num_peer_tokens = num_tokens
-            self.num_peer_tokens += num_tokens
         else:
             held.request.num_disk_tokens = num_tokens
-            self.num_disk_tokens += num_tokens
+        self._uncounted.append(held.request)
         return held.request
+
+    def _count(self) -> None:
+        """Count the fetched tokens of prompts that their requests have found in the cache."""
+        for request in self._uncounted:
+            if request.state is not RequestState.WAITING:
+                self.num_disk_tokens += min(request.num_disk_tokens, request.num_cached_tokens)
+                self.num_peer_tokens += min(request.num_peer_tokens, request.num_cached_tokens)
+        self._uncounted = [request for request in self._uncounted if request.state is RequestState.WAITING]
 
     def counters(self) -> dict[str, int]:
         """The totals for the worker's report."""
+        self._count()
         found = {"prompt_tokens_from_disk": self.num_disk_tokens, "prompt_tokens_from_peers": self.num_peer_tokens}
         if self.disk is not None:
             found |= {"blocks_written": self.disk.num_written, "blocks_read": self.disk.num_read}

@@ -614,6 +614,30 @@ def test_a_request_whose_turn_comes_waits_for_the_fetch_of_another_one(
     assert scheduler.stats.requests_admitted == scheduler.stats.requests_finished == 3
 
 
+def test_only_tokens_of_prompts_that_were_found_count_as_read_from_the_disk(worker: Worker) -> None:
+    """Not those that are evicted before their request is scheduled, nor those of the beginning of an answer."""
+
+    def num_counted() -> int:
+        return worker.fetching.counters()["prompt_tokens_from_disk"]
+
+    worker.ask(PROMPT)
+    worker.evict_all()
+    [request] = begin_all(worker, [PROMPT])
+    until(worker.add_ready)
+    worker.evict_all()
+    request.was_fetched_for = True
+    finish_all(worker, [request], [PROMPT])
+    assert (worker.tier.num_read, request.num_cached_tokens, num_counted()) == (6, 0, 0)
+    worker.evict_all()
+    sampling = SamplingParams(max_tokens=4 * BLOCK_SIZE, seed=0, temperature=0.0)
+    resumed = Request("r", PROMPT[: 3 * BLOCK_SIZE], sampling, 1, resume_token_ids=PROMPT[3 * BLOCK_SIZE :])
+    worker.under_test.tokens[resumed] = list(resumed.resume_token_ids)
+    assert worker.fetching.begin(resumed)
+    until(worker.add_ready)
+    worker.under_test.run()
+    assert (worker.tier.num_read, resumed.num_cached_tokens, num_counted()) == (12, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE)
+
+
 def begin_all(worker: Worker, prompts: list[list[int]]) -> list[Request]:
     """Hold requests that all have to wait."""
     requests = [worker.request(prompt) for prompt in prompts]
