@@ -169,7 +169,7 @@ class SimulatedDisk(_Fetches):
         self._refresh()
         num_read = 0
         for wanted in fetch.wanted:
-            if wanted.block_hash not in self._known:
+            if fetch.is_given_up or wanted.block_hash not in self._known:
                 break
             num_read += 1
         for wanted in reversed(fetch.wanted[:num_read]):  # the end of a chain is evicted first
@@ -204,7 +204,7 @@ class SimulatedPeers(_Fetches):
     def _receive(self, fetch: Fetch) -> None:
         pool, num_read = self._pool_of(fetch.source), 0
         for wanted in fetch.wanted:
-            if not pool.is_findable(wanted.block_hash):
+            if fetch.is_given_up or not pool.is_findable(wanted.block_hash):
                 break
             num_read += 1
         self.num_received += num_read

@@ -2,7 +2,11 @@
 
 A request waits if fetching the rest of its cached prefix is expected to take less time than computing it. It takes
 blocks from the pool, and a tier's thread fills them. They then are cached blocks like others, which the request finds
-when it is scheduled. If fetching takes much longer than expected, the request is scheduled without them.
+when it is scheduled. If fetching takes much longer than expected, the request is scheduled without them, and the blocks
+go back to the pool.
+
+Blocks are not fetched twice at the same time. A request whose next block is being fetched for another one waits for
+that fetch, and then looks for its blocks again.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, OtherWorkers, Tier, Wanted, import_blocks
@@ -29,10 +34,26 @@ _TOKENS_MEANWHILE = 512
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits, the cached blocks that it holds, and the times when it began and stops waiting."""
+    """A request for which `tier` fetches blocks, and the cached blocks that it holds. It began to wait at `since_s`, is
+    expected to wait for `expected_s`, and stops waiting at `deadline_s`."""
 
     request: Request
     prefix: list[int]
+    tier: Tier
+    since_s: float
+    expected_s: float
+    deadline_s: float
+
+    def remaining_s(self, now_s: float) -> float:
+        """Expected seconds until the blocks are there. If they are late, as long as the fetch has taken so far."""
+        taken_s = now_s - self.since_s
+        return self.expected_s - taken_s if taken_s < self.expected_s else taken_s
+
+
+class _Joined(NamedTuple):
+    """A request waits for this fetch, which another request began. It holds no blocks."""
+
+    fetch: Fetch
     since_s: float
     deadline_s: float
 
@@ -61,16 +82,23 @@ class Fetching:
         if takeover is not None:
             takeover.num_spare = self._num_spare
         self._held: dict[Fetch, _Held] = {}
+        self._joined: dict[Request, _Joined] = {}
+        self._uncounted: list[Request] = []
+        """Requests that were fetched for, and were not scheduled yet."""
+        self._fetch_of: dict[int, Fetch] = {}
+        """The fetch that brings the block with this hash."""
         scheduler.fetch_first = self._begin_late
 
     @property
     def num_held(self) -> int:
         """Requests that wait for blocks."""
-        return sum(not fetch.is_given_up for fetch in self._held)
+        return len(self._held) + len(self._joined)
 
     def begin(self, request: Request) -> bool:
-        """Hold a new request if it should wait. Otherwise schedule it at once."""
+        """Hold a request that is not scheduled if it should wait. Otherwise schedule it at once."""
         first = self._scheduler.kv_cache.num_computed_by_now(request) // self._scheduler.kv_cache.block_size
+        if self._join(request, first):
+            return True
         return self._begin(request, first, *self._best(request, first), self._num_spare)
 
     def _begin_late(self, request: Request, num_free: int) -> bool:
@@ -81,6 +109,10 @@ class Fetching:
             return False
         cache = self._scheduler.kv_cache
         first = request.num_computed_tokens // cache.block_size
+        if self._join(request, first):
+            cache.free(request)
+            self._scheduler.waiting.remove(request)
+            return True
         tier, end = self._best(request, first)
         if tier is None:
             return False
@@ -99,57 +131,116 @@ class Fetching:
         prefix = self._hold_prefix(request)
         # The held blocks are not spare any more.
         end = min(end, first + count_room())
-        if len(prefix) != first or self._saved_s(tier, first, end) <= 0.0:
+        patience_s = self._patience_s(request, tier, first, end)
+        if len(prefix) != first or self._saved_s(tier, first, end) <= 0.0 or patience_s < 0.0:
             pool.release(reversed(prefix))
             return False
         wanted = [
             Wanted(block, cache.hash_of(request, index), *cache.work_on(request, index), is_first=index == 0)
             for index, block in zip(range(first, end), pool.take(end - first), strict=True)
         ]
-        patience_s = self._patience_s(request, tier, first, end)
         request.was_fetched_for = True
         fetch = Fetch(wanted, request.kv_source if tier is self.peers else "", patience_s)
-        now_s = self._clock()
-        self._held[fetch] = _Held(request, prefix, now_s, now_s + patience_s)
+        now_s, expected_s = self._clock(), tier.expected_s(end - first)
+        self._held[fetch] = _Held(request, prefix, tier, now_s, expected_s, now_s + patience_s)
+        for block in wanted:
+            self._fetch_of.setdefault(block.block_hash, fetch)
         self._count_running()
         tier.fetch(fetch)
         return True
 
+    def _join(self, request: Request, first: int) -> bool:
+        """Hold a request while its blocks from `first` on are fetched for another one, if that saves time."""
+        cache = self._scheduler.kv_cache
+        last = 0 if request.wants_prompt_logprobs else cache.num_reusable(request) // cache.block_size
+        end, fetch = first + 1, self._fetch_of.get(cache.hash_of(request, first)) if first < last else None
+        if fetch is None:
+            return False
+        while end < last and self._fetch_of.get(cache.hash_of(request, end)) is fetch:
+            end += 1
+        held, now_s = self._held[fetch], self._clock()
+        patience_s = self._patience_s(request, held.tier, first, end)
+        if patience_s < 0.0 or held.remaining_s(now_s) >= _WORTH * self._compute_s(first, end):
+            return False
+        request.fetch_from = min(request.fetch_from, first)
+        self._joined[request] = _Joined(fetch, now_s, now_s + patience_s)
+        return True
+
     def cancel(self, request: Request) -> bool:
         """Drop a request if it is held here."""
-        for fetch, held in self._held.items():
-            if held.request is request and request.state is RequestState.WAITING and not fetch.is_given_up:
-                fetch.is_given_up = True
-                self._scheduler.add(request)
-                self._scheduler.cancel(request)
-                return True
-        return False
+        if self._joined.pop(request, None) is None:
+            fetch = next((fetch for fetch, held in self._held.items() if held.request is request), None)
+            if fetch is None:
+                return False
+            self._give_up(fetch)
+        self._scheduler.add(request)
+        self._scheduler.cancel(request)
+        return True
 
     def take_ready(self) -> list[Request]:
         """Make the fetched blocks findable. Returns the requests that need not wait any more."""
+        self._count()
         ready = []
-        now_s = self._clock()
         if self._takeover is not None:
             self._takeover.advance()
         for fetch in self._take_ended():
             if self._takeover is not None and self._takeover.end(fetch):
                 continue
-            held = self._held.pop(fetch)
-            import_blocks(self._scheduler.kv_cache.pool, fetch, held.prefix)
-            self._count(fetch, held.request)
-            if not fetch.is_given_up:
-                ready.append(held.request)
-                held.request.fetching_s += now_s - held.since_s
+            if fetch in self._held:  # otherwise it was given up
+                ready.append(self._end(fetch))
+        now_s = self._clock()
+        late = [fetch for fetch, held in self._held.items() if now_s > held.deadline_s]
+        ready += [self._give_up(fetch) for fetch in late]
+        ready += self._take_joined(now_s)
         self._count_running()
-        for fetch, held in self._held.items():
-            if now_s > held.deadline_s and not fetch.is_given_up:
-                fetch.is_given_up = True
-                ready.append(held.request)
-                held.request.fetching_s += now_s - held.since_s
         return ready
+
+    def _take_joined(self, now_s: float) -> Iterable[Request]:
+        """The requests that wait no longer for another one's fetch, because nothing more is to be fetched for them, or
+        because it takes too long."""
+        for request, joined in list(self._joined.items()):
+            is_late = now_s > joined.deadline_s
+            if joined.fetch in self._held and not is_late:
+                continue
+            del self._joined[request]
+            request.fetch_wait_s += now_s - joined.since_s
+            request.was_fetched_for = request.was_fetched_for or is_late
+            if is_late or not self.begin(request):
+                yield request
+
+    def _give_up(self, fetch: Fetch) -> Request:
+        """End a fetch that the tier has not ended. The tier may hang, so its blocks are released at once."""
+        fetch.give_up()
+        return self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> Request:
+        """Make the filled blocks findable, and release all. Returns the request that waited for them."""
+        held = self._held.pop(fetch)
+        for wanted in fetch.wanted:
+            if self._fetch_of.get(wanted.block_hash) is fetch:
+                del self._fetch_of[wanted.block_hash]
+        import_blocks(self._scheduler.kv_cache.pool, fetch, held.prefix)
+        self._count_running()
+        held.request.fetch_wait_s += self._clock() - held.since_s
+        num_tokens = fetch.num_read * self._scheduler.kv_cache.block_size
+        if fetch.source:
+            held.request.num_peer_tokens = num_tokens
+        else:
+            held.request.num_disk_tokens = num_tokens
+        self._uncounted.append(held.request)
+        return held.request
+
+    def _count(self) -> None:
+        """Count the fetched tokens of prompts that their requests have found in the cache."""
+        for request in self._uncounted:
+            if request.state is not RequestState.WAITING:
+                self.num_disk_tokens += min(request.num_disk_tokens, request.num_cached_tokens)
+                self.num_peer_tokens += min(request.num_peer_tokens, request.num_cached_tokens)
+        self._uncounted = [request for request in self._uncounted if request.state is RequestState.WAITING]
 
     def counters(self) -> dict[str, int]:
         """The totals for the worker's report."""
+        self._count()
         found = {"prompt_tokens_from_disk": self.num_disk_tokens, "prompt_tokens_from_peers": self.num_peer_tokens}
         if self.disk is not None:
             found |= {"blocks_written": self.disk.num_written, "blocks_read": self.disk.num_read}
@@ -180,17 +271,6 @@ class Fetching:
             yield from self.disk.take_ended()
         if self.peers is not None:
             yield from self.peers.take_ended()
-
-    def _count(self, fetch: Fetch, request: Request) -> None:
-        num_tokens = fetch.num_read * self._scheduler.kv_cache.block_size
-        if fetch.is_given_up or not num_tokens:
-            return
-        if fetch.source:
-            request.num_peer_tokens = num_tokens
-            self.num_peer_tokens += num_tokens
-        else:
-            request.num_disk_tokens = num_tokens
-            self.num_disk_tokens += num_tokens
 
     def _best(self, request: Request, first: int) -> tuple[Tier | None, int]:
         """The tier that saves most time for the blocks from `first` on, and the index after its last block. None if
@@ -239,10 +319,13 @@ class Fetching:
         return max(0, self._scheduler.kv_cache.num_blocks_of(request, num_tokens) - len(request.block_table))
 
     def _patience_s(self, request: Request, tier: Tier, first: int, end: int) -> float:
-        """How long the request waits for these blocks. It must still be able to compute them before its deadline."""
-        compute_s = self._compute_s(first, end)
-        most_s = min(_PATIENCE * compute_s, _LATENESS * tier.expected_s(end - first) + _DELAY_S)
-        return max(_LEAST_PATIENCE_S, min(most_s, request.deadline_s - self._clock() - compute_s))
+        """How long the request waits for these blocks. It must still be able to compute them before its deadline. A
+        request that waited for others' fetches waits no longer in all than it would for all blocks from the first on.
+        """
+        begin = min(first, request.fetch_from)
+        most_s = min(_PATIENCE * self._compute_s(begin, end), _LATENESS * tier.expected_s(end - begin) + _DELAY_S)
+        left_s = request.deadline_s - self._clock() - self._compute_s(first, end)
+        return max(_LEAST_PATIENCE_S - request.fetch_wait_s, min(most_s - request.fetch_wait_s, left_s))
 
     def _saved_s(self, tier: Tier, first: int, end: int) -> float:
         """The time that fetching these blocks is expected to save."""

@@ -121,7 +121,7 @@ class Forecast:
         self._next_look_s = now_s + _LOOK_S
         found = []
         for request in self._scheduler.waiting:
-            waited_s = now_s - request.arrival_s - request.fetching_s  # those it did not wait for others
+            waited_s = now_s - request.arrival_s - request.fetch_wait_s  # those it did not wait for others
             bound_s = min(self._max_wait_s, request.max_wait_s)
             if waited_s >= bound_s and not request.scheduled_s and not request.is_resumed:
                 found.append((request, has_waited_too_long(waited_s)))

@@ -60,6 +60,19 @@ class BlockBytes:
             part[:] = data[offset : offset + len(part)]
             offset += len(part)
 
+    def private_block(self) -> BlockBytes:
+        """Other memory, for a single block of these shapes with number 0. The same bytes have the same checksum."""
+        num_bytes = sum(aligned(shape.num_bytes) for shape in self._shapes)
+        memory = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
+        offsets = self.offsets(-memory.ctypes.data % ALIGNMENT_BYTES, 1)
+        caches = [memory[start:][: shape.num_bytes] for start, shape in zip(offsets, self._shapes, strict=True)]
+        return BlockBytes(caches, self._shapes)
+
+    def copy_from(self, source: BlockBytes, block: int) -> None:
+        """Copy the block of `source`, which `private_block` made, into a block."""
+        for part, data in zip(self.parts(block), source.parts(0), strict=True):
+            part[:] = data
+
     def parts(self, block: int) -> list[npt.NDArray[np.uint8]]:
         """The bytes of a block in each cache. They can be written."""
         return [view[block].reshape(-1) for view in self._views]

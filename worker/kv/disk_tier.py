@@ -196,7 +196,7 @@ class DiskTier(threading.Thread):
             self.on_arrival()
 
     def _read(self, fetch: Fetch) -> None:
-        if time.monotonic() < self._no_reads_until_s:
+        if fetch.is_given_up or time.monotonic() < self._no_reads_until_s:
             return
         self._store.refresh()
         for wanted in fetch.wanted:
@@ -205,9 +205,11 @@ class DiskTier(threading.Thread):
             start_s = self._busy_since_s = time.monotonic()
             if not self._store.read(wanted.block_hash, wanted.parent_hash, wanted.token_bytes, self._buffer):
                 return
-            self._contents.scatter(wanted.block, self._buffer)
+            # If the fetch was given up during the read, the block may have another owner.
+            is_filled = fetch.fill(lambda block: self._contents.scatter(block, self._buffer))
             self.read_time.observe(time.monotonic() - start_s)
-            fetch.num_read += 1
+            if not is_filled:
+                return
             self.num_read += 1
 
     def _look(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from headrace.worker.kv.block_pool import BlockPool
@@ -27,15 +28,35 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks that are filled in order. A tier's thread counts them in `num_read`, and stops at the first block that it
-    cannot fill, or when `is_given_up` is set. It adds tokens that were not known. `source` is the address of a worker,
-    for fetches from another worker. After `timeout_s` no request waits for them."""
+    """Blocks that are filled in order. A tier's thread fills them with `fill`, and stops at the first block that it
+    cannot fill. `num_read` counts the filled blocks. `source` is the address of a worker, for fetches from another
+    worker. After `timeout_s` no request waits for them."""
 
     wanted: list[Wanted]
     source: str = ""
     timeout_s: float = 60.0
     num_read: int = 0
     is_given_up: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def fill(self, write: Callable[[int], None], token_bytes: bytes | None = None) -> bool:
+        """Tier's thread: have `write` copy bytes into the next block, and add its tokens if they were not known.
+        Returns False and writes nothing if the fetch was given up. `write` must not wait for anything."""
+        with self._lock:
+            if self.is_given_up:
+                return False
+            wanted = self.wanted[self.num_read]
+            write(wanted.block)
+            if token_bytes is not None:
+                self.wanted[self.num_read] = wanted._replace(token_bytes=token_bytes)
+            self.num_read += 1
+            return True
+
+    def give_up(self) -> None:
+        """Engine thread: fill no more blocks. Once this returns, the tier writes to none of them, so they may be
+        released, even if the tier's thread hangs."""
+        with self._lock:
+            self.is_given_up = True
 
 
 def import_blocks(pool: BlockPool, fetch: Fetch, in_front: Sequence[int]) -> list[int]:
@@ -94,7 +115,7 @@ class Tier(Protocol):
     """Fills blocks in its own threads. The engine thread calls it."""
 
     def fetch(self, fetch: Fetch) -> None:
-        """Begin a fetch. `take_ended` returns it when it has ended."""
+        """Begin a fetch. `take_ended` returns it when it has ended, also if it was given up."""
         ...
 
     def take_ended(self) -> list[Fetch]:

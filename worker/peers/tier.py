@@ -2,7 +2,8 @@
 
 If a fetch fails, its blocks are computed instead: a call has a deadline, and only blocks with the right tokens and
 checksums are used. On one host the blocks are read from the other worker's memory. They are read with pread, which
-returns an error if that worker ends or frees its memory.
+returns an error if that worker ends or frees its memory. Blocks are received and checked in private memory, because
+their place in the KV cache belongs to others as soon as nobody waits for them any more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import NamedTuple
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import worker_pb2, worker_pb2_grpc
@@ -148,7 +148,7 @@ class PeerTier:
         hashes = [wanted.block_hash for wanted in fetch.wanted[fetch.num_read :]]
         request = worker_pb2.FetchBlocksRequest(kv_layout=self._layout, hashes=hashes, host_id=host)
         call = stub.FetchBlocks(request, timeout=max(0.0, deadline_s - start_s))
-        first_s, num_before = 0.0, fetch.num_read
+        first_s, num_before, buffer = 0.0, fetch.num_read, self._contents.private_block()
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)
             stack.callback(lambda: self._learn(start_s, first_s, fetch.num_read - num_before))
@@ -161,41 +161,39 @@ class PeerTier:
                     if foreign is None:
                         return False
                     stack.callback(os.close, foreign.descriptor)
-                if not self._take(fetch, response, foreign):
+                if not self._take(fetch, response, foreign, buffer):
                     break
         return True
 
-    def _take(self, fetch: Fetch, response: worker_pb2.FetchBlocksResponse, foreign: _ForeignBlocks | None) -> bool:
-        """Fill blocks from a message. Returns whether to go on."""
+    def _take(
+        self,
+        fetch: Fetch,
+        response: worker_pb2.FetchBlocksResponse,
+        foreign: _ForeignBlocks | None,
+        buffer: BlockBytes,
+    ) -> bool:
+        """Fill blocks from a message. `buffer` has room for one. Returns whether to go on."""
         for number, checksum in enumerate(response.checksums):
             if fetch.is_given_up or fetch.num_read == len(fetch.wanted):
                 return False
             wanted = fetch.wanted[fetch.num_read]
             if foreign is not None:
-                is_filled = self._read(wanted.block, foreign, response.numbers[number])
+                is_whole = _read(buffer, foreign, response.numbers[number])
             else:
-                is_filled = self._fill(wanted.block, response.blocks[number])
+                is_whole = self._unpack(buffer, response.blocks[number])
             token_bytes = response.token_bytes[number]
-            if not is_filled or not self._is_right(wanted, token_bytes, checksum):
+            if not is_whole or not _is_right(buffer, wanted, token_bytes, checksum):
                 log.warning("%s sent a KV block that is not what it should be; the rest is computed", fetch.source)
                 return False
-            fetch.wanted[fetch.num_read] = wanted._replace(token_bytes=token_bytes)
-            fetch.num_read += 1
+            if not fetch.fill(lambda block: self._contents.copy_from(buffer, block), token_bytes):
+                return False
         return True
 
-    def _is_right(self, wanted: Wanted, token_bytes: bytes, checksum: int) -> bool:
-        size = self._contents.block_size
-        if wanted.token_bytes:
-            is_meant = token_bytes == wanted.token_bytes
-        else:
-            is_whole = len(token_bytes) == TOKEN_BYTES * size
-            is_meant = is_whole and next_hash(wanted.parent_hash, token_bytes) == wanted.block_hash
-        return is_meant and self._contents.checksum(wanted.block, size) == checksum
-
-    def _fill(self, block: int, data: bytes) -> bool:
+    def _unpack(self, buffer: BlockBytes, data: bytes) -> bool:
+        """Copy the bytes of a block. Returns False if it has another size."""
         if len(data) != self._block_bytes:
             return False
-        self._contents.scatter(block, np.frombuffer(data, np.uint8))
+        buffer.scatter(0, np.frombuffer(data, np.uint8))
         return True
 
     def _open(self, memory: worker_pb2.SharedMemory) -> _ForeignBlocks | None:
@@ -212,16 +210,28 @@ class PeerTier:
             return None
         return _ForeignBlocks(descriptor, self._contents.offsets(memory.offset, memory.num_blocks))
 
-    def _read(self, block: int, foreign: _ForeignBlocks, number: int) -> bool:
-        parts: Sequence[npt.NDArray[np.uint8]] = self._contents.parts(block)
-        return all(
-            os.preadv(foreign.descriptor, [part.data], offset + number * part.nbytes) == part.nbytes
-            for part, offset in zip(parts, foreign.offsets, strict=True)
-        )
-
     def _learn(self, start_s: float, first_s: float, num_blocks: int) -> None:
         """Learn from a call, even if it did not finish in time."""
         if num_blocks:
             self._setup_time.observe(first_s - start_s)
             self._block_time.observe((time.monotonic() - first_s) / num_blocks)
             self._is_speed_known = True
+
+
+def _read(buffer: BlockBytes, foreign: _ForeignBlocks, number: int) -> bool:
+    """Copy a block of another worker. Returns False if its memory ends before."""
+    return all(
+        os.preadv(foreign.descriptor, [part.data], offset + number * part.nbytes) == part.nbytes
+        for part, offset in zip(buffer.parts(0), foreign.offsets, strict=True)
+    )
+
+
+def _is_right(buffer: BlockBytes, wanted: Wanted, token_bytes: bytes, checksum: int) -> bool:
+    """Whether the received block is the wanted one, and undamaged."""
+    size = buffer.block_size
+    if wanted.token_bytes:
+        is_meant = token_bytes == wanted.token_bytes
+    else:
+        is_whole = len(token_bytes) == TOKEN_BYTES * size
+        is_meant = is_whole and next_hash(wanted.parent_hash, token_bytes) == wanted.block_hash
+    return is_meant and buffer.checksum(0, size) == checksum

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -129,9 +130,11 @@ class Request:
     is_accepted: bool = False
     """Whether it has been in the scheduler's queue."""
     was_fetched_for: bool = False
-    """Whether it has waited for blocks from the disk or from another worker."""
-    fetching_s: float = 0.0
-    """How long it has waited for them, in seconds."""
+    """Whether nothing more is fetched for it: it has been fetched for, or it has waited too long."""
+    fetch_from: int = sys.maxsize
+    """The first of its blocks for which it has waited while they were fetched for another request."""
+    fetch_wait_s: float = 0.0
+    """How long it has waited for blocks from the disk or from another worker, in seconds."""
     lacks_blocks_since_s: float = 0.0
     """The time since when it is the first that waits, without enough free KV blocks. Others may overtake it for some
     time."""

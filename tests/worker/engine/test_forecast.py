@@ -267,7 +267,7 @@ def test_the_wait_for_its_own_blocks_does_not_count(engine: EngineUnderTest, for
     request = new(distinct(10, 20), max_wait_s=3.0)
     request.arrival_s = clock.now
     clock.now += 4.0
-    request.fetching_s = 3.5
+    request.fetch_wait_s = 3.5
     engine.scheduler.add(request)
     assert not forecast.overdue()
     clock.now += 2.6

@@ -497,6 +497,39 @@ def test_a_disk_that_hangs_costs_the_computation(worker: Worker, monkeypatch: py
     assert worker.pool.num_free_blocks == NUM_BLOCKS
 
 
+def test_a_disk_that_hangs_gives_the_blocks_of_a_large_prompt_back(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the prompt can be computed before the read returns, and the late bytes harm nobody."""
+    prompts = [[start + number for number in range(16 * BLOCK_SIZE + 2)] for start in (200, 300)]
+    for prompt in prompts:
+        worker.ask(prompt)
+        worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    requests = [worker.request(prompt) for prompt in prompts]
+    for request in requests:
+        worker.under_test.tokens[request] = []
+        assert worker.fetching.begin(request)
+    assert worker.pool.num_free_blocks == 0
+    until(lambda: worker.tier._busy_since_s > 0)
+    for held in worker.fetching._held.values():
+        held.deadline_s = 0.0
+    assert worker.add_ready()
+    assert worker.fetching.num_held == 0
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+    for _ in range(4):
+        worker.under_test.step()
+    assert requests[0].num_computed_tokens
+    gate.set()
+    until(lambda: worker.tier._reading is None and not worker.tier._fetches)
+    worker.add_ready()
+    worker.under_test.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert worker.under_test.tokens[request] == expected_tokens(prompt, 2, VOCAB_SIZE)
+    assert worker.tier.num_read == 0
+    worker.pool.check()
+
+
 def test_a_request_that_no_longer_waits_for_its_blocks_is_not_counted_as_held(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,6 +558,185 @@ def hanging(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(worker.store, "read", read_late)
     return gate
+
+
+def test_requests_with_the_same_prefix_fetch_it_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The n choices of a chat, or many chats with one system prompt."""
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    prompts = [[*PROMPT[:-2], number, *range(300, 330)] for number in range(4)]
+    requests = begin_all(worker, prompts)
+    assert worker.fetching.num_held == 4
+    assert worker.pool.num_free_blocks == NUM_BLOCKS - 6
+    gate.set()
+    finish_all(worker, requests, prompts)
+    assert worker.tier.num_read == 6
+    assert [request.num_cached_tokens for request in requests] == [6 * BLOCK_SIZE] * 4
+    assert sum(request.num_disk_tokens for request in requests) == 6 * BLOCK_SIZE
+
+
+def test_a_request_fetches_what_the_fetch_of_another_one_left(worker: Worker) -> None:
+    longer = [*PROMPT[:-2], *range(300, 300 + 4 * BLOCK_SIZE + 2)]
+    for prompt in (PROMPT, longer):
+        worker.ask(prompt)
+        worker.evict_all()
+    assert worker.tier.num_read == 6, "of the second one"
+    prompts = [PROMPT, longer, longer, PROMPT]
+    finish_all(worker, begin_all(worker, prompts), prompts)
+    assert worker.tier.num_read == 6 + 6 + 4
+
+
+def test_when_the_request_that_fetches_is_cancelled_another_one_fetches(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    requests = begin_all(worker, [PROMPT] * 5)
+    for cancelled in (requests[0], requests[2]):
+        assert worker.fetching.cancel(cancelled)
+        assert not worker.fetching.cancel(cancelled)
+    assert worker.fetching.num_held == 3
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+    assert not worker.add_ready()
+    assert worker.fetching.num_held == 3
+    assert worker.pool.num_free_blocks == NUM_BLOCKS - 6
+    gate.set()
+    rest = [requests[1], requests[3], requests[4]]
+    finish_all(worker, rest, [PROMPT] * 3)
+    assert worker.tier.num_read == 6
+    assert all(request.num_cached_tokens == 6 * BLOCK_SIZE for request in rest)
+
+
+def test_a_request_waits_for_others_no_longer_than_for_itself(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many fetches it waits for."""
+    monkeypatch.setattr(fetching, "_LEAST_PATIENCE_S", 0.25)
+    now_s = 0.0
+    worker.fetching._clock = lambda: now_s
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    patient, *others = begin_all(worker, [PROMPT] * 4)[::-1]
+    compute_s = worker.under_test.scheduler.step_costs.prompts.chunk_ms(0, 6 * BLOCK_SIZE) / 1000
+    for cancelled in others[::-1]:
+        now_s += 0.3 * compute_s
+        assert worker.fetching.cancel(cancelled)
+        assert not worker.add_ready()
+    assert worker.fetching.num_held == 1
+    now_s = 1.99 * compute_s
+    assert not worker.add_ready()
+    now_s = 2.01 * compute_s
+    assert worker.add_ready()
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
+    worker.under_test.run()
+    assert worker.under_test.tokens[patient] == expected_tokens(PROMPT, 2, VOCAB_SIZE)
+    gate.set()
+
+
+def test_a_request_may_give_up_the_fetch_of_another_one_before_that_does(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "_LEAST_PATIENCE_S", 0.25)
+    now_s = 0.0
+    worker.fetching._clock = lambda: now_s
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    first, pressed = worker.request(PROMPT), worker.request(PROMPT)
+    pressed.deadline_s = 0.1
+    for request in (first, pressed):
+        worker.under_test.tokens[request] = []
+        assert worker.fetching.begin(request)
+    now_s = 0.3
+    assert worker.fetching.take_ready() == [pressed]
+    assert worker.fetching.num_held == 1
+    worker.under_test.scheduler.add(pressed)
+    worker.under_test.step()
+    assert pressed.num_computed_tokens, "it is not held a second time when its turn comes"
+    gate.set()
+    finish_all(worker, [first, pressed], [PROMPT, PROMPT])
+
+
+def test_nobody_waits_for_a_long_fetch_of_which_a_short_part_is_needed(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    worker.tier.read_time = LearnedTime(0.04)
+    gate = hanging(worker, monkeypatch)
+    requests = begin_all(worker, [PROMPT])
+    assert not worker.fetching.begin(worker.request([*PROMPT[:BLOCK_SIZE], 1, 2]))
+    gate.set()
+    finish_all(worker, requests, [PROMPT])
+
+
+def test_a_request_whose_turn_comes_waits_for_the_fetch_of_another_one(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.ask(PROMPT)
+    worker.evict_all()
+    gate = hanging(worker, monkeypatch)
+    first, second = worker.request(PROMPT), worker.request(PROMPT)
+    scheduler = worker.under_test.scheduler
+    for request in (first, second):
+        worker.under_test.tokens[request] = []
+        scheduler.add(request)
+    worker.under_test.step()
+    assert (scheduler.waiting, scheduler.running, worker.fetching.num_held) == ([], [], 2)
+    assert worker.pool.num_free_blocks == NUM_BLOCKS - 6
+    gate.set()
+    finish_all(worker, [first, second], [PROMPT] * 2)
+    assert worker.tier.num_read == 6
+    assert scheduler.stats.requests_admitted == scheduler.stats.requests_finished == 3
+
+
+def test_only_tokens_of_prompts_that_were_found_count_as_read_from_the_disk(worker: Worker) -> None:
+    """Not those that are evicted before their request is scheduled, nor those of the beginning of an answer."""
+
+    def num_counted() -> int:
+        return worker.fetching.counters()["prompt_tokens_from_disk"]
+
+    worker.ask(PROMPT)
+    worker.evict_all()
+    [request] = begin_all(worker, [PROMPT])
+    until(worker.add_ready)
+    worker.evict_all()
+    request.was_fetched_for = True
+    finish_all(worker, [request], [PROMPT])
+    assert (worker.tier.num_read, request.num_cached_tokens, num_counted()) == (6, 0, 0)
+    worker.evict_all()
+    sampling = SamplingParams(max_tokens=4 * BLOCK_SIZE, seed=0, temperature=0.0)
+    resumed = Request("r", PROMPT[: 3 * BLOCK_SIZE], sampling, 1, resume_token_ids=PROMPT[3 * BLOCK_SIZE :])
+    worker.under_test.tokens[resumed] = list(resumed.resume_token_ids)
+    assert worker.fetching.begin(resumed)
+    until(worker.add_ready)
+    worker.under_test.run()
+    assert (worker.tier.num_read, resumed.num_cached_tokens, num_counted()) == (12, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE)
+
+
+def begin_all(worker: Worker, prompts: list[list[int]]) -> list[Request]:
+    """Hold requests that all have to wait."""
+    requests = [worker.request(prompt) for prompt in prompts]
+    for request in requests:
+        worker.under_test.tokens[request] = []
+        assert worker.fetching.begin(request)
+    return requests
+
+
+def finish_all(worker: Worker, requests: list[Request], prompts: list[list[int]]) -> None:
+    """Answer the requests, and check the answers and the blocks."""
+
+    def step() -> bool:
+        worker.add_ready()
+        worker.under_test.step()
+        return all(request.state is RequestState.FINISHED for request in requests)
+
+    until(step)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert worker.under_test.tokens[request] == expected_tokens(prompt, 2, VOCAB_SIZE)
+    worker.pool.check()
+    assert worker.pool.num_free_blocks == NUM_BLOCKS
 
 
 def test_a_full_disk_stores_nothing_and_harms_nobody(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,13 +776,16 @@ def test_a_failure_costs_the_computation_and_the_disk_is_left_alone_for_a_while(
 
 
 def test_nobody_waits_for_a_disk_that_hangs_already(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = PROMPT[::-1]
     worker.ask(PROMPT)
-    worker.ask([*PROMPT[:-3], 1, 2, 3])
+    worker.ask(other)
     worker.evict_all()
     gate = hanging(worker, monkeypatch)
     assert worker.fetching.begin(worker.request(PROMPT))
     until(lambda: worker.tier._busy_since_s > 0)
     worker.tier._busy_since_s -= 60.0
+    assert not worker.fetching.begin(worker.request(other))
+    next(iter(worker.fetching._held.values())).since_s -= 60.0
     assert not worker.fetching.begin(worker.request(PROMPT))
     gate.set()
     until(worker.add_ready)
@@ -601,7 +816,9 @@ def test_a_request_waits_no_longer_than_its_deadline_and_the_expected_time_allow
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker(tmp_path)
-    worker.ask(PROMPT)
+    prompts = iter([[start + token for token in PROMPT] for start in (0, 100, 200, 300)])
+    for start in (0, 100, 200, 300):
+        worker.ask([start + token for token in PROMPT])
     worker.evict_all()
     gate, fetches = hanging(worker, monkeypatch), []
     fetch = worker.tier.fetch
@@ -609,11 +826,11 @@ def test_a_request_waits_no_longer_than_its_deadline_and_the_expected_time_allow
     costs = worker.under_test.scheduler.step_costs.prompts
     compute_s = costs.chunk_ms(0, 6 * BLOCK_SIZE) / 1000
     for deadline_s in (math.inf, time.monotonic() + compute_s + 1.0, time.monotonic()):
-        request = worker.request(PROMPT)
+        request = worker.request(next(prompts))
         request.deadline_s = deadline_s
         assert worker.fetching.begin(request)
     monkeypatch.setattr(type(costs), "chunk_ms", lambda *_: 3_600_000.0)
-    assert worker.fetching.begin(worker.request(PROMPT))
+    assert worker.fetching.begin(worker.request(next(prompts)))
     patient, pressed, late, long = (each.timeout_s for each in fetches)
     assert patient == pytest.approx(2 * compute_s)
     assert 0.25 < pressed < 1.1

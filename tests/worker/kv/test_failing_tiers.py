@@ -9,7 +9,9 @@ import errno
 import fcntl
 import os
 import random
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,10 +53,11 @@ ROOT = 1
 
 
 class FailingModule:
-    """A module of which some functions now and then fail, take long, or do only a part."""
+    """A module of which some functions now and then fail, take long, or do only a part. Some reads call `hang`."""
 
     def __init__(self, module: Any, rng: random.Random, names: Sequence[str], rate: float) -> None:
         self._module, self._rng, self._names, self._rate = module, rng, names, rate
+        self.hang: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._module, name)
@@ -69,13 +72,15 @@ class FailingModule:
         return call
 
     def _fail(self, name: str, function: Callable[..., Any], args: list[Any]) -> Any:
-        kind = self._rng.choice(["EIO", "ENOSPC", "memory", "late", "late", "short"])
+        kind = self._rng.choice(["EIO", "ENOSPC", "memory", "late", "late", "short", "hang", "hang"])
         if kind == "memory":
             raise MemoryError
         if kind in ("EIO", "ENOSPC"):
             raise OSError(getattr(errno, kind), "injected")
         if kind == "late":
             time.sleep(self._rng.uniform(0.0, 0.03))
+        elif kind == "hang" and name == "preadv":
+            self.hang()
         elif name == "pwrite":
             args[1] = memoryview(args[1])[: max(1, len(args[1]) // 2)]
         found = function(*args)
@@ -189,7 +194,9 @@ class FailingWorker:
         self.contents = BlockBytes([part.view(np.uint8).reshape(-1) for part in parts], shapes)
         num_bytes = sum(shape.num_bytes for shape in shapes)
         self.store = DiskStore(directory, "failing", 60 * 8192, num_bytes, BLOCK_SIZE)
-        store_os._rate, locks._rate = 0.05, 0.01
+        store_os._rate, locks._rate, store_os.hang = 0.05, 0.01, self.hang
+        self._hanging: deque[tuple[int, threading.Event]] = deque()
+        self._num_turns = 0
         self.disk = DiskTier(self.store, self.contents, num_bytes)
         self.peers = PeerTier("layout", self.contents, num_bytes, FailingTransport(rng))  # type: ignore[arg-type]
         speculation = "off" if evicts else rng.choice(["off", "ngram"])
@@ -209,7 +216,8 @@ class FailingWorker:
         self.fetching = Fetching(self.scheduler, self.disk, self.peers, takeover=self.takeover)
         self.disk.start()
         texts = [[rng.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(6)]
-        self.texts = texts
+        self.texts, self._text = texts, texts[0]
+        self.num_joined = 0
         self.source = FailingSource(rng, texts, lambda start, tokens: _bytes_of(start, tokens, evicts=evicts))
         scratch = BlockBytes(list(np.zeros((len(shapes), 2 * shapes[0].num_bytes), np.uint8)), shapes)
 
@@ -221,8 +229,11 @@ class FailingWorker:
         monkeypatch.setattr(peer_tier, "worker_pb2_grpc", SimpleNamespace(WorkerStub=lambda _: self.source))
 
     def arrive(self, *, evicts: bool) -> Request:
+        """Many requests begin like the one before, so they may wait for its fetch."""
         rng = self.rng
-        prompt = [*rng.choice(self.texts)[: rng.randint(4, 60)], rng.randrange(VOCAB_SIZE), 5]
+        if rng.random() < 0.6:
+            self._text = rng.choice(self.texts)
+        prompt = [*self._text[: rng.randint(4, 60)], rng.randrange(VOCAB_SIZE), 5]
         sampling = SamplingParams(max_tokens=rng.randint(1, 20), seed=0, temperature=0.0)
         source = rng.choice(["", "peer", "another"])
         request = Request("r", prompt, sampling, ROOT, kv_source=source, num_source_tokens=rng.randint(0, 80))
@@ -239,11 +250,36 @@ class FailingWorker:
         self.takeover.offer(offer)
         return offer
 
+    def hang(self) -> None:
+        """Let the disk's thread wait for a number of the engine's steps, while others need the blocks."""
+        self._hanging.append((self._num_turns + self.rng.randrange(2000), threading.Event()))
+        self._hanging[-1][1].wait()
+
     def turn(self) -> None:
+        self._num_turns += 1
+        while self._hanging and self._num_turns >= self._hanging[0][0]:
+            self._hanging.popleft()[1].set()
         for request in self.fetching.take_ready():
             self.scheduler.add(request)
         self.engine.advance(lambda _: None)
+        self.num_joined += len(self.fetching._joined)
+        self.check()
+
+    def check(self) -> None:
+        """Every block that is not free belongs to a running request, or to a fetch that somebody waits for."""
         self.scheduler.check()
+        owned = {block for request in self.scheduler.running for block in request.block_table}
+        for fetch, held in self.fetching._held.items():
+            owned.update(held.prefix, (wanted.block for wanted in fetch.wanted))
+        for fetch, running in self.takeover._running.items():
+            owned.update(running.held, (wanted.block for wanted in fetch.wanted))
+        assert self.pool.num_free_blocks == NUM_BLOCKS - len(owned)
+        wanted = {wanted.block_hash for fetch in self.fetching._held for wanted in fetch.wanted}
+        assert self.fetching._fetch_of.keys() <= wanted
+        assert all(joined.fetch in self.fetching._held for joined in self.fetching._joined.values())
+        for request in self.fetching._joined:
+            assert request.state is RequestState.WAITING
+            assert not request.block_table
 
 
 def _bytes_of(start: int, tokens: bytes, *, evicts: bool) -> npt.NDArray[np.uint8]:
@@ -278,7 +314,7 @@ def test_whatever_fails_every_request_gets_its_tokens(
             offers.append(worker.offer())
         worker.turn()
         alive = [request for request in alive if request.state is not RequestState.FINISHED]
-    until(lambda: not worker.turn() and not worker.scheduler.num_fetching)  # type: ignore[func-returns-value]
+    until(lambda: not worker.turn() and not worker.scheduler.num_fetching and not worker._hanging)  # type: ignore[func-returns-value]
     for request in asked:
         if request is not None:
             answer = request.token_ids[request.num_prompt_tokens :].tolist()
@@ -293,5 +329,6 @@ def test_whatever_fails_every_request_gets_its_tokens(
     assert worker.disk.is_alive()
     assert worker.disk.num_written
     assert worker.disk.num_read + worker.peers.num_received > 5
+    assert evicts or worker.num_joined
     worker.disk.stop()
     worker.peers.stop()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -88,7 +89,8 @@ class Peer:
             self.under_test.step()
             self.add_ready()
         assert self.under_test.tokens[request] == expected_tokens(prompt, 2, VOCAB_SIZE)
-        until(lambda: not self.add_ready() and self.under_test.scheduler.num_fetching == 0)
+        until(lambda: not self.add_ready() and not self.tier._running)
+        assert self.under_test.scheduler.num_fetching == 0
         self.pool.check()
         assert self.pool.num_free_blocks == self.pool.num_blocks
 
@@ -170,10 +172,10 @@ def test_blocks_arrive_unchanged(peers: tuple[Peer, Peer], monkeypatch: pytest.M
     has_memory = []
     take = PeerTier._take
 
-    def noted(tier: PeerTier, fetch: Any, response: worker_pb2.FetchBlocksResponse, foreign: Any) -> bool:
+    def noted(tier: PeerTier, fetch: Any, response: worker_pb2.FetchBlocksResponse, foreign: Any, buffer: Any) -> bool:
         has_memory.append(foreign is not None)
         assert (len(response.blocks) == 0) is (foreign is not None)
-        return take(tier, fetch, response, foreign)
+        return take(tier, fetch, response, foreign, buffer)
 
     monkeypatch.setattr(PeerTier, "_take", noted)
     if not is_shared:
@@ -455,7 +457,7 @@ def test_the_time_in_which_a_request_waits_for_its_blocks_is_noted(
     assert second.fetching.begin(request)
     now_s = 0.1 if comes else 60.0
     until(second.add_ready)
-    assert request.fetching_s == now_s
+    assert request.fetch_wait_s == now_s
     second.finish(request, PROMPT)
     stalling.stop()
 
@@ -477,6 +479,50 @@ def test_an_answer_that_may_become_long_leaves_room_for_blocks_of_others(
     assert request.num_peer_tokens == 6 * BLOCK_SIZE
     scheduler.cancel(long)
     second.finish(request, PROMPT)
+
+
+def test_requests_with_the_same_prefix_fetch_it_once(peers: tuple[Peer, Peer]) -> None:
+    first, second = peers
+    prompts = [[*PROMPT[:-2], number, *range(300, 330)] for number in range(4)]
+    requests = [second.request(prompt, first.address, len(PROMPT)) for prompt in prompts]
+    assert all(map(second.fetching.begin, requests))
+    assert second.pool.num_free_blocks == second.pool.num_blocks - 6
+    for request, prompt in zip(requests, prompts, strict=True):
+        second.finish(request, prompt)
+    assert second.tier.num_received == first.source.num_sent == 6
+    assert [request.num_cached_tokens for request in requests] == [6 * BLOCK_SIZE] * 4
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_bytes_that_come_after_nobody_waits_any_more_are_written_nowhere(
+    peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    first, second = peers
+    has_come, gate = threading.Event(), threading.Event()
+
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            has_come.set()
+            assert gate.wait(BOUND_S)
+            return function(*args)
+
+        return call
+
+    if is_shared:
+        monkeypatch.setattr(os, "preadv", late(os.preadv))
+    else:
+        monkeypatch.setattr("headrace.worker.peers.tier.host_id", lambda: "another host")
+        monkeypatch.setattr(tier_module, "np", SimpleNamespace(uint8=np.uint8, frombuffer=late(np.frombuffer)))
+    request = second.request(PROMPT, first.address, len(PROMPT))
+    assert second.fetching.begin(request)
+    assert has_come.wait(BOUND_S)
+    assert second.fetching.cancel(request)
+    assert second.pool.num_free_blocks == second.pool.num_blocks, "others may have them now"
+    second.runner.blocks[:] = EMPTY
+    gate.set()
+    until(lambda: not second.add_ready() and not second.tier._running)
+    assert (second.runner.blocks == EMPTY).all()
+    assert second.tier.num_received == 0
 
 
 def test_random_prompts_of_two_peers_always_get_the_right_tokens(peers: tuple[Peer, Peer]) -> None:
@@ -502,3 +548,14 @@ def test_offsets_in_an_arena_are_those_that_it_gives_out() -> None:
     data = np.empty(sum(shape.num_bytes for shape in shapes), np.uint8)
     contents.gather(3, data)
     assert data.tolist() == [n + 1 for n, shape in enumerate(shapes) for _ in range(shape.num_bytes)]
+
+
+@pytest.mark.parametrize("shapes", [[BlockShape(2, 4, 9), BlockShape(1, 4, 13)], [BlockShape(2, 4, 8)] * 3, [SHAPE]])
+def test_a_private_block_has_the_checksum_of_its_copy(shapes: list[BlockShape]) -> None:
+    arena = KVArena(5 * sum(shape.num_bytes for shape in shapes), len(shapes), huge_pages=False)
+    contents = BlockBytes([arena.take(5 * shape.num_bytes) for shape in shapes], shapes)
+    block = contents.private_block()
+    block.scatter(0, np.random.default_rng(1).integers(0, 256, sum(shape.num_bytes for shape in shapes), np.uint8))
+    contents.copy_from(block, 3)
+    for num_tokens in range(1, 5):
+        assert block.checksum(0, num_tokens) == contents.checksum(3, num_tokens) != contents.checksum(2, num_tokens)
