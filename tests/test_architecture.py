@@ -116,7 +116,7 @@ ONLY_IN = {
 TIERS = {
     "gateway": (
         ("checks", "telemetry", "access"),
-        ("cache_eviction", "field_names", "edge", "upstream", "structure"),
+        ("cache_eviction", "chat_fields", "field_names", "edge", "upstream", "structure"),
         ("text",),
         ("chat",),
         ("encoding",),

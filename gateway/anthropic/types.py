@@ -13,6 +13,7 @@ import msgspec
 from headrace.gateway.anthropic.turns import Turn, system_turn, turns_of
 from headrace.gateway.chat.conversation import can_switch_reasoning
 from headrace.gateway.chat.request import AnswerFields, Chat
+from headrace.gateway.chat_fields import lacking
 from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
 from headrace.gateway.field_names import FieldNames, messages_at
 from headrace.gateway.text.chat_template import ChatTemplate
@@ -72,6 +73,7 @@ class MessagesRequest(PromptFields, kw_only=True):
     stop_sequences: list[str] | None = None
     metadata: Metadata | None = None
     service_tier: str | None = None
+    request_id: str | None = None
 
     diagnostics: Any = None
     fallbacks: Any = None
@@ -86,6 +88,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
 }
 _NEUTRAL_ANSWER: dict[str, tuple[Any, ...]] = {"diagnostics": (), "fallbacks": ([],), "inference_geo": ()}
+OF_CHATS = lacking(
+    (MessagesRequest, AnswerFields),
+    {
+        "max_completion_tokens": "use max_tokens",
+        "stop": "use stop_sequences",
+        "response_format": "use output_config.format",
+        "reasoning_effort": "use output_config.effort",
+        "enable_thinking": "use thinking",
+        "include_reasoning": "use thinking.display",
+        "continue_final_message": "end messages with a turn of the assistant",
+        "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
+        "stream_options": "leave it out",
+        "prompt_cache_key": "leave it out",
+    },
+)
+"""Fields that a chat has and a message does not."""
 _INSTEAD = {"output_format": "use output_config.format"}
 
 

@@ -65,6 +65,7 @@ class Generation(SamplingFields, kw_only=True):
     n: int | None = None
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -93,7 +94,6 @@ class Chat(Generation, kw_only=True):
     """A conversation that the model continues."""
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -142,8 +142,6 @@ def check_chat(request: Chat) -> None:
         if not request.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
-    if request.max_completion_tokens is not None and request.max_tokens is not None:
-        check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)  # has no effect, but must be valid
 
 
 def predicted_text(request: Chat) -> str:
@@ -175,6 +173,9 @@ def check_completion(request: Completion) -> None:
 def _check_common(request: Generation) -> None:
     refuse_unless_neutral(request, NEUTRAL)
     _check_choices(request)
+    if request.max_completion_tokens is not None and request.max_tokens is not None:
+        least = 0 if isinstance(request, Completion) and request.echo else 1
+        check_range("max_tokens", request.max_tokens, least, 2**31 - 1)  # has no effect, but must be valid
     if request.prompt_logprobs is not None:
         check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
         if request.stream:
@@ -230,14 +231,14 @@ def sampling_of(request: Chat | Completion, structure: Structure | None) -> Samp
     least_max_tokens, prompt_logprobs = 1, request.prompt_logprobs
     if isinstance(request, Chat):
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        if request.max_completion_tokens is not None:
-            max_tokens, max_tokens_field = request.max_completion_tokens, "max_completion_tokens"
     else:
         logprobs, default_max_tokens = request.logprobs, COMPLETION_MAX_TOKENS
         if request.echo:
             least_max_tokens = 0
             if logprobs is not None:
                 prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+    if request.max_completion_tokens is not None:
+        max_tokens, max_tokens_field = request.max_completion_tokens, "max_completion_tokens"
     if logprobs is None and (request.best_of or 1) > (request.n or 1):
         logprobs = 0  # to rank the answers
     return Sampling(

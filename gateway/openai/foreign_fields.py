@@ -1,4 +1,4 @@
-"""Fields of other servers that change an answer and that this server does not support (pure).
+"""Fields that chats and completions refuse: of other servers, and for completions also those of chats (pure).
 
 Unknown fields are ignored. But a caller who sends one of these expects it to work, so it is refused by name, with the
 field to use instead.
@@ -6,12 +6,11 @@ field to use instead.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import msgspec
-
-from headrace.gateway.checks import is_one_of, unsupported
+from headrace.gateway.chat_fields import lacking
+from headrace.gateway.checks import RefusedFields
+from headrace.gateway.openai.types import CompletionRequest
 
 _KV_CACHE = "the prefix cache needs no such parameters"
 _SAMPLING = "use temperature, top_p, top_k or min_p"
@@ -57,18 +56,5 @@ FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "reasoning": (({},), "use reasoning_effort"),
     "thinking": ((DISABLED,), "use reasoning_effort"),
 }
-_Foreign = msgspec.defstruct("_Foreign", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in FOREIGN_FIELDS])
-
-
-def check_foreign_fields(body: bytes) -> None:
-    """Raise `StatusError` for a field of another server in a valid body."""
-    found = msgspec.json.decode(body, type=_Foreign)
-    for name, (neutral, instead) in FOREIGN_FIELDS.items():
-        raw = getattr(found, name)
-        try:
-            value = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            value = raw  # such as 1e999, which unknown fields may contain
-        if value is not None and not is_one_of(value, neutral):
-            hint = f"; it may only be {json.dumps(neutral[0])}" if neutral else ""
-            raise unsupported(name, f"{name} is not supported{hint}; {instead}")
+OF_CHATS = RefusedFields(FOREIGN_FIELDS)
+OF_COMPLETIONS = lacking((CompletionRequest,), {"top_logprobs": "use logprobs"}, FOREIGN_FIELDS)

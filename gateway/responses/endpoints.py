@@ -24,7 +24,14 @@ from headrace.gateway.responses.background import ResponseRun, ResponseRuns
 from headrace.gateway.responses.items import Turn, input_items, turns_of
 from headrace.gateway.responses.references import resolved
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unpacked
-from headrace.gateway.responses.types import MAX_ID_CHARS, ResponseChat, ResponsesRequest, chat_of, check_response
+from headrace.gateway.responses.types import (
+    MAX_ID_CHARS,
+    OF_CHATS,
+    ResponseChat,
+    ResponsesRequest,
+    chat_of,
+    check_response,
+)
 from headrace.gateway.services import Services
 from headrace.protos.status import Reason, StatusError
 
@@ -79,8 +86,11 @@ class _Responses:
 
     async def create(self, exchange: Exchange) -> None:
         """POST responses."""
-        request = decode_body(await exchange.body(), ResponsesRequest)
+        body = await exchange.body()
+        request = decode_body(body, ResponsesRequest)
+        OF_CHATS.check(body)
         check_response(request)
+        exchange.name_request(request.request_id)
         planned = await self._planned(exchange, request)
         if request.background:
             await self._in_background(exchange, planned)

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.gateway.chat.request import Chat, ChatMessage, SamplingFields
 from headrace.gateway.chat.sampling import MAX_LOGPROBS
+from headrace.gateway.chat_fields import lacking
 from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
 from headrace.gateway.field_names import FieldNames, messages_at
 from headrace.gateway.responses.items import Turn
@@ -69,6 +70,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     text: TextFields | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
+    request_id: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -91,6 +93,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "service_tier": ("auto", "default"),
 }
+OF_CHATS = lacking(
+    (ResponsesRequest,),
+    {
+        "messages": "use input",
+        "max_tokens": "use max_output_tokens",
+        "max_completion_tokens": "use max_output_tokens",
+        "logprobs": f"use include with {LOGPROBS}",
+        "response_format": "use text.format",
+        "verbosity": "use text.verbosity",
+        "reasoning_effort": "use reasoning.effort",
+        "enable_thinking": "use reasoning.effort",
+        "thinking": "use reasoning.effort",
+    },
+)
+"""Fields that a chat has and a response does not."""
 _INSTEAD = {
     "conversation": "use previous_response_id",
     "prompt": "send its text as instructions and input",

@@ -39,6 +39,15 @@ async def test_a_text_is_continued_with_16_tokens_unless_told_otherwise(gateway:
     assert list(router.streams[0].request.token_ids) == [0, 262, 263]
 
 
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 9}, {"echo": True, "max_tokens": 0}])
+async def test_the_newer_name_of_the_length_wins(gateway: Any, router: Any, fields: dict[str, Any]) -> None:
+    answer = await post(gateway, "/v1/completions", prompt="hello w", max_completion_tokens=5, **fields)
+    assert (answer["usage"]["completion_tokens"], router.sampling.max_tokens) == (5, 5)
+    for wrong in ({"max_completion_tokens": 0}, {"max_completion_tokens": 5, "max_tokens": -1}):
+        response = await gateway.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", **wrong})
+        assert response.json()["error"]["param"] == list(wrong)[-1]
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [

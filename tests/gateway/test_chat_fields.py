@@ -1,0 +1,129 @@
+"""Every field of chats is applied by the other endpoints with the same models, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.gateway.anthropic import types as anthropic
+from headrace.gateway.chat.request import AnswerFields, Chat, SamplingFields
+from headrace.gateway.chat_fields import NEUTRAL_FIELDS
+from headrace.gateway.checks import RefusedFields
+from headrace.gateway.kserve.requests import KserveParameters
+from headrace.gateway.ollama.types import OllamaChat, OllamaGenerate, OllamaOptions
+from headrace.gateway.openai import foreign_fields, types
+from headrace.gateway.responses import types as responses
+from headrace.gateway.tgi.types import TgiParameters, TgiRequest
+from headrace.protos.status import Reason, StatusError
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+# path -> a body, its types, and the fields that it must not have
+ENDPOINTS: dict[str, tuple[dict[str, Any], tuple[type[msgspec.Struct], ...], RefusedFields]] = {
+    "/v1/completions": ({"prompt": "hi"}, (types.CompletionRequest,), foreign_fields.OF_COMPLETIONS),
+    "/v1/responses": ({"input": "hi"}, (responses.ResponsesRequest,), responses.OF_CHATS),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+        (anthropic.MessagesRequest, AnswerFields),
+        anthropic.OF_CHATS,
+    ),
+}
+STRICT = (OllamaChat, OllamaGenerate, OllamaOptions, TgiRequest, TgiParameters, KserveParameters)
+REFERENCE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+
+
+def names_of(*kinds: type[msgspec.Struct]) -> set[str]:
+    return {field.encode_name for kind in kinds for field in msgspec.structs.fields(kind)}
+
+
+def refused() -> list[tuple[str, str]]:
+    return [(path, name) for path, (*_, fields) in ENDPOINTS.items() for name in fields.fields]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_each_field_of_chats_is_one_of_the_endpoint_or_refused(path: str) -> None:
+    _, kinds, fields = ENDPOINTS[path]
+    assert names_of(types.ChatRequest) <= names_of(*kinds) | fields.fields.keys()
+    assert not names_of(*kinds) & fields.fields.keys()
+
+
+async def test_the_other_protocols_refuse_all_fields_that_they_do_not_have() -> None:
+    for kind in STRICT:
+        assert kind.__struct_config__.forbid_unknown_fields
+
+
+async def test_the_table_has_no_other_fields_and_the_values_that_chats_take() -> None:
+    assert NEUTRAL_FIELDS.keys() <= names_of(types.ChatRequest)
+    for name, neutral in {**types.NEUTRAL, **types.NEUTRAL_CHAT}.items():
+        assert NEUTRAL_FIELDS[name] == neutral
+
+
+@pytest.mark.parametrize(("path", "name"), refused())
+async def test_a_field_that_only_chats_have_is_refused(gateway: Any, router: Any, path: str, name: str) -> None:
+    router.reset()
+    body, _, fields = ENDPOINTS[path]
+    neutral, instead = fields.fields[name]
+    other = not neutral[0] if neutral and isinstance(neutral[0], bool) else {"some": "value"}
+    response = await gateway.http.post(path, json={**body, name: other})
+    assert response.status_code == 400, response.text
+    message = response.json()["error"]["message"]
+    assert message.startswith(f"{name} is not supported")
+    assert message.endswith(instead)
+    assert router.streams == []
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_values_that_change_nothing_are_taken(gateway: Any, path: str) -> None:
+    body, _, fields = ENDPOINTS[path]
+    for position in range(max(len(neutral) for neutral, _ in fields.fields.values()) + 1):
+        more = {
+            name: neutral[position] if position < len(neutral) else None for name, (neutral, _) in fields.fields.items()
+        }
+        response = await gateway.http.post(path, json={**body, **more})
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_the_id_in_a_body_is_that_of_the_request(gateway: Any, router: Any, path: str) -> None:
+    body = {**ENDPOINTS[path][0], "request_id": "mine-1"}
+    for headers, expected in (({}, "mine-1"), ({"x-request-id": "other"}, "other")):
+        response = await gateway.http.post(path, json=body, headers=headers)
+        assert response.headers["x-request-id"] == expected
+        assert router.streams[-1].metadata["x-request-id"] == expected
+    response = await gateway.http.post(path, json={**body, "request_id": "a b"})
+    assert response.status_code == 400
+    assert "request_id must have" in response.text
+
+
+async def test_the_shared_fields_reach_the_chat() -> None:
+    """Of whatever type they are: the translation does not look at them."""
+    marks = {name: object() for name in names_of(AnswerFields)}
+    message = anthropic.MessagesRequest(messages=[{"role": "user", "content": "hi"}], max_tokens=5)
+    chat, _ = anthropic.chat_of(message, None, AnswerFields(**marks))
+    assert {name: getattr(chat, name) for name in marks} == marks
+    marks = {name: object() for name in names_of(SamplingFields)}
+    response = responses.chat_of(responses.ResponsesRequest(input="hi", **marks), [])
+    assert {name: getattr(response.request, name) for name in marks} == marks
+    assert marks.keys() <= names_of(Chat)
+
+
+@pytest.mark.parametrize("value", [b"1e999", b"1" * 400, b'"\xff"'])
+async def test_a_value_that_cannot_be_read_is_refused_by_its_field(value: bytes) -> None:
+    with pytest.raises(StatusError) as caught:
+        responses.OF_CHATS.check(b'{"input": "hi", "n": %b}' % value)
+    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "n")
+
+
+@pytest.mark.parametrize(("path", "name"), [one for one in refused() if one[1] not in foreign_fields.FOREIGN_FIELDS])
+async def test_the_reference_has_each_of_them(path: str, name: str) -> None:
+    heading = {
+        "/v1/completions": "### Completions only",
+        "/v1/responses": "## Responses",
+        "/v1/messages": "## Messages",
+    }
+    part = REFERENCE[REFERENCE.index(f"\n{heading[path]}\n") + 1 :]
+    paragraph = part.partition("**Fields of chats.**")[2].partition("\n\n")[0]
+    assert re.search(rf"`{name}`", paragraph)
