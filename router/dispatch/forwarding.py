@@ -233,12 +233,12 @@ class Forwarding:
             if again is not None:
                 return again
             if card is not None and delivery.token_ids:
-                outgrown = card_outgrown(request, card.name, self._fleet.links())
+                outgrown = card_outgrown(request, card.name, self._fleet.links(), time.monotonic())
                 if outgrown is not None:
                     raise EndOfContextError(outgrown)
             left_s = wait_until_s - time.monotonic()
             if left_s <= 0:
-                if self._is_changed(card, identity):
+                if card is not None and self._is_changed(card, request):
                     raise model_changed("no worker with the model files that began it is left")
                 raise self._admission.no_capacity(delivery.request.model)
             await self._fleet.changed(left_s)
@@ -254,12 +254,14 @@ class Forwarding:
             check_context(num_tokens, 0, card.max_context_tokens, encodes=bool(card.task), longest=longest)
         self._longest = longest
 
-    def _is_changed(self, card: worker_pb2.ModelCard | None, identity: str) -> bool:
+    def _is_changed(self, card: worker_pb2.ModelCard, request: RoutedRequest) -> bool:
         """Whether the model is served only with other files than those of the begun answer, and no worker with its
         files may come back. As long as one may come back, the answer waits, as for the restart of a single worker."""
-        if card is None or not identity or self._fleet.may_come_back(identity):
+        identity = request.model_identity
+        if not identity or self._fleet.may_come_back(identity) or not self._fleet.is_served(card):
             return False
-        return self._fleet.is_served(card)
+        ready = [(link, link.card) for link in self._fleet.links() if link.is_ready and link.card is not None]
+        return all(model_identity(its, link.adapters.sha256(request.adapter)) != identity for link, its in ready)
 
     def _resolved(self, is_new: bool) -> worker_pb2.ModelCard | None:
         """The card of the requested model, or None while it is unknown. Raises StatusError.

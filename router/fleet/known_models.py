@@ -83,14 +83,17 @@ class KnownModels:
         raise StatusError(Reason.MODEL_NOT_FOUND, f"no model {model!r} here; there is {names}", field="model")
 
 
-def card_outgrown(request: RoutedRequest, model: str, links: Iterable[WorkerLink]) -> worker_pb2.ModelCard | None:
+def card_outgrown(
+    request: RoutedRequest, model: str, links: Iterable[WorkerLink], now_s: float
+) -> worker_pb2.ModelCard | None:
     """The card with the longest context, if the request fits no worker of its model, reachable or not. None if it may
-    fit one."""
+    fit one, such as a new member that has not been reached yet."""
     cards = []
     for link in links:
         if link.card is None:
-            return None  # it may be a worker with a longer context
-        if link.card.name == model and request.may_go_to(link.card):
+            if now_s - link.created_at_s < REMEMBER_MODEL_S:
+                return None
+        elif link.card.name == model and request.may_go_to(link.card):
             cards.append(link.card)
     longest = max(cards, key=request.context_at, default=None)
     is_outgrown = longest is not None and 0 < request.context_at(longest) < request.least_context

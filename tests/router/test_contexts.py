@@ -8,8 +8,10 @@ import grpc
 import pytest
 
 from headrace.protos import inference_pb2, router_pb2, worker_pb2
+from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.router.dispatch.forwarding import MAX_MOVES
+from headrace.router.fleet import known_models
 from headrace.router.fleet.pools import Pools
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected
 from tests.router.fake_worker import FakeWorker, answer, until
@@ -127,6 +129,23 @@ async def test_an_answer_that_fits_no_ready_worker_fails_so_that_it_is_tried_aga
     call = router.call(LONG, resume_token_ids=answer(LONG, 5))
     assert (await collected(call, 5))[0] == answer(LONG, 20)[5:]
     assert count(small, large) == [0, 1]
+
+
+async def test_an_answer_waits_for_a_worker_that_has_not_been_reached_yet(
+    start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the one with the longer context. After a long time, it counts as gone."""
+    small = await start_worker("small")
+    small.card.max_context_tokens = SMALL
+    router = await start_router(small, capacity_wait_s=0.1)
+    await router.router.Register(router_pb2.RegisterRequest(worker_id="large", address="127.0.0.1:1"))
+    begun = {"resume_token_ids": answer(LONG, 5), "model_identity": model_identity(small.card)}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.generate(LONG, **begun)
+    assert error_of(caught.value).reason is Reason.NO_CAPACITY
+    monkeypatch.setattr(known_models, "REMEMBER_MODEL_S", 0.0)
+    tokens, finish = await router.generate(LONG, **begun)
+    assert (tokens, finish.reason) == ([], inference_pb2.FINISH_REASON_LENGTH)
 
 
 @pytest.mark.parametrize("with_token", [False, True])
