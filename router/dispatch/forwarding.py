@@ -312,7 +312,7 @@ class Forwarding:
         wire = self._delivery.next_attempt(self._max_wait_ms(), belief, placed.placement.source)
         call = placed.link.generate(wire, timeout=self._remaining_s(), metadata=span.onto(self._metadata))
         running = RunningCall(call)
-        link, life = placed.link, (placed.link.address, placed.link.incarnation)
+        link, life = placed.link, placed.link.incarnation
         with link.running(running), self._suspects.running(life, self._delivery):
             try:
                 await self._pass_on(placed, call)

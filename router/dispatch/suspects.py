@@ -65,7 +65,8 @@ class Suspects:
 
     @contextmanager
     def running(self, life: Hashable, request: Running) -> Iterator[None]:
-        """Context manager: the request is at a worker. `life` identifies the worker between two of its starts."""
+        """Context manager: the request is at a worker. `life` identifies the worker between two of its starts, and is
+        never used for another one."""
         here = self._running.setdefault(life, {})
         here[request] = None
         try:

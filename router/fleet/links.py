@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,7 @@ _MAX_PAUSE_S = 1.0
 _SLICE = 4096
 # Running calls may continue for this long over a channel whose certificates were replaced.
 _OLD_CHANNEL_S = 3600.0
+_incarnations = itertools.count(1)
 
 # Quoted, because the class is not generic at run time.
 _Watch: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]"
@@ -97,15 +99,13 @@ class WorkerLink:
         self.epoch = 0
         self.state = LinkState.UNREACHABLE
         self.detail = "not reached yet"
-        self.incarnation = 0  # number of times that the worker has become ready
+        self.incarnation = 0  # a new number each time that the worker becomes ready, never used twice in this process
         self.created_at_s = self.away_since_s = clock()
         self._own_id, self._is_silent = "", False
         self._heartbeat_ms = heartbeat_ms
         self._suspect_after_s = _SUSPECT_HEARTBEATS * heartbeat_ms / 1000
         self._index = index
-        self._on_change = on_change
-        self._on_load = on_load
-        self._on_room = on_room
+        self._on_change, self._on_load, self._on_room = on_change, on_load, on_room
         self._clock = clock
         self.bookings = Bookings()
         self._calls: dict[Abandonable, None] = {}  # in order of arrival, which is the order of resumption elsewhere
@@ -256,7 +256,7 @@ class WorkerLink:
         if state is LinkState.UNREACHABLE:
             self.away_since_s = self._clock()
         if state is LinkState.READY:
-            self.incarnation += 1
+            self.incarnation = next(_incarnations)
         self.state = state
         self._on_change(self)
 

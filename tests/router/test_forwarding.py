@@ -400,6 +400,29 @@ async def test_a_request_that_kills_its_workers_does_not_end_the_fleet(
     await router.until_idle()
 
 
+async def test_a_request_that_kills_a_worker_counts_also_after_the_worker_was_forgotten(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    """The model loads for longer than a lease lasts, so the worker registers as if it were new."""
+    worker = await start_worker()
+    worker.budget = 0
+    router = await start_router(lease_s=0.3, capacity_wait_s=2.0)
+    router.fleet.register("w", worker.address)
+    failed = asyncio.create_task(failure_of(router.call(PROMPT)))
+    for _ in range(2):
+        await until(lambda: worker.is_stuck)
+        await worker.kill()
+        await until(lambda: not router.fleet.links())
+        await worker.restart()
+        router.fleet.register("w", worker.address)
+    worker.budget = None
+    error = await failed
+    assert error.reason is Reason.INTERNAL
+    assert "2 workers were lost" in error.message
+    assert len(worker.requests) == 2
+    await router.until_idle()
+
+
 async def test_requests_that_a_worker_has_not_begun_are_company(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:

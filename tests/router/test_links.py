@@ -91,13 +91,14 @@ async def test_the_snapshot_and_what_follows_reach_the_index(start_worker: Start
 async def test_a_gap_is_followed_by_a_new_watch_with_a_snapshot(start_worker: StartWorker, linked: Linked) -> None:
     worker = await start_worker()
     link, index = await linked(worker)
+    incarnation = link.incarnation
     worker.skip_sequence = True
     await until(lambda: worker.num_watches == 2)
     worker.cached.update(HASHES)  # known from the snapshot alone
     worker.skip_sequence = True
     await until(lambda: worker.num_watches == 3)
     await until(lambda: num_matched(index, link) == 3)
-    assert link.incarnation == 1, "a gap takes no worker out of service"
+    assert link.incarnation == incarnation, "a gap takes no worker out of service"
 
 
 async def test_a_link_that_fails_is_made_anew(
@@ -105,6 +106,7 @@ async def test_a_link_that_fails_is_made_anew(
 ) -> None:
     worker = await start_worker()
     link, index = await linked(worker)
+    incarnation = link.incarnation
     failures = [ZeroDivisionError("a spoiled index")]
     store = index.store
 
@@ -117,7 +119,7 @@ async def test_a_link_that_fails_is_made_anew(
     worker.store(PROMPT)
     await until(lambda: not failures)
     await until(lambda: link.is_ready and num_matched(index, link) == 3)
-    assert link.incarnation == 2
+    assert link.incarnation > incarnation
 
 
 async def test_a_restart_on_the_same_address_is_seen_and_voids_the_index(
@@ -125,6 +127,7 @@ async def test_a_restart_on_the_same_address_is_seen_and_voids_the_index(
 ) -> None:
     worker = await start_worker()
     link, index = await linked(worker)
+    incarnation = link.incarnation
     worker.store(PROMPT)
     await until(lambda: num_matched(index, link) == 3)
     await worker.kill()
@@ -133,7 +136,8 @@ async def test_a_restart_on_the_same_address_is_seen_and_voids_the_index(
     assert (link.silent_s, link.info().state) == (0.0, router_pb2.WORKER_STATE_UNREACHABLE)
     await worker.restart()
     await until(lambda: link.is_ready)
-    assert (link.epoch, link.incarnation, num_matched(index, link)) == (worker.epoch, 2, 0)
+    assert (link.epoch, num_matched(index, link)) == (worker.epoch, 0)
+    assert link.incarnation > incarnation
 
 
 async def test_silence_makes_a_worker_suspect_then_lost_and_its_voice_makes_it_ready(
@@ -166,10 +170,12 @@ async def test_silence_makes_a_worker_suspect_then_lost_and_its_voice_makes_it_r
 async def test_a_suspect_worker_is_ready_when_it_is_heard_again(start_worker: StartWorker, linked: Linked) -> None:
     worker = await start_worker()
     link, _ = await linked(worker)
+    incarnation = link.incarnation
     link.suspect("a call failed")
     assert (link.state, link.detail) == (LinkState.SUSPECT, "a call failed")
     await until(lambda: link.is_ready)
-    assert (link.detail, link.incarnation) == ("", 2)
+    assert link.detail == ""
+    assert link.incarnation > incarnation
 
 
 async def test_a_draining_worker_says_so_and_may_come_back(start_worker: StartWorker, linked: Linked) -> None:
