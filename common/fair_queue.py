@@ -20,8 +20,8 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
@@ -259,21 +259,31 @@ class FairQueue(Generic[T]):
                 charge += level.charge_ahead(tenant)
         return charge
 
-    def to_displace(self, tenant: str, priority: int) -> Entry[T] | None:
-        """The entry to remove in favour of a new one when there is no room; None if the new one should be refused.
+    def to_displace(self, tenant: str, priority: int, others: Iterable[FairQueue[T]] = ()) -> Entry[T] | None:
+        """The entry to remove in favour of a new one when there is no room; None if the new one should be refused. It
+        may be an entry of the `others`, with which this queue shares its room.
 
-        It is the newest entry of the tenant with most entries in the lowest priority, if that priority is lower than
-        the new one's, or if that tenant would still have at least as many entries as this one.
+        It belongs to the tenant with most entries in the lowest priority of all these queues, if that priority is lower
+        than the new one's, or if that tenant would still have at least as many entries as this one. Otherwise it is an
+        entry of this tenant, if another queue would still have at least as many of them. It is the newest one in the
+        queue where its tenant has most.
         """
-        if not self._priorities:
+        queues = [queue for queue in (self, *others) if queue._priorities]
+        lowest = min((queue._priorities[0] for queue in queues), default=priority + 1)
+        if lowest > priority:
             return None
-        lowest = self._priorities[0]
-        waiting = self._levels[lowest].waiting
-        greediest = max(waiting.values(), key=len)
-        own = waiting.get(tenant, ())
-        if lowest < priority or (lowest == priority and len(greediest) > len(own) + 1):
-            return greediest[next(reversed(greediest))]
-        return None
+        waiting = [queue._levels[lowest].waiting for queue in queues if queue._priorities[0] == lowest]
+        numbers = Counter[str]()
+        for each in waiting:
+            numbers.update({name: len(entries) for name, entries in each.items()})
+        victim, keeps = max(numbers, key=numbers.__getitem__), 0
+        if lowest == priority and numbers[victim] <= numbers[tenant] + 1:
+            own = self._levels.get(priority)
+            victim, keeps = tenant, 1 + (len(own.waiting.get(tenant, ())) if own is not None else 0)
+        entries = max((each[victim] for each in waiting if victim in each), key=len, default=None)
+        if entries is None or len(entries) <= keeps:
+            return None
+        return entries[next(reversed(entries))]
 
     def check(self) -> None:
         """Assert that the parts agree. For tests."""

@@ -215,13 +215,23 @@ class Admission:
         return queue, entry, ticket
 
     def _make_room(self, queue: FairQueue[_Ticket], tenant: str, priority: int, wait_s: float) -> None:
-        full = queue_full(self.num_waiting, wait_s)
-        victim = queue.to_displace(tenant, priority)
+        """Refuse a request that waits, for any model, in favour of a new one of `queue`. If the new one, which would
+        wait for `wait_s`, should be refused instead, raises StatusError (QUEUE_FULL)."""
+        others = [each for each in self._queues.values() if each is not queue]
+        victim = queue.to_displace(tenant, priority, others)
         if victim is None:
-            raise full
+            raise queue_full(self.num_waiting, wait_s)
+        card = victim.item.card
+        its_queue = self._queues[card.name]
         if not victim.item.turn.done():
-            victim.item.turn.set_exception(full)
-        queue.remove(victim)
+            its_wait_s = self._wait_s(its_queue.num_ahead(victim.tenant, victim.priority), card)
+            victim.item.turn.set_exception(queue_full(self.num_waiting, its_wait_s))
+        its_queue.remove(victim)
+        self._forget_if_empty(card.name)
+
+    def _wait_s(self, num_ahead: int, card: worker_pb2.ModelCard) -> float:
+        """The predicted wait in the queue of the card's model after `num_ahead` others."""
+        return predicted_wait_ms(num_ahead, self._fleet.candidates(card), self._priors(card)) / 1000
 
     def _priors(self, card: worker_pb2.ModelCard) -> Priors:
         """The assumptions for a request. For a model that generates no answer, a request counts as an answer of one
@@ -243,9 +253,7 @@ class Admission:
                     raise self.no_capacity(ticket.card.name)
             elif left_s <= 0:
                 waited_s = now_s - waits_since_s
-                priors = self._priors(ticket.card)
-                more_s = predicted_wait_ms(0, self._fleet.candidates(ticket.card), priors) / 1000
-                raise too_late(waited_s + more_s, waited_s)
+                raise too_late(waited_s + self._wait_s(0, ticket.card), waited_s)
         return ticket.turn.result()
 
     def _left_s(self, ticket: _Ticket, *, is_alone: bool) -> float:

@@ -108,6 +108,28 @@ def test_equals_do_not_displace_each_other_in_turn() -> None:
     assert queue.to_displace("b", 0) is None
 
 
+def test_queues_that_share_their_room_give_way_to_each_other() -> None:
+    full: FairQueue[str] = FairQueue()
+    other: FairQueue[str] = FairQueue()
+    for number in range(3):
+        full.push(f"a{number}", tenant="a", priority=0, charge=1)
+    for name, tenant in (("b0", "b"), ("a3", "a")):
+        other.push(name, tenant=tenant, priority=0, charge=1)
+
+    def victim(tenant: str, priority: int = 0) -> str | None:
+        entry = other.to_displace(tenant, priority, [full])
+        return None if entry is None else entry.item
+
+    assert victim("c") == victim("b") == "a2", "the greediest of all queues, where it has most"
+    assert victim("a") == "a2", "the tenant makes room for itself where it has more"
+    assert full.to_displace("a", 0, [other]) is None
+    assert victim("c", -1) is None
+    other.push("low", tenant="b", priority=-1, charge=1)
+    assert victim("c") == "low"
+    assert (full.to_displace("c", -1, [other]), full.to_displace("c", -2, [other])) == (None, None)
+    assert FairQueue[str]().to_displace("c", 0, [FairQueue()]) is None
+
+
 Operation = st.one_of(
     st.tuples(st.just("push"), st.sampled_from("abcd"), st.integers(-1, 1), st.floats(1, 100)),
     st.tuples(st.just("pop")),

@@ -259,6 +259,53 @@ async def test_the_queue_is_bounded_and_a_flood_gives_way(start_router: StartRou
     await router.until_idle()
 
 
+@pytest.mark.parametrize("tenant", ["other", "flood"])
+async def test_a_flood_for_one_model_gives_way_to_requests_for_another(
+    start_router: StartRouter, start_worker: StartWorker, tenant: str
+) -> None:
+    """Also to those of the same tenant: without API keys there is only one."""
+    away, busy = await start_worker("a", model="away"), await start_worker("b", model="busy")
+    router = await start_router(away, busy, max_waiting=3)
+    await away.kill()
+    await router.until_ready(1)
+    busy.report(**FULL)
+    await until(lambda: any(link.reported.load.num_waiting for link in router.fleet.links()))
+    flood = [await asked(router, number, model="away", tenant="flood") for number in (1, 2, 3)]
+    waiting = asyncio.create_task(router.generate([*PROMPT, 4], model="busy", tenant=tenant))
+    await until(lambda: waiting.done() or flood[2].done())
+    assert not waiting.done()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await flood[2]
+    assert error_of(caught.value).reason is Reason.QUEUE_FULL
+    router.server.admission.check()
+    busy.report(**ROOM)
+    assert (await waiting)[0] == answer([*PROMPT, 4], 20)
+    await away.restart()
+    await asyncio.gather(*flood[:2])
+    await router.until_idle()
+
+
+async def test_a_queue_that_gave_way_whole_is_no_reason_to_wait(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    away, busy = await start_worker("a", model="away"), await start_worker("b", model="busy")
+    router = await start_router(away, busy, max_waiting=1)
+    await away.kill()
+    await router.until_ready(1)
+    busy.report(**FULL)
+    await until(lambda: any(link.reported.load.num_waiting for link in router.fleet.links()))
+    low = await asked(router, 1, model="away", priority=-1)
+    high = asyncio.create_task(router.generate([*PROMPT, 2], model="busy"))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await low
+    await away.restart()
+    await router.until_ready(2)
+    await router.generate([*PROMPT, 3], model="away")
+    busy.report(**ROOM)
+    await high
+    await router.until_idle()
+
+
 async def test_a_tenant_has_no_more_in_flight_than_it_may(start_router: StartRouter, start_worker: StartWorker) -> None:
     worker = await start_worker()
     router = await start_router(worker, max_in_flight_per_tenant=2)
