@@ -1,6 +1,7 @@
 """The LoRA adapters of a fleet: finds the workers that can serve a request's adapter, and loads adapters everywhere.
 
-An adapter that a caller loads through this router is also loaded at workers that join or restart later.
+An adapter that a caller loads through this router is also loaded at workers that join or restart later. Callers may
+unload or replace it through another router. This router notices that from the reports of running workers.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import grpc
@@ -133,6 +135,20 @@ class FleetAdapters:
         (MODEL_NOT_FOUND)."""
         if request.adapter and not request.adapter_sha256:
             _choose(request, card, self._links())
+
+    def follow(self, link: WorkerLink) -> None:
+        """Follow the changes of a worker's adapters. Called once for each link."""
+        link.adapters.on_change = partial(self._changed, link)
+
+    def _changed(self, link: WorkerLink, name: str, adapter: worker_pb2.Adapter | None) -> None:
+        """A running worker has unloaded or replaced an adapter. So workers that join later do not get the old one."""
+        wanted = self._wanted.get(name)
+        if wanted is None or link.card is None or link.card.name != wanted.model:
+            return
+        if adapter is None:
+            del self._wanted[name]
+        else:
+            self._wanted[name] = _Wanted(wanted.model, adapter.path)
 
     async def load(self, message: router_pb2.RouterLoadAdapterRequest) -> router_pb2.ServedAdapter:
         """Load an adapter at all reachable workers of a model. Raises the first worker's StatusError."""

@@ -170,6 +170,7 @@ class Fleet:
             plain_grpc=self._config.plain_grpc,
             silences=self._silences,
         )
+        self.adapters.follow(link)
         link.start()
 
     async def _tick(self) -> None:

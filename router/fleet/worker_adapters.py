@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headrace.protos import worker_pb2
 
 
@@ -9,6 +11,10 @@ class WorkerAdapters:
     """The adapters of one worker, by name. They stay known while the worker is unreachable."""
 
     def __init__(self) -> None:
+        self.on_change: Callable[[str, worker_pb2.Adapter | None], None] = lambda name, adapter: None
+        """Called when the worker has unloaded an adapter (None), or has other files under its name. Not called for
+        what a worker lost because it restarted."""
+        self._epoch = 0
         self._adapters: dict[str, worker_pb2.Adapter] = {}
         self._in_memory: set[str] = set()
         self._max_in_memory = 0
@@ -20,19 +26,33 @@ class WorkerAdapters:
         if not any(map(message.HasField, ("adapters", "adapter_changes", "adapters_in_memory"))):
             return
         self.num_changes += 1
+        changes: dict[str, worker_pb2.Adapter | None] = {}
         if message.HasField("adapters"):
-            self._adapters = {adapter.name: adapter for adapter in message.adapters.adapters}
+            old, self._adapters = self._adapters, {adapter.name: adapter for adapter in message.adapters.adapters}
+            if message.epoch == self._epoch:
+                changes = {name: self._adapters.get(name) for name in old if self._differs(name, old[name])}
+            self._epoch = message.epoch
             self._max_in_memory = message.adapters.max_in_memory
             self._in_memory = {name for name, adapter in self._adapters.items() if adapter.is_in_memory}
         for name in message.adapter_changes.unloaded:
             self._adapters.pop(name, None)
+            changes[name] = None
         for adapter in message.adapter_changes.known:
+            if adapter.name in self._adapters and self._differs(adapter.name, adapter):
+                changes[adapter.name] = adapter
             self._adapters[adapter.name] = adapter
         if message.HasField("adapters_in_memory"):
             before, self._in_memory = self._in_memory, set(message.adapters_in_memory.names)
             for name in before ^ self._in_memory:
                 if name in self._adapters:
                     self._adapters[name].is_in_memory = name in self._in_memory
+        for name, changed in changes.items():
+            self.on_change(name, changed)
+
+    def _differs(self, name: str, other: worker_pb2.Adapter) -> bool:
+        """Whether the worker does not know an adapter of this name with the files of the other."""
+        known = self._adapters.get(name)
+        return known is None or (known.path, known.sha256) != (other.path, other.sha256)
 
     def sha256(self, name: str) -> str:
         """The hash of an adapter's files; empty if the worker does not know it."""

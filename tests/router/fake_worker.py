@@ -186,9 +186,9 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         """The adapters as they are reported."""
         return worker_pb2.AdapterList(adapters=self.adapters.values(), max_in_memory=4)
 
-    def has_adapter(self, name: str, sha256: str = "a" * 64, *, in_memory: bool = True) -> None:
+    def has_adapter(self, name: str, sha256: str = "a" * 64, *, in_memory: bool = True, path: str = "") -> None:
         """Know an adapter, and say so."""
-        adapter = worker_pb2.Adapter(name=name, sha256=sha256, is_in_memory=in_memory, num_bytes=50_000_000)
+        adapter = worker_pb2.Adapter(name=name, sha256=sha256, path=path, is_in_memory=in_memory, num_bytes=50_000_000)
         self.adapters[name] = adapter
         self._tell_adapters()
 
@@ -199,7 +199,10 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Any) -> Any:
         if request.path == "/broken":
             await abort(context, StatusError(Reason.INVALID_FIELD, "no adapter there", field="lora_path"))
-        self.has_adapter(request.name)
+        standing = self.adapters.get(request.name)
+        if standing is not None and standing.path != request.path and not request.in_place:
+            await abort(context, StatusError(Reason.INVALID_FIELD, "it has other files", field="lora_name"))
+        self.has_adapter(request.name, path=request.path)
         return worker_pb2.LoadAdapterResponse(adapter=self.adapters[request.name])
 
     async def UnloadAdapter(self, request: worker_pb2.UnloadAdapterRequest, context: Any) -> Any:

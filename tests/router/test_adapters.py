@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 import pytest
 
-from headrace.protos import inference_pb2, router_pb2
+from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, error_of
 from headrace.router.fleet.adapters import ServedList
+from headrace.router.fleet.link_state import LinkState
+from headrace.router.fleet.worker_adapters import WorkerAdapters
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, answer, until
 
@@ -21,6 +25,29 @@ async def until_known(router: object, name: str, *workers: FakeWorker) -> None:
     addresses = {worker.address for worker in workers}
     links = router.fleet.links  # type: ignore[attr-defined]
     await until(lambda: {link.address for link in links() if link.adapters.find(name)} == addresses)
+
+
+def load_request(path: str, **fields: bool) -> router_pb2.RouterLoadAdapterRequest:
+    return router_pb2.RouterLoadAdapterRequest(name="sql", path=path, **fields)
+
+
+async def until_path(router: object, path: str) -> None:
+    """Wait until the router knows the adapter `sql` with this path at all its workers."""
+    links = router.fleet.links  # type: ignore[attr-defined]
+    await until(lambda: all((found := link.adapters.find("sql")) and found.path == path for link in links()))
+
+
+async def restarted(routers: list[RunningRouter], *workers: FakeWorker) -> None:
+    """Restart the workers, which then have no adapters, and wait until the routers know."""
+    for worker in workers:
+        await worker.kill()
+        worker.adapters.clear()
+    for router in routers:
+        await router.until_ready(len(router.fleet.links()) - len(workers))
+    for worker in workers:
+        await worker.restart()
+    for router in routers:
+        await router.until_ready(len(router.fleet.links()))
 
 
 async def two_with_adapter(
@@ -177,6 +204,86 @@ async def test_loading_reaches_all_workers_and_those_that_join_later(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await router.router.UnloadAdapter(router_pb2.RouterUnloadAdapterRequest(name="sql"))
     assert error_of(caught.value).reason is Reason.MODEL_NOT_FOUND
+
+
+async def test_an_adapter_that_was_unloaded_through_another_router_stays_unloaded(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    first, second = routers = [await start_router(worker) for _ in range(2)]
+    await first.router.LoadAdapter(load_request("/v1"))
+    await first.router.LoadAdapter(router_pb2.RouterLoadAdapterRequest(name="law", path="/law"))
+    for router in routers:
+        await until_known(router, "law", worker)
+    await second.router.UnloadAdapter(router_pb2.RouterUnloadAdapterRequest(name="sql"))
+    await until_known(first, "sql")
+    first.fleet.links()[0].suspect("a call failed")
+    worker.report()
+    await first.until_ready(1)
+    await restarted(routers, worker)
+    await until_known(first, "law", worker)
+    assert "sql" not in worker.adapters
+    # It can be loaded again.
+    await first.router.LoadAdapter(load_request("/v1"))
+    await until_known(first, "sql", worker)
+    await restarted(routers, worker)
+    await until_known(first, "sql", worker)
+
+
+@pytest.mark.parametrize("num_restarted", [1, 2])
+async def test_an_adapter_that_was_replaced_through_another_router_stays_replaced(
+    start_router: StartRouter, start_worker: StartWorker, num_restarted: int
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    first, second = [await start_router(*workers) for _ in range(2)]
+    await first.router.LoadAdapter(load_request("/v1"))
+    for router in (first, second):
+        await until_path(router, "/v1")
+    await second.router.LoadAdapter(load_request("/v2", in_place=True))
+    for router in (first, second):
+        await until_path(router, "/v2")
+    await second.server.stop(0.0)  # so only the first one loads it again
+    await restarted([first], *workers[:num_restarted])
+    await until_known(first, "sql", *workers)
+    await until_path(first, "/v2")
+
+
+async def test_a_worker_that_only_fell_silent_gets_what_was_loaded_meanwhile(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    silent, other = workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    silent.is_silent = True
+    await until(lambda: any(link.state is LinkState.UNREACHABLE for link in router.fleet.links()))
+    await router.router.LoadAdapter(load_request("/v1"))
+    assert (set(silent.adapters), set(other.adapters)) == (set(), {"sql"})
+    silent.is_silent = False
+    await until_known(router, "sql", *workers)
+
+
+def test_only_changes_of_a_running_worker_are_told() -> None:
+    adapters, told = WorkerAdapters(), []
+    adapters.on_change = lambda name, adapter: told.append((name, adapter and adapter.path))
+
+    def adapter(name: str, path: str = "/v1", sha256: str = "a", **fields: bool) -> worker_pb2.Adapter:
+        return worker_pb2.Adapter(name=name, path=path, sha256=sha256, **fields)
+
+    def take(epoch: int, *known: worker_pb2.Adapter) -> None:
+        adapters.take(worker_pb2.WatchResponse(epoch=epoch, adapters=worker_pb2.AdapterList(adapters=known)))
+
+    def change(*known: worker_pb2.Adapter, unloaded: Sequence[str] = ()) -> None:
+        changes = worker_pb2.AdapterChanges(known=known, unloaded=unloaded)
+        adapters.take(worker_pb2.WatchResponse(epoch=2, adapter_changes=changes))
+
+    take(1, adapter("sql"), adapter("law"))
+    take(2, adapter("law", "/v2"), adapter("sum"))
+    assert told == [], "it restarted"
+    take(2, adapter("law", "/v2", is_in_memory=True), adapter("new"))
+    assert told == [("sum", None)]
+    change(adapter("law", "/v2"), adapter("new", sha256="b"), adapter("law 2"))
+    assert told[1:] == [("new", "/v1")]
+    change(adapter("law", "/v3"), unloaded=["new", "never seen"])
+    assert told[2:] == [("new", None), ("never seen", None), ("law", "/v3")]
 
 
 @pytest.mark.parametrize(("name", "path", "field"), [("sql", "/broken", "lora_path"), ("m", "/a", "lora_name")])
