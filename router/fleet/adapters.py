@@ -184,6 +184,11 @@ class FleetAdapters:
         if not links and not was_wanted:
             raise StatusError(Reason.MODEL_NOT_FOUND, f"no worker has an adapter {name[:100]!r}", field="lora_name")
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a worker that has joined is loading adapters."""
+        return bool(self._tasks)
+
     def joined(self, link: WorkerLink) -> None:
         """Load the adapters that a worker lacks. Called when the worker begins to take requests."""
         for name, wanted in self._wanted.items():

@@ -41,7 +41,7 @@ from headrace.router.placement.roles import LONG_PROMPT_MS
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_MAX_DEPARTED = 4096
+_MAX_DEPARTED = 16_384  # identities of models, without and with adapters
 _SHOW_SILENT_S = 3600.0  # how long to show a hanging worker without a lease
 
 
@@ -300,8 +300,8 @@ class Fleet:
         return len({model_identity(card) for card in cards if card is not None and card.name == model}) > 1
 
     def may_come_back(self, identity: str) -> bool:
-        """Whether a worker with this model identity was lost recently and may be restarting."""
-        return self._departed.may_come_back(identity, self._clock())
+        """Whether a worker with this model identity was lost recently and may be restarting or loading its adapters."""
+        return self.adapters.is_loading or self._departed.may_come_back(identity, self._clock())
 
     def is_served(self, card: worker_pb2.ModelCard) -> bool:
         """Whether a worker of this model takes requests."""
@@ -388,7 +388,7 @@ class Fleet:
     def _on_change(self, link: WorkerLink) -> None:
         self._models.workers_changed()
         if self._pools.remove(link) and link.card is not None:
-            self._departed.went(link.worker_id, model_identity(link.card), self._clock())
+            self._departed.went(link.worker_id, link.adapters.identities(link.card), self._clock())
         if link.is_ready and link.card is not None:
             self._pools.add(link)
             self._departed.came(link.worker_id)

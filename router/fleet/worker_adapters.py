@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.protos import worker_pb2
+from headrace.protos.model_identity import model_identity
 
 
 class WorkerAdapters:
@@ -66,6 +67,10 @@ class WorkerAdapters:
     def all(self) -> list[worker_pb2.Adapter]:
         """All adapters, sorted by name."""
         return [adapter for _, adapter in sorted(self._adapters.items())]
+
+    def identities(self, card: worker_pb2.ModelCard) -> set[str]:
+        """The identities of the card's model without and with each of the adapters."""
+        return {model_identity(card), *(model_identity(card, each.sha256) for each in self._adapters.values())}
 
     def message(self) -> worker_pb2.AdapterList:
         """The adapters as the worker reported them."""

@@ -81,6 +81,8 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.on_disk: list[int] = []
         self.states: list[int] = []
         self.adapters: dict[str, worker_pb2.Adapter] = {}
+        self.may_load = asyncio.Event()  # LoadAdapter waits for it
+        self.may_load.set()
         self.requests: list[bytes] = []
         self.metadata: list[dict[str, str | bytes]] = []
         self.sent: list[bytes] = []
@@ -197,6 +199,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             queue.put_nowait(worker_pb2.WatchResponse(load=self.load, adapters=self.adapter_list()))
 
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Any) -> Any:
+        await self.may_load.wait()
         if request.path == "/broken":
             await abort(context, StatusError(Reason.INVALID_FIELD, "no adapter there", field="lora_path"))
         standing = self.adapters.get(request.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +15,7 @@ from headrace.protos.status import Reason, error_of
 from headrace.router.fleet.adapters import ServedList
 from headrace.router.fleet.link_state import LinkState
 from headrace.router.fleet.worker_adapters import WorkerAdapters
-from tests.router.conftest import RunningRouter, StartRouter, StartWorker
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, answer, until
 
 PROMPT = list(range(20))
@@ -164,22 +165,77 @@ async def test_an_adapter_that_was_replaced_unseen_is_the_one_that_continues(
     await router.until_idle()
 
 
-async def test_without_that_adapter_the_answer_ends_clearly(
+async def begun(router: RunningRouter, worker: FakeWorker) -> dict[str, Any]:
+    """The fields with which a gateway continues an answer of the adapter `sql`, of which the worker, which is now
+    dead, has generated five tokens."""
+    worker.budget = 5
+    call = router.call(PROMPT, adapter="sql")
+    messages = [await call.read() for _ in range(5)]
+    call.cancel()
+    await worker.kill()
+    worker.budget = None
+    await until(lambda: not all(link.is_ready for link in router.fleet.links()))
+    tokens = [token for message in messages for token in message.token_ids]
+    identity = messages[0].model_identity
+    return {"adapter": "sql", "resume_token_ids": tokens, "attempt": 1, "model_identity": identity}
+
+
+async def failure_of(call: Any) -> Reason:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collected(call)
+    return error_of(caught.value).reason
+
+
+async def test_an_answer_waits_for_the_worker_that_has_its_adapter(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
     first, other = await start_worker("first"), await start_worker("other")
     first.has_adapter("sql")
-    first.budget = 5
-    router = await start_router(first, other, capacity_wait_s=0.5)
+    router = await start_router(first, other, capacity_wait_s=0.2)
     await until_known(router, "sql", first)
-    call = router.call(PROMPT, adapter="sql")
-    await until(lambda: first.is_stuck)
-    await first.kill()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
-            pass
-    assert error_of(caught.value).reason is Reason.MODEL_CHANGED
+    resumed = await begun(router, first)
+    assert await failure_of(router.call(PROMPT, **resumed)) is Reason.NO_CAPACITY, "a gateway asks again"
+    await first.restart()
+    await router.until_ready(2)
+    assert (await router.generate(PROMPT, **resumed))[0] == answer(PROMPT, 20)[5:]
     assert not other.requests
+    await router.until_idle()
+
+
+async def test_an_answer_waits_while_its_adapter_is_loaded_again(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, capacity_wait_s=0.2)
+    await router.router.LoadAdapter(load_request("/v1"))
+    await until_known(router, "sql", worker)
+    resumed = await begun(router, worker)
+    worker.adapters.clear()
+    worker.may_load.clear()
+    await worker.restart()
+    await router.until_ready(1)
+    assert await failure_of(router.call(PROMPT, **resumed)) is Reason.NO_CAPACITY
+    worker.may_load.set()
+    await until_known(router, "sql", worker)
+    assert (await router.generate(PROMPT, **resumed))[0] == answer(PROMPT, 20)[5:]
+    await router.until_idle()
+
+
+async def test_without_that_adapter_the_answer_ends_clearly(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    """Its worker comes back without the adapter."""
+    first, other = await start_worker("first"), await start_worker("other")
+    first.has_adapter("sql")
+    router = await start_router(first, other, capacity_wait_s=0.2)
+    await until_known(router, "sql", first)
+    resumed = await begun(router, first)
+    first.adapters.clear()
+    await first.restart()
+    await router.until_ready(2)
+    assert await failure_of(router.call(PROMPT, **resumed)) is Reason.MODEL_CHANGED
+    assert not other.requests
+    assert len(first.requests) == 1
 
 
 async def test_loading_reaches_all_workers_and_those_that_join_later(
