@@ -56,6 +56,7 @@ _OTHER_CALLS = 2048
 _MAX_EXPLAINING = 8
 # Requests of at most this many bytes are decoded before their size is checked.
 _SMALL_BYTES = 1 << 20
+_DEADLINE_SLACK_S = 0.1  # a caller whose deadline has passed may cancel this much before it passes here
 
 _Methods: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -135,6 +136,11 @@ class InferenceService:
             code = error.code
             span.fail(error.code.name.lower(), error.details)
             await context.abort(error.code, error.details, error.trailing_metadata)
+        except asyncio.CancelledError:
+            left_s = context.time_remaining()
+            if left_s is not None and left_s <= _DEADLINE_SLACK_S:
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+            raise
         except Exception:
             code = grpc.StatusCode.INTERNAL
             log.exception("a request failed inside the router")

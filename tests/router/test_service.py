@@ -13,6 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import generate_latest
 
+from headrace.common.transport.session_client import SessionClient
+from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.router import service
@@ -242,6 +244,34 @@ async def test_metrics_count_placements_resumes_and_ends(start_router: StartRout
         "headrace_router_index_entries_max 4e+06",
     ):
         assert line in page
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+async def test_a_request_that_reaches_its_deadline_is_not_counted_as_cancelled(
+    start_router: StartRouter, start_worker: StartWorker, in_session: bool
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.report(num_waiting=9)
+    await until(lambda: router.fleet.links()[0].reported.load.num_waiting)
+    client = SessionClient(router.channel, plain_grpc=not in_session)
+    wire = WireRequest(inference_pb2.GenerateRequest(token_ids=[1, 2, 3]).SerializeToString())
+
+    def count(code: str) -> float:
+        return router.metrics.registry.get_sample_value("headrace_router_requests_total", {"code": code}) or 0.0
+
+    call = client.generate(wire, timeout=0.2)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call.read()
+    await until(lambda: count("DEADLINE_EXCEEDED") + count("CANCELLED"))
+    assert (count("DEADLINE_EXCEEDED"), count("CANCELLED")) == (1.0, 0.0)
+    call = client.generate(wire, timeout=30.0)
+    reading = asyncio.create_task(call.read())
+    await until(lambda: router.server.admission.num_waiting == 1)
+    call.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    await until(lambda: count("CANCELLED"))
+    assert (count("DEADLINE_EXCEEDED"), count("CANCELLED")) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(("reason", "label"), [(Reason.QUEUE_FULL, "full"), (Reason.DRAINING, "draining")])
