@@ -4,6 +4,8 @@
                    |
                    +-> failed: a worker refused the model, or kept dying while it loaded it
 
+A loaded model fails only if none of its workers is left. A worker that has served is started again.
+
 It imports no gRPC, so that workers start at once. Routers and workers are asked through a `Fleet`.
 """
 
@@ -301,7 +303,9 @@ class ModelHost:
     async def _observe(self) -> None:
         """Learn from processes and router which models have been loaded, which have failed, and which are in use."""
         for model in self.models.values():
-            if model.state in (State.LOADING, State.LOADED) and (problem := _refusal(model)):
+            # The workers that serve a loaded model do not depend on one that is refused.
+            may_fail = model.unloading is None and (model.state is State.LOADING or _is_over(model))
+            if may_fail and (problem := _refusal(model)):
                 self._give_up(model, problem)
         running = [model for model in self.models.values() if model.processes and model.unloading is None]
         if self.fleet is None or not running or (workers := await self.fleet.workers()) is None:
@@ -353,6 +357,11 @@ class ModelHost:
     def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _is_over(model: HostedModel) -> bool:
+    """Whether no worker of the model runs or is started again."""
+    return all(process.state is ProcessState.FAILED for process in model.processes)
 
 
 def _refusal(model: HostedModel) -> str:

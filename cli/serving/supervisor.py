@@ -2,7 +2,7 @@
 
     start all -> one dies: restart it, first at once, then with growing delays
               -> one exits with status 2: it refuses its flags; stop all, or only this one if it is not essential.
-                 An essential one that has run for long is started again: something beside the flags is wrong
+                 One that has run for long is started again: something beside the flags is wrong
               -> add(), remove(): processes that come and go while the others run
               -> stop(): SIGTERM phase by phase, SIGKILL after a time limit
 
@@ -163,7 +163,7 @@ class Supervisor:
             process.pid, process.last_ending = None, _ending(status)
             if process.leaving.is_set():
                 break
-            if status == EXIT_REFUSED and not (has_served and process.spec.is_essential):
+            if status == EXIT_REFUSED and not has_served:
                 self._give_up(process)
                 return
             was_calm = status != EXIT_REFUSED and time.monotonic() - started_s >= self.restart_rule.calm_s
@@ -187,6 +187,8 @@ class Supervisor:
         if process.spec.is_essential:
             self.failure = process.last_error
             self.stop()
+        else:
+            self.log.line("serve", f"{process.spec.name} refused to start and is not started again")
 
     async def _run_once(self, process: SupervisedProcess) -> int | None:
         """Start the process and wait until it ends. Returns its exit status, as Popen.returncode; None if it could not

@@ -7,9 +7,11 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from headrace.cli.serving.host import CannotLoadError, ModelHost, NoSuchModelErr
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec
-from headrace.cli.serving.supervisor import RestartRule, Supervisor
+from headrace.cli.serving.supervisor import ProcessState, RestartRule, Supervisor
 
 BOUND_S = 20.0
 GOOD = "import signal; signal.pause()"
@@ -77,22 +79,34 @@ class System:
 
 @asynccontextmanager
 async def hosting(
-    *, on_demand: bool = False, budget: int | None = None, idle_s: float | None = None, **programs: str
+    *,
+    on_demand: bool = False,
+    budget: int | None = None,
+    idle_s: float | None = None,
+    **programs: str | tuple[str, ...],
 ) -> AsyncIterator[System]:
-    """A host with a model of size 1 for each name, whose worker runs the program."""
+    """A host with a model of size 1 for each name, whose worker runs the program. Several programs are of several
+    workers."""
     stream = io.BytesIO()
     log = LogSink(stream)
+    codes = {name: (code,) if isinstance(code, str) else code for name, code in programs.items()}
+    firsts = accumulate(map(len, codes.values()), initial=0)
     plans = [
-        ModelPlan(name, Path("/"), (PLACE,), number, is_pinned=not on_demand, idle_s=idle_s, num_bytes=1)
-        for number, name in enumerate(programs)
+        ModelPlan(
+            name, Path("/"), (PLACE,) * len(codes[name]), first, is_pinned=not on_demand, idle_s=idle_s, num_bytes=1
+        )
+        for name, first in zip(codes, firsts, strict=False)
     ]
 
     def specs_of(plan: ModelPlan) -> list[ProcessSpec]:
-        name = f"worker-{plan.first_worker}"
-        argv = (sys.executable, "-c", programs[plan.name])
-        return [ProcessSpec(name, "worker", argv, f"unix:/nowhere/{name}", is_essential=False)]
+        names = [f"worker-{plan.first_worker + index}" for index in range(len(plan.places))]
+        return [
+            ProcessSpec(name, "worker", (sys.executable, "-c", code), f"unix:/nowhere/{name}", is_essential=False)
+            for name, code in zip(names, codes[plan.name], strict=True)
+        ]
 
-    supervisor = Supervisor((), log, restart_rule=RestartRule(0.01, 0.02), on_change=lambda: host.wake())
+    rule = RestartRule(0.01, 0.02, calm_s=0.2)
+    supervisor = Supervisor((), log, restart_rule=rule, on_change=lambda: host.wake())
     host = ModelHost(
         plans,
         supervisor,
@@ -138,6 +152,53 @@ async def test_a_model_that_its_worker_refuses_says_why_and_the_others_go_on() -
         with pytest.raises(CannotLoadError, match="the weights are damaged"):
             await system.host.load("b")
     assert "serve | b cannot be loaded: the weights are damaged" in system.lines
+
+
+async def test_a_worker_that_is_refused_after_it_has_served_leaves_its_model_loaded(tmp_path: Path) -> None:
+    flag = tmp_path / "ran"
+    once = f"import os\nif os.path.exists({str(flag)!r}): raise SystemExit(2)\nopen({str(flag)!r}, 'w').close()\n{GOOD}"
+    async with hosting(a=(GOOD, once), b=GOOD) as system:
+        system.fleet.ready = ALL
+        await system.until_state("a", State.LOADED)
+        healthy, killed = system.host.models["a"].processes
+        await system.until(lambda: killed.pid is not None and time.time() - killed.started_s > 0.3)
+        pid = healthy.pid
+        assert killed.pid is not None
+        os.kill(killed.pid, signal.SIGKILL)
+        await system.until(lambda: killed.num_restarts >= 4)
+        assert (system.state("a"), healthy.pid) == (State.LOADED, pid)
+        assert system.fleet.drained == []
+        flag.unlink()
+        await system.until(flag.exists)
+
+
+async def test_a_loaded_model_keeps_the_workers_that_serve_when_another_one_refuses(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    late = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.005)\n{REFUSING}"
+    async with hosting(a=(GOOD, late)) as system:
+        system.fleet.ready = frozenset({"worker-0"})
+        await system.until_state("a", State.LOADED)
+        healthy, refusing = system.host.models["a"].processes
+        go.touch()
+        await system.until(lambda: refusing.state is ProcessState.FAILED)
+        num_asked = system.fleet.num_asked
+        system.host.wake()
+        await system.until(lambda: system.fleet.num_asked > num_asked)
+        assert (system.state("a"), len(system.host.models["a"].processes)) == (State.LOADED, 2)
+        assert healthy.pid is not None
+    assert "serve | worker-1 refused to start and is not started again" in system.lines
+
+
+async def test_a_model_fails_when_the_last_of_its_workers_refuses(tmp_path: Path) -> None:
+    program = f"import os, sys\nos.path.exists({str(tmp_path / 'flag')!r}) and sys.exit(2)\nsys.exit(7)"
+    async with hosting(a=program) as system:
+        await system.until_state("a", State.FAILED)
+        assert system.host.models["a"].processes, "a pinned model that only dies is tried again and again"
+        (tmp_path / "flag").touch()
+        await system.until(lambda: not system.host.models["a"].processes)
+        assert system.host.models["a"].problem == "worker-0 refused to start; its log above says why"
+        with pytest.raises(CannotLoadError, match="refused to start"):
+            await asyncio.wait_for(system.host.load("a", by_operator=True), BOUND_S)
 
 
 async def test_a_model_whose_worker_keeps_dying_fails_until_a_worker_comes_up() -> None:

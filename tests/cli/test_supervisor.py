@@ -163,7 +163,10 @@ async def test_a_refusal_stops_everything_and_is_not_tried_again() -> None:
     assert (good.state, good.pid) == (ProcessState.STOPPED, None)
 
 
-async def test_a_process_that_has_served_and_is_refused_then_does_not_stop_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_essential", [False, True])
+async def test_a_process_that_has_served_and_is_refused_then_is_started_again(
+    tmp_path: Path, is_essential: bool
+) -> None:
     serves_once = f"""
 import pathlib, sys, time
 been = pathlib.Path({str(tmp_path / "been")!r})
@@ -174,8 +177,18 @@ time.sleep(0.3)
 sys.exit(1)
 """
     rule = RestartRule(first_delay_s=0.01, longest_delay_s=0.02, calm_s=0.2)
-    async with running(spec("good", OBEDIENT), spec("bad", serves_once), restart_rule=rule) as system:
+    bad = replace(spec("bad", serves_once), is_essential=is_essential)
+    async with running(spec("good", OBEDIENT), bad, restart_rule=rule) as system:
         await system.until(lambda: system.process("bad").num_restarts >= 3)
+        assert system.supervisor.failure is None
+        assert system.process("good").pid is not None
+
+
+async def test_a_refusal_of_a_process_that_is_not_essential_is_its_own() -> None:
+    bad = replace(spec("bad", "import sys; sys.exit(2)"), is_essential=False)
+    async with running(spec("good", OBEDIENT), bad) as system:
+        await system.until(lambda: system.process("bad").state is ProcessState.FAILED)
+        await system.until_logged("serve | bad refused to start and is not started again")
         assert system.supervisor.failure is None
         assert system.process("good").pid is not None
 
