@@ -15,3 +15,10 @@ def make_certificates(directory: Path, *, ca: Path | None = None, hosts: tuple[s
     done = CliRunner().invoke(cli, ["certs", "create", str(directory), *flags, *(["--ca", str(ca)] if ca else [])])
     assert done.exit_code == 0, done.output
     return directory
+
+
+def replace_certificates(directory: Path, source: Path) -> Path:
+    """Give a directory the authority, the certificate and the key of another one."""
+    for name in ("ca.pem", "cert.pem", "key.pem"):
+        (directory / name).write_bytes((source / name).read_bytes())
+    return directory

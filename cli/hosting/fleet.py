@@ -19,8 +19,13 @@ class HostFleet:
     """The router and the workers of this host. Made and used in one event loop."""
 
     def __init__(self, router_address: str, transport: Transport) -> None:
+        self._router_address = router_address
         self._transport = transport
-        self._channel = transport.channel(router_address)
+        self._connect()
+
+    def _connect(self) -> None:
+        self._version = self._transport.version
+        self._channel = self._transport.channel(self._router_address)
         self._router = router_pb2_grpc.RouterStub(self._channel)
 
     async def close(self) -> None:
@@ -28,7 +33,10 @@ class HostFleet:
         await self._channel.close()
 
     async def workers(self) -> Mapping[str, WorkerView] | None:
-        """The workers by name; None if the router does not answer."""
+        """The workers by name; None if the router does not answer. Do not call it again before it has returned."""
+        if self._transport.version != self._version:  # the certificates are new
+            await self._channel.close()
+            self._connect()
         try:
             answer = await self._router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError:

@@ -1,5 +1,7 @@
 """The gateway's client of `headrace serve`, which loads and unloads the models of its host.
 
+Each call has its own channel. Calls are rare, and a new channel uses the certificates of that moment.
+
 Without a host, as in fleets whose workers are started one by one, the models are those that the routers list.
 """
 
@@ -7,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
 
 from headrace.common.aliases import Aliases, parse_aliases
+from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos.host_pb2 import (
     HOSTED_MODEL_STATE_FAILED,
@@ -36,8 +40,8 @@ class ModelHost:
 
     def __init__(self, address: str | None = None, transport: Transport = PLAIN) -> None:
         """Without an address, there are no models."""
-        self._channel = None if address is None else transport.channel(address)
-        self._stub = None if self._channel is None else ModelHostStub(self._channel)
+        self._address = address
+        self._transport = transport
         self._loading: dict[str, asyncio.Task[None]] = {}
         self.models: dict[str, HostedModel] = {}
         """The latest models by name. They stay while the host does not answer."""
@@ -52,17 +56,25 @@ class ModelHost:
 
     async def run(self) -> None:
         """Follow the host's models until cancelled."""
-        while self._stub is not None:
+        while self._address is not None:
             try:
-                async for answer in self._stub.WatchModels(WatchModelsRequest(), wait_for_ready=True):
-                    self.models, self.is_known = {model.name: model for model in answer.models}, True
-                    self._take_aliases(answer)
-                    self.on_change()
-                    self._load_again()
+                async with self._host() as host:
+                    async for answer in host.WatchModels(WatchModelsRequest()):
+                        self.models, self.is_known = {model.name: model for model in answer.models}, True
+                        self._take_aliases(answer)
+                        self.on_change()
+                        self._load_again()
             except grpc.aio.AioRpcError as error:
                 _LOG.debug("the models of the host are unknown: %s", error.details())
             await asyncio.sleep(_RETRY_S)
         await asyncio.Event().wait()
+
+    @asynccontextmanager
+    async def _host(self) -> AsyncIterator[Any]:
+        """Context manager: the host, for one call."""
+        assert self._address is not None, "there is no host"
+        async with self._transport.channel(self._address) as channel:
+            yield ModelHostStub(channel)
 
     def _take_aliases(self, answer: WatchModelsResponse) -> None:
         try:
@@ -103,20 +115,18 @@ class ModelHost:
         return cast("HostedModel", answer.model)
 
     async def _call(self, method: str, request: Message) -> Any:
-        if self._stub is None:
+        if self._address is None:
             problem = "this gateway has no host that loads models: start it with `headrace serve`, or with --model-host"
             raise StatusError(Reason.UNSUPPORTED, problem)
         try:
-            return await getattr(self._stub, method)(request)
+            async with self._host() as host:
+                return await getattr(host, method)(request)
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from None
 
     async def close(self) -> None:
-        """Close the connection."""
-        for task in self._loading.values():
-            task.cancel()
-        if self._channel is not None:
-            await self._channel.close()
+        """End all calls that load models."""
+        await end_tasks(*self._loading.values())
 
     async def load(self, name: str) -> None:
         """Load a model, and return when it accepts requests, or if the host does not answer. All requests for a model
@@ -136,9 +146,9 @@ class ModelHost:
             task.exception()  # all callers may have left before it failed
 
     async def _load(self, name: str) -> None:
-        assert self._stub is not None, "without a host there are no models to load"
         try:
-            answer = await self._stub.LoadModel(LoadModelRequest(name=name))
+            async with self._host() as host:
+                answer = await host.LoadModel(LoadModelRequest(name=name))
         except grpc.aio.AioRpcError as error:
             if is_peer_lost(error):
                 return

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import host_pb2, host_pb2_grpc
 from headrace.protos.status import Reason, StatusError, abort
 
@@ -65,11 +66,11 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
 
 
 @asynccontextmanager
-async def serving_host() -> AsyncIterator[FakeHost]:
+async def serving_host(port: int = 0, transport: Transport = PLAIN) -> AsyncIterator[FakeHost]:
     """The host on a port."""
     host, server = FakeHost(), grpc.aio.server()
     host_pb2_grpc.add_ModelHostServicer_to_server(host, server)
-    host.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    host.address = f"127.0.0.1:{transport.bind(server, f'127.0.0.1:{port}')}"
     await server.start()
     try:
         yield host
