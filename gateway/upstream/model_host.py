@@ -11,6 +11,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -32,7 +34,17 @@ from headrace.protos.host_pb2_grpc import ModelHostStub
 from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
 
 _RETRY_S = 0.5
+# How often to check whether running requests still need a model that is loaded for them.
+_IN_USE_POLL_S = 0.5
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A call that loads a model, and the number of callers that wait for it."""
+
+    task: asyncio.Task[None]
+    num_callers: int = 0
 
 
 class ModelHost:
@@ -42,7 +54,9 @@ class ModelHost:
         """Without an address, there are no models."""
         self._address = address
         self._transport = transport
-        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._again: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self.models: dict[str, HostedModel] = {}
         """The latest models by name. They stay while the host does not answer."""
         self.is_known = address is None
@@ -87,8 +101,20 @@ class ModelHost:
         unloaded."""
         for name in self.in_use():
             model = self.models.get(name)
-            if model is not None and model.state == HOSTED_MODEL_STATE_UNLOADED:
-                self._begin(name)
+            if model is not None and model.state == HOSTED_MODEL_STATE_UNLOADED and name not in self._again:
+                task = self._again[name] = asyncio.create_task(self._load_while_in_use(name))
+                task.add_done_callback(partial(self._forget_again, name))
+
+    async def _load_while_in_use(self, name: str) -> None:
+        loading = asyncio.create_task(self.load(name))
+        try:
+            while not loading.done() and name in self.in_use():
+                await asyncio.wait([loading], timeout=_IN_USE_POLL_S)
+        finally:
+            await end_tasks(loading)
+
+    def _forget_again(self, name: str, _: asyncio.Task[None]) -> None:
+        del self._again[name]
 
     def problem_of(self, name: str) -> StatusError | None:
         """Why a running request can have no worker of this model; None if it may get one."""
@@ -126,24 +152,31 @@ class ModelHost:
 
     async def close(self) -> None:
         """End all calls that load models."""
-        await end_tasks(*self._loading.values())
+        loads = [loading.task for loading in self._loading.values()]
+        await end_tasks(*self._again.values(), *loads, *self._ending)
 
     async def load(self, name: str) -> None:
         """Load a model, and return when it accepts requests, or if the host does not answer. All requests for a model
-        share one call. Raises `StatusError` if the model cannot be loaded."""
-        await asyncio.shield(self._begin(name))
+        share one call, which is cancelled when the last of them is. Raises `StatusError` if the model cannot be
+        loaded."""
+        loading = self._loading.get(name)
+        if loading is None or loading.task.done():
+            loading = self._loading[name] = _Loading(asyncio.create_task(self._load(name)))
+        loading.num_callers += 1
+        try:
+            await asyncio.shield(loading.task)
+        finally:
+            loading.num_callers -= 1
+            if loading.num_callers == 0:
+                self._end(name, loading)
 
-    def _begin(self, name: str) -> asyncio.Task[None]:
-        """The call that loads this model."""
-        if name not in self._loading:
-            task = self._loading[name] = asyncio.create_task(self._load(name))
-            task.add_done_callback(lambda _: self._ended(name))
-        return self._loading[name]
-
-    def _ended(self, name: str) -> None:
-        task = self._loading.pop(name)
-        if not task.cancelled():
-            task.exception()  # all callers may have left before it failed
+    def _end(self, name: str, loading: _Loading) -> None:
+        """Nobody wants the model any more. Without the call, the host does not make room for it."""
+        if self._loading.get(name) is loading:
+            del self._loading[name]
+        if loading.task.cancel():
+            self._ending.add(loading.task)
+            loading.task.add_done_callback(self._ending.discard)
 
     async def _load(self, name: str) -> None:
         try:

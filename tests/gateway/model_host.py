@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,6 +22,8 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.address = ""
         self.models: dict[str, host_pb2.HostedModel] = {}
         self.loads: list[str] = []
+        self.wanted: Counter[str] = Counter()
+        """The calls that wait for a model now."""
         self.aliases: list[str] = []
         self.shadows: list[str] = []
         self.operators: list[tuple[str, str]] = []
@@ -47,6 +50,13 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.loads.append(request.name)
         if request.by_operator:
             self.operators.append((request.name, request.model))
+        self.wanted[request.name] += 1
+        try:
+            return await self._loaded(request, context)
+        finally:
+            self.wanted[request.name] -= 1
+
+    async def _loaded(self, request: Any, context: Any) -> Any:
         while True:
             changed = self._changed
             model = self.models.get(request.name)

@@ -71,3 +71,63 @@ async def test_a_host_with_a_new_authority_is_followed_as_soon_as_the_own_certif
         await until(lambda: client.is_known)
         await end_tasks(run)
         await client.close()
+
+
+async def test_a_model_is_wanted_until_the_last_caller_has_left() -> None:
+    async with serving_host() as host, following(host) as client:
+        host.set("a", "UNLOADED", is_on_demand=True)
+        first, second = (asyncio.create_task(client.load("a")) for _ in range(2))
+        await until(lambda: host.wanted["a"] == 1)
+        await end_tasks(first)
+        third = asyncio.create_task(client.load("a"))
+        await asyncio.sleep(0)
+        await end_tasks(second)
+        assert not third.done()
+        assert host.loads == ["a"], "all share one call"
+        await end_tasks(third)
+        await until(lambda: host.wanted["a"] == 0)
+
+
+async def test_a_caller_that_comes_when_the_last_one_has_left_has_the_model_loaded() -> None:
+    async with serving_host() as host, following(host) as client:
+        host.set("a", "UNLOADED", is_on_demand=True)
+        first = asyncio.create_task(client.load("a"))
+        await until(lambda: host.wanted["a"] == 1)
+        await end_tasks(first)
+        second = asyncio.create_task(client.load("a"))
+        await until(lambda: len(host.loads) == 2)
+        host.set("a", "LOADED", is_on_demand=True)
+        await asyncio.wait_for(second, BOUND_S)
+        await until(lambda: host.wanted["a"] == 0)
+
+
+async def test_a_model_that_running_requests_need_is_wanted_until_they_end() -> None:
+    async with serving_host() as host, following(host) as client:
+        in_use = ["a"]
+        client.in_use = lambda: in_use
+        host.set("a", "UNLOADED", is_on_demand=True)
+        await until(lambda: host.wanted["a"] == 1)
+        caller = asyncio.create_task(client.load("a"))
+        await asyncio.sleep(0)
+        await end_tasks(caller)
+        host.set("b", "UNLOADED", is_on_demand=True)
+        await until(lambda: "b" in client.models)
+        assert (host.loads, host.wanted["a"]) == (["a"], 1)
+        in_use.clear()
+        await until(lambda: host.wanted["a"] == 0)
+        in_use.append("a")
+        host.tell()
+        await until(lambda: host.wanted["a"] == 1)
+        assert host.loads == ["a", "a"]
+
+
+async def test_a_model_that_running_requests_need_and_that_fails_is_not_asked_for_again() -> None:
+    async with serving_host() as host, following(host) as client:
+        client.in_use = lambda: ["a"]
+        host.set("a", "UNLOADED", is_on_demand=True)
+        await until(lambda: host.wanted["a"] == 1)
+        host.set("a", "FAILED", problem="the disk is gone")
+        await until(lambda: host.wanted["a"] == 0)
+        host.set("b", "LOADED")
+        await until(lambda: "b" in client.models)
+        assert host.loads == ["a"]
