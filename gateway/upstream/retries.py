@@ -23,7 +23,7 @@ class Retries:
     losses: int = 0
     waits: int = 0
     unknown: int = 0
-    """Addresses that did not know the model."""
+    """Addresses that did not know the model, since the last one that did."""
 
     def after(
         self, failure: StatusError, *, lost: bool, progress: bool = False, started: bool = True, present: bool = True
@@ -36,6 +36,8 @@ class Retries:
         """
         if progress:
             self.fruitless = self.waits = 0
+        if not lost and failure.reason is not Reason.MODEL_NOT_FOUND:
+            self.unknown = 0  # this address knows the model, and may only be waiting for its worker
         if _has_no_worker(failure, lost, present) or (started and not lost and failure.reason in _CROWDED):
             self.waits += 1
             self.attempt += started  # for routers and workers, an attempt that no worker accepted does not count

@@ -71,3 +71,27 @@ def test_while_nobody_is_there_an_attempt_costs_nothing(failure: StatusError, st
         assert retries.after(failure, lost=failure is LOST, started=started, present=False) is not None
     assert started or retries.attempt == 0, "to routers it is a new request"
     assert len(waits(retries)) == MAX_FRUITLESS_ATTEMPTS - 1, "and none is held against those who come back"
+
+
+UNKNOWN, NONE = StatusError(Reason.MODEL_NOT_FOUND, "no model"), StatusError(Reason.NO_CAPACITY, "none")
+
+
+def test_a_model_that_one_router_expects_back_is_waited_for_although_another_one_does_not_know_it() -> None:
+    retries = Retries(2)
+    for _ in range(10 * MAX_ATTEMPTS):
+        assert retries.after(NONE, lost=False, started=False) is not None
+        assert retries.after(UNKNOWN, lost=False, started=False) is not None
+
+
+@pytest.mark.parametrize("num_addresses", [1, 2, 3])
+def test_a_model_that_no_router_knows_is_final(num_addresses: int) -> None:
+    retries = Retries(num_addresses)
+    found = [retries.after(UNKNOWN, lost=False, started=False) for _ in range(num_addresses)]
+    assert found == [0.0] * (num_addresses - 1) + [None]
+
+
+def test_a_lost_router_does_not_keep_a_model_that_the_other_one_does_not_know() -> None:
+    retries = Retries(2)
+    assert retries.after(UNKNOWN, lost=False, started=False) == 0.0
+    assert retries.after(LOST, lost=True, started=False, present=False) is not None
+    assert retries.after(UNKNOWN, lost=False, started=False) is None
