@@ -37,9 +37,9 @@ from headrace.gateway.upstream.adapters import (
     unload_adapter,
 )
 from headrace.gateway.upstream.address import Address, best_of, connect
+from headrace.gateway.upstream.answer import Answer
 from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
 from headrace.gateway.upstream.retries import Retries
-from headrace.protos.answer_bounds import closing_message
 from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse
 from headrace.protos.router_pb2 import (
     REDIS_STATE_UNSPECIFIED,
@@ -56,58 +56,21 @@ from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest,
 
 LIST_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
-GENERATE_TIMEOUT_S = 3600.0
+# The longest attempt. A generation that takes longer is resumed, until its own time limit.
+ATTEMPT_TIMEOUT_S = 3600.0
 # An address that failed is skipped for this time, unless no other one is left.
 AVOID_S = 1.0
 # A failing address is logged again if it had no failure for this time.
 LOG_AGAIN_S = 10.0
 
+# The address lacks only the model, or the attempt was too long.
+_ADDRESS_WORKS = frozenset({Reason.MODEL_NOT_FOUND, Reason.DEADLINE})
 _BROKEN_OFF = StatusError(Reason.WORKER_LOST, "the stream ended before the generation did")
 _NO_CARD = ModelCard()
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 Metadata = tuple[tuple[str, str], ...]
-
-
-class _Answer:
-    """The answer of one generation so far, over all attempts."""
-
-    def __init__(self, request: GenerateRequest, num_prompt_tokens: int, card: ModelCard) -> None:
-        self._request = request
-        self._num_prompt_tokens = num_prompt_tokens
-        self._card = card
-        self._identity = request.model_identity
-        self._num_cached_tokens = 0
-        self.delivered: list[int] = list(request.resume_token_ids)
-
-    def take(self, message: GenerateResponse) -> bool:
-        """Add a message; False if it does not continue exactly after the delivered tokens: the stream is broken."""
-        if token_ids := message.token_ids:
-            if message.start_pos != len(self.delivered):
-                return False
-            self.delivered.extend(token_ids)
-        if message.HasField("num_cached_tokens"):  # the first message of an attempt
-            self._identity = message.model_identity or self._identity
-            self._num_cached_tokens = self._num_cached_tokens or message.num_cached_tokens
-        return True
-
-    def closing(self) -> GenerateResponse | None:
-        """The last message, if the answer is complete without it; see `closing_message`."""
-        return closing_message(
-            self._request, self._num_prompt_tokens, self.delivered, self._num_cached_tokens, self._card
-        )
-
-    def resumption(self, attempt: int) -> GenerateRequest:
-        """The request that continues after the delivered tokens, with the model that began the answer."""
-        resumption = GenerateRequest()
-        resumption.CopyFrom(self._request)
-        del resumption.resume_token_ids[:]
-        resumption.resume_token_ids.extend(self.delivered)
-        resumption.attempt = attempt
-        if self.delivered:
-            resumption.model_identity = self._identity
-        return resumption
 
 
 class Upstream:
@@ -238,14 +201,15 @@ class Upstream:
         parts that several requests share; `num_prompt_tokens` is the length of a shared prompt. The model's `card`
         decides whether an interrupted answer is complete. The last message has a finish. Raises `StatusError`.
         """
-        answer = _Answer(request, num_prompt_tokens or len(request.token_ids), card)
+        answer = Answer(request, num_prompt_tokens or len(request.token_ids), card)
         retries, asked_s = Retries(len(self._endpoints), request.attempt), time.monotonic()
         base, lacking = card.parent or card.name, set[str]()
         with self._using(base):
             while True:
                 num_before, endpoint = len(answer.delivered), self._next_endpoint(lacking)
                 began_s, present = time.monotonic(), endpoint.is_connected
-                span, call = _begin(endpoint, request, shared, metadata, _remaining_s(deadline_s))
+                timeout_s = _attempt_timeout_s(deadline_s)
+                span, call = _begin(endpoint, request, shared, metadata, timeout_s)
                 try:
                     while (raw := await call.read()) is not grpc.aio.EOF:
                         message = GenerateResponse.FromString(raw)
@@ -256,7 +220,8 @@ class Upstream:
                             return
                     failure, lost = _noted(span, _BROKEN_OFF), True
                 except grpc.aio.AioRpcError as error:
-                    failure, lost = _noted(span, error_of(error)), is_peer_lost(error)
+                    failure = _noted(span, error_of(error))
+                    lost = is_peer_lost(error) or _was_too_long(failure, timeout_s)
                 finally:
                     call.cancel()
                     span.end()
@@ -289,7 +254,7 @@ class Upstream:
 
     async def _pause(self, endpoint: Address, failure: StatusError, num_delivered: int, until_s: float) -> None:
         """Record a failure, and wait until the next attempt."""
-        if failure.reason is not Reason.MODEL_NOT_FOUND:  # the address works, and lacks only this model
+        if failure.reason not in _ADDRESS_WORKS:
             self._avoid(endpoint, failure)
         self.on_retry(failure.reason)
         _LOG.debug("through %s, after %d tokens: %s", endpoint.address, num_delivered, failure.message)
@@ -342,7 +307,7 @@ class Upstream:
         old = [endpoint.channel for endpoint in self._endpoints]
         self._endpoints = [self._connect(endpoint.address) for endpoint in self._endpoints]
         for channel in old:
-            task = asyncio.create_task(channel.close(GENERATE_TIMEOUT_S))
+            task = asyncio.create_task(channel.close(ATTEMPT_TIMEOUT_S))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -389,11 +354,16 @@ def _for_clients(failure: StatusError) -> StatusError:
     return failure
 
 
-def _remaining_s(deadline_s: float | None) -> float:
+def _was_too_long(failure: StatusError, timeout_s: float) -> bool:
+    """Whether an attempt was ended after the longest time for attempts, and not at the deadline of its request."""
+    return failure.reason is Reason.DEADLINE and timeout_s >= ATTEMPT_TIMEOUT_S
+
+
+def _attempt_timeout_s(deadline_s: float | None) -> float:
     """Seconds that one attempt may take. Raises `StatusError` when there are none left."""
     if deadline_s is None:
-        return GENERATE_TIMEOUT_S
+        return ATTEMPT_TIMEOUT_S
     remaining_s = deadline_s - time.monotonic()
     if remaining_s <= 0:
         raise StatusError(Reason.DEADLINE, "the time limit of this request has passed")
-    return min(remaining_s, GENERATE_TIMEOUT_S)
+    return min(remaining_s, ATTEMPT_TIMEOUT_S)

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.gateway.edge import exchange
 from headrace.gateway.edge.security import Security, SecuritySettings
-from headrace.gateway.upstream import address
+from headrace.gateway.upstream import address, routers
 from headrace.gateway.upstream import retries as upstream
 from headrace.protos.status import Reason, StatusError
 
@@ -221,6 +221,54 @@ def aborting(script: Any) -> Any:
             await router.context_of(stream).abort(code, message)
 
     return wrapped
+
+
+@pytest.mark.parametrize("plain_grpc", [False, True])
+@pytest.mark.parametrize("headers", [{}, {"x-request-timeout": "60"}])
+async def test_an_answer_that_takes_longer_than_an_attempt_may_is_resumed(
+    stack: AsyncExitStack,
+    kit: Any,
+    tiny_bundle: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: dict[str, str],
+    plain_grpc: bool,
+) -> None:
+    monkeypatch.setattr(routers, "ATTEMPT_TIMEOUT_S", 0.3)
+    router = kit.FakeRouter(tiny_bundle)
+    address, _ = await stack.enter_async_context(kit.serving_router(router))
+    gateway = await stack.enter_async_context(kit.serving_gateway(address, plain_grpc=plain_grpc))
+
+    gateway.upstream.on_retry = lambda _: monkeypatch.setattr(routers, "ATTEMPT_TIMEOUT_S", 20.0)
+
+    async def go_on_for_ever(_: Any) -> None:
+        await asyncio.Event().wait()
+
+    router.script = break_behind(3, kit, go_on_for_ever)
+    response = await gateway.http.post(CHAT, json=BODY, headers=headers)
+    assert response.json()["choices"][0]["message"]["content"] == router.answer
+    resumed = router.streams[-1].request
+    assert (resumed.attempt, list(resumed.resume_token_ids)) == (1, kit.tokens_of(router.answer)[:3])
+    assert gateway.upstream.addresses() == [(address, True)]
+    router.script = kit.speak
+    assert await text_of_stream(gateway) == router.answer
+
+
+async def test_an_answer_of_many_attempts_ends_with_the_time_limit_of_its_request(
+    stack: AsyncExitStack, kit: Any, tiny_bundle: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routers, "ATTEMPT_TIMEOUT_S", 0.2)
+    router = kit.FakeRouter(tiny_bundle)
+    address, _ = await stack.enter_async_context(kit.serving_router(router))
+    gateway = await stack.enter_async_context(kit.serving_gateway(address))
+
+    async def hang(router: Any, stream: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    router.script = hang
+    response = await gateway.http.post(CHAT, json=BODY, headers={"x-request-timeout": "0.7"})
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    assert len(router.streams) >= 3
 
 
 async def test_several_answers_are_each_resumed(stack: AsyncExitStack, kit: Any, tiny_bundle: bytes) -> None:
