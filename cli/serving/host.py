@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from headrace.cli.errors import CommandError
 from headrace.cli.hosting.memory import private_bytes
 from headrace.cli.hosting.planner import ModelView, Rules, State, WorkerView, decide
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec
@@ -135,13 +136,16 @@ class ModelHost:
         return self.models[name]
 
     async def add_named(self, name: str, model: str) -> None:
-        """Add the model that an operator names, unloaded. Raises CommandError if there is no such model."""
+        """Add the model that an operator names, unloaded. Raises CommandError if there is no such model, or if the name
+        is an alias."""
         assert self.plan_named is not None, "this host has models of its own only"
         async with self._adding:
             if name in self.models:
                 return
+            self._refuse_alias(name)
             first = max((one.plan.first_worker + len(one.plan.places) for one in self.models.values()), default=0)
             plan = await asyncio.to_thread(self.plan_named, name, model, first)
+            self._refuse_alias(name)
             for other in self.models.values():
                 # From now on, a worker that refuses its model must not end the others.
                 other.plan = replace(other.plan, is_essential=False)
@@ -149,6 +153,12 @@ class ModelHost:
                     process.spec = replace(process.spec, is_essential=False)
             self.models[name] = HostedModel(plan, num_bytes=plan.num_bytes)
             self._tell()
+
+    def _refuse_alias(self, name: str) -> None:
+        """Gateways would never send a request to a model with the name of an alias."""
+        if name in self.aliases:
+            remedy = f"remove it with headrace models alias {name}, or load the model under another name"
+            raise CommandError(f"{name!r} is an alias of {self.aliases[name]}: {remedy}")
 
     async def load(self, name: str, *, by_operator: bool = False) -> HostedModel:
         """Load the model, and return when it accepts requests. An operator's request is carried out even if the model
@@ -203,7 +213,7 @@ class ModelHost:
 
     def set_alias(self, alias: str, models: str, shadow: str) -> None:
         """Add or change another name of models, or remove it if `models` is empty. Raises ValueError."""
-        if alias in self.models:
+        if alias in self.models and (models or alias not in self.aliases):
             raise ValueError(f"{alias!r} is the name of a model")
         aliases = {**self.aliases, alias: models}
         shadows = {**self.shadows, alias: shadow}

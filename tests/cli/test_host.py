@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.errors import CommandError
 from headrace.cli.hosting.planner import Rules, State, WorkerView
 from headrace.cli.serving.host import CannotLoadError, ModelHost, NoSuchModelError
 from headrace.cli.serving.log_sink import LogSink
@@ -392,6 +393,40 @@ async def test_aliases_are_added_changed_and_removed() -> None:
         host.set_alias("gpt", "b", "")
         host.set_alias("other", "", "")
         assert (host.aliases, host.shadows) == ({"gpt": "b"}, {})
+
+
+async def test_a_model_does_not_get_the_name_of_an_alias() -> None:
+    async with hosting(on_demand=True, a=GOOD) as system:
+        host, loop = system.host, asyncio.get_running_loop()
+        planned: list[str] = []
+        is_set_meanwhile = False
+
+        def plan_named(name: str, model: str, first: int) -> ModelPlan:
+            planned.append(name)
+            if is_set_meanwhile:
+                loop.call_soon_threadsafe(host.set_alias, name, "a", "")
+            return ModelPlan(name, Path(model), (PLACE,), first, is_essential=False, is_pinned=False)
+
+        host.plan_named = plan_named
+        host.set_alias("gpt", "a", "")
+        with pytest.raises(CommandError, match="'gpt' is an alias of a: remove it with headrace models alias gpt"):
+            await host.add_named("gpt", "/m")
+        assert not planned, "it may take long"
+        is_set_meanwhile = True
+        with pytest.raises(CommandError, match="'new' is an alias of a"):
+            await host.add_named("new", "/m")
+        assert host.models.keys() == {"a"}
+        is_set_meanwhile = False
+        host.set_alias("gpt", "", "")
+        await host.add_named("gpt", "/m")
+        assert host.models.keys() == {"a", "gpt"}
+
+
+async def test_an_alias_with_the_name_of_a_model_can_be_removed() -> None:
+    async with hosting(on_demand=True, a=GOOD, b=GOOD) as system:
+        system.host.aliases["b"] = "a"
+        system.host.set_alias("b", "", "")
+        assert system.host.aliases == {}
 
 
 @pytest.mark.parametrize(
