@@ -17,10 +17,12 @@ from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar import compiler as grammar_compiler
 from headrace.worker.grammar.compiler import Grammars, Vocabulary, VocabularyError
 from headrace.worker.grammar.constraint import Constraint, ConstraintSource
+from headrace.worker.grammar.json_schema import prepared_within
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.server.admission import MAX_CONSTRAINT_BYTES
 from tests.schemas import Schema, all_schemas, validate
 from tests.worker.conftest import VOCAB_SIZE, make_engine
 from tests.worker.sampling_params import sample
@@ -161,6 +163,13 @@ async def test_a_schema_within_a_grammar_that_cannot_be_kept_is_refused(compiler
         await constraint_of(compiler, source)
     with pytest.raises(StatusError):
         await constraint_of(compiler, ConstraintSource("grammar", ("start: %json {",)))
+
+
+@pytest.mark.parametrize("unit", ['"\\', "/\\", "/a\\", "#", "<a", "%json 1 ", '"', "/\n"])
+def test_a_grammar_is_read_in_linear_time(unit: str) -> None:
+    """If each unit were read to the end again, these 256 kB would take minutes, and no other thread would run."""
+    grammar = 'start: "a"\n' + unit * (MAX_CONSTRAINT_BYTES // len(unit))
+    assert prepared_within(grammar).startswith('start: "a"\n')
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
