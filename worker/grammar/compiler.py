@@ -306,7 +306,8 @@ def _grammar_text(source: ConstraintSource) -> str:
     if source.kind == "choice":
         return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in source.texts)
     assert source.kind == "grammar", source.kind
-    return prepared_within(source.texts[0])
+    # The compiler would read a bare text that begins with { as grammars in JSON, with schemas that nothing has checked.
+    return json.dumps({"grammars": [{"lark_grammar": prepared_within(source.texts[0])}]})
 
 
 def _place(queue: FairQueue[_Work], entry: Entry[_Work]) -> int:

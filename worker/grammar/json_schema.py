@@ -80,13 +80,20 @@ def prepared_within(grammar: str) -> str:
         position = found.end()
         if found["json"] is not None:
             start = cast(re.Match[str], _SPACE.match(grammar, position)).end()
-            try:
-                schema, end = _DECODER.raw_decode(grammar, start)
-            except (ValueError, RecursionError):
-                continue  # the compiler reports the error and its place
-            parts.append(f" {json.dumps(_narrowed_root(schema))}")
-            position = end
+            narrowed, position = _narrowed_at(grammar, start)
+            parts.append(f" {narrowed}")
     return "".join(parts) + grammar[position:]
+
+
+def _narrowed_at(grammar: str, start: int) -> tuple[str, int]:
+    """The narrowed schema whose JSON begins at `start`, and where that JSON ends."""
+    try:
+        schema, end = _DECODER.raw_decode(grammar, start)
+        return json.dumps(_narrowed_root(schema)), end
+    except ValueError as error:
+        raise UnsupportedSchema(f"the schema after %json is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UnsupportedSchema("the schema after %json is nested too deeply") from error
 
 
 def _narrowed_root(schema: Any) -> Any:

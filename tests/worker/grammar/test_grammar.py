@@ -156,13 +156,62 @@ async def test_neither_special_tokens_nor_rows_that_are_no_token_are_ever_allowe
     assert EOS not in allowed
 
 
-async def test_a_schema_within_a_grammar_that_cannot_be_kept_is_refused(compiler: Grammars) -> None:
-    schema = {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}
-    source = ConstraintSource("grammar", (f"start: %json {json.dumps(schema)}",))
-    with pytest.raises(StatusError, match="minProperties"):
-        await constraint_of(compiler, source)
-    with pytest.raises(StatusError):
-        await constraint_of(compiler, ConstraintSource("grammar", ("start: %json {",)))
+NAMES_REPEAT: Schema = {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}
+"""A schema that cannot be kept."""
+REPEATED = json.dumps(NAMES_REPEAT)
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        "start: x\nx:",
+        'start: x\n# it is "quoted\nx:',
+        "start: x # /a\nx:",
+        'start: x\n// it is "quoted\nx:',
+        'start: x\ny: /a\n"/\nx:',
+        'start: x\ny: <">\nx:',
+        'start: x\ny: %regex {"substring_chars": "%json /"}\nx:',
+        "start: %lark {\nstart: x\nx:",
+    ],
+)
+async def test_a_schema_within_a_grammar_that_cannot_be_kept_is_refused(compiler: Grammars, beginning: str) -> None:
+    ending = "\n}\n" if "%lark" in beginning else "\n"
+    for schema in (f"%json {REPEATED}", f"%json\n{REPEATED}", f"%json{REPEATED}"):
+        with pytest.raises(StatusError, match="minProperties 2") as caught:
+            await constraint_of(compiler, ConstraintSource("grammar", (f"{beginning} {schema}{ending}",)))
+        assert caught.value.reason is Reason.INVALID_FIELD
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"json_schema": NAMES_REPEAT}, {"lark_grammar": f"start: %json {REPEATED}"}, {"lark_grammar": 'start: "a"'}],
+)
+@pytest.mark.parametrize("space", ["", " \n", "\u00a0"])
+async def test_a_grammar_is_always_in_lark(compiler: Grammars, content: dict[str, Any], space: str) -> None:
+    """The compiler would read a text that begins with { as grammars in JSON, which nothing has checked."""
+    text = space + json.dumps({"grammars": [content]})
+    with pytest.raises(StatusError, match="expecting rule|lexer error") as caught:
+        await constraint_of(compiler, ConstraintSource("grammar", (text,)))
+    assert caught.value.reason is Reason.INVALID_FIELD
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("{", "not JSON"),
+        ("", "not JSON"),
+        ('{"maxLength": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"items": ' * 5000 + "{}" + "}" * 5000, "nested too deeply"),
+        ('{"items": ' * 400 + "{}" + "}" * 400, "recursion limit"),
+    ],
+)
+async def test_a_schema_within_a_grammar_that_cannot_be_read_is_refused(
+    compiler: Grammars, schema: str, reason: str
+) -> None:
+    with pytest.raises(StatusError, match=reason) as caught:
+        await constraint_of(compiler, ConstraintSource("grammar", (f"start: %json {schema}",)))
+    assert caught.value.reason is Reason.INVALID_FIELD
+    assert len(caught.value.message) < 500
 
 
 @pytest.mark.parametrize("unit", ['"\\', "/\\", "/a\\", "#", "<a", "%json 1 ", '"', "/\n"])
