@@ -40,6 +40,10 @@ MAX_LEXER_STATES = 25_000
 # up to 1.3 kB for each byte of a constraint. A constraint that needs less than the stack of an ordinary thread runs in
 # one.
 _STACK_BYTES_PER_BYTE, _SMALL_BYTES = 2048, 2048
+# At each step, llguidance asks for the tokens of all the text that must follow, which may be long. The tokens of its
+# beginning give the same mask: the longest match depends only on the bytes of one token, and llguidance drops at most
+# four tokens at the end. Drafts are short.
+MIN_WINDOW_BYTES, _WINDOW_TOKENS = 256, 8
 
 
 class VocabularyError(Exception):
@@ -263,10 +267,14 @@ class _Tokens:
         self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids} & set(range(vocab_size)))
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
+        self._window_bytes = max(MIN_WINDOW_BYTES, _WINDOW_TOKENS * max(map(len, token_bytes), default=0))
         self.tokenizer: Any = None
 
     def __call__(self, raw: bytes) -> list[int]:
-        return [] if self.tokenizer is None else list(self.tokenizer.greedy_tokenize(raw.decode()))
+        if self.tokenizer is None:
+            return []
+        beginning = raw[: self._window_bytes].decode(errors="ignore")  # it may end within a character
+        return list(self.tokenizer.greedy_tokenize(beginning))
 
 
 def _tokenizer_of(vocabulary: Vocabulary, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:

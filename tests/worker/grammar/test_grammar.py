@@ -16,7 +16,7 @@ import pytest
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar import compiler as grammar_compiler
 from headrace.worker.grammar.compiler import Grammars, Vocabulary, VocabularyError
-from headrace.worker.grammar.constraint import Constraint, ConstraintSource
+from headrace.worker.grammar.constraint import Constraint, ConstraintSource, Matcher
 from headrace.worker.grammar.json_schema import prepared_within
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
@@ -519,6 +519,42 @@ async def test_seeds_reproduce_and_differ(compiler: Grammars) -> None:
     constraint = await constraint_of(compiler, LETTERS)
     assert answer(constraint, seed=1) == answer(constraint, seed=1)
     assert len({tuple(answer(constraint, seed=seed)) for seed in range(20)}) > 10
+
+
+LONG = [
+    ConstraintSource("choice", ("ab" * 800,)),
+    ConstraintSource("choice", ("x" + "é日" * 300, "y" + "abcé" * 300)),
+    ConstraintSource("regex", ("(aé){400}",)),
+    ConstraintSource("grammar", (_chain("start: r0\n", "r{0}: r{1} r{1}\n", 'r{}: "abc"\n', 9),)),
+    schema_source({"enum": ["a" + "é" * 600, "b"]}),
+]
+
+
+@pytest.mark.parametrize("source", LONG, ids=lambda source: f"{source.kind}-{len(source.texts[0])}")
+async def test_of_a_long_text_that_must_follow_only_the_next_part_becomes_tokens(
+    source: ConstraintSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the time of each step is proportional to the rest of the text. The masks do not change."""
+    matcher = (await constraint_of(grammars(), source)).begin()
+    monkeypatch.setattr(grammar_compiler, "MIN_WINDOW_BYTES", 1 << 20)
+    whole = (await constraint_of(grammars(), source)).begin()
+    generated: list[int] = []
+    most_forced = 0
+    while EOS not in (ids := _ids(whole, generated)):
+        assert _ids(matcher, generated) == ids
+        most_forced = max(most_forced, len(matcher.forced_tokens()))
+        generated.append(ids[0])
+        for either in (matcher, whole):
+            either.advance(ids[0])
+    assert _ids(matcher, generated) == ids
+    assert len(generated) > 500
+    assert 15 < most_forced <= 256
+
+
+def _ids(matcher: Matcher, generated: list[int]) -> list[int]:
+    allowed = matcher.allowed(generated).token_ids
+    assert allowed is not None
+    return allowed.tolist()  # type: ignore[no-any-return]
 
 
 async def test_a_resumed_answer_goes_on_as_the_whole_one_did(compiler: Grammars) -> None:
