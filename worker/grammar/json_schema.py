@@ -5,6 +5,8 @@ Where the compiler would accept answers that violate the schema, the schema is n
 - Dates must be in the calendar, in the years 1 to 9999, and times have no leap seconds, so any parser accepts them.
 - `minProperties` is refused if only names chosen by the model could reach it, because it may choose a name twice.
 - A schema cannot set the compiler's own options.
+- `$ref` must name a schema in a place that is narrowed and counted too: by a JSON pointer, below keywords that hold
+  schemas or `components/schemas`. Schemas lose their `$id`, which could move the root of pointers.
 - The patterns of `patternProperties` are compared in pairs, at most `MAX_PATTERN_PAIRS` in a schema.
 - At most `MAX_PATTERNS` patterns may apply to one text. The compiler's time grows exponentially with them, and nothing
   can interrupt it.
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any, cast
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -34,6 +36,7 @@ _NARROWER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}
 # Keywords by the form in which their value holds subschemas.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_IDS = ("$id", "id")
 _SINGLES = ("items", "additionalProperties", "additionalItems")
 
 MAX_PATTERNS = 8
@@ -61,8 +64,7 @@ def prepared(schema: str) -> str:
             raise UnsupportedSchema("no answer satisfies it" if root is False else "it is not an object")
         if "x-guidance" in root:
             raise UnsupportedSchema("x-guidance cannot be set; leave it out")
-        _check_patterns(root)
-        return json.dumps({**_narrowed(root), "x-guidance": _OPTIONS})
+        return json.dumps({**_narrowed_root(root), "x-guidance": _OPTIONS})
     except msgspec.DecodeError as error:
         raise UnsupportedSchema(f"it is not JSON: {error}") from error
     except UnicodeDecodeError as error:
@@ -96,42 +98,64 @@ def _narrowed_at(grammar: str, start: int) -> tuple[str, int]:
         raise UnsupportedSchema("the schema after %json is nested too deeply") from error
 
 
-def _narrowed_root(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    _check_patterns(schema)
-    options = schema.get("x-guidance")
-    narrowed = _narrowed(schema)
-    return {**narrowed, "x-guidance": {**options, "lenient": False}} if isinstance(options, dict) else narrowed
+def _narrowed_root(root: Any) -> Any:
+    """The narrowed schema, with the caller's own options, but never lenient."""
+    if not isinstance(root, dict):
+        return root
+    _check_patterns(root)
+    narrowed = _narrowed(root, root)
+    if (schemas := _of_components(root)) is not None:
+        of_components = {name: _narrowed(child, root) for name, child in schemas.items()}
+        narrowed["components"] = {**root["components"], "schemas": of_components}
+    if isinstance(options := root.get("x-guidance"), dict):
+        narrowed["x-guidance"] = {**options, "lenient": False}
+    return narrowed
 
 
-def _narrowed(schema: Any) -> Any:
+def _narrowed(schema: Any, root: dict[str, Any], base_id: str = "") -> Any:
+    """The narrowed part of a schema. `base_id` is the `$id` of a schema around it, within the root."""
     if not isinstance(schema, dict):
         return schema
-    narrowed = dict(schema)
+    if schema is not root:
+        ids = [own_id for name in _IDS if isinstance(own_id := schema.get(name), str) and not own_id.startswith("#")]
+        base_id = next(filter(None, ids), base_id)
+    narrowed = {name: value for name, value in schema.items() if name not in _IDS or not isinstance(value, str)}
+    if isinstance(reference := schema.get("$ref"), str):
+        if base_id:
+            raise UnsupportedSchema(f"it has a $ref below $id {base_id[:100]}; leave out this $id")
+        narrowed["$ref"] = _target(root, reference)[0]
     for keyword in _MAPS:
         if isinstance(schema.get(keyword), dict):
-            narrowed[keyword] = {name: _narrowed(child) for name, child in schema[keyword].items()}
+            narrowed[keyword] = {name: _narrowed(child, root, base_id) for name, child in schema[keyword].items()}
     for keyword in _SINGLES:
         if keyword in schema:
-            narrowed[keyword] = _narrowed(schema[keyword])
+            narrowed[keyword] = _narrowed(schema[keyword], root, base_id)
     for keyword in _LISTS:
         if isinstance(schema.get(keyword), list):
-            narrowed[keyword] = [_narrowed(child) for child in schema[keyword]]
+            narrowed[keyword] = [_narrowed(child, root, base_id) for child in schema[keyword]]
     _check_min_properties(schema)
-    pattern = _NARROWER.get(schema["format"]) if isinstance(schema.get("format"), str) else None
-    if pattern is not None:
-        del narrowed["format"]
-        if "pattern" not in schema:
-            narrowed["pattern"] = pattern
-        else:
-            narrowed["allOf"] = [*narrowed.get("allOf", []), {"pattern": pattern}]
+    _narrow_format(narrowed)
     return narrowed
+
+
+def _narrow_format(schema: dict[str, Any]) -> None:
+    """Replace a format by a pattern."""
+    pattern = _NARROWER.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if pattern is None:
+        return
+    del schema["format"]
+    if "pattern" not in schema:
+        schema["pattern"] = pattern
+    elif isinstance(others := schema.get("allOf", []), list):
+        schema["allOf"] = [*others, {"pattern": pattern}]
+    else:
+        raise UnsupportedSchema("allOf must be an array")
 
 
 def _check_min_properties(schema: dict[str, Any]) -> None:
     least, required = schema.get("minProperties"), schema.get("required")
-    num_required = len(set(required)) if isinstance(required, list) else 0
+    names = required if isinstance(required, list) else []
+    num_required = len({name for name in names if isinstance(name, str)})
     if isinstance(least, int) and least > max(1, num_required):
         raise UnsupportedSchema(f"minProperties {least} is over the number of required properties, {num_required}")
 
@@ -145,7 +169,9 @@ def _check_patterns(root: dict[str, Any]) -> None:
         schema, is_ready = waiting.pop()
         if not isinstance(schema, dict) or (id(schema) in counts and not is_ready):
             continue
-        together = [*_listed(schema, "allOf"), _target(root, schema.get("$ref"))]
+        reference = schema.get("$ref")
+        target = _target(root, reference)[1] if isinstance(reference, str) else None
+        together = [*_listed(schema, "allOf"), target]
         either = [*_listed(schema, "anyOf"), *_listed(schema, "oneOf")]
         if is_ready:
             own = isinstance(schema.get("pattern"), str) + isinstance(schema.get("format"), str)
@@ -177,14 +203,36 @@ def _mapped(schema: dict[str, Any], keyword: str) -> list[Any]:
     return list(children.values()) if isinstance(children, dict) else []
 
 
-def _target(root: dict[str, Any], reference: Any) -> Any:
-    """The part of a schema that a reference within it names; None if there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found: Any = root
-    for name in unquote(reference[1:]).split("/")[1:]:
-        if isinstance(found, list):
-            found = found[int(name)] if name.isdecimal() and len(name) < 8 and int(name) < len(found) else None
+def _of_components(root: dict[str, Any]) -> dict[str, Any] | None:
+    """The schemas of an OpenAPI document."""
+    components = root.get("components")
+    schemas = components.get("schemas") if isinstance(components, dict) else None
+    return schemas if isinstance(schemas, dict) else None
+
+
+def _target(root: dict[str, Any], reference: str) -> tuple[str, Any]:
+    """A reference in its plainest form, and the schema that it names. Raises `UnsupportedSchema` if it names none."""
+    first, *names = (name.replace("~1", "/").replace("~0", "~") for name in unquote(reference[1:]).split("/"))
+    found: Any = root if reference.startswith("#") and not first else None
+    rest = iter(names)
+    if names[:2] == ["components", "schemas"] and found is root:
+        found = _child(_of_components(root), names[2] if len(names) > 2 else "")
+        rest = iter(names[3:])
+    for keyword in rest:
+        held = found.get(keyword) if isinstance(found, dict) else None
+        if isinstance(held, dict if keyword in _MAPS else list if keyword in _LISTS else ()):
+            found = _child(held, next(rest, ""))
         else:
-            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
+            found = held if keyword in _SINGLES else None
+    if not isinstance(found, dict | bool):
+        problem = f"$ref {reference[:100]} does not name a schema within this schema"
+        raise UnsupportedSchema(f"{problem} by its path, such as #/$defs/NAME or #/properties/NAME")
+    escaped = (quote(name.replace("~", "~0").replace("/", "~1"), safe="") for name in names)
+    return "/".join(("#", *escaped)), found
+
+
+def _child(held: dict[str, Any] | list[Any] | None, name: str) -> Any:
+    if isinstance(held, list):
+        is_index = name.isascii() and name.isdecimal() and len(name) < 8
+        return held[int(name)] if is_index and int(name) < len(held) else None
+    return held.get(name) if held is not None else None

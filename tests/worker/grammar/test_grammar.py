@@ -242,6 +242,7 @@ def test_a_grammar_is_read_in_linear_time(unit: str) -> None:
         ({"type": "text"}, "text"),
         ({"$ref": "#/$defs/nowhere"}, "nowhere"),
         ({"$ref": "https://example.com/schema"}, "example.com"),
+        ({"$ref": "#/components/schemas/D", "components": {"schemas": {"D": NAMES_REPEAT}}}, "minProperties"),
         ({"enum": []}, "empty"),
         ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance"),
         (False, "no answer"),
@@ -267,6 +268,95 @@ async def test_a_schema_that_cannot_be_kept_is_refused_with_the_reason(
         await constraint_of(compiler, schema_source(schema))
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "sampling.constraint.json_schema")
     assert "\n" not in caught.value.message
+
+
+DATE: Schema = {"type": "string", "format": "date"}
+OF_DATE: Schema = {"type": "object", "properties": {"a": DATE}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/components/schemas/D", "components": {"schemas": {"D": DATE}}},
+        {"$ref": "#/components/schemas/O/properties/a", "components": {"schemas": {"O": OF_DATE}}},
+        {"$ref": "#/$defs/a~1b%25%20%C3%A9~0", "$defs": {"a/b% é~": DATE}},
+        {"$ref": "#/$defs/é", "$defs": {"é": DATE}},
+        {"$ref": "#/allOf/0/items/anyOf/1", "allOf": [{"items": {"anyOf": [True, DATE]}}]},
+        {"$ref": "#/prefixItems/0", "prefixItems": [{"$ref": "#/definitions/D"}], "definitions": {"D": DATE}},
+        {"$id": "https://example.com/s", "$ref": "#/$defs/D", "$defs": {"D": {"$id": "d", **DATE}}},
+    ],
+)
+async def test_whatever_a_reference_names_is_narrowed(compiler: Grammars, schema: Schema) -> None:
+    constraint = await constraint_of(compiler, schema_source(schema))
+    before = tuple(b'"2023-02-2')
+    assert ord("8") in allowed_ids(constraint, before)
+    assert ord("9") not in allowed_ids(constraint, before)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/x", "x": DATE},
+        {"$ref": "#/const", "const": DATE},
+        {"$ref": "#/properties/const/const", "properties": {"const": {"const": DATE}}},
+        {"$ref": "#/properties", "properties": {"type": DATE}},
+        {"$ref": "#/components/schemas", "components": {"schemas": {"D": DATE}}},
+        {"$ref": "#/$defs/x/components/schemas/D", "$defs": {"x": {"components": {"schemas": {"D": DATE}}}}},
+        {"$ref": "#/prefixItems/1", "prefixItems": [DATE]},
+        {"$ref": "#/prefixItems/-1", "prefixItems": [DATE]},
+        {"$ref": "#/allOf/D", "allOf": {"D": DATE}},
+        {"$ref": "#/$defs/x/y", "$defs": {"x": True}},
+        {"$ref": "#D", "$defs": {"D": {"$anchor": "D", **DATE}}},
+        {"$ref": "d", "$defs": {"D": {"$id": "d", **DATE}}},
+        {"$ref": "https://example.com/s#/$defs/D", "$id": "https://example.com/s", "$defs": {"D": DATE}},
+        {"properties": {"a": {"$id": "a", "items": {"$ref": "#/$defs/D"}, "$defs": {"D": True}}}, "$defs": {"D": DATE}},
+    ],
+)
+async def test_a_reference_to_anything_but_a_schema_in_a_known_place_is_refused(
+    compiler: Grammars, schema: Schema
+) -> None:
+    for source in (schema_source(schema), ConstraintSource("grammar", (f"start: %json {json.dumps(schema)}",))):
+        with pytest.raises(StatusError, match=r"\$ref|\$id") as caught:
+            await constraint_of(compiler, source)
+        assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, source.field)
+        assert len(caught.value.message) < 500
+
+
+KEYWORDS = (
+    "$defs $id $ref $schema additionalItems additionalProperties allOf anyOf components const default definitions enum "
+    "exclusiveMaximum exclusiveMinimum format id items maxItems maxLength maxProperties maximum minItems minLength "
+    "minProperties minimum multipleOf oneOf pattern patternProperties prefixItems properties required title type"
+)
+VALUES = ["null", "true", "1", "-1", "2.5", "1e400", "9" * 5000, '"a"', '"("', "[]", "[[]]", "[{}]", "[1]", "{}"]
+VALUES += ['{"a": 1}', '{"a": []}', '{"(": {}}', '{"$ref": 1}', '{"schemas": 1}', '{"schemas": {"a": 1}}']
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS.split())
+def test_a_malformed_schema_is_the_callers_error(compiler: Grammars, keyword: str) -> None:
+    """Each keyword with values of wrong types, alone and beside others, is supported or refused, but never fails."""
+    beside = [
+        "",
+        ', "minProperties": 2',
+        ', "required": [{}], "minProperties": 2',
+        ', "format": "date", "pattern": "a"',
+    ]
+    beside.append(', "$ref": "#/allOf/0"')
+    for value in VALUES:
+        for others in beside:
+            schema = f'{{"{keyword}": {value}{others}}}'
+            for text in (schema, f'{{"properties": {{"x": {schema}}}}}'):
+                sources = [ConstraintSource("json_schema", (text,))]
+                sources.append(ConstraintSource("grammar", (f"start: %json {text}",)))
+                assert {refusal_of(compiler, source) for source in sources} <= {None, Reason.INVALID_FIELD}, text
+
+
+def refusal_of(compiler: Grammars, source: ConstraintSource) -> Reason | None:
+    """Why a constraint is refused; None if it is not."""
+    try:
+        compiler._constrain(source, (EOS,), ())
+    except StatusError as error:
+        return error.reason
+    return None
 
 
 async def test_any_number_of_patterns_may_apply_to_different_texts(compiler: Grammars) -> None:
