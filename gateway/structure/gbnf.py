@@ -80,7 +80,7 @@ Node: TypeAlias = "Chars | Seq | Alt | Repeat | Ref | Term"
 _HEAD = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]*)\s*::=")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _SPACE = re.compile(r"(?:\s+|#[^\n]*)+")
-_COUNT = re.compile(r"\{\s*(\d*)\s*(,?)\s*(\d*)\s*\}")
+_COUNT = re.compile(r"\{\s*+(\d*+)\s*+(,?)\s*+(\d*+)\s*+\}")
 _ESCAPES = {"n": 10, "t": 9, "r": 13, **{char: ord(char) for char in "\\\"'[]-/^."}}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _LINE_HEAD = re.compile(r"^[ \t]*[A-Za-z_][A-Za-z0-9_.-]*\s*::=", re.MULTILINE)

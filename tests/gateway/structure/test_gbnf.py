@@ -144,6 +144,8 @@ def test_runs_of_a_recursive_grammar_are_terminals_where_that_is_exact() -> None
         ('root ::= "\\ud800"', r"line 1: \ud800 is no character"),
         ('root ::= "a"{3,2}', "line 1: a repetition's greatest count is less than its least"),
         ('root ::= "a"{}', "line 1: a repetition must be like"),
+        ('root ::= "a"{' + " " * 16_000, "line 1: a repetition must be like"),
+        ('root ::= "a"{' + "0" * 16_000, "line 1: a repetition must be like"),
         (f'root ::= "a"{{{"9" * 5000}}}', "line 1: a repetition counts to at most 10000"),
         (f'root ::= "a"{{1,{"9" * 5000}}}', "line 1: a repetition counts to at most 10000"),
         ("\n\nroot ::= <think> .", "line 3: references to tokens are not supported"),
