@@ -28,7 +28,7 @@ from headrace.gateway.ollama.types import (
 )
 from headrace.gateway.text.chat_template import ChatTemplate
 
-_DURATION = re.compile(r"[+-]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)")
+_DURATION = re.compile(r"[+-]?(0|((\d++\.?\d*+|\.\d++)(ns|us|µs|μs|ms|s|m|h))+)")
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 # Options that a chat has under the same name.
 _SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
