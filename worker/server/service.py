@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,12 @@ from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.adapters.library import Adapter
 from headrace.worker.engine.mailbox import Mailbox, OutputStream
 from headrace.worker.grammar.compiler import Grammars
-from headrace.worker.request.logprobs import TokenLogprobs
-from headrace.worker.request.request import FinishReason, Request
-from headrace.worker.request.step import RequestOutput
+from headrace.worker.request.request import Request
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, already_finished, decode
 from headrace.worker.server.blocks import BlockCalls, BlockServicer
 from headrace.worker.server.observer import RequestObserver
+from headrace.worker.server.responses import finished_at_once, responses_of
 from headrace.worker.server.watch import WatchHub
 
 log = logging.getLogger(__name__)
@@ -39,16 +38,9 @@ CHUNK_BYTES = 1 << 20
 DEFAULT_HEARTBEAT_S = 0.5
 MIN_HEARTBEAT_S = 0.05
 DRAINING_RETRY_S, STUCK_RETRY_S = 1.0, 5.0
-PROMPT_LOGPROBS_AT_ONCE = 256
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
-
-_REASON_ON_WIRE = {
-    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ENCODED: inference_pb2.FINISH_REASON_ENCODED,
-}
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -93,7 +85,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             ended = already_finished(admitted)
             if ended is not None:
                 span.end()
-                response = _finished_at_once(admitted, *ended)
+                response = finished_at_once(admitted, *ended)
                 response.model_identity = identity
                 yield response
                 return
@@ -111,7 +103,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise
         failure: StatusError | None = None
         try:
-            async for response in _responses(stream, identity):
+            async for response in responses_of(stream, identity):
                 yield response
         except StatusError as error:
             failure = error
@@ -176,101 +168,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             priority=request.priority,
         )
         request.sampling = replace(request.sampling, constraint=constraint)
-
-
-async def _responses(stream: OutputStream, identity: str) -> AsyncIterator[inference_pb2.GenerateResponse]:
-    """Messages of one request: the first one has the model's `identity`, the last one has its finish. Raises the
-    request's StatusError if it fails."""
-    request = stream.request
-    is_first = True
-    while True:
-        outputs = await stream.next()
-        last = outputs[-1]
-        if len(outputs) > 1 or last.error is None:
-            if is_first and not request.first_token_s:  # the engine sets it if it computed more than one token
-                request.first_token_s = time.monotonic()
-            response = _response_of(request, outputs)
-            if is_first:
-                response.model_identity = identity
-                response.num_cached_tokens = request.num_cached_tokens
-                response.num_disk_tokens = min(request.num_disk_tokens, request.num_cached_tokens)
-                response.num_peer_tokens = min(request.num_peer_tokens, request.num_cached_tokens)
-                await _add_prompt_logprobs(request, response)
-                is_first = False
-            yield response
-        if last.error is not None:
-            raise last.error
-        if last.finish is not None:
-            return
-
-
-async def _add_prompt_logprobs(request: Request, response: inference_pb2.GenerateResponse) -> None:
-    """Add them in parts, so that other streams continue in between."""
-    for position, entry in enumerate(request.prompt_logprobs):
-        response.prompt_logprobs.append(_logprobs_of(entry))
-        if position % PROMPT_LOGPROBS_AT_ONCE == PROMPT_LOGPROBS_AT_ONCE - 1:
-            await asyncio.sleep(0)
-
-
-def _response_of(request: Request, outputs: Sequence[RequestOutput]) -> inference_pb2.GenerateResponse:
-    """One message for one or more successive outputs."""
-    last = outputs[-1]
-    if len(outputs) == 1:
-        response = inference_pb2.GenerateResponse(start_pos=last.start_pos, token_ids=last.token_ids)
-    else:
-        token_ids = [token_id for output in outputs for token_id in output.token_ids]
-        response = inference_pb2.GenerateResponse(start_pos=outputs[0].start_pos, token_ids=token_ids)
-    if request.num_drafted:
-        response.num_drafted_tokens = sum(output.num_drafted for output in outputs)
-        response.num_accepted_tokens = sum(output.num_accepted for output in outputs)
-    if request.sampling.num_logprobs is not None:
-        response.logprobs.extend(_logprobs_of(entry) for output in outputs for entry in output.logprobs)
-    if last.finish is not None:
-        response.vector = last.vector
-        response.finish.CopyFrom(_finish_of(request, last.finish, last.stop_token_id))
-    return response
-
-
-def _logprobs_of(entry: TokenLogprobs) -> inference_pb2.TokenLogprobs:
-    return inference_pb2.TokenLogprobs(
-        logprob=entry.logprob, rank=entry.rank, top_token_ids=entry.top_token_ids, top_logprobs=entry.top_logprobs
-    )
-
-
-def _finish_of(request: Request, reason: FinishReason, stop_token_id: int | None) -> inference_pb2.Finish:
-    return inference_pb2.Finish(
-        reason=_REASON_ON_WIRE[reason],
-        stop_token_id=stop_token_id,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        num_generated_tokens=request.num_generated_tokens,
-        timings=_timings_of(request),
-    )
-
-
-def _timings_of(request: Request) -> inference_pb2.Timings | None:
-    """The timings of a request; None if it needed no step."""
-    if not request.scheduled_s:
-        return None
-    return inference_pb2.Timings(
-        queue_us=_microseconds(request.scheduled_s - request.arrival_s),
-        prefill_us=_microseconds(request.first_token_s - request.scheduled_s),
-        decode_us=_microseconds(request.ended_s - request.first_token_s),
-    )
-
-
-def _microseconds(seconds: float) -> int:
-    return max(0, round(1e6 * seconds))
-
-
-def _finished_at_once(
-    request: Request, reason: FinishReason, stop_token_id: int | None
-) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        start_pos=request.num_generated_tokens,
-        num_cached_tokens=0,
-        finish=_finish_of(request, reason, stop_token_id),
-    )
 
 
 class WorkerService(BlockServicer):

@@ -184,7 +184,7 @@ async def test_more_log_probabilities_of_a_prompt_than_are_kept_are_refused(
 async def test_log_probabilities_of_a_long_prompt_come_whole(
     worker: GatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.worker.server.service.PROMPT_LOGPROBS_AT_ONCE", 7)
+    monkeypatch.setattr("headrace.worker.server.responses.PROMPT_LOGPROBS_AT_ONCE", 7)
     sampling = SamplingParams(max_tokens=2, prompt_logprobs=2, **GREEDY)
     prompt = [3, 5, 7, *expected_tokens([3, 5, 7], 97, VOCAB_SIZE)]
     entries = (await worker.generate(token_ids=prompt, sampling=sampling))[0].prompt_logprobs
