@@ -231,7 +231,7 @@ def add_services(
         card=card,
     )
     grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
-    adapters = AdapterDesk(model.adapters, hub, card.name)
+    adapters = AdapterDesk(model.adapters, hub, card.name, config.max_ttft_s)
     inference = InferenceService(mailbox, hub, limits, grammars, observer, adapters)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)

@@ -114,14 +114,16 @@ class Forecast:
 
     def overdue(self) -> list[tuple[Request, StatusError]]:
         """Requests that have waited too long for their first step, because their prediction was wrong; with the error
-        for each. Checks at most a few times a second."""
+        for each. Call it after a step has been scheduled, so that requests that need not wait are not among them.
+        Checks at most a few times a second."""
         now_s = self._clock()
         if now_s < self._next_look_s or not self._scheduler.waiting:
             return []
         self._next_look_s = now_s + _LOOK_S
         found = []
         for request in self._scheduler.waiting:
-            waited_s = now_s - request.arrival_s - request.fetch_wait_s  # those it did not wait for others
+            own_s = request.preparing_s + request.fetch_wait_s  # it waited for itself, not for others
+            waited_s = now_s - request.arrival_s - own_s
             bound_s = min(self._max_wait_s, request.max_wait_s)
             if waited_s >= bound_s and not request.scheduled_s and not request.is_resumed:
                 found.append((request, has_waited_too_long(waited_s)))

@@ -63,14 +63,15 @@ class EngineThread(ServingThread):
             if self._fetching is not None:
                 for request in self._fetching.take_ready():
                     self._engine.scheduler.add(request)
-            self._refuse_overdue()
             has_stepped = self._engine.advance(self._deliver)
             if has_stepped:
                 self.num_turns += 1
                 self._forecast.observe()
             elif self._fetching is not None and self._engine.scheduler.has_requests:
                 time.sleep(_POLL_S)  # the pool waits for blocks that are fetched
-            has_news = self._fetching is not None and self._fetching.take_news()
+            has_news = self._refuse_overdue()
+            if self._fetching is not None:
+                has_news |= self._fetching.take_news()
             if has_stepped or commands or has_news:
                 self._report = self._report_if_due(commands_came=bool(commands))
 
@@ -91,12 +92,13 @@ class EngineThread(ServingThread):
         if refused:
             self._mailbox.deliver(refused, None)
 
-    def _refuse_overdue(self) -> None:
-        """End requests that have waited too long for their first step."""
+    def _refuse_overdue(self) -> bool:
+        """End requests that have waited too long for their first step. Returns whether there were any."""
         scheduler = self._engine.scheduler
         overdue = [scheduler.give_back(request, error) for request, error in self._forecast.overdue()]
         if overdue:
             self._mailbox.deliver(overdue, None)
+        return bool(overdue)
 
     def _receive(self) -> list[Command] | None:
         """The new commands. Waits for one if there is nothing to do; None means stop."""

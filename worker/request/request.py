@@ -135,6 +135,8 @@ class Request:
     """The first of its blocks for which it has waited while they were fetched for another request."""
     fetch_wait_s: float = 0.0
     """How long it has waited for blocks from the disk or from another worker, in seconds."""
+    preparing_s: float = 0.0
+    """How long it has waited for its grammar and its adapter before it was queued, in seconds."""
     lacks_blocks_since_s: float = 0.0
     """The time since when it is the first that waits, without enough free KV blocks. Others may overtake it for some
     time."""

@@ -26,11 +26,12 @@ _NO_ADAPTERS = "this worker was started without adapters; start it with --adapte
 
 class AdapterDesk:
     """The adapters of one worker for its services. Without a library it refuses all adapters. `model` is the name of
-    the base model."""
+    the base model. No request waits longer than `max_wait_s` for its adapter and for others together."""
 
-    def __init__(self, library: AdapterLibrary | None, hub: WatchHub, model: str) -> None:
+    def __init__(self, library: AdapterLibrary | None, hub: WatchHub, model: str, max_wait_s: float = math.inf) -> None:
         self._library = library
         self._model = model
+        self._max_wait_s = max_wait_s
         self._releases: set[asyncio.Task[None]] = set()
         if library is not None:
             hub.serve_adapters(self.list, self._message, library.in_memory, self._counters)
@@ -45,16 +46,19 @@ class AdapterDesk:
         return self._library.find(name)
 
     async def hold(self, adapter: Adapter | None, request: Request) -> None:
-        """Keep the adapter in memory for a request, until `let_go`. Time spent here counts towards the longest wait of
-        the request. StatusError."""
+        """Keep the adapter in memory for a request, until `let_go`. Time spent here shortens how long the request may
+        wait for others. StatusError."""
         if adapter is None:
             return
         assert self._library is not None
         now_s = time.monotonic()
-        most_s = math.inf if request.is_resumed else request.max_wait_s
-        timeout_s = max(min(most_s, request.deadline_s - now_s, _MAX_WAIT_S), 0.0)
+        most_s = min(request.max_wait_s, self._max_wait_s)
+        patience_s = math.inf if request.is_resumed else most_s
+        timeout_s = max(min(patience_s, request.deadline_s - now_s, _MAX_WAIT_S), 0.0)
         request.adapter_slot = await self._library.acquire(adapter, timeout_s)
-        request.max_wait_s = max(request.max_wait_s - (time.monotonic() - now_s), 0.0)
+        held_s = time.monotonic() - now_s
+        request.max_wait_s = max(most_s - held_s, 0.0)
+        request.preparing_s += held_s  # so that it counts once
 
     def let_go(self, adapter: Adapter | None, request: Request, *, was_submitted: bool = True) -> None:
         """Release the adapter of a request, once the engine has ended the request: a step may still be computing it."""

@@ -160,6 +160,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if source is None:
             return
         ends = message.stop_token_ids if message.ignore_eos else request.sampling.stop_token_ids
+        begun_s = time.monotonic()
         constraint = await self._grammars.constrain(
             source,
             end_token_ids=ends,
@@ -167,6 +168,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             tenant=decoded.message.tenant,
             priority=request.priority,
         )
+        request.preparing_s += time.monotonic() - begun_s
         request.sampling = replace(request.sampling, constraint=constraint)
 
 

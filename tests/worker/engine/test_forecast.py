@@ -262,12 +262,16 @@ def test_who_has_waited_too_long_is_given_back_whatever_was_predicted(
     assert [request for request, _ in forecast.overdue()] == [late[0]], "and no answer that has begun"
 
 
-def test_the_wait_for_its_own_blocks_does_not_count(engine: EngineUnderTest, forecast: Forecast, clock: Clock) -> None:
+@pytest.mark.parametrize(
+    "own", [{"fetch_wait_s": 3.5}, {"preparing_s": 3.5}, {"fetch_wait_s": 2.0, "preparing_s": 1.5}]
+)
+def test_the_wait_for_its_own_blocks_and_grammar_does_not_count(
+    engine: EngineUnderTest, forecast: Forecast, clock: Clock, own: dict[str, float]
+) -> None:
     """Nobody else is there, so an error that says "busy" would be wrong."""
-    request = new(distinct(10, 20), max_wait_s=3.0)
+    request = new(distinct(10, 20), max_wait_s=3.0, **own)
     request.arrival_s = clock.now
     clock.now += 4.0
-    request.fetch_wait_s = 3.5
     engine.scheduler.add(request)
     assert not forecast.overdue()
     clock.now += 2.6
