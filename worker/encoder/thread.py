@@ -45,12 +45,12 @@ class EncoderThread(ServingThread):
         self._mailbox.deliver((), encoder.report(self._num_taken))
         while (commands := self._take()) is not None:
             outputs = self._apply(commands)
-            outputs += self._overdue()
             places = [self._ended.popleft() for _ in range(len(self._ended))]
             for place in places:
                 outputs += encoder.end(place)
                 encoder.begin_batches()
             encoder.begin_batches()
+            outputs += self._overdue()  # only those for which there is no room
             self.num_turns += len(places)
             if commands or outputs or places:
                 self._mailbox.deliver(outputs, encoder.report(self._num_taken))

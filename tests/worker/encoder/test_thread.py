@@ -101,3 +101,18 @@ async def test_what_raises_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> 
     mailbox.submit(text(3))
     await asyncio.to_thread(thread.join, 5)
     assert failures == ["the encoder failed: spoiled"]
+
+
+async def test_an_idle_encoder_refuses_no_text_however_short_its_bound() -> None:
+    """A router sends 0 if the text has used its time up there."""
+    mailbox, runner = Mailbox(10, lambda report: None), ThreadedRunner()
+    runner.on_end = mailbox.wake
+    thread = EncoderThread(Encoder(runner, Batcher(BatchLimits())), mailbox, runner.ended)
+    one = text(3)
+    one.max_wait_s = 0.0
+    stream = mailbox.submit(one)
+    thread.start()
+    (output,) = await stream.next()
+    mailbox.stop()
+    thread.join(5)
+    assert output.error is None
