@@ -124,7 +124,7 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain makes the worker refuse new requests (UNAVAILABLE, DRAINING). It returns when the running ones have ended, or at
+        """Drain makes the worker refuse new requests (UNAVAILABLE, DRAINING). It returns when the accepted ones have ended, or at
         the call's deadline. With `undo`, the worker accepts requests again, and the call returns at once; it fails with
         DRAINING if the process is stopping.
         """

@@ -9,9 +9,10 @@ The engine thread calls the event loop once per step, however many requests the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -113,6 +114,7 @@ class Mailbox:
         self._on_report = on_report
         self._loop = asyncio.get_running_loop()
         self._streams: dict[Request, OutputStream] = {}
+        self._expected: set[Request] = set()
         self._num_prompt_logprobs = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -123,23 +125,32 @@ class Mailbox:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
+        """Requests that are expected or have not ended."""
+        return len(self._streams) + len(self._expected)
 
     @property
     def is_stopped(self) -> bool:
         """Whether `stop` was called."""
         return self._stopping
 
+    @contextlib.contextmanager
+    def expecting(self, request: Request) -> Iterator[None]:
+        """Count a request as open that is not ready for the engine yet, until `submit`, or until the block is left.
+        StatusError QUEUE_FULL as in `submit`."""
+        self._refuse_if_full(request)
+        self._expected.add(request)
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._expected.discard(request)
+            self._note_if_empty()
+
     def submit(self, request: Request) -> OutputStream:
         """Hand a request to the engine. StatusError QUEUE_FULL if there are too many already, unless the request is
-        resumed."""
-        if len(self._streams) >= self._capacity and not request.is_resumed:
-            raise StatusError(
-                Reason.QUEUE_FULL,
-                f"the worker has {len(self._streams)} requests already, which is its limit; try again later",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        expected or resumed."""
+        if request not in self._expected:
+            self._refuse_if_full(request)
         num_logprobs = request.num_prompt_logprob_values
         if num_logprobs and self._num_prompt_logprobs + num_logprobs > MAX_PROMPT_LOGPROBS_KEPT:
             raise StatusError(
@@ -149,6 +160,7 @@ class Mailbox:
                 retry_after_s=RETRY_AFTER_S,
             )
         self._num_prompt_logprobs += num_logprobs
+        self._expected.discard(request)
         stream = self._streams[request] = OutputStream(request, self._closed)
         self._empty.clear()
         self._send(Command(request, is_cancel=False))
@@ -203,6 +215,18 @@ class Mailbox:
         except Exception as error:
             self._on_failure("the engine's outputs could not be passed on", error)
 
+    def _refuse_if_full(self, request: Request) -> None:
+        if self.num_open >= self._capacity and not request.is_resumed:
+            raise StatusError(
+                Reason.QUEUE_FULL,
+                f"the worker has {self.num_open} requests already, which is its limit; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _note_if_empty(self) -> None:
+        if not self.num_open:
+            self._empty.set()
+
     def _send(self, command: Command) -> None:
         with self._arrived:
             self._commands.append(command)
@@ -212,7 +236,6 @@ class Mailbox:
         if self._streams.pop(stream.request, None) is None:
             return
         self._num_prompt_logprobs -= stream.request.num_prompt_logprob_values
-        if not self._streams:
-            self._empty.set()
+        self._note_if_empty()
         if not stream.has_ended:
             self._send(Command(stream.request, is_cancel=True))

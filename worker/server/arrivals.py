@@ -1,7 +1,8 @@
 """Requests that have arrived but are not in the engine's reports yet, and whether a router knew of them.
 
 The engine receives requests between two steps and reports after the step, so new requests would be invisible for some
-hundred milliseconds. A router's belief about a worker is compared with the last report plus these arrivals.
+hundred milliseconds, and longer while a grammar is compiled or an adapter is read. A router's belief about a worker is
+compared with the last report plus these arrivals.
 
 Pure.
 """
@@ -9,19 +10,22 @@ Pure.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from headrace.protos.inference_pb2 import Belief
 
 
-class _Arrival(NamedTuple):
-    number: int
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that counts: its tokens that are not expected to be cached, and the KV blocks that it will take."""
+
     num_tokens: int
     num_blocks: int
 
 
 class Arrivals:
-    """Counts the requests of one worker from their arrival until a report includes them, in the order of the mailbox.
+    """Counts the requests of one worker from their arrival until a report includes them. Reports include them in the
+    order in which they were handed over to the engine.
 
     `num_requests`, `num_tokens` (not expected to be cached) and `num_blocks` (KV blocks of `block_size` that they will
     take) are sums over them.
@@ -32,26 +36,39 @@ class Arrivals:
         self.num_tokens = 0
         self.num_blocks = 0
         self._block_size = block_size
-        self._num_ever = 0
-        self._arrivals: deque[_Arrival] = deque()
+        self._num_shown = 0
+        self._handed_over: deque[Arrival] = deque()
 
-    def add(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """A request has arrived; `num_cached_tokens` of its tokens are expected to be cached."""
+    def expect(self, num_tokens: int, num_cached_tokens: int) -> Arrival:
+        """A request has arrived; `num_cached_tokens` of its tokens are expected to be cached. `hand_over` or `drop`
+        follows."""
         num_cached_tokens = min(num_cached_tokens, num_tokens - 1)
         num_blocks = -(-(num_tokens + 1) // self._block_size) - num_cached_tokens // self._block_size
-        self._num_ever += 1
-        self._arrivals.append(_Arrival(self._num_ever, num_tokens - num_cached_tokens, num_blocks))
+        arrival = Arrival(num_tokens - num_cached_tokens, num_blocks)
         self.num_requests += 1
-        self.num_tokens += num_tokens - num_cached_tokens
-        self.num_blocks += num_blocks
+        self.num_tokens += arrival.num_tokens
+        self.num_blocks += arrival.num_blocks
+        return arrival
+
+    def hand_over(self, arrival: Arrival) -> None:
+        """The engine has got the request."""
+        self._handed_over.append(arrival)
+
+    def drop(self, arrival: Arrival) -> None:
+        """The engine will not get the request, or a report includes it."""
+        self.num_requests -= 1
+        self.num_tokens -= arrival.num_tokens
+        self.num_blocks -= arrival.num_blocks
+
+    def add(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """A request has arrived, and the engine has got it."""
+        self.hand_over(self.expect(num_tokens, num_cached_tokens))
 
     def shown(self, num_taken: int) -> None:
-        """A report includes the first `num_taken` requests that ever arrived."""
-        while self._arrivals and self._arrivals[0].number <= num_taken:
-            arrival = self._arrivals.popleft()
-            self.num_requests -= 1
-            self.num_tokens -= arrival.num_tokens
-            self.num_blocks -= arrival.num_blocks
+        """A report includes the first `num_taken` requests that were ever handed over."""
+        while self._handed_over and self._num_shown < num_taken:
+            self.drop(self._handed_over.popleft())
+            self._num_shown += 1
 
 
 def is_contradicted(belief: Belief, num_requests: int, num_uncached_tokens: int) -> bool:

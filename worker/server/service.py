@@ -91,10 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 return
             if span.is_recording:
                 admitted.steps = []
-            await self._constrain(admitted, decoded)
-            await self._adapters.hold(adapter, admitted)
-            stream = self._submit(admitted, adapter)
-            self._hub.arrived(admitted.num_tokens, request.belief)
+            stream = await self._hand_over(admitted, decoded, adapter)
         except StatusError as error:
             self._observer.refused(span, error)
             await abort(context, error)
@@ -120,13 +117,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """See the proto."""
         await self.sessions.serve(request_iterator, context)
 
-    def _submit(self, admitted: Request, adapter: Adapter | None) -> OutputStream:
-        """Hand a request that holds its adapter to the engine."""
-        try:
-            return self._mailbox.submit(admitted)
-        except StatusError:
-            self._adapters.let_go(adapter, admitted, was_submitted=False)
-            raise
+    async def _hand_over(self, admitted: Request, decoded: DecodedRequest, adapter: Adapter | None) -> OutputStream:
+        """Make a request ready and hand it to the engine. It counts as open from the beginning, and a drain waits for
+        it. What was admitted before the drain is answered."""
+        with self._mailbox.expecting(admitted), self._hub.expecting(admitted.num_tokens, decoded.message.belief):
+            await self._constrain(admitted, decoded)
+            await self._adapters.hold(adapter, admitted)
+            try:
+                return self._mailbox.submit(admitted)
+            except StatusError:
+                self._adapters.let_go(adapter, admitted, was_submitted=False)
+                raise
 
     def _admit(self, decoded: DecodedRequest, deadline_s: float | None, adapter_sha256: str) -> Request:
         if self._hub.draining:

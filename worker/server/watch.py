@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from headrace.protos import worker_pb2
@@ -189,13 +189,27 @@ class WatchHub:
         for watcher in self._watchers:
             watcher.note(report)
 
-    def arrived(self, num_tokens: int, belief: Belief) -> None:
-        """A request was handed to the engine. The engine's next reports may not include it yet."""
-        self._arrivals.add(num_tokens, belief.num_cached_tokens)
-        self._version += 1
+    @contextlib.contextmanager
+    def expecting(self, num_tokens: int, belief: Belief) -> Iterator[None]:
+        """A request has arrived, and is handed to the engine inside the block, unless the block raises. The engine's
+        reports do not include it yet, nor may the next ones after the block."""
+        arrival = self._arrivals.expect(num_tokens, belief.num_cached_tokens)
         for watcher in self._watchers:
             if belief.watcher_id and watcher.watcher_id == belief.watcher_id:
                 watcher.placement_ids.append(belief.placement_id)
+        self._note_change()
+        try:
+            yield
+        except BaseException:
+            self._arrivals.drop(arrival)
+            self._note_change()
+            raise
+        self._arrivals.hand_over(arrival)
+
+    def _note_change(self) -> None:
+        """The load has changed."""
+        self._version += 1
+        for watcher in self._watchers:
             watcher.changed.set()
 
     def contradiction(self, belief: Belief) -> StatusError | None:

@@ -26,6 +26,21 @@ def test_requests_count_until_a_report_shows_them_in_the_order_in_which_they_cam
     assert sums(arrivals) == (0, 0, 0)
 
 
+def test_requests_that_are_not_handed_over_in_order_count_until_they_are_shown_or_dropped() -> None:
+    arrivals = Arrivals(block_size=16)
+    first, second, third = (arrivals.expect(num_tokens, 0) for num_tokens in (100, 10, 1))
+    arrivals.hand_over(second)
+    arrivals.shown(1)
+    assert sums(arrivals) == (2, 101, 7 + 1)
+    arrivals.drop(third)
+    assert sums(arrivals) == (1, 100, 7)
+    arrivals.shown(1)
+    assert sums(arrivals) == (1, 100, 7), "it has not been handed over"
+    arrivals.hand_over(first)
+    arrivals.shown(2)
+    assert sums(arrivals) == (0, 0, 0)
+
+
 def test_a_token_is_computed_whatever_is_said_to_be_cached() -> None:
     arrivals = Arrivals(block_size=16)
     arrivals.add(32, 1000)

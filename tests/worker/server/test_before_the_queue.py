@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
-from headrace.protos.inference_pb2 import Constraint, GenerateRequest, SamplingParams
+from headrace.protos import worker_pb2
+from headrace.protos.inference_pb2 import Belief, Constraint, GenerateRequest, SamplingParams
+from headrace.protos.status import Reason, StatusError, error_of
+from headrace.worker.grammar.compiler import Grammars
 from headrace.worker.request import params
 from headrace.worker.request.request import Request
 from headrace.worker.server import adapters, service
@@ -15,7 +20,7 @@ from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import DecodedRequest
 from headrace.worker.server.service import InferenceService
 from headrace.worker.server.watch import WatchHub
-from tests.worker.server.running import running_worker, small_engine
+from tests.worker.server.running import MAX_NUM_SEQS, RunningWorker, running_worker, small_engine
 
 GREEDY = {"temperature": 0.0}
 
@@ -90,3 +95,78 @@ async def test_an_answer_that_has_begun_waits_for_its_adapter_beyond_both_bounds
     adapter: Any = object()
     await desk.hold(adapter, new(max_wait_s=1.0, resume_token_ids=[5]))
     assert slow.timeout_s == 600.0
+
+
+class Compiling:
+    """Grammars that are compiled until `done` is set. Then requests are answered without one, or `error` is raised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done = asyncio.Event()
+        self.num_waiting = 0
+        self.error: StatusError | None = None
+
+        async def constrain(*_: object, **__: object) -> None:
+            self.num_waiting += 1
+            await self.done.wait()
+            if self.error is not None:
+                raise self.error
+
+        monkeypatch.setattr(Grammars, "constrain", constrain)
+
+    async def begin(self, worker: RunningWorker, **fields: Any) -> asyncio.Task[Any]:
+        """A request whose grammar is being compiled."""
+        before = self.num_waiting
+        sampling = SamplingParams(max_tokens=2, constraint=Constraint(regex="a"), **GREEDY)
+        call = asyncio.create_task(worker.generate(token_ids=range(12), sampling=sampling, **fields))
+        await worker.until(lambda: self.num_waiting > before)
+        return call
+
+
+@pytest.fixture
+async def compiling(monkeypatch: pytest.MonkeyPatch) -> Compiling:
+    return Compiling(monkeypatch)
+
+
+async def test_a_drain_waits_for_a_request_whose_grammar_is_compiled(compiling: Compiling) -> None:
+    async with running_worker(small_engine()) as worker:
+        call = await compiling.begin(worker)
+        assert not await worker.mailbox.wait_until_empty(0.0), "what a worker that stops waits for"
+        early = await worker.worker.Drain(worker_pb2.DrainRequest(), timeout=0.3)
+        assert early.num_running == 1
+        compiling.done.set()
+        assert (await worker.worker.Drain(worker_pb2.DrainRequest())).num_running == 0
+        assert (await call)[-1].HasField("finish"), "it was admitted before the drain"
+
+
+async def test_requests_whose_grammars_are_compiled_count_for_the_bound(compiling: Compiling) -> None:
+    async with running_worker(small_engine()) as worker:
+        calls = [await compiling.begin(worker) for _ in range(MAX_NUM_SEQS + 2)]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await worker.generate(token_ids=[1])
+        assert error_of(caught.value).reason is Reason.QUEUE_FULL
+        compiling.done.set()
+        for call in calls:
+            assert (await call)[-1].HasField("finish")
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_routers_see_a_request_whose_grammar_is_compiled(compiling: Compiling, is_refused: bool) -> None:
+    async with running_worker(small_engine()) as worker:
+        watch = worker.worker.Watch(worker_pb2.WatchRequest(watcher_id=5))
+        assert (await watch.read()).load.num_arrived == 0
+        call = await compiling.begin(worker, belief=Belief(watcher_id=5, placement_id=77, num_cached_tokens=4))
+        seen = await watch.read()
+        assert (list(seen.placement_ids), seen.load.num_arrived, seen.load.arrived_tokens) == ([77], 1, 8)
+        plain = await worker.generate(token_ids=[1], sampling=SamplingParams(max_tokens=1, **GREEDY))
+        assert plain[-1].HasField("finish"), "which overtakes it"
+        await worker.until(lambda: worker.hub.report.num_taken == 1)
+        assert worker.hub.load().num_arrived == 1
+        compiling.error = StatusError(Reason.INVALID_FIELD, "no grammar") if is_refused else None
+        compiling.done.set()
+        if is_refused:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call
+        else:
+            await call
+        await worker.until(lambda: worker.hub.load().num_arrived == worker.hub.load().arrived_tokens == 0)
+        watch.cancel()
