@@ -136,12 +136,15 @@ class DraftModel:
         self._contents: list[int | None] = [None] * kv_cache.pool.num_blocks
         self._progress: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
         self._samplings: WeakKeyDictionary[Request, SamplingParams | None] = WeakKeyDictionary()
+        self._num_known: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._size = 0
 
     def can_serve(self, request: Request) -> bool:
-        """Whether the smaller model knows all tokens that the request may have, and can follow its grammar."""
+        """Whether the smaller model knows all tokens of the request, and can follow its grammar."""
         if request not in self._samplings:
             self._samplings[request] = self._sampling_of(request)
+        if self._samplings[request] is not None and not self._knows_tokens(request):
+            self._samplings[request] = None
         return self._samplings[request] is not None
 
     def num_behind(self, request: Request) -> int:
@@ -296,12 +299,18 @@ class DraftModel:
         """How many tokens of a proposal's shadow the smaller model keeps if they are accepted."""
         return shadow.num_computed_tokens
 
+    def _knows_tokens(self, request: Request) -> bool:
+        """Whether the tokens that the request has got since the last call are in the smaller model's vocabulary."""
+        size, num_known = self._runner.vocab_size, self._num_known.get(request, 0)
+        if size < self._vocab_size:
+            self._num_known[request] = request.num_tokens
+            return max(request.token_ids[num_known:], default=0) < size
+        return True
+
     def _sampling_of(self, request: Request) -> SamplingParams | None:
         """The request's parameters for the smaller model, which may know fewer tokens; None if it cannot serve it."""
         size, sampling = self._runner.vocab_size, request.sampling
         if sampling.constraint is not None and size > self._vocab_size:
-            return None
-        if size < self._vocab_size and max(request.token_ids) >= size:
             return None
         allowed = tuple(token_id for token_id in sampling.allowed_token_ids if token_id < size)
         if sampling.allowed_token_ids and not allowed:

@@ -3,8 +3,9 @@ fails."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 # Catching up with a request may cost at most this share of the time that drafts may save for the rest of its answer.
 _WORTH = 0.5
-# After this many failures in a row, the smaller model is not used any more.
+# After this many steps in a row in which it failed and did nothing, the smaller model is not used any more.
 _MOST_FAILURES = 8
 
 
@@ -32,13 +33,14 @@ class Branches(Protocol):
 
 
 class ModelDrafts:
-    """The drafts of a smaller model. If it fails, requests continue without drafts."""
+    """The drafts of a smaller model. If it fails for a request, the request continues without drafts."""
 
     def __init__(self, model: DraftModel, grammars: Branches) -> None:
         self.source, self.max_tokens, self.has_branches = model.source, model.max_tokens, model.has_branches
         self._model, self._grammars = model, grammars
         self._barred: WeakSet[Request] = WeakSet()
         self._num_failures = 0
+        self._has_worked = self._has_failed = False
 
     def can_serve(self, request: Request) -> bool:
         """Whether the smaller model may draft for the request."""
@@ -66,29 +68,48 @@ class ModelDrafts:
         A draft is dropped if there are no blocks for it, or if the smaller model still has to catch up with the
         request. It catches up in pieces, so that no step takes twice as long."""
         done = [NO_DRAFT if draft.source is self.source else draft for draft in drafts]
+        asked, behind = self._ask_all(streams, drafts, kv_cache)
+        for place, proposal in self._proposals(asked).items():
+            done[place] = _completed(drafts[place], proposal, streams[place].sampling.stop_token_ids)
+        if behind is not None:
+            with self._noting(behind[0]):
+                self._catch_up(*behind, line, len(streams))
+        self._count_failure()
+        return done
+
+    def _ask_all(
+        self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager
+    ) -> tuple[dict[int, Asked], tuple[Request, int] | None]:
+        """The requests to draft for, by their places, and the first one that is behind, with its number of tokens."""
         asked: dict[int, Asked] = {}
         behind: tuple[Request, int] | None = None
-        failing = streams
-        try:
-            for place, (request, draft) in enumerate(zip(streams, drafts, strict=True)):
-                count = len(draft.token_ids)
-                if draft.source is not self.source or not count:
-                    continue
+        for place, (request, draft) in enumerate(zip(streams, drafts, strict=True)):
+            count = len(draft.token_ids)
+            if draft.source is not self.source or not count:
+                continue
+            with self._noting(request):
                 if self._model.num_behind(request) > MAX_BEHIND:
                     behind = behind or (request, count)
                 elif self._has_blocks(request, count, len(streams), kv_cache):
                     self._ask(place, request, draft, asked)
-            failing = [streams[place] for place in asked]
-            found = self._model.propose(list(asked.values()))
-            for place, proposal in zip(asked, found, strict=True):
-                done[place] = _completed(drafts[place], proposal, streams[place].sampling.stop_token_ids)
-            if behind is not None:
-                failing = behind[:1]
-                self._catch_up(*behind, line, len(streams))
-            self._num_failures = 0
-        except Exception:
-            self._note_failure(failing)
-        return done
+        return asked, behind
+
+    def _proposals(self, asked: Mapping[int, Asked]) -> dict[int, Proposal]:
+        """The proposals, by place. If that raises, each request is asked alone, and only those that raise get none."""
+        if len(asked) > 1:
+            try:
+                found = self._model.propose(list(asked.values()))
+            except Exception as error:
+                log.warning("the draft model failed for %d requests; trying each alone: %r", len(asked), error)
+            else:
+                self._has_worked = True
+                return dict(zip(asked, found, strict=True))
+        proposals = {}
+        for place, one in asked.items():
+            with self._noting(one.request):
+                (proposals[place],) = self._model.propose([one])
+                self._has_worked = True
+        return proposals
 
     def _ask(self, place: int, request: Request, draft: Draft, asked: dict[int, Asked]) -> None:
         """Add a request to draft for. It gets no draft if the place in its grammar is not known yet."""
@@ -117,12 +138,27 @@ class ModelDrafts:
             self._barred.add(request)
         else:
             model.catch_up(request, max(MAX_BEHIND, model.times.tokens_for(line.base_ms, past)))
+            self._has_worked = True
 
-    def _note_failure(self, requests: Sequence[Request]) -> None:
-        self._barred.update(requests)
-        self._num_failures += 1
-        is_last = self._num_failures == _MOST_FAILURES
-        log.exception("the draft model failed%s", "; it is not used any more" if is_last else "")
+    @contextlib.contextmanager
+    def _noting(self, request: Request) -> Iterator[None]:
+        """If the block raises, the request gets no more drafts."""
+        try:
+            yield
+        except Exception:
+            log.exception("the draft model failed")
+            self._barred.add(request)
+            self._has_failed = True
+
+    def _count_failure(self) -> None:
+        """Count steps in which the smaller model failed for all requests."""
+        if self._has_worked:
+            self._num_failures = 0
+        elif self._has_failed:
+            self._num_failures += 1
+            if self._num_failures == _MOST_FAILURES:
+                log.error("the draft model failed %d times in a row; it is not used any more", _MOST_FAILURES)
+        self._has_worked = self._has_failed = False
 
 
 def _completed(draft: Draft, proposal: Proposal, stop_token_ids: Collection[int]) -> Draft:

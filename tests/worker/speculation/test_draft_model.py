@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
@@ -16,8 +17,10 @@ import pytest
 
 from headrace.worker.engine.build import Draft
 from headrace.worker.model.batch import Batch
+from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.speculation.model_drafts import ModelDrafts
 from tests.worker.conftest import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -159,6 +162,52 @@ def test_vocabularies_may_be_padded_to_other_sizes(size: int) -> None:
         assert engine.tokens[request] == expected_tokens(request.prompt_token_ids, 20, VOCAB_SIZE)
     assert set(engine.tokens[requests[1]]) == {VOCAB_SIZE - 1}
     assert (high.num_drafted > 0) == (size > VOCAB_SIZE)
+
+
+def test_an_answer_beyond_the_smaller_vocabulary_gets_no_more_drafts() -> None:
+    """The smaller model has no embedding for its tokens, and penalties would change logits that are not there."""
+    size, prompts = VOCAB_SIZE - 10, [[7, 8, number] for number in range(200)]
+    answers = [expected_tokens(prompt, 40, VOCAB_SIZE) for prompt in prompts]
+    within = next(number for number, answer in enumerate(answers) if max(answer) < size)
+    beyond = [number for number, answer in enumerate(answers) if max(answer[:10]) < size <= max(answer[10:30])][:4]
+    runner = FakeDraftRunner(128, 1.0, size)
+    engine = make_engine(128, speculation="draft", draft=Draft(runner, BatchSampler(), FREE_STEPS))
+    assert engine.scheduler.speculation is not None
+    drafts = engine.scheduler.speculation.model_drafts
+    assert drafts is not None
+    requests = [engine.request(prompts[number], 40, repetition_penalty=1.1) for number in (within, *beyond)]
+    engine.run()
+    for request, number in zip(requests, (within, *beyond), strict=True):
+        assert engine.tokens[request] == answers[number]
+        assert request.num_drafted > 0
+    assert runner.blocks.max() < size, "it gets no token that it does not know"
+    assert [drafts.can_serve(request) for request in requests] == [True, False, False, False, False]
+
+
+def test_a_request_whose_draft_fails_does_not_cost_others_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engine_with_model(1.0)
+    assert engine.scheduler.speculation is not None
+    drafts = engine.scheduler.speculation.model_drafts
+    assert isinstance(drafts, ModelDrafts)
+    sample = BatchSampler.sample
+
+    def raising(sampler: BatchSampler, requests: Sequence[Request], *others: Any) -> Any:
+        if sampler is drafts._model._sampler and any(request.prompt_token_ids[0] == 9 for request in requests):
+            raise ZeroDivisionError
+        return sample(sampler, requests, *others)
+
+    monkeypatch.setattr(BatchSampler, "sample", raising)
+    good = [engine.request([number, 2], 200) for number in range(2)]
+    for number in range(10):  # more than the failures after which it would be given up
+        bad = engine.request([9, number], 4)
+        while bad not in engine.last:
+            engine.step()
+        assert bad.num_drafted == 0
+    assert all(drafts.can_serve(request) for request in good)
+    engine.run()
+    for request in good:
+        assert engine.tokens[request] == expected_tokens(request.prompt_token_ids, 200, VOCAB_SIZE)
+        assert request.num_accepted == request.num_drafted > 100
 
 
 @pytest.mark.parametrize("seed", range(20))
