@@ -60,7 +60,7 @@ class LoadCollector(Collector):
         if self._hub.is_published is not None:
             text = "1 while the lease in Redis is renewed. Only with --redis."
             yield GaugeMetricFamily("headrace_worker_lease_published", text, value=self._hub.is_published)
-        for name, value in report.counters.items():
+        for name, value in self._hub.counters.items():
             yield CounterMetricFamily(f"headrace_worker_{name}", f"Total of {name} since the start.", value=value)
         yield from binding_metrics(self._hub.binding)
 

@@ -171,6 +171,11 @@ class WatchHub:
         """Routers that watch."""
         return len({watcher.watcher_id for watcher in self._watchers if watcher.watcher_id})
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """Totals since the start: those of the latest report, and those of adapters."""
+        return self.report.counters | self._adapter_counters()
+
     def publish(self, report: LoadReport) -> None:
         """Receive the state after a step."""
         self.report = report
@@ -271,8 +276,7 @@ class WatchHub:
     def drain(self, draining: bool = True) -> None:
         """Tell all watchers whether new requests are accepted."""
         self.draining = draining or self.is_stopping
-        for watcher in self._watchers:
-            watcher.changed.set()
+        self._note_change()
 
     def fall_silent(self, why: str) -> None:
         """Send nothing to watchers until `speak`, not even heartbeats."""
@@ -359,7 +363,7 @@ class WatchHub:
             decode_step_ms=report.decode_step_ms,
             max_num_seqs=self._max_num_seqs,
             draining=self.draining,
-            counters=worker_pb2.Counters(**report.counters, **self._adapter_counters()),
+            counters=worker_pb2.Counters(**self.counters),
             numa_node=self.binding.numa_node if self.binding is not None else None,
             binding=binding_message(self.binding) if self.binding is not None else None,
             num_arrived=self._arrivals.num_requests,
