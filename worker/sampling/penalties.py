@@ -42,7 +42,16 @@ class SeenTokens:
     `prompt_token_ids` are among the tokens, for the repetition penalty; the other two only count generated tokens.
     """
 
-    __slots__ = ("_counts", "_frequency", "_num_counted", "_penalties", "_presence", "_slots", "_token_ids")
+    __slots__ = (
+        "_counts",
+        "_frequency",
+        "_num_counted",
+        "_num_of_prompt",
+        "_penalties",
+        "_presence",
+        "_slots",
+        "_token_ids",
+    )
 
     def __init__(self, sampling: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
         prompt_ids = np.unique(np.asarray(prompt_token_ids, np.intp))
@@ -51,7 +60,7 @@ class SeenTokens:
         self._token_ids = np.concatenate([prompt_ids, np.zeros(16, np.intp)])
         self._penalties = np.zeros(len(self._token_ids), np.float32)
         self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
-        self._num_counted = 0
+        self._num_of_prompt, self._num_counted = len(prompt_ids), 0
 
     def count(self, request: Request) -> None:
         """Add the tokens that were generated since the last call."""
@@ -64,6 +73,23 @@ class SeenTokens:
             self._counts[slot] += 1
             self._penalties[slot] = self._presence + self._frequency * self._counts[slot]
             self._num_counted += 1
+
+    def take_back(self, request: Request, num_tokens: int) -> None:
+        """Remove the request's tokens after the first `num_tokens`, which it still has. The latest goes first, so
+        a token that occurs only among them has the last slot when it is removed."""
+        first = request.num_prompt_tokens
+        for position in range(first + self._num_counted - 1, num_tokens - 1, -1):
+            token_id = request.token_ids[position]
+            slot = self._slots[token_id]
+            self._counts[slot] -= 1
+            self._num_counted -= 1
+            if self._counts[slot]:
+                self._penalties[slot] = self._presence + self._frequency * self._counts[slot]
+            elif slot < self._num_of_prompt:
+                self._penalties[slot] = 0.0
+            else:
+                del self._slots[token_id]
+                self._counts.pop()
 
     def _add(self, token_id: int) -> int:
         slot = self._slots[token_id] = len(self._counts)
@@ -108,6 +134,12 @@ class PenaltyCounter:
         repetition = np.array([requests[row].sampling.repetition_penalty for row in rows], np.float32)
         subtracted = np.concatenate([of_row.penalties for of_row in seen])
         return Penalties(places, np.repeat(repetition, lengths)[places.order], subtracted[places.order])
+
+    def take_back(self, request: Request, num_tokens: int) -> None:
+        """Forget the request's tokens after the first `num_tokens`."""
+        seen = self._seen.get(request)
+        if seen is not None:
+            seen.take_back(request, num_tokens)
 
     def _seen_by(self, request: Request) -> SeenTokens:
         seen = self._seen.get(request)

@@ -85,6 +85,10 @@ class LogitsProcessors:
         if steps:
             self._look_ahead.begin(steps)
 
+    def begin_again(self, request: Request) -> None:
+        """Begin with the request's constraint, which may be another one now, when it is sampled next."""
+        self._matchers.pop(request, None)
+
     def forced_tokens(self, request: Request) -> Sequence[int]:
         """See BatchSampler."""
         matcher = self._matcher_behind(request)

@@ -70,6 +70,12 @@ class BatchSampler:
         self._processors.begin_look_ahead(requests, [entry.token_id for entry in sampled])
         return sampled
 
+    def take_back(self, request: Request, num_tokens: int) -> None:
+        """Forget the request's place in its grammar, and its tokens after the first `num_tokens`, which are about to be
+        removed from it."""
+        self._penalties.take_back(request, num_tokens)
+        self._processors.begin_again(request)
+
     def forced_tokens(self, request: Request) -> Sequence[int]:
         """Tokens that the request's grammar is likely to require next; none without a grammar."""
         return self._processors.forced_tokens(request)

@@ -58,6 +58,11 @@ class DraftSampler(Protocol):
         """The next token of each request."""
         ...
 
+    def take_back(self, request: Request, num_tokens: int) -> None:
+        """Forget the request's place in its grammar, and its tokens after the first `num_tokens`, which are about to be
+        removed from it."""
+        ...
+
 
 class DraftTimes(Protocol):
     """The learned cost of the smaller model's steps."""
@@ -137,6 +142,7 @@ class DraftModel:
         self._progress: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
         self._samplings: WeakKeyDictionary[Request, SamplingParams | None] = WeakKeyDictionary()
         self._num_known: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._shadows: WeakKeyDictionary[Request, Request] = WeakKeyDictionary()
         self._size = 0
 
     def can_serve(self, request: Request) -> bool:
@@ -161,6 +167,7 @@ class DraftModel:
             self._run(build_batch([Scheduled(self._view(shadow), num_tokens)], self._runner.block_size), padding=0)
             progress.tokens.extend(request.token_ids[len(progress.tokens) : len(progress.tokens) + num_tokens])
             progress.table = request.block_table[:]
+            self._keep(request, shadow)
 
     def propose(self, asked: Sequence[Asked]) -> list[Proposal]:
         """Propose tokens for requests, which have blocks for them."""
@@ -183,6 +190,7 @@ class DraftModel:
             progress = self._progress[request]
             progress.tokens = shadow.token_ids[: self._num_kept(request, shadow)]
             progress.table = request.block_table[:]
+            self._keep(request, shadow)
         return [Proposal(token_ids) for token_ids in found]
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
@@ -277,19 +285,28 @@ class DraftModel:
             self._contents[request.block_table[index]] = None
 
     def _shadow(self, request: Request, progress: Progress, constraint: Constraint | None) -> Request:
-        """The request as the smaller model sees it. Every proposal has a new one, because samplers remember the tokens
-        of requests, and tokens of drafts may be taken back."""
+        """The request as the smaller model sees it. It is used by one proposal, and by others after `_keep`."""
         sampling = self._samplings[request]
         assert sampling is not None
         if constraint is not None:
             vocab_size = self._runner.vocab_size
             sampling = replace(sampling, constraint=replace(constraint, vocab_size=vocab_size))
-        shadow = Request(request.request_id, (), sampling, request.root_hash)
-        shadow.prompt_token_ids, shadow.num_prompt_tokens = request.prompt_token_ids, request.num_prompt_tokens
-        shadow.token_ids = request.token_ids[:]
+        shadow = self._shadows.pop(request, None)
+        if shadow is None:
+            shadow = Request(request.request_id, (), sampling, request.root_hash)
+            shadow.prompt_token_ids, shadow.num_prompt_tokens = request.prompt_token_ids, request.num_prompt_tokens
+        shadow.sampling = sampling
+        shadow.token_ids.extend(request.token_ids[len(shadow.token_ids) :])
         shadow.block_table = request.block_table
         shadow.num_computed_tokens = len(progress.tokens)
         return shadow
+
+    def _keep(self, request: Request, shadow: Request) -> None:
+        """Keep the shadow for the request's next proposal, without the proposed tokens: samplers remember the tokens of
+        requests, and to count them again in each proposal would take milliseconds."""
+        self._sampler.take_back(shadow, request.num_tokens)
+        del shadow.token_ids[request.num_tokens :]
+        self._shadows[request] = shadow
 
     def _view(self, shadow: Request) -> Request:
         """The request's tokens and blocks as the smaller model's sequence has them."""

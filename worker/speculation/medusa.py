@@ -105,6 +105,8 @@ class MedusaModel(DraftModel):
                 for place, entry in zip(active, sampled, strict=True)
                 if self._take(shadows[place], found[place], entry.token_id)
             ]
+        for (request, *_), shadow in zip(asked, shadows, strict=True):
+            self._keep(request, shadow)
         return [Proposal(token_ids, others.get(place)) for place, token_ids in enumerate(found)]
 
     def _others(

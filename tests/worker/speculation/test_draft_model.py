@@ -6,6 +6,7 @@ cases. If that share is 1, a rejected token shows that it read a wrong block, a 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from collections.abc import Sequence
@@ -16,9 +17,12 @@ import numpy as np
 import pytest
 
 from headrace.worker.engine.build import Draft
+from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.model.batch import Batch
 from headrace.worker.request.request import Request
+from headrace.worker.sampling.edits import Edits
 from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.penalties import SeenTokens
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.model_drafts import ModelDrafts
 from tests.worker.conftest import (
@@ -32,6 +36,7 @@ from tests.worker.conftest import (
 )
 from tests.worker.fake_runner import FakeRunner, expected_tokens
 from tests.worker.speculation.test_engine_with_drafts import answered_alike
+from tests.worker.vocabulary import EOS, grammars
 
 # The smaller model's steps cost next to nothing, so that the controller asks for many tokens.
 FREE_STEPS = KnownCosts(1e-6, 1e-8)
@@ -182,6 +187,43 @@ def test_an_answer_beyond_the_smaller_vocabulary_gets_no_more_drafts() -> None:
         assert request.num_drafted > 0
     assert runner.blocks.max() < size, "it gets no token that it does not know"
     assert [drafts.can_serve(request) for request in requests] == [True, False, False, False, False]
+
+
+def test_the_tokens_of_a_request_are_counted_once_for_all_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    for kind in (SeenTokens, Edits):
+        begin = kind.__init__
+
+        def counted(self: Any, *args: Any, begin: Any = begin) -> None:
+            made.append(1)
+            begin(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", counted)
+    engine, runner = engine_with_model(0.8)
+    options = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "allowed_token_ids": tuple(range(0, VOCAB_SIZE, 3))}
+    request = engine.request([number % 97 for number in range(10)], 60, **options)
+    engine.run()
+    assert len(runner.batch_sizes) > 20
+    assert 0 < request.num_accepted < request.num_drafted, "some were taken back"
+    assert sum(made) == 4, "the target's and the smaller model's"
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_drafts_follow_a_grammar_beside_penalties(num_streams: int) -> None:
+    constraint = asyncio.run(
+        grammars().constrain(ConstraintSource("regex", ("[a-f]{40}",)), end_token_ids=[EOS], generated=[])
+    )
+    options = {"constraint": constraint, "repetition_penalty": 1.3, "frequency_penalty": 0.3, "temperature": 0.7}
+    engines = make_engine(), engine_with_model(1.0)[0]
+    answers = []
+    for engine in engines:
+        if engine.scheduler.speculation is not None:
+            engine.scheduler.speculation.looks_up = False
+        requests = [engine.request([7, seed], 60, seed=seed, **options) for seed in range(num_streams)]
+        engine.run()
+        answers.append([engine.tokens[request] for request in requests])
+    assert answers[0] == answers[1]
+    assert all(0 < request.num_accepted == request.num_drafted for request in requests)
 
 
 def test_a_request_whose_draft_fails_does_not_cost_others_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
