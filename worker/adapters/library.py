@@ -227,16 +227,21 @@ class AdapterLibrary:
 
     async def _bring(self, adapter: Adapter, timeout_s: float) -> None:
         """Read an adapter into memory, or wait for a task that already does so."""
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        while not adapter.is_in_memory:
+            if adapter.loading is None:
+                slot = self._take_slot(adapter)
+                if slot is None:
+                    await self._wait_for_slot(until_s)
+                    continue
+                adapter.loading = asyncio.create_task(self._put(adapter, slot))
+            await self._loaded(adapter)
+
+    async def _wait_for_slot(self, until_s: float) -> None:
+        """Wait until a slot may be free, at most until this time of the event loop. StatusError (QUEUE_FULL)."""
         try:
-            async with asyncio.timeout(timeout_s):
-                while not adapter.is_in_memory:
-                    if adapter.loading is None:
-                        slot = self._take_slot(adapter)
-                        if slot is None:
-                            await self._next_release()
-                            continue
-                        adapter.loading = asyncio.create_task(self._put(adapter, slot))
-                    await self._loaded(adapter)
+            async with asyncio.timeout_at(until_s):
+                await self._next_release()
         except TimeoutError:
             raise StatusError(
                 Reason.QUEUE_FULL,

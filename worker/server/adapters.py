@@ -17,10 +17,11 @@ from headrace.worker.server.watch import WatchHub
 
 log = logging.getLogger(__name__)
 
-# The longest time that a request waits for its adapter, if it names no time itself.
+# The longest time that a request waits for a slot and until its adapter is read, if it names no time itself.
 _MAX_WAIT_S = 600.0
 _LOOK_S = 0.005
 _NAME = re.compile(r"[\w.:/@+-]{1,200}")
+_NOT_READ = "the request's adapter was not read into memory in time; try again later"
 _NO_ADAPTERS = "this worker was started without adapters; start it with --adapter or --max-adapters"
 
 
@@ -55,7 +56,11 @@ class AdapterDesk:
         most_s = min(request.max_wait_s, self._max_wait_s)
         patience_s = math.inf if request.is_resumed else most_s
         timeout_s = max(min(patience_s, request.deadline_s - now_s, _MAX_WAIT_S), 0.0)
-        request.adapter_slot = await self._library.acquire(adapter, timeout_s)
+        try:
+            async with asyncio.timeout(max(min(request.deadline_s - now_s, _MAX_WAIT_S), 0.0)):
+                request.adapter_slot = await self._library.acquire(adapter, timeout_s)
+        except TimeoutError:
+            raise StatusError(Reason.QUEUE_FULL, _NOT_READ, retry_after_s=1.0) from None
         held_s = time.monotonic() - now_s
         request.max_wait_s = max(most_s - held_s, 0.0)
         request.preparing_s += held_s  # so that it counts once

@@ -124,6 +124,13 @@ async def test_a_request_waits_for_a_slot(worker: Worker, tmp_path: Path) -> Non
     worker.library.release(held[1])
 
 
+async def test_the_time_to_read_an_adapter_refuses_no_request(worker: Worker, tmp_path: Path) -> None:
+    for seed in range(3):
+        await worker.load(str(seed), write_adapter(tmp_path / str(seed), seed=seed))
+    assert not worker.library.find("0").is_in_memory, "it has given way"
+    assert (await worker.answer("0", max_wait_ms=0))[-1].finish.num_generated_tokens == 3
+
+
 async def test_a_cancelled_request_gives_its_adapter_back(worker: Worker, tmp_path: Path) -> None:
     await worker.load("sql", write_adapter(tmp_path / "sql"))
     call = worker.call("sql", max_tokens=200)
