@@ -7,7 +7,7 @@ Where the compiler would accept answers that violate the schema, the schema is n
 - A schema cannot set the compiler's own options.
 - `$ref` must name a schema in a place that is narrowed and counted too: by a JSON pointer, below keywords that hold
   schemas or `components/schemas`. Schemas lose their `$id`, which could move the root of pointers.
-- The patterns of `patternProperties` are compared in pairs, at most `MAX_PATTERN_PAIRS` in a schema.
+- The patterns of `patternProperties` are compared in pairs, at most `MAX_PATTERN_PAIRS` in a schema or grammar.
 - At most `MAX_PATTERNS` patterns may apply to one text. The compiler's time grows exponentially with them, and nothing
   can interrupt it.
 
@@ -64,7 +64,9 @@ def prepared(schema: str) -> str:
             raise UnsupportedSchema("no answer satisfies it" if root is False else "it is not an object")
         if "x-guidance" in root:
             raise UnsupportedSchema("x-guidance cannot be set; leave it out")
-        return json.dumps({**_narrowed_root(root), "x-guidance": _OPTIONS})
+        narrowed, num_pairs = _narrowed_root(root)
+        _check_pairs(num_pairs)
+        return json.dumps({**narrowed, "x-guidance": _OPTIONS})
     except msgspec.DecodeError as error:
         raise UnsupportedSchema(f"it is not JSON: {error}") from error
     except UnicodeDecodeError as error:
@@ -76,40 +78,41 @@ def prepared(schema: str) -> str:
 def prepared_within(grammar: str) -> str:
     """Narrow the JSON schemas (`%json {...}`) of a Lark grammar in the same way. Each keeps its options for white
     space. Raises `UnsupportedSchema`."""
-    parts, position = [], 0
+    parts, position, num_pairs = [], 0, 0
     while (found := _LEXEMES.search(grammar, position)) is not None:
         parts.append(grammar[position : found.end()])
         position = found.end()
         if found["json"] is not None:
             start = cast(re.Match[str], _SPACE.match(grammar, position)).end()
-            narrowed, position = _narrowed_at(grammar, start)
+            narrowed, more_pairs, position = _narrowed_at(grammar, start)
+            num_pairs += more_pairs
+            _check_pairs(num_pairs)
             parts.append(f" {narrowed}")
     return "".join(parts) + grammar[position:]
 
 
-def _narrowed_at(grammar: str, start: int) -> tuple[str, int]:
-    """The narrowed schema whose JSON begins at `start`, and where that JSON ends."""
+def _narrowed_at(grammar: str, start: int) -> tuple[str, int, int]:
+    """The narrowed schema whose JSON begins at `start`, its pairs of patterns, and where its JSON ends."""
     try:
         schema, end = _DECODER.raw_decode(grammar, start)
-        return json.dumps(_narrowed_root(schema)), end
+        narrowed, num_pairs = _narrowed_root(schema) if isinstance(schema, dict) else (schema, 0)
+        return json.dumps(narrowed), num_pairs, end
     except ValueError as error:
         raise UnsupportedSchema(f"the schema after %json is not JSON: {error}") from error
     except RecursionError as error:
         raise UnsupportedSchema("the schema after %json is nested too deeply") from error
 
 
-def _narrowed_root(root: Any) -> Any:
-    """The narrowed schema, with the caller's own options, but never lenient."""
-    if not isinstance(root, dict):
-        return root
-    _check_patterns(root)
-    narrowed = _narrowed(root, root)
+def _narrowed_root(root: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The narrowed schema, with the caller's own options, but never lenient; and its pairs of patterns."""
+    num_pairs = _num_pairs(root)
+    narrowed: dict[str, Any] = _narrowed(root, root)
     if (schemas := _of_components(root)) is not None:
         of_components = {name: _narrowed(child, root) for name, child in schemas.items()}
         narrowed["components"] = {**root["components"], "schemas": of_components}
     if isinstance(options := root.get("x-guidance"), dict):
         narrowed["x-guidance"] = {**options, "lenient": False}
-    return narrowed
+    return narrowed, num_pairs
 
 
 def _narrowed(schema: Any, root: dict[str, Any], base_id: str = "") -> Any:
@@ -160,8 +163,15 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
         raise UnsupportedSchema(f"minProperties {least} is over the number of required properties, {num_required}")
 
 
-def _check_patterns(root: dict[str, Any]) -> None:
-    """Refuse a schema in which too many patterns and formats apply to one text."""
+def _check_pairs(num_pairs: int) -> None:
+    if num_pairs > MAX_PATTERN_PAIRS:
+        problem = f"patternProperties have {num_pairs} pairs of patterns of one object, and at most {MAX_PATTERN_PAIRS}"
+        raise UnsupportedSchema(f"{problem} are supported, which is 100 patterns in one object; join some patterns")
+
+
+def _num_pairs(root: dict[str, Any]) -> int:
+    """The pairs of patterns in `patternProperties`. Refuses a schema in which too many patterns and formats apply to
+    one text."""
     counts: dict[int, int] = {}
     num_names: list[int] = []
     waiting: list[tuple[Any, bool]] = [(root, False)]
@@ -184,13 +194,10 @@ def _check_patterns(root: dict[str, Any]) -> None:
         elsewhere = [child for keyword in _MAPS for child in _mapped(schema, keyword)]
         elsewhere += [child for keyword in ("prefixItems", "items") for child in _listed(schema, keyword)]
         waiting += ((child, False) for child in (*together, *either, *elsewhere, *map(schema.get, _SINGLES)))
-    num_pairs = sum(n * (n - 1) // 2 for n in num_names)
-    if num_pairs > MAX_PATTERN_PAIRS:
-        problem = f"patternProperties have {num_pairs} pairs of patterns of one object, and at most {MAX_PATTERN_PAIRS}"
-        raise UnsupportedSchema(f"{problem} are supported, which is 100 patterns in one object; join some patterns")
     if (most := max(counts.values())) > MAX_PATTERNS:
         problem = f"{most} patterns and formats apply to one text, and at most {MAX_PATTERNS} are supported"
         raise UnsupportedSchema(f"{problem}; write them as one pattern")
+    return sum(n * (n - 1) // 2 for n in num_names)
 
 
 def _listed(schema: dict[str, Any], keyword: str) -> list[Any]:

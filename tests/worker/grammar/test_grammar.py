@@ -579,6 +579,9 @@ async def test_many_patterns_of_property_names_are_refused_before_they_are_compa
         with pytest.raises(StatusError, match="patternProperties have .* at most 5000") as caught:
             await constraint_of(compiler, schema_source(refused))
         assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "sampling.constraint.json_schema")
+    several = "start: " + " ".join(f"%json {json.dumps(schema(60))}" for _ in range(3))
+    with pytest.raises(StatusError, match="patternProperties have 5310 pairs"):
+        await constraint_of(compiler, ConstraintSource("grammar", (several,)))
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------
