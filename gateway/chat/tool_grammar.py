@@ -114,12 +114,14 @@ class _Writer:
         """As `json_call`, but with the white space of content. With different white space, the compiler would decide
         between a call and content at the first brace."""
         for i, (name, schema) in enumerate(self.use.schemas.items()):
+            # Below an $id, references would begin there and not at the root.
+            arguments = {part: value for part, value in schema.items() if part not in ("$id", "id")}
             call = {
                 "type": "object",
-                "properties": {"name": {"const": name}, key: {"type": "object", **schema}},
+                "properties": {"name": {"const": name}, key: {"type": "object", **arguments}},
                 "required": ["name", key],
                 "additionalProperties": False,
-                **{part: schema[part] for part in ("$defs", "definitions") if part in schema},
+                **{part: schema[part] for part in ("$defs", "definitions", "components") if part in schema},
                 "x-guidance": _CONTENT_OPTIONS,
             }
             self._rules.append(f"call_{i}: %json {json.dumps(call)}")

@@ -18,6 +18,7 @@ from headrace.gateway.chat.tools import ToolUse
 from headrace.gateway.structure.fields import Structure
 from headrace.protos.inference_pb2 import Choices, Constraint, JsonObject
 from headrace.protos.status import Reason, StatusError
+from headrace.worker.grammar.json_schema import prepared_within
 
 EOS = 256
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -293,6 +294,15 @@ def test_a_grammar_of_the_caller_is_refused_beside_tools_but_not_beside_required
         with pytest.raises(StatusError) as caught:
             Model("hermes", required=False, content=Structure(Constraint(json_schema=schema), "guided_json"))
         assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "guided_json")
+
+
+def test_a_tool_with_an_id_and_references_is_enforced_beside_a_form_of_content() -> None:
+    schema = {"$id": "https://a.example/turn", "$ref": "#/$defs/by", "$defs": {"by": {"required": ["by"]}}}
+    use = ToolUse(schemas={"turn": schema}, required=False)
+    form = ModelFormat(OutputFormat(TOOL_FORMATS["llama3"]), {})
+    structure = tool_structure(form, use, "", False, Structure(Constraint(json_schema="{}"), "response_format"))
+    assert structure is not None
+    assert "a.example" not in prepared_within(structure.constraint.grammar)
 
 
 def test_content_stays_as_it_is_asked_for_without_tools() -> None:
