@@ -221,7 +221,7 @@ class Upstream:
                     failure, lost = _noted(span, _BROKEN_OFF), True
                 except grpc.aio.AioRpcError as error:
                     failure = _noted(span, error_of(error))
-                    lost = is_peer_lost(error) or _was_too_long(failure, timeout_s)
+                    lost = is_peer_lost(error) or _was_too_long(failure, timeout_s, began_s)
                 finally:
                     call.cancel()
                     span.end()
@@ -354,9 +354,12 @@ def _for_clients(failure: StatusError) -> StatusError:
     return failure
 
 
-def _was_too_long(failure: StatusError, timeout_s: float) -> bool:
-    """Whether an attempt was ended after the longest time for attempts, and not at the deadline of its request."""
-    return failure.reason is Reason.DEADLINE and timeout_s >= ATTEMPT_TIMEOUT_S
+def _was_too_long(failure: StatusError, timeout_s: float, began_s: float) -> bool:
+    """Whether an attempt was ended after the longest time for attempts, and not at the deadline of its request or by a
+    router's own decision."""
+    if failure.reason is not Reason.DEADLINE or timeout_s < ATTEMPT_TIMEOUT_S:
+        return False
+    return time.monotonic() - began_s > 0.9 * timeout_s  # clocks differ a little
 
 
 def _attempt_timeout_s(deadline_s: float | None) -> float:
