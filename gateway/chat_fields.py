@@ -12,6 +12,28 @@ import msgspec
 
 from headrace.gateway.checks import Refused, RefusedFields
 
+# Fields of other servers that chats and completions refuse -> values besides null that change nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "diversity_penalty": (0, 0.0),
+    "logits_processors": ([],),
+}
+# What chats refuse besides, in the same way.
+UNSUPPORTED_IN_CHATS: dict[str, tuple[Any, ...]] = {
+    "functions": (),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+}
 # Every field of chats that one of the endpoints lacks -> values besides null that change nothing.
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "messages": (),
@@ -50,44 +72,9 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "diversity_penalty": (0, 0.0),
-    "logits_processors": ([],),
-    "functions": (),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
+    **UNSUPPORTED,
+    **UNSUPPORTED_IN_CHATS,
 }
-_UNSUPPORTED = frozenset(
-    {
-        "use_beam_search",
-        "length_penalty",
-        "early_stopping",
-        "diversity_penalty",
-        "logits_processors",
-        "functions",
-        "function_call",
-        "modalities",
-        "audio",
-        "web_search_options",
-        "chat_template",
-        "documents",
-        "echo",
-        "store",
-        "service_tier",
-        "prompt_cache_retention",
-    }
-)
-"""Chats refuse them, too."""
 
 
 def lacking(
@@ -96,8 +83,9 @@ def lacking(
     """The fields of chats that a body of these types does not have, and `others`. `instead` says what to use instead of
     some of them."""
     own = {field.encode_name for kind in body_types for field in msgspec.structs.fields(kind)}
+    applied = NEUTRAL_FIELDS.keys() - UNSUPPORTED.keys() - UNSUPPORTED_IN_CHATS.keys()
     found = {
-        name: (neutral, instead.get(name, "leave it out" if name in _UNSUPPORTED else "use /v1/chat/completions"))
+        name: (neutral, instead.get(name, "use /v1/chat/completions" if name in applied else "leave it out"))
         for name, neutral in NEUTRAL_FIELDS.items()
         if name not in own
     }

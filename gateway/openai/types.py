@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.gateway.chat.request import Chat, Completion, Tokenization, refuse_unless_neutral
+from headrace.gateway.chat_fields import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from headrace.gateway.checks import invalid, unsupported
 
 
@@ -97,26 +98,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 # --- checking -------------------------------------------------------------------------------------------------------
 
 # As in `chat.request`.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "diversity_penalty": (0, 0.0),
-    "logits_processors": ([],),
-}
-NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    "functions": (),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-}
+NEUTRAL = UNSUPPORTED
+NEUTRAL_CHAT = UNSUPPORTED_IN_CHATS
 
 
 def check_chat_body(request: ChatRequest) -> None:
