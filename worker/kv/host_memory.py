@@ -187,6 +187,11 @@ def _locked_in_time(path: Path, patience_s: float, problem: str) -> int:
     return descriptor
 
 
+def is_private(found: os.stat_result) -> bool:
+    """Whether this is a file that only this user can read."""
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
 def _locked_file(path: Path, flags: int = os.O_CREAT) -> int | None:
     """Open and lock the file with this name. None if another process has locked it, or has just removed it."""
     try:
@@ -196,7 +201,7 @@ def _locked_file(path: Path, flags: int = os.O_CREAT) -> int | None:
             f"--kv-memory: {path} cannot be opened: {error.strerror}; choose another directory"
         ) from None
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not is_private(found):
         os.close(descriptor)
         raise ConfigurationError(f"{path} must be a file that only this user can read (mode 0600); remove it")
     with contextlib.suppress(FileNotFoundError):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.disk_cipher import CHECK_BYTES
+from headrace.worker.kv.host_memory import is_private
 from headrace.worker.kv.memory import GIB
 from headrace.worker.kv.slots.index import CHECK_OFFSET
 
@@ -148,8 +149,7 @@ def _own(path: Path) -> int:
     """Open the file. ConfigurationError if other users can read or change it: then its blocks may be theirs."""
     descriptor = _opened(path)
     found = os.fstat(descriptor)
-    is_private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    if not is_private or found.st_nlink > 1:
+    if not is_private(found) or found.st_nlink > 1:
         os.close(descriptor)
         raise ConfigurationError(
             f"{path} must be a file with one name that only this user can read (mode 0600); remove it"
