@@ -150,8 +150,7 @@ class Forwarding:
                     self._metrics.worker_refusals[failure.refusal].inc()
                 else:
                     num_vain = num_vain + 1 if self._delivery.num_delivered == num_before else 1
-                is_last = num_failed == _MAX_FAILED or not self._has_elsewhere(placed)
-                if failure.passed_on is not None and is_last:
+                if failure.passed_on and (num_failed == _MAX_FAILED or not self._has_elsewhere(placed)):
                     raise failure.passed_on from None
                 log.debug("request %r goes elsewhere: %s", self._delivery.request.request_id, why)
             finally:
