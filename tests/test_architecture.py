@@ -322,13 +322,3 @@ def test_every_module_and_public_definition_has_a_docstring(package: str) -> Non
             definition = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             if definition and not node.name.startswith("_"):
                 assert ast.get_docstring(node), f"{path}: {node.name} has no docstring"
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_function_fits_on_a_screen(package: str) -> None:
-    for path in modules(package):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                assert node.end_lineno is not None
-                length = node.end_lineno - node.lineno + 1
-                assert length <= 70, f"{path}: {node.name} has {length} lines"
