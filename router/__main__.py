@@ -32,7 +32,7 @@ from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.fleet.fleet import Fleet, FleetConfig
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.registry import MAX_WORKERS, Registry
-from headrace.router.placement.roles import LONG_PROMPT_MS
+from headrace.router.placement.policy import LONG_PROMPT_MS
 from headrace.router.service import RequestBounds, RouterServer
 
 log = logging.getLogger("headrace.router")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -26,20 +26,19 @@ from headrace.common.transport.sessions import CallContext
 from headrace.common.transport.wire_request import HeldBytes, WireRequest
 from headrace.protos import router_pb2
 from headrace.protos.status import Reason, StatusError, abort
-from headrace.router.adapter_calls import AdapterCalls
 from headrace.router.dispatch.admission import Admission, AdmissionConfig
 from headrace.router.dispatch.attempts import Metadata, UpstreamError
 from headrace.router.dispatch.forwarding import Forwarding, ForwardingConfig
 from headrace.router.dispatch.metrics import RequestLoad, RouterMetrics
 from headrace.router.dispatch.suspects import Suspects
 from headrace.router.dispatch.verdicts import Verdict, verdict_of
+from headrace.router.draining import Handovers
 from headrace.router.explain import explain
-from headrace.router.fleet.adapters import ServedList
 from headrace.router.fleet.fleet import Fleet
+from headrace.router.fleet.fleet_adapters import FleetAdapters, ServedList
 from headrace.router.fleet.leases import LeaseReader
-from headrace.router.fleet.link_state import LinkState
-from headrace.router.fleet.membership import check_target
-from headrace.router.handover import Handovers
+from headrace.router.fleet.links import LinkState
+from headrace.router.fleet.registry import check_target
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +60,7 @@ _DEADLINE_SLACK_S = 0.1  # a caller whose deadline has passed may cancel this mu
 _Methods: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _GenerateContext: TypeAlias = "_Context | CallContext"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class RouterService:
         """The service for a server."""
         pb = router_pb2
         unary = grpc.unary_unary_rpc_method_handler
-        calls = AdapterCalls(self._fleet.adapters)
+        calls = _AdapterCalls(self._fleet.adapters)
         serialize = _serialized
         methods: _Methods = {
             "ListModels": unary(self.list_models, pb.ListModelsRequest.FromString, serialize),
@@ -294,6 +294,39 @@ class RouterService:
             "GetTokenizer": grpc.unary_stream_rpc_method_handler(self.get_tokenizer),
         }
         return grpc.method_handlers_generic_handler(ROUTER, methods)
+
+
+class _AdapterCalls:
+    """Serves LoadAdapter and UnloadAdapter."""
+
+    def __init__(self, adapters: FleetAdapters) -> None:
+        self._adapters = adapters
+
+    async def load(
+        self,
+        request: router_pb2.RouterLoadAdapterRequest,
+        context: _Context,
+    ) -> router_pb2.RouterLoadAdapterResponse:
+        """Load an adapter at all workers of its model."""
+        adapter = await _answered(context, self._adapters.load(request))
+        return router_pb2.RouterLoadAdapterResponse(adapter=adapter)
+
+    async def unload(
+        self,
+        request: router_pb2.RouterUnloadAdapterRequest,
+        context: _Context,
+    ) -> router_pb2.RouterUnloadAdapterResponse:
+        """Unload an adapter at all workers."""
+        await _answered(context, self._adapters.unload(request.name))
+        return router_pb2.RouterUnloadAdapterResponse()
+
+
+async def _answered(context: _Context, work: Awaitable[_T]) -> _T:
+    """Return the result of `work`. A StatusError ends the call."""
+    try:
+        return await work
+    except StatusError as error:
+        await abort(context, error)
 
 
 def _explain_request(raw: bytes) -> router_pb2.ExplainRequest:

@@ -19,13 +19,11 @@ import numpy as np
 
 from headrace.protos.inference_pb2 import Belief
 from headrace.router.placement.answer_lengths import AnswerLengths
-from headrace.router.placement.beliefs import belief_message
 from headrace.router.placement.bookings import Booking
 from headrace.router.placement.candidates import Places
-from headrace.router.placement.policy import RequestFacts, place
+from headrace.router.placement.policy import LONG_PROMPT_MS, RequestFacts, belief_message, is_long, place
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
 from headrace.router.placement.rates import Priors
-from headrace.router.placement.roles import LONG_PROMPT_MS, is_long
 from headrace.router.placement.transfers import BlockFacts, Transfers
 from headrace.sim.baselines import ConsistentHashingPolicy, LeastLoadedPolicy, RandomPolicy, RoundRobinPolicy
 from headrace.sim.tiers import TierSettings

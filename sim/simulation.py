@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.protos.inference_pb2 import Belief
-from headrace.router.placement.beliefs import MAX_GIVEN_BACK
+from headrace.router.placement.policy import MAX_GIVEN_BACK
 from headrace.sim.clock import VirtualClock
 from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
 from headrace.sim.tiers import DiskSlots, Timer

@@ -32,14 +32,12 @@ MAY_IMPORT = {
 # modules of router and worker that the simulator may import: those that do no I/O and start nothing
 SIM_MAY_IMPORT = {
     "router.placement.answer_lengths",
-    "router.placement.beliefs",
     "router.placement.bookings",
     "router.placement.candidates",
     "router.placement.policy",
     "router.placement.predictions",
     "router.placement.prefix_index",
     "router.placement.rates",
-    "router.placement.roles",
     "router.placement.transfers",
     "worker.kv.block_pool",
     "worker.kv.fetch",
@@ -148,7 +146,7 @@ TIERS = {
         ("placement",),
         ("fleet",),
         ("dispatch",),
-        ("adapter_calls", "explain", "handover"),
+        ("draining", "explain"),
         ("service",),
         ("__main__",),
     ),

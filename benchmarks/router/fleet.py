@@ -29,8 +29,7 @@ import grpc
 from headrace.protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from headrace.router.dispatch.admission import Admission, AdmissionConfig
 from headrace.router.fleet.fleet import Fleet
-from headrace.router.fleet.link_state import LinkState
-from headrace.router.fleet.links import WorkerLink
+from headrace.router.fleet.links import LinkState, WorkerLink
 from headrace.router.fleet.registry import Registry
 from headrace.router.fleet.routed_request import RoutedRequest
 from headrace.router.placement.prefix_index import PrefixIndex

@@ -29,17 +29,17 @@ from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.silence import Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.gateway.telemetry.spans import begin_attempt
-from headrace.gateway.upstream.adapters import (
+from headrace.gateway.upstream.address import Address, best_of, connect
+from headrace.gateway.upstream.answer import Answer
+from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
+from headrace.gateway.upstream.retries import Retries
+from headrace.gateway.upstream.served_adapters import (
     AdapterCards,
     list_adapters,
     load_adapter,
     served_by_worker,
     unload_adapter,
 )
-from headrace.gateway.upstream.address import Address, best_of, connect
-from headrace.gateway.upstream.answer import Answer
-from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
-from headrace.gateway.upstream.retries import Retries
 from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse
 from headrace.protos.router_pb2 import (
     REDIS_STATE_UNSPECIFIED,

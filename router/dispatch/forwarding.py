@@ -43,14 +43,13 @@ from headrace.router.dispatch.attempts import (
 from headrace.router.dispatch.delivery import Delivery, FencedError
 from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.dispatch.refusals import model_changed
-from headrace.router.dispatch.spans import MAX_CANDIDATES, describe_placement
 from headrace.router.dispatch.suspects import Suspects
 from headrace.router.dispatch.verdicts import Verdict, verdict_of, was_reached
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.known_models import card_outgrown
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.fleet.routed_request import PlacedRequest, Prefilled, RoutedRequest
-from headrace.router.placement.beliefs import MAX_GIVEN_BACK
+from headrace.router.placement.policy import MAX_GIVEN_BACK
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +57,8 @@ _MOST_WAIT_MS = (1 << 32) - 1  # the maximum of the field's type
 _MAX_FAILED = 32  # workers that one request may lose, or be refused by, in total
 MAX_MOVES = 4  # of one answer from workers that are reserved for prompts
 ATTEMPT_SPAN = "headrace.v1.Inference/Generate"
+# Number of candidates that a span describes, cheapest first; a fleet may have hundreds.
+_MAX_DESCRIBED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +196,8 @@ class Forwarding:
         is found in time."""
         arrived_s = time.monotonic()
         with current_span().child("place") as span:
-            placed = await self._await_place(MAX_CANDIDATES if span.is_recording else 0)
-            describe_placement(span, placed)
+            placed = await self._await_place(_MAX_DESCRIBED if span.is_recording else 0)
+            placed.describe(span)
         self._metrics.queue_seconds.observe(time.monotonic() - arrived_s)
         self._metrics.decision_seconds.observe(placed.decision_s)
         self._metrics.placements[placed.placement.reason].inc()

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -20,23 +21,19 @@ from headrace.common.transport.silence import Silences
 from headrace.protos import router_pb2, worker_pb2
 from headrace.protos.answer_bounds import max_request_bytes
 from headrace.protos.model_identity import model_identity
-from headrace.router.fleet.adapters import FleetAdapters, adapter_ms, members_with
-from headrace.router.fleet.departed import Departed
-from headrace.router.fleet.known_models import REMEMBER_MODEL_S, KnownModels
-from headrace.router.fleet.link_state import LinkState
-from headrace.router.fleet.links import HEARTBEAT_MS, WorkerLink
+from headrace.router.fleet.fleet_adapters import FleetAdapters, adapter_ms, members_with
+from headrace.router.fleet.known_models import REMEMBER_MODEL_S, Departed, KnownModels
+from headrace.router.fleet.links import HEARTBEAT_MS, LinkState, WorkerLink
 from headrace.router.fleet.pools import Members, Pools
 from headrace.router.fleet.registry import Registry
 from headrace.router.fleet.reported_load import report_interval_ms
 from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
-from headrace.router.fleet.session_workers import SessionWorkers
 from headrace.router.placement.answer_lengths import AnswerLengths
 from headrace.router.placement.bookings import Booking
 from headrace.router.placement.candidates import Candidates
-from headrace.router.placement.policy import Placement, RequestFacts, place, place_at
+from headrace.router.placement.policy import LONG_PROMPT_MS, Placement, RequestFacts, place, place_at
 from headrace.router.placement.predictions import Run
 from headrace.router.placement.prefix_index import PrefixIndex
-from headrace.router.placement.roles import LONG_PROMPT_MS
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +54,29 @@ class FleetConfig:
     long_prompt_ms: float = LONG_PROMPT_MS
     plain_grpc: bool = False
     """Whether each request to a worker is a separate RPC rather than one of many in a session."""
+
+
+class SessionWorkers:
+    """The address of the worker that got the last request of each session, by model and session key. The least recently
+    used sessions are forgotten."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self.max_sessions = max_sessions
+        self._addresses: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def get(self, model: str, session_key: str) -> str | None:
+        """The address of the session's worker. None if the key is empty or unknown."""
+        return self._addresses.get((model, session_key)) if session_key else None
+
+    def put(self, model: str, session_key: str, address: str) -> None:
+        """Record that the session's newest request goes to this worker."""
+        self._addresses[model, session_key] = address
+        self._addresses.move_to_end((model, session_key))
+        if len(self._addresses) > self.max_sessions:
+            self._addresses.popitem(last=False)
 
 
 class Fleet:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import grpc
 
@@ -28,9 +29,7 @@ from headrace.common.transport.channels import PLAIN, Transport, channel_options
 from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.silence import Peer, Silences
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
-from headrace.router.fleet.link_state import Abandonable, LinkState, OutOfStepError, SilentError, is_silence, reason_of
 from headrace.router.fleet.reported_load import ReportedLoad, ReportPace
-from headrace.router.fleet.silence_timer import SilenceTimer
 from headrace.router.fleet.worker_adapters import WorkerAdapters
 from headrace.router.placement.bookings import BOOKING_GRACE_S, Booking, Bookings
 from headrace.router.placement.candidates import Candidate
@@ -55,6 +54,80 @@ _incarnations = itertools.count(1)
 
 # Quoted, because the class is not generic at run time.
 _Watch: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]"
+
+
+class _OutOfStepError(Exception):
+    """The worker's reports are out of sequence, so the watch must start again."""
+
+
+class _SilentError(_OutOfStepError):
+    """The worker has been silent for too long."""
+
+
+def _is_silence(error: Exception) -> bool:
+    """Whether a watch ended because no message arrived, not because a connection was refused or closed."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return isinstance(error, _SilentError)
+
+
+def _reason_of(error: Exception, worker_id: str) -> str:
+    """Why a watch ended, in words. Logs unexpected exceptions."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    if isinstance(error, _OutOfStepError):
+        return str(error)
+    log.exception("the link to worker %s failed; reconnecting", worker_id)
+    return f"the link to it failed: {type(error).__name__}"
+
+
+class LinkState(enum.Enum):
+    """The state of a worker, with the values of the protocol."""
+
+    UNREACHABLE = router_pb2.WORKER_STATE_UNREACHABLE
+    READY = router_pb2.WORKER_STATE_READY
+    DRAINING = router_pb2.WORKER_STATE_DRAINING
+    SUSPECT = router_pb2.WORKER_STATE_SUSPECT
+
+
+class Abandonable(Protocol):
+    """A running call that its link can abandon."""
+
+    def abandon(self, why: str) -> None:
+        """End the call. Its reader gets an error that the worker was lost."""
+
+
+class _SilenceTimer:
+    """Calls `judge` with the peer until `stop`. `judge` returns the seconds until the next call.
+
+    If it returns None, the peer counts as lost: `on_given_up` is called, and the timer ends.
+    """
+
+    def __init__(
+        self, peer: Peer, first_s: float, judge: Callable[[Peer], float | None], on_given_up: Callable[[], object]
+    ) -> None:
+        self.peer = peer
+        self.gave_up = False
+        self._judge = judge
+        self._on_given_up = on_given_up
+        self._loop = asyncio.get_running_loop()
+        self._arm(first_s)
+
+    def stop(self) -> None:
+        """Stop the timer."""
+        self._handle.cancel()
+        self.peer.close()
+
+    def _arm(self, delay_s: float) -> None:
+        self._handle = self._loop.call_later(delay_s, self._look)
+
+    def _look(self) -> None:
+        again_s = self._judge(self.peer)
+        if again_s is None:
+            self.gave_up = True
+            self._on_given_up()
+        else:
+            self._arm(again_s)
 
 
 class WorkerLink:
@@ -268,8 +341,8 @@ class WorkerLink:
                 await self._session()
             except Exception as error:
                 # Without this change of state, the worker would count as ready although nobody watches it.
-                self._is_silent = is_silence(error)
-                self._enter(LinkState.UNREACHABLE, reason_of(error, self.worker_id))
+                self._is_silent = _is_silence(error)
+                self._enter(LinkState.UNREACHABLE, _reason_of(error, self.worker_id))
             pause_s = min(max((self._clock() - self.away_since_s) / 50, _MIN_PAUSE_S), _MAX_PAUSE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -286,7 +359,7 @@ class WorkerLink:
             self._open_channel()
         answer = await self._stub.GetModelCard(worker_pb2.GetModelCardRequest(), timeout=_CARD_TIMEOUT_S)
         if not (answer.card.name and answer.card.block_size and answer.card.max_context_tokens):
-            raise OutOfStepError("its model card lacks a name, a block size or a context length")
+            raise _OutOfStepError("its model card lacks a name, a block size or a context length")
         self.card, self._own_id, self.epoch = answer.card, answer.worker_id, answer.epoch
         self.reported.begin_epoch()
         while True:
@@ -300,14 +373,14 @@ class WorkerLink:
                 )
             )
             peer = self._silences.watch(self.address, _LOST_HEARTBEATS * self._heartbeat_ms / 1000)
-            silence = SilenceTimer(peer, self._suspect_after_s, self._judge_silence, watch.cancel)
+            silence = _SilenceTimer(peer, self._suspect_after_s, self._judge_silence, watch.cancel)
             try:
                 await self._follow(watch, silence)
             finally:
                 silence.stop()
                 watch.cancel()
 
-    async def _follow(self, watch: _Watch, silence: SilenceTimer) -> None:
+    async def _follow(self, watch: _Watch, silence: _SilenceTimer) -> None:
         """Apply the reports of one watch. Returns at a gap, so that the watch starts again."""
         expected = 0
         while True:
@@ -315,21 +388,21 @@ class WorkerLink:
                 message = await watch.read()
             except asyncio.CancelledError:
                 if silence.gave_up:
-                    raise SilentError(f"silent for {silence.peer.silent_s:.1f} s") from None
+                    raise _SilentError(f"silent for {silence.peer.silent_s:.1f} s") from None
                 raise
             if message is grpc.aio.EOF:
-                raise OutOfStepError("it ended the watch")
+                raise _OutOfStepError("it ended the watch")
             assert isinstance(message, worker_pb2.WatchResponse)
             silence.peer.heard()
             if message.epoch != self.epoch:
-                raise OutOfStepError("it restarted")
+                raise _OutOfStepError("it restarted")
             if message.sequence != expected:
                 log.warning("worker %s sent report %d instead of %d", self.worker_id, message.sequence, expected)
                 if expected == 0:
-                    raise OutOfStepError("its watch does not start with report 0")
+                    raise _OutOfStepError("its watch does not start with report 0")
                 return
             if expected == 0 and not message.kv_events.reset:
-                raise OutOfStepError("its watch does not start with a snapshot")
+                raise _OutOfStepError("its watch does not start with a snapshot")
             expected += 1
             await self._apply(message)
             self._keep_pace()

@@ -13,13 +13,12 @@ import numpy as np
 
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
-from headrace.router.fleet.link_state import LinkState
-from headrace.router.fleet.links import WorkerLink
+from headrace.router.fleet.links import LinkState, WorkerLink
 from headrace.router.fleet.routed_request import PlacedRequest, Prefilled, RoutedRequest
 from headrace.router.placement.candidates import Candidates, CandidateTable, Places
+from headrace.router.placement.policy import LONG_PROMPT_MS, is_long
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
 from headrace.router.placement.rates import Priors
-from headrace.router.placement.roles import LONG_PROMPT_MS, is_long
 from headrace.router.placement.transfers import LEAST_MOVED, BlockFacts, Transfers
 
 # Gateways learn of a new tokenizer within this time.

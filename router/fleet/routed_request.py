@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from headrace.common.telemetry.span import Span
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.block_hash import root_hash
 from headrace.protos.cache_eviction import longest_context_of, rule_for
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import StatusError
 from headrace.router.fleet.links import WorkerLink
-from headrace.router.placement.beliefs import belief_message
 from headrace.router.placement.bookings import Booking
-from headrace.router.placement.policy import Placement
+from headrace.router.placement.policy import CostTerms, Placement, belief_message
 from headrace.router.placement.predictions import Run
 from headrace.router.placement.prompt import Prompt
 from headrace.router.placement.rates import Priors
@@ -138,3 +138,27 @@ class PlacedRequest:
         placement = self.placement
         believed = placement.belief if may_be_given_back and self.link.num_routers > 1 else None
         return belief_message(self.link.watcher_id, self.booking, placement.predicted_cached_tokens, believed)
+
+    def describe(self, span: Span) -> None:
+        """Add the decision to a span: the chosen worker, the reason, and the cost of each described candidate."""
+        if not span.is_recording:
+            return
+        placement = self.placement
+        span.set(
+            {
+                "headrace.placement.worker": self.link.worker_id,
+                "headrace.placement.reason": placement.reason.value,
+                "headrace.placement.predicted_cached_tokens": placement.predicted_cached_tokens,
+                "headrace.placement.num_candidates": placement.num_candidates,
+                "headrace.placement.decision_us": 1e6 * self.decision_s,
+                **({} if placement.cost is None else _terms(placement.cost)),
+            }
+        )
+        for weighed in placement.weighed:
+            cached = weighed.num_cached_tokens
+            attributes: dict[str, str | float] = {"server.address": weighed.worker_id, "headrace.cached_tokens": cached}
+            span.event("candidate", {**attributes, **_terms(weighed.cost)})
+
+
+def _terms(cost: CostTerms) -> dict[str, float]:
+    return {f"headrace.cost.{name}": getattr(cost, name) for name in CostTerms.__struct_fields__}

@@ -37,6 +37,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.protos.inference_pb2 import Belief as BeliefMessage
+from headrace.router.placement.bookings import Booking
 from headrace.router.placement.candidates import (
     AS_OF_S,
     BLOCK_SIZE,
@@ -51,10 +53,18 @@ from headrace.router.placement.candidates import (
     UNCACHED_TOKENS,
     WAITING,
     Candidates,
+    Places,
     Values,
 )
 from headrace.router.placement.rates import Priors, believed_rates
 from headrace.router.placement.transfers import Moved, Transfers, worth_moving
+
+# How many times workers may return one request; after that it stays where it is placed. In simulated bursts of ten
+# requests at eight routers, four times were not enough (docs/decisions/0035).
+MAX_GIVEN_BACK = 8
+# If workers are reserved for long prompts (docs/decisions/0068), a prompt is long if computing its uncached part is
+# expected to take more milliseconds than this.
+LONG_PROMPT_MS = 1000.0
 
 
 class Belief(msgspec.Struct, frozen=True, gc=False):
@@ -384,3 +394,28 @@ def _choose(
     chosen = int(ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))])
     is_longest = cached_tokens[chosen] == cached_tokens.max() > 0
     return chosen, PlacementReason.PREFIX if is_longest else PlacementReason.LOAD
+
+
+def belief_message(watcher_id: int, booking: Booking, num_cached_tokens: int, believed: Belief | None) -> BeliefMessage:
+    """The belief of router `watcher_id` about a placement with this many expected cached tokens. With `believed`, the
+    worker returns the request if it has more work than believed; without, it never does."""
+    message = BeliefMessage(
+        watcher_id=watcher_id, placement_id=booking.placement_id, num_cached_tokens=num_cached_tokens
+    )
+    if believed is not None and believed.slack_ms != math.inf:
+        message.slack_ms = believed.slack_ms
+        message.num_requests = believed.num_requests
+        message.num_uncached_tokens = believed.num_uncached_tokens
+        message.ms_per_request = believed.ms_per_request
+        message.ms_per_token = believed.ms_per_token
+    return message
+
+
+def is_long(
+    num_prompt_tokens: int, cached_blocks: Places, candidates: Candidates, priors: Priors, long_prompt_ms: float
+) -> bool:
+    """Whether a prompt is long even at the candidate that has most of it cached, or could fetch most of it.
+    `cached_blocks` has, for each candidate, the number of blocks from the start of the prompt that are found there."""
+    num_cached = (cached_blocks * candidates.values[BLOCK_SIZE]).max()
+    tokens_per_s = np.median(believed_rates(candidates.values, priors)[0])
+    return bool((num_prompt_tokens - num_cached) * 1000.0 > long_prompt_ms * tokens_per_s)

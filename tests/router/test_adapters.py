@@ -12,8 +12,8 @@ from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, error_of
-from headrace.router.fleet.adapters import ServedList
-from headrace.router.fleet.link_state import LinkState
+from headrace.router.fleet.fleet_adapters import ServedList
+from headrace.router.fleet.links import LinkState
 from headrace.router.fleet.worker_adapters import WorkerAdapters
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, answer, until

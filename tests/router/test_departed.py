@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.router.fleet.departed import Departed
+from headrace.router.fleet.known_models import Departed
 
 
 def test_a_model_may_come_back_for_a_time_after_its_last_worker_went() -> None:

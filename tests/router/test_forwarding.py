@@ -13,7 +13,7 @@ from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError, error_of
-from headrace.router.placement.beliefs import MAX_GIVEN_BACK
+from headrace.router.placement.policy import MAX_GIVEN_BACK
 from tests.router.conftest import StartRouter, StartWorker, collected
 from tests.router.fake_worker import BLOCK_SIZE, EOS, FakeWorker, answer, until
 

@@ -10,8 +10,7 @@ import pytest
 
 from headrace.protos import router_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.router.fleet.link_state import LinkState
-from headrace.router.fleet.links import WorkerLink
+from headrace.router.fleet.links import LinkState, WorkerLink
 from headrace.router.fleet.reported_load import report_interval_ms
 from headrace.router.placement.bookings import BOOKING_GRACE_S
 from headrace.router.placement.prefix_index import PrefixIndex

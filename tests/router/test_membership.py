@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.protos.status import Reason, StatusError
-from headrace.router.fleet.membership import check_target
+from headrace.router.fleet.registry import check_target
 
 FAR = "ipv4:10.0.0.7:4242"
 

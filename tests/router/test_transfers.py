@@ -11,7 +11,7 @@ import pytest
 
 from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
-from headrace.router.fleet.link_state import LinkState
+from headrace.router.fleet.links import LinkState
 from headrace.router.placement.block_index import BlockIndex
 from headrace.router.placement.candidates import Candidate, Candidates, LoadReport
 from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place

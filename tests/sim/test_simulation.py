@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.router.placement.beliefs import MAX_GIVEN_BACK
+from headrace.router.placement.policy import MAX_GIVEN_BACK
 from headrace.sim import step_cost
 from headrace.sim.report import Objective, PolicyReport, report_of
 from headrace.sim.router import POLICIES

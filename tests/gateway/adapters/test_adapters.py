@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace.gateway.upstream.adapters import AdapterCards
+from headrace.gateway.upstream.served_adapters import AdapterCards
 from headrace.protos.router_pb2 import ServedAdapter
 from headrace.protos.worker_pb2 import Adapter, ModelCard
 

@@ -12,10 +12,10 @@ import pytest
 from headrace.protos import worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.status import Reason, StatusError, abort
-from headrace.router.fleet.link_state import LinkState
-from headrace.router.handover import Handovers
+from headrace.router.draining import Handovers
+from headrace.router.fleet.links import LinkState
+from headrace.router.placement.block_distribution import Handed, distribute, rooms
 from headrace.router.placement.candidates import LoadReport
-from headrace.router.placement.handover import Handed, distribute, rooms
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
 

@@ -18,8 +18,7 @@ import numpy as np
 from headrace.protos import router_pb2, worker_pb2
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError, error_of
-from headrace.router.fleet.link_state import LinkState
-from headrace.router.fleet.links import WorkerLink
+from headrace.router.fleet.links import LinkState, WorkerLink
 from headrace.router.fleet.pools import Members
 from headrace.router.fleet.routed_request import RoutedRequest
 from headrace.router.fleet.worker_adapters import WorkerAdapters

@@ -20,9 +20,8 @@ from headrace.common.tasks import end_tasks
 from headrace.protos import worker_pb2
 from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.fleet.fleet import Fleet
-from headrace.router.fleet.link_state import LinkState
-from headrace.router.fleet.links import WorkerLink
-from headrace.router.placement.handover import Handed, distribute, rooms
+from headrace.router.fleet.links import LinkState, WorkerLink
+from headrace.router.placement.block_distribution import Handed, distribute, rooms
 
 log = logging.getLogger(__name__)
 
