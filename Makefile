@@ -179,6 +179,7 @@ screenshots: .venv/.dev .links/headrace
 # mkdocs advertises its successor unless it is told not to.
 docs: .venv/.docs .links/headrace
 	$(BIN)/python -m tests.cli_reference
+	$(BIN)/python -m tests.field_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The picture of one chat's way through the gateway, in docs/architecture.md.

@@ -1,6 +1,7 @@
 """Fields of chats that other endpoints with the same models do not have (pure).
 
-Unknown fields are ignored. But this server knows these, so a caller expects them to work, and they are refused by name.
+This server knows them, so a caller expects them to work. They are refused by name, unless the caller cannot notice that
+they have no effect.
 """
 
 from __future__ import annotations
@@ -10,30 +11,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.checks import Refused, RefusedFields
+from headrace.gateway.fields import Refused, Row
 
-# Fields of other servers that chats and completions refuse -> values besides null that change nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "diversity_penalty": (0, 0.0),
-    "logits_processors": ([],),
-}
-# What chats refuse besides, in the same way.
-UNSUPPORTED_IN_CHATS: dict[str, tuple[Any, ...]] = {
-    "functions": (),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-}
 # Every field of chats that one of the endpoints lacks -> values besides null that change nothing.
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "messages": (),
@@ -56,6 +35,7 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "add_special_tokens": (False,),
     "truncate_prompt_tokens": (),
+    "truncation_side": ("left",),
     "response_format": ({"type": "text"},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -72,21 +52,30 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    **UNSUPPORTED,
-    **UNSUPPORTED_IN_CHATS,
+    # These are refused by chats too.
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "diversity_penalty": (0,),
+    "logits_processors": ([],),
+    "functions": (),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
 }
 
 
 def lacking(
-    body_types: Iterable[type[msgspec.Struct]], instead: Mapping[str, str], others: Refused | None = None
-) -> RefusedFields:
-    """The fields of chats that a body of these types does not have, and `others`. `instead` says what to use instead of
-    some of them."""
+    body_types: Iterable[type[msgspec.Struct]], instead: Mapping[str, str], others: Mapping[str, Row] | None = None
+) -> dict[str, Row]:
+    """Rows for the fields of chats that a body of these types does not have, but for those that are in `others`.
+    `instead` says what to use instead of some of them."""
     own = {field.encode_name for kind in body_types for field in msgspec.structs.fields(kind)}
-    applied = NEUTRAL_FIELDS.keys() - UNSUPPORTED.keys() - UNSUPPORTED_IN_CHATS.keys()
-    found = {
-        name: (neutral, instead.get(name, "use /v1/chat/completions" if name in applied else "leave it out"))
+    return {
+        name: Refused(instead.get(name, "use /v1/chat/completions"), neutral)
         for name, neutral in NEUTRAL_FIELDS.items()
-        if name not in own
+        if name not in own and name not in (others or {})
     }
-    return RefusedFields({**found, **(others or {})})

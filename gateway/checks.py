@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from headrace.protos.status import Reason, StatusError
 
-Refused: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Name of a field -> the values besides null that change nothing, and what to use instead."""
 MAX_NESTING = 256
 """Levels of arrays and objects in the JSON of a request. Code that follows a value recursively needs fewer than three
 frames for a level, and Python has 1,000."""
-_ABSENT = msgspec.Raw(b"null")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _STEPS = tuple(1 if byte in b"[{" else -1 if byte in b"]}" else 0 for byte in range(256))
 _NO_BRACKETS = bytes(byte for byte in range(256) if not _STEPS[byte])
@@ -47,29 +43,6 @@ def is_one_of(value: object, values: Iterable[object]) -> bool:
     """Whether the value equals one of these in JSON: 1.0 equals 1, but true does not."""
     is_bool = isinstance(value, bool)
     return any(value == one and isinstance(one, bool) is is_bool for one in values)
-
-
-class RefusedFields:
-    """Fields that a body must not have, unless with a value that changes nothing."""
-
-    def __init__(self, fields: Refused) -> None:
-        self.fields = fields
-        self._kind = msgspec.defstruct("_Refused", [(name, msgspec.Raw, _ABSENT) for name in fields])
-
-    def check(self, body: bytes) -> None:
-        """Raise `StatusError` for such a field in a valid body."""
-        found = msgspec.json.decode(body, type=self._kind)
-        for name, (neutral, instead) in self.fields.items():
-            raw = getattr(found, name)
-            if raw is _ABSENT:
-                continue
-            try:
-                value = msgspec.json.decode(raw)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                value = raw  # such as 1e999, which unknown fields may contain
-            if value is not None and not is_one_of(value, neutral):
-                hint = f"; it may only be {json.dumps(neutral[0])}" if neutral else ""
-                raise unsupported(name, f"{name} is not supported{hint}; {instead}")
 
 
 def json_of(name: str, text: str) -> Any:

@@ -113,7 +113,8 @@ ONLY_IN = {
 # Package -> its wings by tier. A wing imports only from lower tiers; wings of one tier do not know each other.
 TIERS = {
     "gateway": (
-        ("checks", "telemetry", "access"),
+        ("checks", "hints", "telemetry", "access"),
+        ("fields",),
         ("cache_eviction", "chat_fields", "field_names", "edge", "upstream", "structure"),
         ("text",),
         ("chat",),

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from headrace.protos.status import TABLE, Reason
+from tests import field_reference
 from tests.cli_reference import PAGE, commands, page
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +85,10 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_the_reference_of_the_command_line_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "make docs writes it anew"
+
+
+def test_the_tables_of_fields_are_those_of_the_gateway() -> None:
+    assert field_reference.PAGE.read_text() == field_reference.page(), "make docs writes it anew"
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

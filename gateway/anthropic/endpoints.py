@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.gateway.anthropic.answers import ANTHROPIC_ERRORS, PING, MessageAnswer
-from headrace.gateway.anthropic.types import OF_CHATS, MessagesRequest, PromptFields, chat_of, check_messages, effort_of
+from headrace.gateway.anthropic.types import FIELDS, MessagesRequest, PromptFields, chat_of, check_messages, effort_of
 from headrace.gateway.chat.request import AnswerFields, Chat
 from headrace.gateway.edge.endpoint import Endpoint, Handler, at_api
 from headrace.gateway.edge.exchange import Exchange
@@ -36,7 +36,7 @@ class _Messages:
         exchange.keep_alive_event = PING
         body = await exchange.body()
         request = decode_body(body, MessagesRequest)
-        OF_CHATS.check(body)
+        FIELDS.check(body)
         exchange.name_request(request.request_id)
         chat_request, names = await self._chat(request, decode_body(body, AnswerFields))
         with names.in_callers_terms():

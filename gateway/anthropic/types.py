@@ -16,6 +16,7 @@ from headrace.gateway.chat.request import AnswerFields, Chat
 from headrace.gateway.chat_fields import lacking
 from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
 from headrace.gateway.field_names import FieldNames, messages_at
+from headrace.gateway.fields import FieldTable
 from headrace.gateway.text.chat_template import ChatTemplate
 
 MIN_BUDGET_TOKENS = 1024
@@ -88,22 +89,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
 }
 _NEUTRAL_ANSWER: dict[str, tuple[Any, ...]] = {"diagnostics": (), "fallbacks": ([],), "inference_geo": ()}
-OF_CHATS = lacking(
+FIELDS = FieldTable(
+    "POST /v1/messages",
     (MessagesRequest, AnswerFields),
-    {
-        "max_completion_tokens": "use max_tokens",
-        "stop": "use stop_sequences",
-        "response_format": "use output_config.format",
-        "reasoning_effort": "use output_config.effort",
-        "enable_thinking": "use thinking",
-        "include_reasoning": "use thinking.display",
-        "continue_final_message": "end messages with a turn of the assistant",
-        "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
-        "stream_options": "leave it out",
-        "prompt_cache_key": "leave it out",
-    },
+    lacking(
+        (MessagesRequest, AnswerFields),
+        {
+            "max_completion_tokens": "use max_tokens",
+            "stop": "use stop_sequences",
+            "response_format": "use output_config.format",
+            "reasoning_effort": "use output_config.effort",
+            "enable_thinking": "use thinking",
+            "include_reasoning": "use thinking.display",
+            "continue_final_message": "end messages with a turn of the assistant",
+            "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
+            "stream_options": "leave it out",
+            "prompt_cache_key": "leave it out",
+        },
+    ),
 )
-"""Fields that a chat has and a message does not."""
 _INSTEAD = {"output_format": "use output_config.format"}
 
 

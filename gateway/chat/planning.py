@@ -198,7 +198,7 @@ def plan_of(
     return plan_job(
         Job(
             model=model,
-            token_ids=_truncated(token_ids, request.truncate_prompt_tokens, sampling, model),
+            token_ids=_truncated(token_ids, request, sampling, model),
             sampling=sampling,
             num_choices=request.best_of or request.n or 1,
             shown_ids=shown_ids,
@@ -211,12 +211,13 @@ def plan_of(
     )
 
 
-def _truncated(token_ids: Sequence[int], keep: int | None, sampling: Sampling, model: Model) -> Sequence[int]:
-    """The last `keep` tokens of a prompt; -1: as many as leave room for the answer."""
+def _truncated(token_ids: Sequence[int], request: Chat | Completion, sampling: Sampling, model: Model) -> Sequence[int]:
+    """As many tokens of a prompt as the request keeps."""
+    keep = request.truncate_prompt_tokens
     if keep is None:
         return token_ids
     if keep == -1:
         num_answer_tokens = sampling.max_tokens or sampling.default_max_tokens or 1
         longest = longest_context(model.card, sampling.cache_eviction)
         keep = max(min(longest - num_answer_tokens, model.card.max_context_tokens - 1), 1)
-    return token_ids[-keep:]
+    return token_ids[:keep] if request.truncation_side == "right" else token_ids[-keep:]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from headrace.gateway.cache_eviction import CacheEvictionFields, eviction_rule
 from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, Sampling
 from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
+from headrace.gateway.hints import ignored
 from headrace.gateway.structure.fields import ConstraintFields, Structure
 
 COMPLETION_MAX_TOKENS = 16
@@ -60,6 +61,9 @@ class SamplingFields(AnswerFields, kw_only=True):
 class Generation(SamplingFields, kw_only=True):
     """The common part of chats and completions."""
 
+    shortens_max_tokens: ClassVar[bool] = False
+    """A max_tokens that is over the room in the context means the room."""
+
     model: str | None = None
     stream: bool | None = None
     n: int | None = None
@@ -74,6 +78,7 @@ class Generation(SamplingFields, kw_only=True):
     prompt_logprobs: int | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     response_format: dict[str, Any] | None = None
 
 
@@ -92,6 +97,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 class Chat(Generation, kw_only=True):
     """A conversation that the model continues."""
+
+    shortens_max_tokens: ClassVar[bool] = True
 
     messages: list[ChatMessage]
     logprobs: bool | None = None
@@ -255,10 +262,11 @@ def sampling_of(request: Chat | Completion, structure: Structure | None) -> Samp
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
         least_max_tokens=least_max_tokens,
+        shortens_max_tokens=request.shortens_max_tokens,
         default_max_tokens=default_max_tokens,
         min_tokens=request.min_tokens,
         ignore_eos=bool(request.ignore_eos),
-        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        stop=_stop_of(request),
         stop_token_ids=request.stop_token_ids or (),
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
@@ -268,6 +276,14 @@ def sampling_of(request: Chat | Completion, structure: Structure | None) -> Samp
         structure=structure,
         cache_eviction=eviction_rule(request.cache_eviction),
     )
+
+
+def _stop_of(request: Chat | Completion) -> Sequence[str]:
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    found = tuple(filter(None, stop))
+    if len(found) < len(stop):
+        ignored("stop", "an empty text ends no answer")
+    return found
 
 
 def prompts_of(request: Completion) -> Sequence[str | list[int]]:

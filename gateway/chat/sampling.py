@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.gateway.checks import check_range, invalid
+from headrace.gateway.hints import ignored
 from headrace.protos.cache_eviction import longest_context_of, rule_for
 from headrace.protos.inference_pb2 import CacheEviction, SamplingParams, TokenSequence
 from headrace.protos.status import Reason, StatusError
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 4096
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 64
+LEAST_TOP_P = 2.0**-60
+"""Keeps only the most probable token, which top_p 0 means to callers. Workers take no 0."""
 _SEED_MODULUS = 2**64
 _LARGE_FIELDS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
 
@@ -50,6 +53,8 @@ class Sampling:
     """Name of the field in which the caller gave max_tokens."""
     least_max_tokens: int = 1
     """The minimum of max_tokens: 0 if the prompt alone is a valid answer."""
+    shortens_max_tokens: bool = False
+    """A max_tokens that is over the room in the context means the room, as for servers that clamp it."""
     default_max_tokens: int | None = None
     """Default length of the answer; None: that of the model's card, or the rest of the context."""
     min_tokens: int | None = None
@@ -74,10 +79,33 @@ class Sampling:
     """Which KV blocks the request evicts; None: the server's default."""
 
 
+class ContextTooLongError(StatusError):
+    """The prompt, or prompt and answer, do not fit into the context. In OpenAI's words, which clients match."""
+
+    def __init__(self, max_context_tokens: int, num_prompt_tokens: int, num_answer_tokens: int) -> None:
+        """`num_answer_tokens` is what the caller asks for; 0: anything."""
+        self.max_context_tokens = max_context_tokens
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_answer_tokens = num_answer_tokens
+        start = f"This model's maximum context length is {max_context_tokens} tokens"
+        if num_answer_tokens and num_prompt_tokens < max_context_tokens:
+            problem = (
+                f"{start}. However, you requested {num_prompt_tokens + num_answer_tokens} tokens"
+                f" ({num_prompt_tokens} in the prompt, {num_answer_tokens} in the completion). Please reduce the length"
+                " of the prompt or of the completion."
+            )
+        else:
+            problem = (
+                f"{start}. However, your prompt resulted in {num_prompt_tokens} tokens. Please reduce the length of the"
+                " prompt."
+            )
+        super().__init__(Reason.CONTEXT_TOO_LONG, problem)
+
+
 # name, least, greatest, whether the least itself is excluded
 RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("temperature", 0.0, 2.0, False),
-    ("top_p", 0.0, 1.0, True),
+    ("top_p", 0.0, 1.0, False),
     ("top_k", -1, 2**31 - 1, False),
     ("min_p", 0.0, 1.0, False),
     ("seed", -(2**63), 2**64 - 1, False),
@@ -133,6 +161,8 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
         value = getattr(sampling, name)
         if value is not None:
             setattr(params, name, value)
+    if sampling.top_p == 0:
+        params.top_p = LEAST_TOP_P
     if sampling.top_k is not None:
         params.top_k = max(sampling.top_k, 0)
     if sampling.ignore_eos:
@@ -185,31 +215,24 @@ def _max_tokens(sampling: Sampling, defaults: SamplingParams, max_context_tokens
     room = max_context_tokens - num_prompt_tokens
     if sampling.max_tokens is not None:
         wanted = max(sampling.max_tokens, 1)  # a worker computes a prompt only in order to sample a token
+        if wanted > room >= 1 and sampling.shortens_max_tokens:
+            why = f"it is over the {room} tokens that the prompt leaves of the context, so it means these"
+            ignored(f"{sampling.max_tokens_field}>{room}", why)
+            return room
         if wanted > room:
-            raise _context_too_long(max_context_tokens, num_prompt_tokens, wanted)
+            raise ContextTooLongError(max_context_tokens, num_prompt_tokens, wanted)
         return wanted
     if room < 1:
-        raise _context_too_long(max_context_tokens, num_prompt_tokens, 1)
+        raise ContextTooLongError(max_context_tokens, num_prompt_tokens, 0)
     default = sampling.default_max_tokens
     if default is None and defaults.HasField("max_tokens"):
         default = defaults.max_tokens
     return room if default is None else min(default, room)
 
 
-def _context_too_long(max_context_tokens: int, num_prompt_tokens: int, num_answer_tokens: int) -> StatusError:
-    return StatusError(
-        Reason.CONTEXT_TOO_LONG,
-        f"This model's maximum context length is {max_context_tokens} tokens, but {num_prompt_tokens} tokens of prompt"
-        f" and {num_answer_tokens} of answer make {num_prompt_tokens + num_answer_tokens}. Shorten the prompt or ask"
-        " for fewer tokens.",
-    )
-
-
 def _check_stop(sampling: Sampling) -> None:
     if len(sampling.stop) > MAX_STOP_STRINGS:
         raise invalid("stop", f"stop takes at most {MAX_STOP_STRINGS} texts")
-    if not all(sampling.stop):
-        raise invalid("stop", "stop must not have an empty text")
     if any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
         raise invalid("stop", f"stop: a text must have at most {MAX_STOP_CHARS} characters")
 

@@ -21,6 +21,7 @@ from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller, authorization_var, deadline_var
 from headrace.gateway.edge.bodies import Bodies
 from headrace.gateway.edge.failures import ErrorShape, Headers, HttpError, failure_of
+from headrace.gateway.hints import Hints, hints_var
 from headrace.protos.status import Reason, StatusError
 
 # Bytes beyond the limit that are read and discarded, so that the client receives the refusal.
@@ -79,6 +80,8 @@ class Exchange:
             traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else "",
             time.monotonic(),
         )
+        self._hints = Hints()
+        hints_var.set(self._hints)
         self.owner = ""
         """The tenant of the request's key, who owns what the request stores. Empty without keys."""
         self.status = 0
@@ -236,11 +239,12 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _names(self) -> Headers:
-        """The headers with the request's id and the state of its key's limits."""
+        """The headers with the request's id, the state of its key's limits, and what had no effect."""
         request_id, authorization = self.caller.request_id.encode(), self.caller.authorization
         return [
             *((name, request_id) for name in self._request_id_headers),
             *(() if authorization is None else authorization.headers()),
+            *self._hints.headers(),
         ]
 
     async def fail(self, error: StatusError | HttpError) -> None:

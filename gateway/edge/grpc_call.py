@@ -16,6 +16,7 @@ from headrace.common.telemetry.logs import request_id_var
 from headrace.common.telemetry.tracing import serving_span
 from headrace.gateway.access.caller import Caller, authorization_var
 from headrace.gateway.edge.failures import draining, spread
+from headrace.gateway.hints import Hints, hints_var
 from headrace.gateway.telemetry.metrics import Metrics, outcome_of
 from headrace.protos.status import Reason, StatusError, abort
 
@@ -49,10 +50,16 @@ class GrpcCalls:
     async def streamed(
         self, answers: AsyncGenerator[_M, None], name: str, method: str, caller: Caller, context: Context
     ) -> AsyncGenerator[_M, None]:
-        """The messages of a call; a failure ends it with its status."""
+        """The messages of a call; a failure ends it with its status. Their metadata names what had no effect."""
+        hints = Hints()
+        hints_var.set(hints)
         try:
             async with aclosing(self.counted(answers, name, method, caller)) as messages:
+                is_first = True
                 async for message in messages:
+                    if is_first and (found := hints.headers()):
+                        await context.send_initial_metadata([(key.decode(), value) for key, value in found])
+                    is_first = False
                     yield message
         except StatusError as error:
             await abort(context, spread(error))

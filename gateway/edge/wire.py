@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 import secrets
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,13 +19,17 @@ _T = TypeVar("_T")
 _AT_FIELD = re.compile(r" - at (?P<key>`key` in )?`(?P<path>[^`]*)`$")
 # A message may have the whole value of a caller: its end names the field, its beginning says what is wrong.
 _MAX_PATH_CHARS, _MAX_WHAT_CHARS = 4096, 4096
+_FLOAT_FOR_INT = "Expected `int"
 _BYTE = re.compile(r"\(byte (\d+)\)")
 
 
 def decode_body(raw: bytes, kind: type[_T]) -> _T:
-    """The request in a body. Raises `StatusError` with the position of malformed JSON or the field of a wrong type."""
+    """The request in a body. Whole numbers may be written as 40.0, as some languages write all numbers.
+
+    Raises `StatusError` with the position of malformed JSON or the field of a wrong type.
+    """
     try:
-        body = msgspec.json.decode(raw, type=kind)
+        body = _decoded(raw, kind)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from error
     except msgspec.DecodeError as error:
@@ -38,6 +42,29 @@ def decode_body(raw: bytes, kind: type[_T]) -> _T:
     if nests_too_deeply(raw):
         raise _nested_too_deeply()
     return body
+
+
+def _decoded(raw: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        if not str(error).startswith(_FLOAT_FOR_INT):
+            raise
+        value = msgspec.json.decode(raw)
+        if nests_too_deeply(raw):
+            raise
+        return msgspec.json.decode(encode(_with_whole_numbers(value)), type=kind)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """The JSON value with 40 in place of 40.0, which are equal in JSON."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**63 else value
+    if isinstance(value, list):
+        return [_with_whole_numbers(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(one) for name, one in value.items()}
+    return value
 
 
 def _nested_too_deeply() -> StatusError:

@@ -13,7 +13,6 @@ OPERATIONS: tuple[Operation, ...] = (
         answer_types.ChatCompletion,
         (types.ChatRequest,),
         is_streamed=True,
-        neutral=types.NEUTRAL_CHAT | types.NEUTRAL,
         prefixes=API,
     ),
     Operation(
@@ -23,7 +22,6 @@ OPERATIONS: tuple[Operation, ...] = (
         answer_types.Completion,
         (types.CompletionRequest,),
         is_streamed=True,
-        neutral=types.NEUTRAL,
         prefixes=API,
     ),
     Operation(

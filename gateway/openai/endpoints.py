@@ -15,7 +15,7 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.openai.answers import Shown, identity, whole_chat, whole_completion
-from headrace.gateway.openai.foreign_fields import OF_CHATS, OF_COMPLETIONS
+from headrace.gateway.openai.fields import CHAT, COMPLETION
 from headrace.gateway.openai.streams import ChatStream, CompletionStream
 from headrace.gateway.openai.types import ChatRequest, CompletionRequest, check_chat_body, check_completion_body
 from headrace.gateway.services import Services
@@ -40,7 +40,7 @@ class _Completions:
     async def chat(self, exchange: Exchange) -> None:
         body = await exchange.body()
         request = decode_body(body, ChatRequest)
-        OF_CHATS.check(body)
+        CHAT.check(body)
         check_chat_body(request)
         exchange.name_request(request.request_id)
         with _OF_THINKING.in_callers_terms() if request.thinking is not None else nullcontext():
@@ -62,7 +62,7 @@ class _Completions:
     async def completions(self, exchange: Exchange) -> None:
         body = await exchange.body()
         request = decode_body(body, CompletionRequest)
-        OF_COMPLETIONS.check(body)
+        COMPLETION.check(body)
         check_completion_body(request)
         exchange.name_request(request.request_id)
         completion = await self._services.chats.plan_completion(request)

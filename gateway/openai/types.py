@@ -1,7 +1,6 @@
 """Bodies of the OpenAI API, decoded and checked (pure).
 
-A parameter that this server knows but does not support is refused by name. Unknown ones are ignored, as OpenAI does.
-An explicit null is the same as leaving the field out. docs/protocol.md has the table of fields.
+`fields` says what happens to every field, applied or not. An explicit null is the same as leaving the field out.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.gateway.chat.request import Chat, Completion, Tokenization, refuse_unless_neutral
-from headrace.gateway.chat_fields import UNSUPPORTED, UNSUPPORTED_IN_CHATS
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid
+from headrace.gateway.hints import ignored
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -23,35 +22,24 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-# Both bodies list the same nine fields, because a msgspec struct has a single base, and theirs is the neutral one.
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether to reason. Other members of it are hints."""
+
+    type: Literal["enabled", "disabled"]
+
+
+# Both bodies list the same four fields, because a msgspec struct has a single base, and theirs is the neutral one.
 class ChatRequest(Chat, kw_only=True):
-    """Body of POST /v1/chat/completions. Fields of type Any are known but accepted only with their neutral value."""
+    """Body of POST /v1/chat/completions."""
 
     request_id: str | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    early_stopping: Any = None
-    diversity_penalty: Any = None
-    logits_processors: Any = None
 
     enable_thinking: bool | None = None
-    thinking: Any = None
-    """In a checked body, null or disabled."""
+    thinking: Thinking | None = None
     include_reasoning: bool | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    chat_template: Any = None
-    documents: Any = None
-    echo: Any = None
-    store: Any = None
-    service_tier: Any = None
-    prompt_cache_retention: Any = None
 
 
 class CompletionRequest(Completion, kw_only=True):
@@ -61,12 +49,6 @@ class CompletionRequest(Completion, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    early_stopping: Any = None
-    diversity_penalty: Any = None
-    logits_processors: Any = None
-    suffix: str | None = None
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
@@ -97,21 +79,21 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 # --- checking -------------------------------------------------------------------------------------------------------
 
-# As in `chat.request`.
-NEUTRAL = UNSUPPORTED
-NEUTRAL_CHAT = UNSUPPORTED_IN_CHATS
-
 
 def check_chat_body(request: ChatRequest) -> None:
-    """Raise `StatusError` for fields of this protocol that the server does not support. A switch for the template
-    becomes one of its variables."""
+    """Raise `StatusError` for contradictory fields of this protocol. A switch for the template becomes one of its
+    variables."""
     _check_body(request)
-    refuse_unless_neutral(request, NEUTRAL_CHAT)
-    if request.thinking is not None:
+    if request.thinking is not None and request.thinking.type == "disabled":
         if request.enable_thinking or request.reasoning_effort not in (None, "none"):
             other = "enable_thinking" if request.enable_thinking else "reasoning_effort"
             raise invalid("thinking", f"thinking is disabled, but {other} asks for it; leave out one of them")
         request.reasoning_effort = "none"
+    elif request.thinking is not None:
+        if request.enable_thinking is False or request.reasoning_effort == "none":
+            other = "enable_thinking" if request.enable_thinking is False else "reasoning_effort"
+            raise invalid("thinking", f"thinking is enabled, but {other} turns it off; leave out one of them")
+        request.enable_thinking = True
     if request.enable_thinking is not None:
         request.chat_template_kwargs = {"enable_thinking": request.enable_thinking} | (
             request.chat_template_kwargs or {}
@@ -119,10 +101,8 @@ def check_chat_body(request: ChatRequest) -> None:
 
 
 def check_completion_body(request: CompletionRequest) -> None:
-    """Raise `StatusError` for fields of this protocol that the server does not support."""
+    """Raise `StatusError` for contradictory fields of this protocol."""
     _check_body(request)
-    if request.suffix:
-        raise unsupported("suffix", "suffix is not supported: the model continues a prompt and fills no gaps")
 
 
 def check_tokenize_body(request: TokenizeRequest) -> None:
@@ -131,12 +111,10 @@ def check_tokenize_body(request: TokenizeRequest) -> None:
 
 
 def _check_body(request: ChatRequest | CompletionRequest) -> None:
-    refuse_unless_neutral(request, NEUTRAL)
     options = request.stream_options
     if options is None:
         return
     if not request.stream:
         raise invalid("stream_options", "stream_options needs stream to be true")
     if options.continuous_usage_stats and not options.include_usage:
-        name = "stream_options.continuous_usage_stats"
-        raise invalid(name, f"{name} needs include_usage to be true")
+        ignored("stream_options.continuous_usage_stats", "without include_usage, a stream has no usage")

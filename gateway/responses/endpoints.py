@@ -25,8 +25,8 @@ from headrace.gateway.responses.items import Turn, input_items, turns_of
 from headrace.gateway.responses.references import resolved
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unpacked
 from headrace.gateway.responses.types import (
+    FIELDS,
     MAX_ID_CHARS,
-    OF_CHATS,
     ResponseChat,
     ResponsesRequest,
     chat_of,
@@ -88,7 +88,7 @@ class _Responses:
         """POST responses."""
         body = await exchange.body()
         request = decode_body(body, ResponsesRequest)
-        OF_CHATS.check(body)
+        FIELDS.check(body)
         check_response(request)
         exchange.name_request(request.request_id)
         planned = await self._planned(exchange, request)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from headrace.gateway.chat.sampling import MAX_LOGPROBS
 from headrace.gateway.chat_fields import lacking
 from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
 from headrace.gateway.field_names import FieldNames, messages_at
+from headrace.gateway.fields import FieldTable
 from headrace.gateway.responses.items import Turn
 
 MAX_METADATA_ENTRIES = 16
@@ -93,21 +94,24 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "service_tier": ("auto", "default"),
 }
-OF_CHATS = lacking(
+FIELDS = FieldTable(
+    "POST /v1/responses",
     (ResponsesRequest,),
-    {
-        "messages": "use input",
-        "max_tokens": "use max_output_tokens",
-        "max_completion_tokens": "use max_output_tokens",
-        "logprobs": f"use include with {LOGPROBS}",
-        "response_format": "use text.format",
-        "verbosity": "use text.verbosity",
-        "reasoning_effort": "use reasoning.effort",
-        "enable_thinking": "use reasoning.effort",
-        "thinking": "use reasoning.effort",
-    },
+    lacking(
+        (ResponsesRequest,),
+        {
+            "messages": "use input",
+            "max_tokens": "use max_output_tokens",
+            "max_completion_tokens": "use max_output_tokens",
+            "logprobs": f"use include with {LOGPROBS}",
+            "response_format": "use text.format",
+            "verbosity": "use text.verbosity",
+            "reasoning_effort": "use reasoning.effort",
+            "enable_thinking": "use reasoning.effort",
+            "thinking": "use reasoning.effort",
+        },
+    ),
 )
-"""Fields that a chat has and a response does not."""
 _INSTEAD = {
     "conversation": "use previous_response_id",
     "prompt": "send its text as instructions and input",
@@ -158,6 +162,12 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> None:
         raise invalid("metadata", f"metadata: a value has at most {MAX_METADATA_VALUE_CHARS} characters")
 
 
+class _WholeAnswerChat(Chat, kw_only=True):
+    """A chat that drops turns rather than a part of its answer."""
+
+    shortens_max_tokens: ClassVar[bool] = False
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseChat:
     """The chat of a response, and the names of its fields."""
@@ -177,7 +187,8 @@ def chat_of(request: ResponsesRequest, turns: Sequence[Turn]) -> ResponseChat:
     tools = [_chat_tool(i, tool) for i, tool in enumerate(request.tools or ())]
     reasoning = request.reasoning
     text = request.text or TextFields()
-    chat = Chat(
+    kind = _WholeAnswerChat if request.truncation == "auto" else Chat
+    chat = kind(
         messages=messages,
         model=request.model,
         max_completion_tokens=request.max_output_tokens,

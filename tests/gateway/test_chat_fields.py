@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,27 +10,26 @@ import pytest
 from headrace.gateway.anthropic import types as anthropic
 from headrace.gateway.chat.request import AnswerFields, Chat, SamplingFields
 from headrace.gateway.chat_fields import NEUTRAL_FIELDS
-from headrace.gateway.checks import RefusedFields
+from headrace.gateway.fields import FieldTable, Refused
 from headrace.gateway.kserve.requests import KserveParameters
 from headrace.gateway.ollama.types import OllamaChat, OllamaGenerate, OllamaOptions
-from headrace.gateway.openai import foreign_fields, types
+from headrace.gateway.openai import types
+from headrace.gateway.openai.fields import CHAT
 from headrace.gateway.responses import types as responses
 from headrace.gateway.tgi.types import TgiParameters, TgiRequest
 from headrace.protos.status import Reason, StatusError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # path -> a body, its types, and the fields that it must not have
-ENDPOINTS: dict[str, tuple[dict[str, Any], tuple[type[msgspec.Struct], ...], RefusedFields]] = {
-    "/v1/completions": ({"prompt": "hi"}, (types.CompletionRequest,), foreign_fields.OF_COMPLETIONS),
-    "/v1/responses": ({"input": "hi"}, (responses.ResponsesRequest,), responses.OF_CHATS),
+ENDPOINTS: dict[str, tuple[dict[str, Any], tuple[type[msgspec.Struct], ...], FieldTable]] = {
+    "/v1/responses": ({"input": "hi"}, (responses.ResponsesRequest,), responses.FIELDS),
     "/v1/messages": (
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
         (anthropic.MessagesRequest, AnswerFields),
-        anthropic.OF_CHATS,
+        anthropic.FIELDS,
     ),
 }
 STRICT = (OllamaChat, OllamaGenerate, OllamaOptions, TgiRequest, TgiParameters, KserveParameters)
-REFERENCE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
 def names_of(*kinds: type[msgspec.Struct]) -> set[str]:
@@ -40,14 +37,14 @@ def names_of(*kinds: type[msgspec.Struct]) -> set[str]:
 
 
 def refused() -> list[tuple[str, str]]:
-    return [(path, name) for path, (*_, fields) in ENDPOINTS.items() for name in fields.fields]
+    rows = [(path, name, row) for path, (*_, fields) in ENDPOINTS.items() for name, row in fields.rows.items()]
+    return [(path, name) for path, name, row in rows if isinstance(row, Refused)]
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_each_field_of_chats_is_one_of_the_endpoint_or_refused(path: str) -> None:
     _, kinds, fields = ENDPOINTS[path]
-    assert names_of(types.ChatRequest) <= names_of(*kinds) | fields.fields.keys()
-    assert not names_of(*kinds) & fields.fields.keys()
+    assert names_of(types.ChatRequest) <= names_of(*kinds) | fields.rows.keys()
 
 
 async def test_the_other_protocols_refuse_all_fields_that_they_do_not_have() -> None:
@@ -56,32 +53,33 @@ async def test_the_other_protocols_refuse_all_fields_that_they_do_not_have() -> 
 
 
 async def test_the_table_has_no_other_fields_and_the_values_that_chats_take() -> None:
-    assert NEUTRAL_FIELDS.keys() <= names_of(types.ChatRequest)
-    for name, neutral in {**types.NEUTRAL, **types.NEUTRAL_CHAT}.items():
-        assert NEUTRAL_FIELDS[name] == neutral
+    assert NEUTRAL_FIELDS.keys() <= names_of(types.ChatRequest) | CHAT.rows.keys()
+    for name, row in CHAT.rows.items():
+        if isinstance(row, Refused) and name in NEUTRAL_FIELDS:
+            assert NEUTRAL_FIELDS[name] == row.neutral
 
 
 @pytest.mark.parametrize(("path", "name"), refused())
 async def test_a_field_that_only_chats_have_is_refused(gateway: Any, router: Any, path: str, name: str) -> None:
     router.reset()
     body, _, fields = ENDPOINTS[path]
-    neutral, instead = fields.fields[name]
-    other = not neutral[0] if neutral and isinstance(neutral[0], bool) else {"some": "value"}
+    row = fields.rows[name]
+    assert isinstance(row, Refused)
+    other = not row.neutral[0] if row.neutral and isinstance(row.neutral[0], bool) else {"some": "value"}
     response = await gateway.http.post(path, json={**body, name: other})
     assert response.status_code == 400, response.text
     message = response.json()["error"]["message"]
     assert message.startswith(f"{name} is not supported")
-    assert message.endswith(instead)
+    assert message.endswith(row.instead)
     assert router.streams == []
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_values_that_change_nothing_are_taken(gateway: Any, path: str) -> None:
     body, _, fields = ENDPOINTS[path]
-    for position in range(max(len(neutral) for neutral, _ in fields.fields.values()) + 1):
-        more = {
-            name: neutral[position] if position < len(neutral) else None for name, (neutral, _) in fields.fields.items()
-        }
+    rows = {name: row.neutral for name, row in fields.rows.items() if isinstance(row, Refused)}
+    for position in range(max(map(len, rows.values())) + 1):
+        more = {name: neutral[position] if position < len(neutral) else None for name, neutral in rows.items()}
         response = await gateway.http.post(path, json={**body, **more})
         assert response.status_code == 200, response.text
 
@@ -113,17 +111,5 @@ async def test_the_shared_fields_reach_the_chat() -> None:
 @pytest.mark.parametrize("value", [b"1e999", b"1" * 400, b'"\xff"'])
 async def test_a_value_that_cannot_be_read_is_refused_by_its_field(value: bytes) -> None:
     with pytest.raises(StatusError) as caught:
-        responses.OF_CHATS.check(b'{"input": "hi", "n": %b}' % value)
+        responses.FIELDS.check(b'{"input": "hi", "n": %b}' % value)
     assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "n")
-
-
-@pytest.mark.parametrize(("path", "name"), [one for one in refused() if one[1] not in foreign_fields.FOREIGN_FIELDS])
-async def test_the_reference_has_each_of_them(path: str, name: str) -> None:
-    heading = {
-        "/v1/completions": "### Completions only",
-        "/v1/responses": "## Responses",
-        "/v1/messages": "## Messages",
-    }
-    part = REFERENCE[REFERENCE.index(f"\n{heading[path]}\n") + 1 :]
-    paragraph = part.partition("**Fields of chats.**")[2].partition("\n\n")[0]
-    assert re.search(rf"`{name}`", paragraph)

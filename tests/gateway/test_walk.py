@@ -29,7 +29,7 @@ GATEWAY = str(Path(headrace.gateway.__file__).parent.resolve())
 TRANSPORT = str(Path(GATEWAY).parent / "common" / "transport")
 CLIENT, ROUTER = "client", "router"
 # They only watch, or hold a value that all wings read; a request does not pass through them.
-ASIDE = frozenset({"telemetry", "cache_eviction", "checks", "field_names"})
+ASIDE = frozenset({"telemetry", "cache_eviction", "checks", "field_names", "fields", "hints"})
 # A value, no station.
 VALUES = frozenset({("access", "caller")})
 # A protocol reads its request from the exchange that the edge hands to it.

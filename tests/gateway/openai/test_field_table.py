@@ -1,4 +1,4 @@
-"""docs/protocol.md says something of every field that a request may have, and tests do something with every one."""
+"""The documents say something of every field that a request may have, and tests do something with every one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from headrace.gateway.anthropic.types import MessagesRequest
 from headrace.gateway.chat.request import AnswerFields, ChatMessage
+from headrace.gateway.fields import FieldTable
 from headrace.gateway.ollama.types import (
     OllamaChat,
     OllamaEmbed,
@@ -20,6 +21,7 @@ from headrace.gateway.ollama.types import (
     OllamaPull,
     OllamaShow,
 )
+from headrace.gateway.openai.fields import CHAT, COMPLETION
 from headrace.gateway.openai.types import (
     ChatRequest,
     CompletionRequest,
@@ -36,10 +38,6 @@ from headrace.protos import text_pb2
 ROOT = Path(__file__).parents[3]
 # type -> the part of the reference that has its fields: from one heading to the next one of the same level
 PARTS: dict[type[msgspec.Struct], str] = {
-    ChatRequest: "## Fields of chats and completions",
-    ChatMessage: "## Fields of chats and completions",
-    CompletionRequest: "## Fields of chats and completions",
-    StreamOptions: "## Fields of chats and completions",
     TokenizeRequest: "## Tokens and models",
     DetokenizeRequest: "## Tokens and models",
     EmbeddingRequest: "## Embeddings",
@@ -63,8 +61,17 @@ PARTS: dict[type[msgspec.Struct], str] = {
 }
 
 
+# type -> its table, and where its fields are in the body
+TABLES: dict[type[msgspec.Struct], tuple[FieldTable, str]] = {
+    ChatRequest: (CHAT, ""),
+    ChatMessage: (CHAT, "messages[]."),
+    CompletionRequest: (COMPLETION, ""),
+    StreamOptions: (CHAT, "stream_options."),
+}
+
+
 def fields() -> list[tuple[type[msgspec.Struct], str]]:
-    return [(kind, field.encode_name) for kind in PARTS for field in msgspec.structs.fields(kind)]
+    return [(kind, field.encode_name) for kind in (*PARTS, *TABLES) for field in msgspec.structs.fields(kind)]
 
 
 def part(heading: str) -> str:
@@ -82,6 +89,10 @@ TESTS = text_of_all_tests()
 
 @pytest.mark.parametrize(("kind", "name"), fields(), ids=lambda value: getattr(value, "__name__", value))
 def test_every_field_is_in_the_reference(kind: type[msgspec.Struct], name: str) -> None:
+    if kind in TABLES:
+        table, place = TABLES[kind]
+        assert place + name in table.rows
+        return
     assert re.search(rf"`(?:[a-z_\[\]]+\.)?{name}(?:\.[a-z_]+)?`", part(PARTS[kind])), f"{name} of {kind.__name__}"
 
 

@@ -1,0 +1,87 @@
+"""What a server does with each field of an API: the table from which checks and docs/reference/fields.md follow (pure).
+
+The API's own provider and other servers take many fields. Each one that is known here is applied, taken as a hint, or
+refused by name with what to use instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from headrace.gateway.checks import is_one_of, unsupported
+from headrace.gateway.hints import ignored
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The field has its effect."""
+
+    values: str
+    """In Markdown."""
+    meaning: str = ""
+    """In Markdown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """The field is taken without effect, which the caller cannot notice in the answer."""
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+    """Values besides null that ask for nothing, so that they are not named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The field would change the answer, and this server cannot apply it."""
+
+    instead: str
+    """What to do, such as "use max_tokens"."""
+    neutral: tuple[Any, ...] = ()
+    """Values besides null that change nothing."""
+
+
+Row: TypeAlias = Applied | Hint | Refused
+
+
+class FieldTable:
+    """The fields of a request's body at its top level, or inside of one object."""
+
+    def __init__(self, api: str, bodies: Iterable[type[msgspec.Struct]], rows: Mapping[str, Row]) -> None:
+        """`bodies` are the types into which the body is decoded: their fields without a row are applied. A name with
+        dots describes a field inside of another, for the documentation."""
+        self.api = api
+        """The method and path, or another heading for the documentation."""
+        self.rows = rows
+        named = {field.encode_name for kind in bodies for field in msgspec.structs.fields(kind)} | rows.keys()
+        self._applied = {name for name in named if name not in rows or isinstance(rows[name], Applied)}
+
+    def check(self, body: bytes) -> None:
+        """Note the hints of a valid body, fields that nobody knows among them. Raises `StatusError` for a field that is
+        refused."""
+        found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        for name in found.keys() - self._applied:
+            raw = bytes(found[name])
+            if raw == b"null":
+                continue
+            row = self.rows.get(name)
+            if row is None:
+                ignored(name, f"{self.api} has no such field", is_known=False)
+                continue
+            assert not isinstance(row, Applied)
+            try:
+                value = msgspec.json.decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                value = raw  # such as 1e999, which unknown fields may contain
+            if is_one_of(value, row.neutral):
+                continue
+            if isinstance(row, Hint):
+                ignored(name, row.why)
+                continue
+            hint = f"; it may only be {json.dumps(row.neutral[0])}" if row.neutral else ""
+            raise unsupported(name, f"{name} is not supported{hint}; {row.instead}")

@@ -1,0 +1,53 @@
+"""What a request asks for and this server takes without effect: named in a header, and once in the log.
+
+A hint is a field, value or tool type that the API's own provider accepts and whose absence the caller cannot notice in
+the answer. Whatever would change the answer is applied or refused instead (`fields`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from contextvars import ContextVar
+
+HEADER = "x-headrace-ignored"
+"""Of a response, and the metadata of a gRPC call: the names, divided by commas."""
+MAX_NAMES = 32
+MAX_NAME_CHARS = 64
+# Callers make up any number of names.
+MAX_LOGGED = 1000
+_HIDDEN = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
+_LOG = logging.getLogger(__name__)
+_logged: set[str] = set()
+
+
+class Hints:
+    """The hints of one request."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def add(self, name: str) -> None:
+        """Note the name of a field or value, of which some may come from the caller."""
+        if len(self._names) < MAX_NAMES:
+            self._names[_HIDDEN.sub("?", name[:MAX_NAME_CHARS])] = None
+
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """The header that names them; empty if there are none."""
+        return [(HEADER.encode(), ", ".join(self._names).encode())] if self._names else []
+
+
+hints_var: ContextVar[Hints | None] = ContextVar("hints", default=None)
+"""Of the current request; None outside of requests."""
+
+
+def ignored(name: str, why: str, *, is_known: bool = True) -> None:
+    """Note that the current request asks for something that has no effect. `why` is a clause for the log. Names that
+    are not known are the caller's, and only the first of them are logged."""
+    hints = hints_var.get()
+    if hints is not None:
+        hints.add(name)
+    if name not in _logged and (is_known or len(_logged) < MAX_LOGGED):
+        _logged.add(name)
+        _LOG.info("a request has %s, without effect: %s", _HIDDEN.sub("?", name[:MAX_NAME_CHARS]), why)
