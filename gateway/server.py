@@ -8,6 +8,7 @@ import logging
 import math
 import signal
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import grpc
 
 from headrace.common.aliases import Aliases
 from headrace.common.tasks import end_tasks
+from headrace.common.transport.channels import PLAIN, Transport
 from headrace.gateway.chat.answering import Answering
 from headrace.gateway.chat.formats import Formats
 from headrace.gateway.chat.generation import Generator
@@ -114,24 +116,42 @@ async def serve(settings: Settings) -> None:
 
 
 def _services(settings: Settings, security: Security, threads: Threads) -> Services:
-    upstream = Upstream(
+    return services_behind(
         settings.routers,
-        security.transport,
+        threads,
+        transport=security.transport,
+        model_host=settings.model_host,
         worker_wait_s=settings.worker_wait_s,
         plain_grpc=settings.plain_grpc,
-    )
-    formats = Formats(settings.tool_parsers, settings.reasoning_parsers)
-    return services_behind(
-        upstream, ModelHost(settings.model_host, security.transport), settings.aliases, threads, formats
+        aliases=settings.aliases,
+        formats=Formats(settings.tool_parsers, settings.reasoning_parsers),
     )
 
 
 def services_behind(
-    upstream: Upstream, host: ModelHost, aliases: Aliases | None, threads: Threads, formats: Formats | None = None
+    routers: Sequence[str],
+    threads: Threads,
+    *,
+    transport: Transport = PLAIN,
+    model_host: str | None = None,
+    worker_wait_s: float | None = None,
+    plain_grpc: bool = False,
+    aliases: Aliases | None = None,
+    formats: Formats | None = None,
 ) -> Services:
     """The services of a gateway, connected with each other."""
     metrics = Metrics()
-    host.in_use, upstream.problem_of = lambda: upstream.models_in_use, host.problem_of
+    in_use = Counter[str]()
+    host = ModelHost(model_host, transport, in_use=in_use)
+    upstream = Upstream(
+        routers,
+        transport,
+        worker_wait_s=worker_wait_s,
+        plain_grpc=plain_grpc,
+        on_retry=metrics.retried,
+        problem_of=host.problem_of,
+        in_use=in_use,
+    )
     models = Models(upstream, threads.loading, host=host, aliases=aliases)
     prompts = Prompts(threads.tokenizing)
     generator = Generator(upstream, metrics)

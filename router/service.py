@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from headrace.common.retries import AT_WORKERS, Verdict, verdict_of
 from headrace.common.tasks import end_tasks
 from headrace.common.telemetry.logs import NO_REQUEST, request_id_of, request_id_var
 from headrace.common.telemetry.span import Span
@@ -27,11 +28,10 @@ from headrace.common.transport.wire_request import HeldBytes, WireRequest
 from headrace.protos import router_pb2
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.router.dispatch.admission import Admission, AdmissionConfig
-from headrace.router.dispatch.attempts import Metadata, UpstreamError
+from headrace.router.dispatch.attempt import UpstreamError
 from headrace.router.dispatch.forwarding import Forwarding, ForwardingConfig
+from headrace.router.dispatch.generation import Generation, Metadata
 from headrace.router.dispatch.metrics import RequestLoad, RouterMetrics
-from headrace.router.dispatch.suspects import Suspects
-from headrace.router.dispatch.verdicts import Verdict, verdict_of
 from headrace.router.draining import Handovers
 from headrace.router.explain import explain
 from headrace.router.fleet.fleet import Fleet
@@ -97,16 +97,13 @@ class InferenceService:
     def __init__(
         self,
         fleet: Fleet,
-        admission: Admission,
+        forwarding: Forwarding,
         metrics: RouterMetrics,
-        config: ForwardingConfig,
         bounds: RequestBounds,
     ) -> None:
         self._fleet = fleet
-        self._admission = admission
+        self._forwarding = forwarding
         self._metrics = metrics
-        self._config = config
-        self._suspects = Suspects(config.max_attempts)
         self.bounds = bounds
         self.sessions = SessionServer(self.serve)
         self.num_in_flight = 0
@@ -164,18 +161,14 @@ class InferenceService:
             )
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
         check_size(self._fleet, wire.num_bytes)
-        forwarding = Forwarding(
-            self._fleet,
-            self._admission,
-            self._metrics,
-            self._config,
-            self._suspects,
+        generation = Generation(
             wire,
-            passed_on(context),
             context.write,
             context.time_remaining,
+            max_attempts=self._forwarding.config.max_attempts,
+            metadata=passed_on(context),
         )
-        await forwarding.run()
+        await self._forwarding.run(generation)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The service for a server."""
@@ -271,7 +264,7 @@ class RouterService:
         await abort(context, StatusError(Reason.NOT_FOUND, f"no live worker has a tokenizer bundle {sha256}"))
 
     async def _broken_off(self, context: _Context, error: grpc.aio.AioRpcError) -> NoReturn:
-        if verdict_of(error) is Verdict.FINAL:
+        if verdict_of(error, AT_WORKERS) is Verdict.FINAL:
             details = cast("Metadata", tuple(error.trailing_metadata() or ()))
             await context.abort(error.code(), error.details() or "", tuple(details))
         problem = "the worker was lost in the middle of the bundle: ask again"
@@ -369,7 +362,9 @@ class RouterServer:
         self._transport = transport
         self._handovers = Handovers(fleet, metrics)
         self.admission = Admission(fleet, admission)
-        self.inference = InferenceService(fleet, self.admission, metrics, forwarding, bounds)
+        self.inference = InferenceService(
+            fleet, Forwarding(fleet, self.admission, metrics, forwarding), metrics, bounds
+        )
         metrics.observe_requests(self.admission, self)
         metrics.observe_sessions(self.inference.sessions)
         most = bounds.max_in_flight + _OTHER_CALLS

@@ -184,7 +184,6 @@ class Generator:
         self._upstream = upstream
         self._metrics = metrics
         self._num_running = 0
-        upstream.on_retry = metrics.retried
 
     def stream(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all choices, each with its index: choices are numbered plan by plan.

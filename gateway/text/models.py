@@ -118,7 +118,7 @@ class Models:
     ) -> None:
         """`executor` compiles tokenizers, which takes long."""
         self._host = host or ModelHost()
-        self._host.on_change = self._take_hosted
+        self._host.changes.add(self._take_hosted)
         self._hosted: Mapping[str, HostedModel] = {}
         self._aliases = aliases or Aliases()
         self._settled_s = clock() + settle_s
@@ -234,8 +234,8 @@ class Models:
                 raise problem
             await self._next_change(left_s)
 
-    def _take_hosted(self) -> None:
-        self._hosted = self._host.models
+    def _take_hosted(self, hosted: Mapping[str, HostedModel]) -> None:
+        self._hosted = hosted
         if self._host.aliases is not None:
             self._aliases = self._host.aliases
         self._notify()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import grpc
 from google.protobuf.message import Message
 
 from headrace.common.aliases import Aliases, parse_aliases
+from headrace.common.observers import Observers
 from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos.host_pb2 import (
@@ -50,8 +51,11 @@ class _Loading:
 class ModelHost:
     """The models of a host, kept up to date by `run`. Used in one event loop."""
 
-    def __init__(self, address: str | None = None, transport: Transport = PLAIN) -> None:
-        """Without an address, there are no models."""
+    def __init__(
+        self, address: str | None = None, transport: Transport = PLAIN, *, in_use: Collection[str] = ()
+    ) -> None:
+        """Without an address, there are no models. `in_use` has, at any time, the names of models that running requests
+        need."""
         self._address = address
         self._transport = transport
         self._loading: dict[str, _Loading] = {}
@@ -63,10 +67,9 @@ class ModelHost:
         """Whether the models are known."""
         self.aliases: Aliases | None = None
         """The host's aliases; None while they are not known."""
-        self.in_use: Callable[[], Iterable[str]] = tuple
-        """Called for the names of models that running requests need."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when `models` has changed."""
+        self.changes: Observers[Mapping[str, HostedModel]] = Observers()
+        """Told of `models` when it has changed."""
+        self._in_use = in_use
 
     async def run(self) -> None:
         """Follow the host's models until cancelled."""
@@ -76,7 +79,7 @@ class ModelHost:
                     async for answer in host.WatchModels(WatchModelsRequest()):
                         self.models, self.is_known = {model.name: model for model in answer.models}, True
                         self._take_aliases(answer)
-                        self.on_change()
+                        self.changes.tell(self.models)
                         self._load_again()
             except grpc.aio.AioRpcError as error:
                 _LOG.debug("the models of the host are unknown: %s", error.details())
@@ -99,7 +102,7 @@ class ModelHost:
     def _load_again(self) -> None:
         """Load models that running requests need. A request may have been placed when its model was about to be
         unloaded."""
-        for name in self.in_use():
+        for name in list(self._in_use):
             model = self.models.get(name)
             if model is not None and model.state == HOSTED_MODEL_STATE_UNLOADED and name not in self._again:
                 task = self._again[name] = asyncio.create_task(self._load_while_in_use(name))
@@ -108,7 +111,7 @@ class ModelHost:
     async def _load_while_in_use(self, name: str) -> None:
         loading = asyncio.create_task(self.load(name))
         try:
-            while not loading.done() and name in self.in_use():
+            while not loading.done() and name in self._in_use:
                 await asyncio.wait([loading], timeout=_IN_USE_POLL_S)
         finally:
             await end_tasks(loading)
@@ -187,4 +190,4 @@ class ModelHost:
                 return
             raise error_of(error) from None
         self.models = {**self.models, name: answer.model}
-        self.on_change()
+        self.changes.tell(self.models)

@@ -24,15 +24,16 @@ from typing import Any, TypeVar
 
 import grpc
 
+from headrace.common.ledger import FencedError, Ledger
+from headrace.common.retries import AT_ROUTERS, Verdict, verdict_of
 from headrace.common.telemetry.span import Span
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.silence import Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.gateway.telemetry.spans import begin_attempt
 from headrace.gateway.upstream.address import Address, best_of, connect
-from headrace.gateway.upstream.answer import Answer
+from headrace.gateway.upstream.backoff import Backoff
 from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
-from headrace.gateway.upstream.retries import Retries
 from headrace.gateway.upstream.served_adapters import (
     AdapterCards,
     list_adapters,
@@ -83,9 +84,17 @@ class Upstream:
         *,
         worker_wait_s: float | None = None,
         plain_grpc: bool = False,
+        on_retry: Callable[[Reason], None] = lambda reason: None,
+        problem_of: Callable[[str], StatusError | None] = lambda model: None,
+        in_use: Counter[str] | None = None,
     ) -> None:
         """`worker_wait_s` bounds how long a generation without a token waits for a worker; None: as long as its client.
-        `plain_grpc`: each generation is a separate RPC instead of one of many in a session."""
+        `plain_grpc`: each generation is a separate RPC instead of one of many in a session.
+
+        `on_retry` is called with the reason of the failure when a generation is retried. `problem_of` is called with a
+        model's name when no worker takes a generation; it returns why no worker will ever take it, or None if one may.
+        `in_use` counts the running generations that need each model.
+        """
         assert addresses, "no address"
         self._worker_wait_s = worker_wait_s
         self._plain_grpc = plain_grpc
@@ -94,12 +103,9 @@ class Upstream:
         self._silences = Silences()
         self._endpoints = [self._connect(address) for address in addresses]
         self._turn = 0
-        self.on_retry: Callable[[Reason], None] = lambda reason: None
-        """Called with the reason of the failure when a generation is retried."""
-        self.problem_of: Callable[[str], StatusError | None] = lambda model: None
-        """Called with a model's name when no worker takes a generation. Returns why no worker will ever take it, or
-        None if one may."""
-        self._in_use: Counter[str] = Counter()
+        self._on_retry = on_retry
+        self._problem_of = problem_of
+        self._in_use = Counter[str]() if in_use is None else in_use
         self._adapter_cards = AdapterCards()
         self.redis: RedisState = REDIS_STATE_UNSPECIFIED
         """The state of the Redis of the router that listed its models last."""
@@ -201,42 +207,51 @@ class Upstream:
         parts that several requests share; `num_prompt_tokens` is the length of a shared prompt. The model's `card`
         decides whether an interrupted answer is complete. The last message has a finish. Raises `StatusError`.
         """
-        answer = Answer(request, num_prompt_tokens or len(request.token_ids), card)
-        retries, asked_s = Retries(len(self._endpoints), request.attempt), time.monotonic()
-        base, lacking = card.parent or card.name, set[str]()
+        ledger = Ledger(request, num_prompt_tokens or len(request.token_ids))
+        backoff = Backoff(len(self._endpoints), request.attempt)
+        asked_s = time.monotonic()
+        base = card.parent or card.name
+        lacking: set[str] = set()  # the addresses that do not know the model
+        attempt = request
         with self._using(base):
             while True:
-                num_before, endpoint = len(answer.delivered), self._next_endpoint(lacking)
-                began_s, present = time.monotonic(), endpoint.is_connected
+                endpoint = self._next_endpoint(lacking)
+                was_connected = endpoint.is_connected
+                began_s = time.monotonic()
                 timeout_s = _attempt_timeout_s(deadline_s)
-                span, call = _begin(endpoint, request, shared, metadata, timeout_s)
+                ledger.begin_attempt()
+                span, call = _begin(endpoint, attempt, shared, metadata, timeout_s)
                 try:
                     while (raw := await call.read()) is not grpc.aio.EOF:
                         message = GenerateResponse.FromString(raw)
-                        if not answer.take(message):
-                            break
+                        ledger.record(message)
                         yield message
-                        if message.HasField("finish"):
+                        if ledger.is_finished:
                             return
-                    failure, lost = _noted(span, _BROKEN_OFF), True
+                    failure, verdict = _noted(span, _BROKEN_OFF), Verdict.LOST
+                except FencedError:
+                    failure, verdict = _noted(span, _BROKEN_OFF), Verdict.LOST
                 except grpc.aio.AioRpcError as error:
-                    failure = _noted(span, error_of(error))
-                    lost = is_peer_lost(error) or _was_too_long(failure, timeout_s, began_s)
+                    failure, verdict = _noted(span, error_of(error)), verdict_of(error, AT_ROUTERS)
+                    if _was_too_long(failure, timeout_s, began_s):
+                        verdict = Verdict.LOST
                 finally:
                     call.cancel()
                     span.end()
-                if (closing := answer.closing()) is not None:
+                if (closing := ledger.closing_message(card)) is not None:
                     yield closing
                     return
-                started, progress = bool(answer.delivered), len(answer.delivered) > num_before
-                delay_s = retries.after(failure, lost=lost, progress=progress, started=started, present=present)
-                if (hopeless := self.problem_of(base)) is not None and failure.reason is Reason.NO_CAPACITY:
+                has_begun = bool(ledger.token_ids)
+                delay_s = backoff.after(
+                    verdict, progressed=ledger.has_progressed, has_begun=has_begun, was_connected=was_connected
+                )
+                if verdict is Verdict.NO_WORKER and (hopeless := self._problem_of(base)) is not None:
                     raise hopeless
-                if delay_s is None or (not started and self._waited_enough(asked_s)):
-                    raise _for_clients(failure) if lost or delay_s is not None else failure
-                lacking = {endpoint.address, *lacking} if failure.reason is Reason.MODEL_NOT_FOUND else set()
-                await self._pause(endpoint, failure, len(answer.delivered), began_s + delay_s)
-                request = answer.resumption(retries.attempt)
+                if delay_s is None or (not has_begun and self._waited_enough(asked_s)):
+                    raise _for_clients(failure) if verdict is Verdict.LOST or delay_s is not None else failure
+                lacking = {endpoint.address, *lacking} if verdict is Verdict.UNKNOWN_MODEL else set()
+                await self._pause(endpoint, failure, len(ledger.token_ids), began_s + delay_s)
+                attempt = ledger.resumption(request, backoff.attempts.number)
 
     @contextmanager
     def _using(self, model: str) -> Iterator[None]:
@@ -256,7 +271,7 @@ class Upstream:
         """Record a failure, and wait until the next attempt."""
         if failure.reason not in _ADDRESS_WORKS:
             self._avoid(endpoint, failure)
-        self.on_retry(failure.reason)
+        self._on_retry(failure.reason)
         _LOG.debug("through %s, after %d tokens: %s", endpoint.address, num_delivered, failure.message)
         await asyncio.sleep(max(0.0, until_s - time.monotonic()))
 

@@ -35,7 +35,6 @@ from headrace.gateway.protocol import Protocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.server import Threads, services_behind
 from headrace.gateway.text.models import Models, TextSide, load_text_side
-from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
 from headrace.protos import (
     inference_pb2,
@@ -382,10 +381,10 @@ async def serving_gateway(
     `flags` are the protocols' flags by parameter name, `model_host` is the address of a host of models.
     """
     security = security or Security(SecuritySettings())
-    threads, upstream = Threads(), Upstream(routers, plain_grpc=plain_grpc)
-    host = ModelHost(model_host)
-    services = services_behind(upstream, host, aliases, threads)
+    threads = Threads()
+    services = services_behind(routers, threads, plain_grpc=plain_grpc, model_host=model_host, aliases=aliases)
     models, metrics, shadows = services.models, services.metrics, services.shadows
+    upstream, host = services.upstream, services.host
     following = asyncio.create_task(host.run())
     opened = {
         name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}))

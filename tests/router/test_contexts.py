@@ -10,7 +10,7 @@ import pytest
 from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError, error_of
-from headrace.router.dispatch.forwarding import MAX_MOVES
+from headrace.router.dispatch.attempt import MAX_MOVES
 from headrace.router.fleet import known_models
 from headrace.router.fleet.pools import Pools
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected

@@ -30,9 +30,8 @@ async def test_streams_and_new_requests_wait_for_the_only_worker(
 ) -> None:
     worker = await start_worker()
     router = await start_router(worker, capacity_wait_s=0.02)
-    upstream = Upstream([f"127.0.0.1:{router.port}"])
     given_back: list[Any] = []
-    upstream.on_retry = given_back.append
+    upstream = Upstream([f"127.0.0.1:{router.port}"], on_retry=given_back.append)
     worker.budget = 4
     stream = asyncio.create_task(tokens_of(upstream, PROMPT))
     await until(lambda: worker.is_stuck)

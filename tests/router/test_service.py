@@ -18,7 +18,7 @@ from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.router import service
-from headrace.router.dispatch import delivery
+from headrace.router.dispatch import generation
 from headrace.router.fleet import leases
 from headrace.router.placement.prompt import Prompt
 from tests.redis_server import RedisServer
@@ -320,7 +320,7 @@ async def test_a_request_that_no_context_holds_is_refused_before_it_is_read_or_c
     router = await start_router(worker)
     parsed: list[int] = []
     copied: list[Prompt] = []
-    parse, copy = delivery.parse, Prompt._copy
+    parse, copy = generation._parsed, Prompt._copy
 
     def parsing(raw: bytes) -> inference_pb2.GenerateRequest:
         parsed.append(len(raw))
@@ -330,7 +330,7 @@ async def test_a_request_that_no_context_holds_is_refused_before_it_is_read_or_c
         copied.append(self)
         return copy(self)
 
-    monkeypatch.setattr(delivery, "parse", parsing)
+    monkeypatch.setattr(generation, "_parsed", parsing)
     monkeypatch.setattr(Prompt, "_copy", copying)
     too_long = [5] * worker.card.max_context_tokens
     for tokens, num_read in ((too_long, 1), ([5] * 10_000_000, 0)):

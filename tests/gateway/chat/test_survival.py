@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
+from headrace.common.retries import MAX_FAILED
 from headrace.gateway.edge import exchange
 from headrace.gateway.edge.security import Security, SecuritySettings
 from headrace.gateway.upstream import address, routers
-from headrace.gateway.upstream import retries as upstream
+from headrace.gateway.upstream import backoff as upstream
 from headrace.protos.status import Reason, StatusError
 
 CHAT = "/v1/chat/completions"
@@ -238,7 +239,8 @@ async def test_an_answer_that_takes_longer_than_an_attempt_may_is_resumed(
     address, _ = await stack.enter_async_context(kit.serving_router(router))
     gateway = await stack.enter_async_context(kit.serving_gateway(address, plain_grpc=plain_grpc))
 
-    gateway.upstream.on_retry = lambda _: monkeypatch.setattr(routers, "ATTEMPT_TIMEOUT_S", 20.0)
+    longer = lambda _: monkeypatch.setattr(routers, "ATTEMPT_TIMEOUT_S", 20.0)  # noqa: E731
+    monkeypatch.setattr(gateway.upstream, "_on_retry", longer)
 
     async def go_on_for_ever(_: Any) -> None:
         await asyncio.Event().wait()
@@ -373,7 +375,7 @@ async def test_attempts_are_bounded(stack: AsyncExitStack, kit: Any, tiny_bundle
     response = await gateway.http.post(CHAT, json=BODY)
     assert response.status_code == 503
     assert 4 <= int(response.headers["retry-after"]) <= 6
-    assert len(first.streams) + len(second.streams) == upstream.MAX_FRUITLESS_ATTEMPTS
+    assert len(first.streams) + len(second.streams) == upstream.MAX_IN_VAIN
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
@@ -382,7 +384,7 @@ async def test_requests_wait_for_a_worker_that_is_away_as_long_as_their_clients_
 ) -> None:
     monkeypatch.setattr(upstream, "MAX_BACKOFF_S", 0.01)
     router, gateway = pair
-    num_refusals = 2 * upstream.MAX_ATTEMPTS
+    num_refusals = 2 * MAX_FAILED
 
     async def away(own: Any, stream: Any, send: Any) -> None:
         if len(router.streams) == 1 and num_tokens:
@@ -424,13 +426,13 @@ async def test_an_answer_that_has_begun_is_not_refused_for_want_of_room(
         attempt = stream.request.attempt
         if attempt == 0:
             await send(kit.tokens_of(own.answer)[:2], 0, None)
-        if attempt < 2 * upstream.MAX_ATTEMPTS:
+        if attempt < 2 * MAX_FAILED:
             raise StatusError(Reason.QUEUE_FULL if attempt % 2 else Reason.DRAINING, "not now")
         await kit.speak(own, stream, send)
 
     router.script = full_for_long
     assert await text_of_stream(gateway) == router.answer
-    assert len(router.streams) == 2 * upstream.MAX_ATTEMPTS + 1
+    assert len(router.streams) == 2 * MAX_FAILED + 1
 
     async def full(own: Any, stream: Any, send: Any) -> None:
         raise StatusError(Reason.QUEUE_FULL, "full")
@@ -450,7 +452,7 @@ async def test_a_lone_router_may_be_away_for_any_number_of_attempts(
     address, server = await stack.enter_async_context(kit.serving_router(router))
     gateway = await stack.enter_async_context(kit.serving_gateway(address))
     retried: list[Reason] = []
-    gateway.upstream.on_retry = retried.append
+    monkeypatch.setattr(gateway.upstream, "_on_retry", retried.append)
 
     async def hang(_: Any) -> None:
         await asyncio.Event().wait()
@@ -464,7 +466,7 @@ async def test_a_lone_router_may_be_away_for_any_number_of_attempts(
     if not has_begun:
         asking = asyncio.create_task(text_of_stream(gateway))
     async with asyncio.timeout(15):
-        while len(retried) < 2 * upstream.MAX_ATTEMPTS:
+        while len(retried) < 2 * MAX_FAILED:
             await asyncio.sleep(0.01)
     assert not asking.done()
     router.script = kit.speak

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,9 +24,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def following(host: FakeHost, transport: Transport = PLAIN) -> AsyncIterator[ModelHost]:
+async def following(
+    host: FakeHost, transport: Transport = PLAIN, in_use: Collection[str] = ()
+) -> AsyncIterator[ModelHost]:
     """A client that follows the models of the host."""
-    client = ModelHost(host.address, transport)
+    client = ModelHost(host.address, transport, in_use=in_use)
     run = asyncio.create_task(client.run())
     try:
         await until(lambda: client.is_known)
@@ -102,9 +104,8 @@ async def test_a_caller_that_comes_when_the_last_one_has_left_has_the_model_load
 
 
 async def test_a_model_that_running_requests_need_is_wanted_until_they_end() -> None:
-    async with serving_host() as host, following(host) as client:
-        in_use = ["a"]
-        client.in_use = lambda: in_use
+    in_use = ["a"]
+    async with serving_host() as host, following(host, in_use=in_use) as client:
         host.set("a", "UNLOADED", is_on_demand=True)
         await until(lambda: host.wanted["a"] == 1)
         caller = asyncio.create_task(client.load("a"))
@@ -122,8 +123,7 @@ async def test_a_model_that_running_requests_need_is_wanted_until_they_end() -> 
 
 
 async def test_a_model_that_running_requests_need_and_that_fails_is_not_asked_for_again() -> None:
-    async with serving_host() as host, following(host) as client:
-        client.in_use = lambda: ["a"]
+    async with serving_host() as host, following(host, in_use=["a"]) as client:
         host.set("a", "UNLOADED", is_on_demand=True)
         await until(lambda: host.wanted["a"] == 1)
         host.set("a", "FAILED", problem="the disk is gone")
