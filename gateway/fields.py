@@ -61,15 +61,15 @@ class FieldTable:
         named = {field.encode_name for kind in bodies for field in msgspec.structs.fields(kind)} | rows.keys()
         self._applied = {name for name in named if name not in rows or isinstance(rows[name], Applied)}
 
-    def check(self, body: bytes) -> None:
-        """Note the hints of a valid body, fields that nobody knows among them. Raises `StatusError` for a field that is
-        refused."""
+    def check(self, body: bytes, place: str = "") -> None:
+        """Note the hints of a valid body, fields that nobody knows among them. `place` is a prefix of names, such as
+        "options.". Raises `StatusError` for a field that is refused."""
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        for name in found.keys() - self._applied:
-            raw = bytes(found[name])
+        for key in found.keys() - self._applied:
+            raw, name = bytes(found[key]), place + key
             if raw == b"null":
                 continue
-            row = self.rows.get(name)
+            row = self.rows.get(key)
             if row is None:
                 ignored(name, f"{self.api} has no such field", is_known=False)
                 continue
@@ -85,3 +85,9 @@ class FieldTable:
                 continue
             hint = f"; it may only be {json.dumps(row.neutral[0])}" if row.neutral else ""
             raise unsupported(name, f"{name} is not supported{hint}; {row.instead}")
+
+    def check_member(self, body: bytes, name: str) -> None:
+        """The same for the object that is this member of a valid body, if it is there."""
+        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).get(name)
+        if raw is not None and bytes(raw) != b"null":
+            self.check(bytes(raw), f"{name}.")

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.gateway.fields import Applied, FieldTable, Hint, Row
+from headrace.gateway.ollama.fields import TABLES as OLLAMA
 from headrace.gateway.openai.fields import CHAT, COMPLETION
+from headrace.gateway.tgi.fields import TABLES as TGI
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "fields.md"
-TABLES: Sequence[FieldTable] = (CHAT, COMPLETION)
+TABLES: Sequence[FieldTable] = (CHAT, COMPLETION, *OLLAMA, *TGI)
 _HEAD = """\
 # Fields of requests
 

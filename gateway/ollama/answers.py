@@ -219,10 +219,11 @@ class OllamaAnswer:
         return {**body, **context, **self._watch.durations(usage)}
 
 
-def loaded(model: str, is_chat: bool) -> dict[str, Any]:
-    """The answer to a request without a prompt, which only asks for the model to be loaded."""
+def loaded(model: str, is_chat: bool, reason: str) -> dict[str, Any]:
+    """The answer to a request without a prompt, which only asks for the model to be loaded or unloaded. `reason` is
+    load or unload."""
     body = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-    return {"model": model, "created_at": now(), **body, "done": True, "done_reason": "load"}
+    return {"model": model, "created_at": now(), **body, "done": True, "done_reason": reason}
 
 
 def logprobs_value(logprobs: Iterable[TokenLogprob], token_bytes: Sequence[bytes]) -> list[dict[str, Any]]:

@@ -18,10 +18,7 @@ def _operation(
 
 
 def _streamed(path: str, summary: str, answer: Any, request: Any, generates: bool = True) -> Operation:
-    neutral = types.NEUTRAL | types.NEUTRAL_OPTIONS
-    return _operation(
-        "POST", path, summary, answer, (request,), is_streamed=generates, stream_type=_NDJSON, neutral=neutral
-    )
+    return _operation("POST", path, summary, answer, (request,), is_streamed=generates, stream_type=_NDJSON)
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -52,7 +49,6 @@ OPERATIONS: tuple[Operation, ...] = (
         answer_types.OllamaEmbedded,
         (types.OllamaEmbed,),
         is_generated=True,
-        neutral=types.NEUTRAL_OPTIONS,
     ),
     _operation(
         "POST",
@@ -61,7 +57,6 @@ OPERATIONS: tuple[Operation, ...] = (
         answer_types.OllamaEmbedding,
         (types.OllamaEmbeddings,),
         is_generated=True,
-        neutral=types.NEUTRAL_OPTIONS,
     ),
     *(
         _operation(method, path, "Refused: a model's operator manages it", None, status=None)

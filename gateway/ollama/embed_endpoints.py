@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.gateway.checks import invalid
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import TextsToEmbed
 from headrace.gateway.encoding.vectors import check_dimensions, floats_of, shortened
 from headrace.gateway.ollama.answers import OLLAMA_ERRORS
+from headrace.gateway.ollama.fields import EMBED, EMBEDDINGS
 from headrace.gateway.ollama.names import find
 from headrace.gateway.ollama.turns import check_fields
-from headrace.gateway.ollama.types import HINTS, NEUTRAL_OPTIONS, OllamaEmbed, OllamaEmbeddings
+from headrace.gateway.ollama.types import OllamaEmbed, OllamaEmbeddings
 from headrace.gateway.services import Services
 
 
@@ -34,8 +34,10 @@ class _Embeddings:
 
     async def embed(self, exchange: Exchange) -> None:
         """POST /api/embed: one or many texts, as vectors of length 1."""
-        request = decode_body(await exchange.body(), OllamaEmbed)
-        _check(request)
+        body = await exchange.body()
+        request = decode_body(body, OllamaEmbed)
+        EMBED.check(body)
+        check_fields(request)
         model = await find(self._services.models, request.model)
         texts = [request.input] if isinstance(request.input, str) else request.input
         keep = None if request.truncate is False else -1
@@ -54,19 +56,11 @@ class _Embeddings:
 
     async def embeddings(self, exchange: Exchange) -> None:
         """POST /api/embeddings: one text."""
-        request = decode_body(await exchange.body(), OllamaEmbeddings)
-        _check(request)
+        body = await exchange.body()
+        request = decode_body(body, OllamaEmbeddings)
+        EMBEDDINGS.check(body)
+        check_fields(request)
         model = await find(self._services.models, request.model)
         plan = await self._services.encodings.plan(TextsToEmbed(model.asked_as, [request.prompt], -1, field="prompt"))
         (vector,) = await self._services.encoding_runner.run(plan, exchange.caller)
         await exchange.respond(encode({"embedding": floats_of(vector)}))
-
-
-def _check(request: OllamaEmbed | OllamaEmbeddings) -> None:
-    """Raise `StatusError` for unsupported values."""
-    check_fields(request)
-    options = request.options
-    for field in () if options is None else options.__struct_fields__:
-        if field not in HINTS and field not in NEUTRAL_OPTIONS and getattr(options, field) is not None:
-            name = f"options.{field}"
-            raise invalid(name, f"{name} is for models that generate text; leave it out")

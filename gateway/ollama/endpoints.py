@@ -12,7 +12,9 @@ from headrace.gateway.checks import invalid
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.hints import ignored
 from headrace.gateway.ollama.answers import KEEP_ALIVE, NDJSON, OLLAMA_ERRORS, OllamaAnswer, Stopwatch, line, loaded
+from headrace.gateway.ollama.fields import CHAT, GENERATE, OPTIONS
 from headrace.gateway.ollama.names import find
 from headrace.gateway.ollama.turns import (
     CHAT_NAMES,
@@ -45,7 +47,10 @@ class _Generations:
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /api/chat."""
-        request = decode_body(await exchange.body(), OllamaChat)
+        body = await exchange.body()
+        request = decode_body(body, OllamaChat)
+        CHAT.check(body)
+        OPTIONS.check_member(body, "options")
         check_fields(request)
         model = await find(self._services.models, request.model)
         if not request.messages:
@@ -65,7 +70,10 @@ class _Generations:
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /api/generate."""
-        request = decode_body(await exchange.body(), OllamaGenerate)
+        body = await exchange.body()
+        request = decode_body(body, OllamaGenerate)
+        GENERATE.check(body)
+        OPTIONS.check_member(body, "options")
         check_fields(request)
         model = await find(self._services.models, request.model)
         if not request.prompt:
@@ -133,9 +141,9 @@ class _Generations:
 async def _load(exchange: Exchange, request: OllamaChat | OllamaGenerate, model: Model) -> None:
     """Answer a request without a prompt, which only checks the model."""
     if is_zero(request.keep_alive):
-        problem = "keep_alive: a gateway does not unload models; its operator does"
-        raise StatusError(Reason.UNSUPPORTED, problem, field="keep_alive")
-    value = loaded(model.name, isinstance(request, OllamaChat))
+        ignored("keep_alive", "a gateway does not unload models; its operator does")
+    reason = "unload" if is_zero(request.keep_alive) else "load"
+    value = loaded(model.name, isinstance(request, OllamaChat), reason)
     if request.stream is False:
         await exchange.respond(encode(value))
     else:
@@ -158,7 +166,8 @@ def _within(plan: Plan, request: OllamaChat | OllamaGenerate) -> Plan:
     most = longest_context(plan.job.model.card, plan.job.sampling.cache_eviction)
     num_prompt = len(plan.job.token_ids)
     if num_ctx > most:
-        raise invalid("options.num_ctx", f"options.num_ctx must be at most {most}, the model's context")
+        ignored(f"options.num_ctx>{most}", "it is over the model's context, so it means that")
+        return plan
     if num_prompt >= num_ctx:
         problem = f"the prompt has {num_prompt} tokens, and options.num_ctx leaves room for {num_ctx - 1}"
         raise StatusError(Reason.CONTEXT_TOO_LONG, f"{problem}; shorten the prompt or raise options.num_ctx")

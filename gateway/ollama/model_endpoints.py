@@ -11,8 +11,8 @@ from headrace.gateway.edge.endpoint import Endpoint, Handler
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.ollama.answers import NDJSON, OLLAMA_ERRORS, line, time_of
+from headrace.gateway.ollama.fields import PULL, SHOW
 from headrace.gateway.ollama.names import find
-from headrace.gateway.ollama.turns import check_fields
 from headrace.gateway.ollama.types import OllamaPull, OllamaShow
 from headrace.gateway.services import Services
 from headrace.gateway.text.listing import ListedModel
@@ -94,8 +94,9 @@ class _Models:
         await exchange.respond(encode({"version": API_VERSION}))
 
     async def show(self, exchange: Exchange) -> None:
-        request = decode_body(await exchange.body(), OllamaShow)
-        check_fields(request)
+        body = await exchange.body()
+        request = decode_body(body, OllamaShow)
+        SHOW.check(body)
         model = await find(self._services.models, request.model or request.name, loads=False)
         template = model.text.template
         value: dict[str, Any] = {
@@ -124,8 +125,9 @@ class _Models:
 
     async def pull(self, exchange: Exchange) -> None:
         """Report success if the model is served. Clients cannot pull other models."""
-        request = decode_body(await exchange.body(), OllamaPull)
-        check_fields(request)
+        body = await exchange.body()
+        request = decode_body(body, OllamaPull)
+        PULL.check(body)
         name = request.model or request.name
         try:
             model = await find(self._services.models, name, loads=False)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from headrace.gateway.chat.conversation import can_switch_reasoning
 from headrace.gateway.chat.request import Chat, ChatMessage, Completion
-from headrace.gateway.checks import invalid, is_one_of, unsupported
+from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.field_names import FieldNames
+from headrace.gateway.hints import ignored
 from headrace.gateway.ollama.types import (
-    INSTEAD,
-    NEUTRAL,
-    NEUTRAL_OPTIONS,
     Duration,
     Format,
     OllamaChat,
-    OllamaEmbed,
     OllamaGenerate,
     OllamaMessage,
     OllamaOptions,
@@ -29,6 +25,7 @@ from headrace.gateway.ollama.types import (
 from headrace.gateway.text.chat_template import ChatTemplate
 
 _DURATION = re.compile(r"[+-]?(0|((\d++\.?\d*+|\.\d++)(ns|us|µs|μs|ms|s|m|h))+)")
+_REPEAT_LAST_N = 64  # Ollama's default
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 # Options that a chat has under the same name.
 _SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
@@ -44,21 +41,17 @@ CHAT_NAMES = FieldNames(_OPTIONS)
 """The names of a chat's fields here."""
 
 
-# Fields that have a meaning only in these requests, and need neutral values in others.
-_OWN_MEANING = {(OllamaGenerate, "system"), (OllamaEmbed, "truncate")}
-
-
 def check_fields(request: msgspec.Struct) -> None:
-    """Raise `StatusError` for unsupported values."""
-    _refuse(request, NEUTRAL, "")
-    options = getattr(request, "options", None)
-    if isinstance(options, OllamaOptions):
-        _refuse(options, NEUTRAL_OPTIONS, "options.")
+    """Raise `StatusError` for values that contradict each other or are not supported."""
     keep_alive = getattr(request, "keep_alive", None)
     if isinstance(keep_alive, str) and _DURATION.fullmatch(keep_alive) is None:
         raise invalid("keep_alive", "keep_alive must be seconds, or a duration such as 5m or 1h30m")
     if getattr(request, "top_logprobs", None) and not getattr(request, "logprobs", None):
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+    options = getattr(request, "options", None)
+    if isinstance(options, OllamaOptions) and options.repeat_last_n not in (None, -1, 0, _REPEAT_LAST_N):
+        name = "options.repeat_last_n"
+        raise unsupported(name, f"{name} must be -1 or 0: penalties consider the whole prompt and answer, or nothing")
 
 
 def is_zero(duration: Duration | None) -> bool:
@@ -66,18 +59,6 @@ def is_zero(duration: Duration | None) -> bool:
     if isinstance(duration, str):
         return not any(digit in duration for digit in "123456789")
     return duration == 0
-
-
-def _refuse(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], prefix: str) -> None:
-    for name in request.__struct_fields__:
-        value = getattr(request, name)
-        if name not in neutral or value is None or isinstance(value, OllamaOptions):
-            continue
-        if (type(request), name) in _OWN_MEANING:
-            continue
-        if not is_one_of(value, neutral[name]):
-            instead = INSTEAD.get(name, f"it may only be {json.dumps(neutral[name][0])}")
-            raise unsupported(prefix + name, f"{prefix}{name} is not supported: {instead}")
 
 
 def chat_of(request: OllamaChat, model: str, effort: str | None) -> Chat:
@@ -109,13 +90,20 @@ def completion_of(request: OllamaGenerate, model: str) -> Completion:
             why = "raw takes the prompt as it is" if request.raw else "the model has no chat template"
             raise unsupported(name, f"{name} is not supported: {why}; leave it out")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return Completion(prompt=request.prompt or "", logprobs=logprobs, **_common(request, model))
+    return _OllamaCompletion(prompt=request.prompt or "", logprobs=logprobs, **_common(request, model))
+
+
+class _OllamaCompletion(Completion, kw_only=True):
+    """A completion that ends where the context does."""
+
+    shortens_max_tokens: ClassVar[bool] = True
 
 
 def effort_of(think: Think | None, template: ChatTemplate, reasons: bool) -> str | None:
     """The reasoning effort that `think` requests; None if the model's default is the requested behaviour.
 
-    `reasons` is whether the format of the model's reasoning is known. Raises `StatusError` if the model cannot do it.
+    `reasons` is whether the format of the model's reasoning is known. Raises `StatusError` if the model
+    cannot leave it out.
     """
     if think is None:
         return None
@@ -125,7 +113,7 @@ def effort_of(think: Think | None, template: ChatTemplate, reasons: bool) -> str
             raise unsupported("think", "think cannot be false: the model's chat template has no switch for reasoning")
         return "none" if can_switch else None
     if not can_switch and not reasons:
-        raise unsupported("think", "think is not supported: the model does not reason; leave it out")
+        ignored("think", "the model does not reason")
     if not can_switch:
         return None
     return "medium" if think is True else _EFFORTS[think]
@@ -144,7 +132,9 @@ def _common(request: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:
     repeat_penalty = options.repeat_penalty
     if options.repeat_last_n == 0:  # no token counts as a repetition
         repeat_penalty, fields["presence_penalty"], fields["frequency_penalty"] = 1.0, 0.0, 0.0
-    unlimited = options.num_predict is not None and options.num_predict < 0
+    if options.repeat_last_n == _REPEAT_LAST_N:
+        ignored("options.repeat_last_n", "penalties consider the whole prompt and answer")
+    unlimited = options.num_predict is not None and options.num_predict <= 0
     return {
         **fields,
         "model": model,
@@ -168,15 +158,12 @@ def _response_format(form: Format | None) -> dict[str, Any] | None:
 
 def _chat_message(position: int, message: OllamaMessage) -> ChatMessage:
     where = f"messages[{position}]"
-    if message.images is not None and not is_one_of(message.images, NEUTRAL["images"]):
-        raise unsupported(f"{where}.images", f"{where}.images is not supported: {INSTEAD['images']}")
+    if message.images:
+        raise unsupported(f"{where}.images", f"{where}.images is not supported; the models read texts only")
     calls = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls or ())]
-    content = message.content
-    if content is None and message.thinking is not None:
-        content = ""
     return ChatMessage(
         role=message.role,
-        content=content,
+        content=message.content or "",
         name=message.tool_name,
         tool_call_id=message.tool_call_id,
         tool_calls=calls or None,

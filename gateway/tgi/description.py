@@ -19,7 +19,6 @@ def _generating(path: str, summary: str, answer: Any, is_streamed: bool) -> Oper
         is_streamed=is_streamed,
         is_generated=True,
         error=TgiError,
-        neutral=types.NEUTRAL,
     )
 
 

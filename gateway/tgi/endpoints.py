@@ -16,6 +16,7 @@ from headrace.gateway.edge.query import query_of
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.services import Services
 from headrace.gateway.tgi.answers import TGI_ERRORS, Shown, TgiChoice, TgiStream, whole
+from headrace.gateway.tgi.fields import PARAMETERS, REQUEST
 from headrace.gateway.tgi.types import NAMES, TgiParameters, TgiRequest, completion_of, samples
 
 
@@ -30,27 +31,36 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     ]
 
 
+async def _request(exchange: Exchange) -> TgiRequest:
+    """The body, checked. Raises `StatusError`."""
+    body = await exchange.body()
+    request = decode_body(body, TgiRequest)
+    REQUEST.check(body)
+    PARAMETERS.check_member(body, "parameters")
+    return request
+
+
 class _Generations:
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /generate."""
-        request = decode_body(await exchange.body(), TgiRequest)
+        request = await _request(exchange)
         if request.stream:
             raise invalid("stream", "stream: /generate answers as a whole; use /generate_stream")
         await exchange.respond(encode(await self._whole(exchange, request)))
 
     async def generate_stream(self, exchange: Exchange) -> None:
         """POST /generate_stream."""
-        request = decode_body(await exchange.body(), TgiRequest)
+        request = await _request(exchange)
         if request.stream is False:
             raise invalid("stream", "stream: /generate_stream answers with a stream; use /generate")
         await self._stream(exchange, request)
 
     async def either(self, exchange: Exchange) -> None:
         """POST /: like one of the others, depending on `stream`. A whole answer is in a list."""
-        request = decode_body(await exchange.body(), TgiRequest)
+        request = await _request(exchange)
         if request.stream:
             await self._stream(exchange, request)
         else:

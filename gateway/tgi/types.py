@@ -1,6 +1,6 @@
 """Requests of Text Generation Inference, and their translation to completions. Pure.
 
-docs/protocol.md has every field. Unknown fields are refused, because a new field may change the meaning of a request.
+`fields` says what happens to every field.
 
 https://huggingface.github.io/text-generation-inference
 """
@@ -11,23 +11,21 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.gateway.chat.request import Completion, refuse_unless_neutral
+from headrace.gateway.chat.request import Completion
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.field_names import FieldNames
 
 DEFAULT_NEW_TOKENS = 100
-NEUTRAL: dict[str, tuple[Any, ...]] = {"typical_p": (1, 1.0), "watermark": (False,)}
-"""Parameter -> values besides null that match this server's behaviour; others are refused."""
 
 
-class TgiGrammar(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TgiGrammar(msgspec.Struct, kw_only=True):
     """A constraint on the answer: a JSON schema or a regular expression."""
 
     type: Literal["json", "json_schema", "regex"]
     value: str | dict[str, Any]
 
 
-class TgiParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TgiParameters(msgspec.Struct, kw_only=True):
     """Sampling parameters, and options for the answer."""
 
     adapter_id: str | None = None
@@ -47,11 +45,9 @@ class TgiParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_n_tokens: int | None = None
     top_p: float | None = None
     truncate: int | None = None
-    typical_p: Any = None
-    watermark: Any = None
 
 
-class TgiRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TgiRequest(msgspec.Struct, kw_only=True):
     """Body of POST /generate, /generate_stream and /. `model` is needed where several models are served."""
 
     inputs: str
@@ -71,8 +67,6 @@ NAMES = FieldNames(
         ("truncate_prompt_tokens", "parameters.truncate"),
         ("guided_json", "parameters.grammar"),
         ("guided_regex", "parameters.grammar"),
-        ("typical_p", "parameters.typical_p"),
-        ("watermark", "parameters.watermark"),
     ]
 )
 """The names of a completion's fields here."""
@@ -81,7 +75,6 @@ NAMES = FieldNames(
 def completion_of(request: TgiRequest, streams: bool) -> Completion:
     """Translate a request to a completion. Raises `StatusError` for unsupported values."""
     parameters = request.parameters or TgiParameters()
-    refuse_unless_neutral(parameters, NEUTRAL)
     samples = _samples(parameters)
     _check_details(parameters, streams)
     if (parameters.best_of or 1) > 1 and not samples:

@@ -12,11 +12,9 @@ from headrace.gateway.chat.request import AnswerFields, Chat, SamplingFields
 from headrace.gateway.chat_fields import NEUTRAL_FIELDS
 from headrace.gateway.fields import FieldTable, Refused
 from headrace.gateway.kserve.requests import KserveParameters
-from headrace.gateway.ollama.types import OllamaChat, OllamaGenerate, OllamaOptions
 from headrace.gateway.openai import types
 from headrace.gateway.openai.fields import CHAT
 from headrace.gateway.responses import types as responses
-from headrace.gateway.tgi.types import TgiParameters, TgiRequest
 from headrace.protos.status import Reason, StatusError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,7 +27,7 @@ ENDPOINTS: dict[str, tuple[dict[str, Any], tuple[type[msgspec.Struct], ...], Fie
         anthropic.FIELDS,
     ),
 }
-STRICT = (OllamaChat, OllamaGenerate, OllamaOptions, TgiRequest, TgiParameters, KserveParameters)
+STRICT = (KserveParameters,)
 
 
 def names_of(*kinds: type[msgspec.Struct]) -> set[str]:

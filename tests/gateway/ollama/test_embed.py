@@ -51,12 +51,6 @@ async def test_the_older_path_takes_one_prompt(gateway: Any, kit: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        (
-            "/api/embed",
-            {"input": "a", "options": {"temperature": 0.5}},
-            "options.temperature is for models",
-        ),
-        ("/api/embed", {"input": "a", "options": {"num_ctx": 64}}, "options.num_ctx is for models that generate"),
         ("/api/embed", {"input": "a", "dimensions": 9}, "dimensions must be 1 to 4"),
         ("/api/embed", {"input": "a", "keep_alive": "0" * 300_000}, "keep_alive must be"),
         ("/api/embed", {"input": "a", "keep_alive": "soon"}, "keep_alive must be"),

@@ -11,6 +11,7 @@ import pytest
 from headrace.gateway.anthropic.types import MessagesRequest
 from headrace.gateway.chat.request import AnswerFields, ChatMessage
 from headrace.gateway.fields import FieldTable
+from headrace.gateway.ollama import fields as ollama
 from headrace.gateway.ollama.types import (
     OllamaChat,
     OllamaEmbed,
@@ -32,6 +33,7 @@ from headrace.gateway.openai.types import (
 )
 from headrace.gateway.rerank.types import DocumentText, RerankRequest, ScoreRequest
 from headrace.gateway.responses.types import ResponsesRequest
+from headrace.gateway.tgi import fields as tgi
 from headrace.gateway.tgi.types import TgiGrammar, TgiParameters, TgiRequest
 from headrace.protos import text_pb2
 
@@ -47,17 +49,6 @@ PARTS: dict[type[msgspec.Struct], str] = {
     ResponsesRequest: "## Responses",
     MessagesRequest: "## Messages",
     AnswerFields: "## Messages",
-    OllamaChat: "## Ollama's API",
-    OllamaGenerate: "## Ollama's API",
-    OllamaEmbed: "## Ollama's API",
-    OllamaEmbeddings: "## Ollama's API",
-    OllamaMessage: "## Ollama's API",
-    OllamaOptions: "## Ollama's API",
-    OllamaPull: "## Ollama's API",
-    OllamaShow: "## Ollama's API",
-    TgiRequest: "## Text Generation Inference",
-    TgiParameters: "## Text Generation Inference",
-    TgiGrammar: "## Text Generation Inference",
 }
 
 
@@ -67,6 +58,17 @@ TABLES: dict[type[msgspec.Struct], tuple[FieldTable, str]] = {
     ChatMessage: (CHAT, "messages[]."),
     CompletionRequest: (COMPLETION, ""),
     StreamOptions: (CHAT, "stream_options."),
+    OllamaChat: (ollama.CHAT, ""),
+    OllamaMessage: (ollama.CHAT, "messages[]."),
+    OllamaGenerate: (ollama.GENERATE, ""),
+    OllamaOptions: (ollama.OPTIONS, ""),
+    OllamaEmbed: (ollama.EMBED, ""),
+    OllamaEmbeddings: (ollama.EMBEDDINGS, ""),
+    OllamaPull: (ollama.PULL, ""),
+    OllamaShow: (ollama.SHOW, ""),
+    TgiRequest: (tgi.REQUEST, ""),
+    TgiParameters: (tgi.PARAMETERS, ""),
+    TgiGrammar: (tgi.PARAMETERS, "grammar."),
 }
 
 
