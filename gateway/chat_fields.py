@@ -41,6 +41,7 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
     "reasoning_effort": (),
+    "reasoning": ({},),
     "enable_thinking": (),
     "thinking": (),
     "include_reasoning": (True,),

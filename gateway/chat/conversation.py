@@ -9,26 +9,21 @@ from typing import Any
 from headrace.gateway.chat.plain_tools import as_text, takes_tools, with_block
 from headrace.gateway.chat.prompts import Conversation
 from headrace.gateway.chat.request import Chat, ChatMessage, Tokenization
+from headrace.gateway.chat.tools import INPUT
 from headrace.gateway.checks import invalid, json_of, unsupported
-from headrace.gateway.text.chat_template import ChatTemplate
+from headrace.gateway.hints import ignored
+from headrace.gateway.text.chat_template import Arguments, ChatTemplate, RawArguments
+from headrace.protos.status import StatusError
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 # Variables that turn reasoning on and off in templates without an effort.
 _SWITCHES = ("enable_thinking", "thinking")
-
-
-class Arguments(dict[str, Any]):
-    """Arguments of a call in a conversation: an object, which becomes JSON text where a template adds it to a text."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, other: str) -> str:
-        return str(self) + other
-
-    def __radd__(self, other: str) -> str:
-        return other + str(self)
+# The types of parts of text, in chats and in the Responses API, whose parts some clients send to both.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Parts of reasoning in turns of the assistant, and their text.
+_THOUGHTS = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text"}
+_MAX_ECHO_CHARS = 64
 
 
 def conversation_of(
@@ -52,6 +47,7 @@ def conversation_of(
     if isinstance(request, Chat) and request.verbosity is not None and template.uses("verbosity"):
         variables = {"verbosity": request.verbosity, **variables}
     messages = [_template_message(i, message, template) for i, message in enumerate(request.messages)]
+    _pair_results(messages)
     lists_tools = takes_tools(template)
     if not template.mentions("tool_calls") or (tools and not lists_tools):
         messages = as_text(messages)
@@ -97,63 +93,122 @@ def _with_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any
 
 
 def _template_message(position: int, message: ChatMessage, template: ChatTemplate) -> dict[str, Any]:
+    """A message as templates expect it. What earlier turns have is history, and not a request: what cannot be shown is
+    left out and named."""
     where = f"messages[{position}]"
-    if message.role not in _ROLES:
-        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
-    for name in ("function_call", "audio"):
-        if getattr(message, name) is not None:
-            raise unsupported(f"{where}.{name}", f"{where}.{name} is not supported")
     role = message.role
+    if role not in _ROLES:
+        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
     if role == "developer" and not template.mentions("developer"):
         role = "system"
-    if message.content is None and not (role == "assistant" and message.tool_calls):
-        raise invalid(f"{where}.content", f"{where}.content is required")
-    content: str | None = _text_of(where, message.content)
-    if message.content is None and template.mentions("is not none"):
-        content = None
+    elif role == "function":
+        role = "tool"
+    calls = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls or ())]
+    if message.function_call is not None:
+        calls.append(_tool_call(f"{where}.function_call", {"function": message.function_call}))
+    if message.audio is not None:
+        ignored("messages.audio", "the model hears no audio, so that only the text of the turn is in the prompt")
+    content, thoughts = _text_of(where, role, message.content)
+    if not content and message.refusal:
+        content = message.refusal
     values: dict[str, Any] = {"role": role, "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            values[name] = value
-    if message.reasoning_content and not template.mentions("reasoning_content") and template.mentions(".thinking"):
-        values["thinking"] = message.reasoning_content
-    if message.tool_calls:
-        values["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", c) for i, c in enumerate(message.tool_calls)]
+    if message.content is None and calls and not content and template.mentions("is not none"):
+        values["content"] = None
+    given = (message.reasoning_content, message.reasoning, message.thinking, thoughts)
+    reasoning = next((text for text in given if isinstance(text, str)), None)
+    others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    values |= {name: value for name, value in others.items() if value is not None}
+    if reasoning and not template.mentions("reasoning_content") and template.mentions(".thinking"):
+        values["thinking"] = reasoning
+    if calls:
+        values["tool_calls"] = calls
     return values
 
 
-def _text_of(where: str, content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message: parts are joined by line breaks."""
+def _pair_results(messages: Sequence[dict[str, Any]]) -> None:
+    """Give calls without an id one, and results without one that of the call that they belong to: the first open call
+    of their name, else the first one."""
+    open_calls: list[dict[str, Any]] = []
+    for position, message in enumerate(messages):
+        if message["role"] != "tool":
+            open_calls = message.get("tool_calls", [])[:]
+            for number, call in enumerate(open_calls):
+                # Nine letters and digits are an id for the templates of all families.
+                if call.get("id") is None:
+                    call["id"] = f"c{position % 10**5:05d}{number % 10**3:03d}"
+            continue
+        call_id, name = message.get("tool_call_id"), message.get("name")
+        found = next((call for call in open_calls if call["id"] == call_id), None)
+        if found is None and call_id is None and open_calls:
+            of_name = (call for call in open_calls if call["function"]["name"] == name)
+            found = next(of_name, open_calls[0])
+            message["tool_call_id"] = found["id"]
+        if found is not None:
+            open_calls.remove(found)
+
+
+def _text_of(where: str, role: str, content: str | list[dict[str, Any]] | None) -> tuple[str, str | None]:
+    """The text of a message, and its reasoning if there are such parts: parts are joined by line breaks."""
     if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
+        return content or "", None
+    texts: list[str] = []
+    thoughts: list[str] = []
     for i, part in enumerate(content):
-        kind, text = part.get("type"), part.get("text")
-        if kind != "text":
-            raise unsupported(
-                f"{where}.content[{i}].type", f"{where}.content[{i}]: only parts of type text are supported"
-            )
-        if not isinstance(text, str):
-            raise invalid(f"{where}.content[{i}].text", f"{where}.content[{i}].text must be a text")
-        texts.append(text)
-    return "\n".join(texts)
+        kind = part.get("type")
+        if isinstance(kind, str) and kind in _TEXTS:
+            text = part.get(_TEXTS[kind])
+            if not isinstance(text, str | None):
+                name = f"{where}.content[{i}].{_TEXTS[kind]}"
+                raise invalid(name, f"{name} must be a text")
+            texts.append(text or "")
+        elif role == "assistant" and isinstance(kind, str):
+            thought = part.get(_THOUGHTS.get(kind, ""))
+            if isinstance(thought, str):
+                thoughts.append(thought)
+            else:
+                ignored(f"messages.content.{kind}", "the model cannot read such a part of its own earlier turns")
+        elif role == "tool" and isinstance(kind, str):
+            texts.append(note_of(kind))
+        else:
+            name = f"{where}.content[{i}]"
+            raise unsupported(f"{name}.type", f"{name}: only parts of type text are supported")
+    return "\n".join(texts), "\n".join(thoughts) if thoughts else None
+
+
+def note_of(kind: str) -> str:
+    """What the model reads in place of a part of a tool's result that is no text, such as `image_url`."""
+    ignored(f"messages.content.{kind}", "the model reads text only, and finds a note in place of it")
+    what = kind.removeprefix("input_").removesuffix("_url")[:_MAX_ECHO_CHARS]
+    return f"[{what}: omitted, because this model reads text only]"
 
 
 def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call as templates expect it: the arguments as an object, not as JSON text."""
-    function = call.get("function")
+    """A tool call as templates expect it: a function, with the arguments as an object, not as JSON text."""
+    kind = call.get("type") or "function"
+    if kind not in ("function", "custom"):
+        raise unsupported(f"{where}.type", f"{where}.type may only be function or custom")
+    function = call.get(kind)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"{where}.function", f"{where}.function needs a name and arguments")
-    if call.get("type") not in (None, "function"):
-        raise unsupported(f"{where}.type", f"{where}.type may only be function")
+        raise invalid(f"{where}.{kind}", f"{where}.{kind} needs a name and arguments")
     if not isinstance(call.get("id"), str | None):
         raise invalid(f"{where}.id", f"{where}.id must be a text")
-    arguments, name = function.get("arguments"), f"{where}.function.arguments"
-    if isinstance(arguments, str):
-        arguments = json_of(name, arguments or "{}")
-    elif not isinstance(arguments, dict | None):
-        raise invalid(name, f"{name} must be a JSON object, or its text")
-    if isinstance(arguments, dict):
-        arguments = Arguments(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    if kind == "custom":
+        function = {"name": function["name"], "arguments": Arguments({INPUT: function.get("input") or ""})}
+        return {"id": call.get("id"), "type": "function", "function": function}
+    return {**call, "type": "function", "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(value: Any) -> Arguments:
+    """The arguments of an earlier call. They may be anything, as a model wrote them."""
+    if isinstance(value, dict):
+        return Arguments(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if not text.strip():
+        return Arguments()
+    try:
+        read = json_of("arguments", text)
+    except StatusError:
+        return RawArguments(text)
+    if read is None:
+        return Arguments()
+    return Arguments(read) if isinstance(read, dict) else RawArguments(text)

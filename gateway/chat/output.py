@@ -10,12 +10,13 @@ from __future__ import annotations
 import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob
+from headrace.gateway.chat.custom_input import CustomInput
 from headrace.gateway.chat.formats import ModelFormat
 from headrace.gateway.chat.output_parsers.families import OutputFormat, OutputParser
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
@@ -89,6 +90,8 @@ class ChatChoice:
         self._parser = parser
         self._use = use or ToolUse()
         self._token_offsets = array("q")
+        self._inputs: dict[int, CustomInput] = {}
+        """Of the calls of custom tools that are not complete, by index."""
 
     def push(self, piece: Piece) -> ChatPiece:
         """The next piece of the chat."""
@@ -100,15 +103,37 @@ class ChatChoice:
         if piece.ending is None:
             return _chat_piece(self._wanted(deltas), piece, None)
         deltas += parser.finish()
-        return _chat_piece(self._wanted(deltas), piece, self._ending(piece.ending))
+        wanted = [*self._wanted(deltas), *self._rest_of_inputs()]
+        return _chat_piece(wanted, piece, self._ending(piece.ending))
 
     def _wanted(self, deltas: list[Delta]) -> Sequence[Delta]:
         """Keep the first call only, unless calls may be parallel. With a required call, content is cut-off markup."""
         if self._use.required:
             deltas = [delta for delta in deltas if not isinstance(delta, ContentDelta)]
-        if self._use.parallel:
-            return deltas
-        return [delta for delta in deltas if not isinstance(delta, CallDelta | ArgumentsDelta) or delta.index == 0]
+        if not self._use.parallel:
+            deltas = [delta for delta in deltas if not isinstance(delta, CallDelta | ArgumentsDelta) or not delta.index]
+        return [own for delta in deltas for own in self._of_kind(delta)] if self._use.custom else deltas
+
+    def _of_kind(self, delta: Delta) -> Iterator[Delta]:
+        """The delta; that of a custom tool with its text instead of arguments."""
+        if isinstance(delta, CallDelta):
+            yield from self._rest_of_inputs()
+            if delta.name in self._use.custom:
+                self._inputs[delta.index] = CustomInput()
+                delta = CallDelta(delta.index, delta.name, is_custom=True)
+        elif isinstance(delta, ArgumentsDelta) and delta.index in self._inputs:
+            text = self._inputs[delta.index].push(delta.text)
+            if not text:
+                return
+            delta = ArgumentsDelta(delta.index, text, is_custom=True)
+        yield delta
+
+    def _rest_of_inputs(self) -> Iterator[Delta]:
+        """The calls before are complete."""
+        for index, custom in self._inputs.items():
+            if text := custom.finish():
+                yield ArgumentsDelta(index, text, is_custom=True)
+        self._inputs.clear()
 
     def _ending(self, ending: Ending) -> Ending:
         assert self._parser is not None
@@ -132,6 +157,8 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str
+    """JSON; any text of a custom tool."""
+    is_custom: bool = False
 
 
 class WholeChat:
@@ -142,7 +169,7 @@ class WholeChat:
         self._contents: list[str] = []
         self._reasonings: list[str] = []
         self._arguments: list[list[str]] = []
-        self._calls: list[tuple[str, str]] = []
+        self._calls: list[tuple[str, str, bool]] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.token_ids: list[int] = []
@@ -156,8 +183,8 @@ class WholeChat:
                     self._contents.append(text)
                 case ReasoningDelta(text):
                     self._reasonings.append(text)
-                case CallDelta(_, name):
-                    self._calls.append((new_call_id(self._num_id_chars), name))
+                case CallDelta(_, name, is_custom):
+                    self._calls.append((new_call_id(self._num_id_chars), name, is_custom))
                     self._arguments.append([])
                 case ArgumentsDelta(index, text):
                     self._arguments[index].append(text)
@@ -180,8 +207,8 @@ class WholeChat:
     def calls(self) -> list[ToolCall]:
         """The calls so far."""
         return [
-            ToolCall(call_id, name, "".join(parts))
-            for (call_id, name), parts in zip(self._calls, self._arguments, strict=True)
+            ToolCall(call_id, name, "".join(parts), is_custom)
+            for (call_id, name, is_custom), parts in zip(self._calls, self._arguments, strict=True)
         ]
 
 

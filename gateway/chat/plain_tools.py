@@ -71,8 +71,8 @@ def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         texts = [turn["content"]]
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            value = {"name": function["name"], "arguments": function.get("arguments") or {}}
-            _append(texts, f"{OPENING}\n{json.dumps(value, ensure_ascii=False)}\n{CLOSING}")
+            name = json.dumps(function["name"], ensure_ascii=False)
+            _append(texts, f'{OPENING}\n{{"name": {name}, "arguments": {function["arguments"]}}}\n{CLOSING}')
         if behind_result and turn["role"] == "user":
             for text in texts:
                 _append(contents[-1], text)

@@ -22,7 +22,7 @@ from headrace.gateway.chat.request import (
 )
 from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.chat.tool_grammar import can_be_held, tool_structure
-from headrace.gateway.chat.tools import ToolUse, schemas_of, tool_use_of
+from headrace.gateway.chat.tools import ToolUse, functions_of, tool_use_of
 from headrace.gateway.checks import invalid
 from headrace.gateway.structure.constraints import Constraints
 from headrace.gateway.structure.fields import structure_of
@@ -156,8 +156,7 @@ class Chats:
         if request.prompt is not None:
             add_special_tokens = request.add_special_tokens is not False
             return model, await self._prompts.of_text(model, request.prompt, add_special_tokens=add_special_tokens)
-        tools = request.tools or ()
-        schemas_of(tools)
+        tools = functions_of(request.tools or ())
         conversation = conversation_of(request, model.chat_template(), tools)
         prompt = await self._prompts.of_conversation(model, conversation)
         return model, list(prompt.token_ids)

@@ -83,7 +83,7 @@ class Generation(SamplingFields, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One turn. Content is a text or a list of parts, all of them texts."""
+    """One turn. Content is a text or a list of parts."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -91,7 +91,12 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    function_call: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+    """What other servers call `reasoning_content`."""
+    refusal: str | None = None
+    function_call: dict[str, Any] | None = None
+    """The one call of the API before `tool_calls`; a message of the role `function` has its result."""
     audio: Any = None
 
 

@@ -82,12 +82,25 @@ class CalledFunction(Shape):
     arguments: str
 
 
-class ToolCall(Shape):
+class ToolCall(Shape, tag_field="type", tag="function"):
     """A function call for the caller to make."""
 
     id: str
-    type: Literal["function"]
     function: CalledFunction
+
+
+class CalledCustomTool(Shape):
+    """The called custom tool; its input is any text."""
+
+    name: str
+    input: str
+
+
+class CustomToolCall(Shape, tag_field="type", tag="custom"):
+    """A call of a custom tool for the caller to make."""
+
+    id: str
+    custom: CalledCustomTool
 
 
 class AssistantMessage(Shape):
@@ -97,7 +110,7 @@ class AssistantMessage(Shape):
     content: str | None
     refusal: None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(Shape):

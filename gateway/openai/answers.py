@@ -15,7 +15,7 @@ import msgspec
 from headrace.gateway.chat.choice import Ending, Piece, WholeChoice
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs_value
-from headrace.gateway.chat.output import WholeChat
+from headrace.gateway.chat.output import ToolCall, WholeChat
 from headrace.gateway.edge.failures import error_value, failure_of
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.text.listing import ListedModel
@@ -119,10 +119,7 @@ def whole_chat(
 
 def message_value(choice: WholeChat, *, shows_reasoning: bool = True) -> dict[str, Any]:
     """The message of a chat's choice. It has reasoning and calls only if there are any."""
-    calls = [
-        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in choice.calls
-    ]
+    calls = [call_value(call) for call in choice.calls]
     message: dict[str, Any] = {
         "role": "assistant",
         "content": None if calls and not choice.content else choice.content,
@@ -133,6 +130,14 @@ def message_value(choice: WholeChat, *, shows_reasoning: bool = True) -> dict[st
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def call_value(call: ToolCall) -> dict[str, Any]:
+    """A call of a message."""
+    if call.is_custom:
+        return {"id": call.call_id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def whole_completion(

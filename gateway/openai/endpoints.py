@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from headrace.gateway.chat.choice import WholeChoice, best_of
 from headrace.gateway.chat.generation import Plan
@@ -22,6 +21,8 @@ from headrace.gateway.services import Services
 
 _OF_THINKING = FieldNames([("reasoning_effort", "thinking")])
 """Disabled thinking means an effort of none."""
+_OF_REASONING = FieldNames([("reasoning_effort", "reasoning.effort")])
+_AS_THEY_ARE = FieldNames([])
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
@@ -43,7 +44,8 @@ class _Completions:
         CHAT.check(body)
         check_chat_body(request)
         exchange.name_request(request.request_id)
-        with _OF_THINKING.in_callers_terms() if request.thinking is not None else nullcontext():
+        names = _OF_THINKING if request.thinking else _OF_REASONING if request.reasoning else _AS_THEY_ARE
+        with names.in_callers_terms():
             chat = await self._services.chats.plan(request)
         model, plan, reading = chat.model, chat.plan, chat.reading
         token_bytes = model.text.tokenizer.token_bytes

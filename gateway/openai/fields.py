@@ -189,16 +189,26 @@ CHAT = FieldTable(
     "POST /v1/chat/completions",
     (ChatRequest,),
     {
-        "messages": Applied("at least one", "Roles `system`, `developer`, `user`, `assistant`, `tool`"),
-        "messages[].content": Applied("text, or parts of type `text`", "Parts are joined by line breaks"),
+        "messages": Applied(
+            "at least one",
+            "Roles `system`, `developer`, `user`, `assistant`, `tool`, `function`: [history](../protocol.md#history)",
+        ),
+        "messages[].content": Applied(
+            "text, or parts of type `text`, `refusal`",
+            "Parts are joined by line breaks. None is an empty text. Other parts are refused in turns of the user, a"
+            " note in results of tools, and hints in turns of the assistant",
+        ),
         "messages[].name": Applied("text", "Passed to the template"),
         "messages[].tool_call_id": Applied("text", "Passed to the template"),
         "messages[].reasoning_content": Applied("text", "Passed to the template"),
+        "messages[].reasoning": Applied("text", "The same as `reasoning_content`, from other servers"),
+        "messages[].thinking": Applied("text", "The same as `reasoning_content`, from other servers"),
+        "messages[].refusal": Applied("text", "The content, if there is no other"),
         "messages[].role": Applied("text", "See `messages`"),
-        "messages[].function_call": Refused("use tool_calls"),
-        "messages[].audio": Refused("turns are text"),
+        "messages[].function_call": Applied("object", "The same as one of `tool_calls`"),
+        "messages[].audio": Hint("the model hears no audio, so that only the text of the turn is in the prompt"),
         "messages[].tool_calls": Applied(
-            "list",
+            "list of `function` and `custom`",
             "Passed to the template with arguments as an object. A template without tool calls gets them as text",
         ),
         "max_tokens": _MAX_TOKENS,
@@ -231,10 +241,18 @@ CHAT = FieldTable(
             "The expected answer, as a text or as text parts. It does not change the answer, but makes the parts that"
             " match faster",
         ),
-        "tools": Applied(
-            "functions", "With distinct names of at most 128 characters: [tools](../protocol.md#tools-and-reasoning)"
+        "reasoning": Applied(
+            "object: `effort`, `enabled`, `exclude`",
+            "`effort` is the same as `reasoning_effort`, `enabled` false the same as its `none`, `exclude` the same as"
+            " `include_reasoning` false. `max_tokens` is refused",
         ),
-        "tool_choice": Applied("`none`, `auto`, `required`, a function", "Default `auto`"),
+        "tools": Applied(
+            "`function`, `custom`",
+            "With distinct names of at most 128 characters: [tools](../protocol.md#tools-and-reasoning)",
+        ),
+        "tool_choice": Applied(
+            "`none`, `auto`, `required`, a function or custom tool, `allowed_tools`", "Default `auto`"
+        ),
         "parallel_tool_calls": Applied("bool, default true", "False allows at most one call in an answer"),
         **_APPLIED,
         **_OTHERS,
@@ -246,7 +264,6 @@ CHAT = FieldTable(
         "chat_template": Refused("the model's own template is used; its variables are in chat_template_kwargs"),
         "documents": Refused("send them in messages", ([],)),
         "echo": Refused("use /v1/completions", (False,)),
-        "reasoning": Refused("use reasoning_effort", ({},)),
     },
 )
 

@@ -13,10 +13,17 @@ from collections.abc import Sequence
 from headrace.gateway.chat.choice import Ending, Piece
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs
-from headrace.gateway.chat.output import ChatPiece, new_call_id
+from headrace.gateway.chat.output import ChatPiece, ToolCall, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from headrace.gateway.edge.wire import encode, padding
-from headrace.gateway.openai.answers import Identity, Shown, completion_logprobs_value, ending_value, usage_value
+from headrace.gateway.openai.answers import (
+    Identity,
+    Shown,
+    call_value,
+    completion_logprobs_value,
+    ending_value,
+    usage_value,
+)
 
 DONE = b"data: [DONE]\n\n"
 _NO_LOGPROBS = b"null"
@@ -123,12 +130,16 @@ class ChatStream:
                 return b'"content":' + encode(text)
             case ReasoningDelta(text):
                 return b'"reasoning_content":' + encode(text)
-            case ArgumentsDelta(index, text):
-                return b'"tool_calls":[{"index":%d,"function":{"arguments":%b}}]' % (index, encode(text))
-            case CallDelta(index, name):
-                function = {"name": name, "arguments": ""}
-                call = {"index": index, "id": new_call_id(self._num_id_chars), "type": "function", "function": function}
-                return b'"tool_calls":[' + encode(call) + b"]"
+            case ArgumentsDelta(index, text, is_custom):
+                form = (
+                    b'"tool_calls":[{"index":%d,"custom":{"input":%b}}]'
+                    if is_custom
+                    else b'"tool_calls":[{"index":%d,"function":{"arguments":%b}}]'
+                )
+                return form % (index, encode(text))
+            case CallDelta(index, name, is_custom):
+                call = ToolCall(new_call_id(self._num_id_chars), name, "", is_custom)
+                return b'"tool_calls":[' + encode({"index": index, **call_value(call)}) + b"]"
 
     def end(self, usage: Usage) -> bytes:
         """The last events of the stream."""

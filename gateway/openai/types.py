@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.gateway.chat.request import Chat, Completion, Tokenization, refuse_unless_neutral
-from headrace.gateway.checks import invalid
+from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.hints import ignored
 
 
@@ -28,6 +28,16 @@ class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "disabled"]
 
 
+class ChatReasoning(msgspec.Struct, kw_only=True):
+    """How to reason, as routers of models ask for it. Other members of it are hints."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    """Leave the reasoning out of the answer."""
+    max_tokens: Any = None
+
+
 # Both bodies list the same four fields, because a msgspec struct has a single base, and theirs is the neutral one.
 class ChatRequest(Chat, kw_only=True):
     """Body of POST /v1/chat/completions."""
@@ -39,6 +49,7 @@ class ChatRequest(Chat, kw_only=True):
 
     enable_thinking: bool | None = None
     thinking: Thinking | None = None
+    reasoning: ChatReasoning | None = None
     include_reasoning: bool | None = None
 
 
@@ -84,6 +95,8 @@ def check_chat_body(request: ChatRequest) -> None:
     """Raise `StatusError` for contradictory fields of this protocol. A switch for the template becomes one of its
     variables."""
     _check_body(request)
+    if request.reasoning is not None:
+        _apply_reasoning(request, request.reasoning)
     if request.thinking is not None and request.thinking.type == "disabled":
         if request.enable_thinking or request.reasoning_effort not in (None, "none"):
             other = "enable_thinking" if request.enable_thinking else "reasoning_effort"
@@ -98,6 +111,21 @@ def check_chat_body(request: ChatRequest) -> None:
         request.chat_template_kwargs = {"enable_thinking": request.enable_thinking} | (
             request.chat_template_kwargs or {}
         )
+
+
+def _apply_reasoning(request: ChatRequest, reasoning: ChatReasoning) -> None:
+    """The object `reasoning` becomes the fields of the same meaning."""
+    if reasoning.max_tokens is not None:
+        raise unsupported("reasoning.max_tokens", "reasoning.max_tokens is not supported; use reasoning.effort")
+    effort = "none" if reasoning.enabled is False else reasoning.effort
+    if effort is not None:
+        if request.reasoning_effort not in (None, effort):
+            raise invalid("reasoning", f"reasoning asks for {effort}, and reasoning_effort for another; leave out one")
+        request.reasoning_effort = effort
+    elif reasoning.enabled and request.enable_thinking is None:
+        request.enable_thinking = True
+    if reasoning.exclude and request.include_reasoning is None:
+        request.include_reasoning = False
 
 
 def check_completion_body(request: CompletionRequest) -> None:

@@ -31,6 +31,33 @@ MAX_RENDER_S = 5.0
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
+class Arguments(dict[str, Any]):
+    """Arguments of a call in a conversation: an object, which becomes JSON text where a template adds it to a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+class RawArguments(Arguments):
+    """Arguments that are no JSON object, such as those of an answer that was cut off.
+
+    As a text they are what the model wrote. For templates that read an object they are its only value.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__({"arguments": text})
+        self._raw = text
+
+    def __str__(self) -> str:
+        return self._raw
+
+
 class ChatTemplate:
     """The template of one model, compiled."""
 
@@ -230,4 +257,6 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(value, RawArguments):
+        return str(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -30,13 +30,17 @@ class CallDelta(msgspec.Struct, frozen=True):
 
     index: int
     name: str
+    is_custom: bool = False
+    """It is the call of a custom tool."""
 
 
 class ArgumentsDelta(msgspec.Struct, frozen=True):
-    """More of a call's arguments. All of them together are a JSON object, or its beginning if the text was cut off."""
+    """More of a call's arguments. All of them together are a JSON object, or its beginning if the text was cut off;
+    of a custom tool, any text."""
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 Delta: TypeAlias = ContentDelta | ReasoningDelta | CallDelta | ArgumentsDelta

@@ -177,21 +177,49 @@ async def test_every_choice_has_calls_of_its_own(ask: Any) -> None:
         assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Köln"}'
 
 
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    """Fields with one tool, and the choice of these."""
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+    return {"tools": [WEATHER], "tool_choice": choice}
+
+
+async def test_allowed_tools_are_all_that_the_model_knows(ask: Any, model: Any) -> None:
+    fields = {**allowed("auto", WEATHER), "tools": [NOW, WEATHER]}
+    answer = await ask(ONE, **fields)
+    assert answer["choices"][0]["message"]["tool_calls"]
+    assert '"weather"' in model.prompt
+    assert '"now"' not in model.prompt
+    assert not model.sampling.HasField("constraint")
+    fields["tool_choice"]["allowed_tools"]["mode"] = "required"
+    await ask(ONE, **fields)
+    assert "weather" in model.sampling.constraint.grammar
+    assert "now" not in model.sampling.constraint.grammar
+    message = (await ask(ONE, **allowed("auto")))["choices"][0]["message"]
+    assert message["content"] == ONE
+
+
+async def test_an_empty_list_of_tools_is_none(ask: Any) -> None:
+    answer = await ask("x", tools=[], tool_choice="auto", parallel_tool_calls=False)
+    assert answer["choices"][0]["message"]["content"] == "x"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
-        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (allowed("x", WEATHER), "tool_choice.allowed_tools.mode"),
+        (allowed("auto", NOW), "tool_choice.allowed_tools.tools[0]"),
+        (allowed("required"), "tool_choice.allowed_tools.tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ],
@@ -239,6 +267,19 @@ async def test_effort_none_switches_reasoning_off(ask: Any, model: Any) -> None:
         assert model.prompt.endswith("</think>\n\n") is closed
     await ask("x", chat_template_kwargs={"enable_thinking": False})
     assert model.prompt.endswith("</think>\n\n")
+
+
+async def test_reasoning_is_an_object_of_the_same_fields(ask: Any, model: Any, refused: Any) -> None:
+    for reasoning, closed in (({"effort": "none"}, True), ({"enabled": False}, True), ({"effort": "low"}, False)):
+        await ask("x", reasoning=reasoning)
+        assert model.prompt.endswith("</think>\n\n") is closed
+    message = (await ask("<think>Hm.</think>x", reasoning={"exclude": True}))["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    message = (await ask("<think>Hm.</think>x", reasoning={"enabled": True}))["choices"][0]["message"]
+    assert message["reasoning_content"] == "Hm."
+    assert (await refused(reasoning={"effort": "huge"}))["param"] == "reasoning.effort"
+    assert (await refused(reasoning={"effort": "low"}, reasoning_effort="high"))["param"] == "reasoning"
+    assert (await refused(reasoning={"max_tokens": 9}))["param"] == "reasoning.max_tokens"
 
 
 @pytest.mark.parametrize("switch", [True, False])
