@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -12,9 +12,17 @@ import uvloop
 
 from headrace.common.aliases import Aliases, parse_aliases
 from headrace.common.flags import FiniteRange
+from headrace.common.parser_names import (
+    AUTO,
+    NONE,
+    REASONING_FORMAT_NAMES,
+    TOOL_FORMAT_NAMES,
+    reasoning_parser_named,
+    tool_parser_named,
+)
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
-from headrace.gateway.chat.formats import REASONING_PARSERS, TOOL_PARSERS, parse_parsers
+from headrace.gateway.chat.formats import parse_parsers
 from headrace.gateway.edge.security import SecurityError, security_options
 from headrace.gateway.edge.spans import ACCESS
 from headrace.gateway.protocol import CannotServeError
@@ -64,18 +72,20 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     "tool_parsers",
     multiple=True,
     envvar="HEADRACE_GATEWAY_TOOL_PARSER",
-    callback=lambda context, parameter, values: _parsers(values, TOOL_PARSERS),
+    callback=lambda context, parameter, values: _parsers(values, tool_parser_named),
     metavar="[MODEL=]NAME",
-    help=f"Format of tool calls, instead of the one detected from the chat template: {', '.join(TOOL_PARSERS)}.",
+    help="Format of tool calls, instead of the one detected from the chat template: "
+    f"{', '.join((AUTO, NONE, *TOOL_FORMAT_NAMES))}. The names of OVMS and vLLM, such as hermes3, mean the same.",
 )
 @click.option(
     "--reasoning-parser",
     "reasoning_parsers",
     multiple=True,
     envvar="HEADRACE_GATEWAY_REASONING_PARSER",
-    callback=lambda context, parameter, values: _parsers(values, REASONING_PARSERS),
+    callback=lambda context, parameter, values: _parsers(values, reasoning_parser_named),
     metavar="[MODEL=]NAME",
-    help=f"Format of reasoning, instead of the one detected from the chat template: {', '.join(REASONING_PARSERS)}.",
+    help="Format of reasoning, instead of the one detected from the chat template: "
+    f"{', '.join((AUTO, NONE, *REASONING_FORMAT_NAMES))}. The names of OVMS and vLLM, such as qwen3, mean the same.",
 )
 @click.option(
     "--model-host",
@@ -132,9 +142,9 @@ _PROTOCOL_OPTIONS = [option for protocol in PROTOCOLS.values() for option in pro
 command.params.extend(_PROTOCOL_OPTIONS)
 
 
-def _parsers(values: tuple[str, ...], known: Sequence[str]) -> dict[str, str]:
+def _parsers(values: tuple[str, ...], named: Callable[[str], str]) -> dict[str, str]:
     try:
-        return parse_parsers(values, known)
+        return parse_parsers(values, named)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from headrace.common.parser_names import AUTO, NONE
 from headrace.gateway.chat import plain_tools
-from headrace.gateway.chat.output_parsers.families import REASONING_FORMATS, TOOL_FORMATS, OutputFormat, detect
+from headrace.gateway.chat.output_parsers.families import TOOL_FORMATS, OutputFormat, detect
 from headrace.gateway.chat.plain_tools import takes_tools
 from headrace.gateway.text.models import Model, TextSide
 
-AUTO, NONE = "auto", "none"
-TOOL_PARSERS = (AUTO, NONE, *TOOL_FORMATS)
-REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMATS)
 _MAX_CACHED = 64
 
 
@@ -79,12 +77,11 @@ def _marker_ids(output: OutputFormat, text: TextSide) -> dict[str, int]:
     return {wanted[table[token_id]]: token_id for token_id in special if table[token_id] in wanted}
 
 
-def parse_parsers(values: Iterable[str], known: Iterable[str]) -> dict[str, str]:
-    """The values of a flag, each NAME or MODEL=NAME, as a mapping. Raises `ValueError` with a sentence."""
+def parse_parsers(values: Iterable[str], named: Callable[[str], str]) -> dict[str, str]:
+    """The values of a flag, each NAME or MODEL=NAME, as a mapping. `named` gives the format of a name. Raises
+    `ValueError` with a sentence."""
     found: dict[str, str] = {}
     for value in values:
         model, _, name = value.rpartition("=")
-        if name not in known:
-            raise ValueError(f"'{name}' is no parser; there are {', '.join(known)}")
-        found[model] = name
+        found[model] = named(name)
     return found

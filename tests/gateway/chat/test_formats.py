@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
+from headrace.common.parser_names import (
+    REASONING_ALIASES,
+    REASONING_FORMAT_NAMES,
+    TOOL_ALIASES,
+    TOOL_FORMAT_NAMES,
+    reasoning_parser_named,
+    tool_parser_named,
+)
 from headrace.gateway.chat.choice import Choice
 from headrace.gateway.chat.conversation import conversation_of
-from headrace.gateway.chat.formats import TOOL_PARSERS, Formats, parse_parsers
+from headrace.gateway.chat.formats import Formats, parse_parsers
 from headrace.gateway.chat.output import reading_of
-from headrace.gateway.chat.output_parsers.families import detect
+from headrace.gateway.chat.output_parsers.families import REASONING_FORMATS, TOOL_FORMATS, detect
 from headrace.gateway.chat.prompts import MAX_INLINE_CHARS, Conversation
 from headrace.gateway.chat.request import Chat, ChatMessage
 from headrace.gateway.chat.sampling import Sampling
@@ -70,12 +78,38 @@ def fake_model(name: str, template: str, special: dict[int, bytes]) -> Any:
 
 
 def test_parsers_may_be_said_for_one_model_and_for_all_others() -> None:
-    said = parse_parsers(["phi4", "a=b=mistral"], TOOL_PARSERS)
+    said = parse_parsers(["phi4", "a=b=devstral"], tool_parser_named)
     formats = Formats(said)
     names = [formats.of(fake_model(name, "<tool_call>", {})).output.tools for name in ("a=b", "c")]
     assert [one.name for one in names if one] == ["mistral", "phi4"]
     with pytest.raises(ValueError, match="'x' is no parser; there are auto, none"):
-        parse_parsers(["m=x"], TOOL_PARSERS)
+        parse_parsers(["m=x"], tool_parser_named)
+
+
+def test_names_of_formats_are_those_that_the_parsers_have() -> None:
+    assert tuple(TOOL_FORMATS) == TOOL_FORMAT_NAMES
+    assert tuple(REASONING_FORMATS) == REASONING_FORMAT_NAMES
+
+
+@pytest.mark.parametrize("name", TOOL_ALIASES)
+def test_names_of_other_servers_mean_a_format_of_calls(name: str) -> None:
+    found = detect("", tool_parser_named(name)).tools
+    assert found is not None
+    assert found.name == TOOL_ALIASES[name]
+
+
+@pytest.mark.parametrize("name", REASONING_ALIASES)
+def test_names_of_other_servers_mean_a_format_of_reasoning(name: str) -> None:
+    found = detect("", "auto", reasoning_parser_named(name)).reasoning
+    assert found is not None
+    assert found.name == REASONING_ALIASES[name]
+
+
+def test_an_unknown_name_is_refused_with_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"'onyx' is no parser; there are auto, none, gpt-oss, .* qwen3coder$"):
+        tool_parser_named("onyx")
+    with pytest.raises(ValueError, match=r"'hermes3' is no parser; there are auto, none, gpt-oss, mistral, think, "):
+        reasoning_parser_named("hermes3")
 
 
 def test_markup_of_special_tokens_is_text_to_the_parser_alone() -> None:
