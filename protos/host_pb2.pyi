@@ -38,7 +38,7 @@ class WatchModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[HostedModel, _Mapping]]] = ..., aliases: _Optional[_Iterable[str]] = ..., shadows: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostedModel(_message.Message):
-    __slots__ = ("name", "state", "problem", "directory", "num_workers", "task", "is_on_demand", "num_bytes", "idle_ms", "loaded_ms", "last_used_ms", "adapters")
+    __slots__ = ("name", "state", "problem", "directory", "num_workers", "task", "is_on_demand", "num_bytes", "idle_ms", "loaded_ms", "last_used_ms", "adapters", "rules")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class HostedModel(_message.Message):
     LOADED_MS_FIELD_NUMBER: _ClassVar[int]
     LAST_USED_MS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: HostedModelState
     problem: str
@@ -63,7 +64,24 @@ class HostedModel(_message.Message):
     loaded_ms: int
     last_used_ms: int
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[HostedModelState, str]] = ..., problem: _Optional[str] = ..., directory: _Optional[str] = ..., num_workers: _Optional[int] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., is_on_demand: bool = ..., num_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., loaded_ms: _Optional[int] = ..., last_used_ms: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    rules: ServingRules
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[HostedModelState, str]] = ..., problem: _Optional[str] = ..., directory: _Optional[str] = ..., num_workers: _Optional[int] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., is_on_demand: bool = ..., num_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., loaded_ms: _Optional[int] = ..., last_used_ms: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., rules: _Optional[_Union[ServingRules, _Mapping]] = ...) -> None: ...
+
+class ServingRules(_message.Message):
+    __slots__ = ("tool_parser", "reasoning_parser", "max_tokens_limit", "best_of_limit", "truncates_texts", "max_documents")
+    TOOL_PARSER_FIELD_NUMBER: _ClassVar[int]
+    REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    BEST_OF_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATES_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    tool_parser: str
+    reasoning_parser: str
+    max_tokens_limit: int
+    best_of_limit: int
+    truncates_texts: bool
+    max_documents: int
+    def __init__(self, tool_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_tokens_limit: _Optional[int] = ..., best_of_limit: _Optional[int] = ..., truncates_texts: bool = ..., max_documents: _Optional[int] = ...) -> None: ...
 
 class LoadModelRequest(_message.Message):
     __slots__ = ("name", "model", "by_operator")
@@ -106,3 +124,15 @@ class SetAliasRequest(_message.Message):
 class SetAliasResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ReloadConfigurationRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReloadConfigurationResponse(_message.Message):
+    __slots__ = ("has_changed", "problems")
+    HAS_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    has_changed: bool
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, has_changed: bool = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -55,6 +55,11 @@ class ModelHostStub(object):
                 request_serializer=headrace_dot_protos_dot_host__pb2.SetAliasRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_host__pb2.SetAliasResponse.FromString,
                 _registered_method=True)
+        self.ReloadConfiguration = channel.unary_unary(
+                '/headrace.v1.ModelHost/ReloadConfiguration',
+                request_serializer=headrace_dot_protos_dot_host__pb2.ReloadConfigurationRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_host__pb2.ReloadConfigurationResponse.FromString,
+                _registered_method=True)
 
 
 class ModelHostServicer(object):
@@ -91,6 +96,14 @@ class ModelHostServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadConfiguration(self, request, context):
+        """ReloadConfiguration reads the configuration again that the host was started with, and returns when the models are those
+        that it names. INVALID_FIELD if it cannot be read; then nothing changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelHostServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +126,11 @@ def add_ModelHostServicer_to_server(servicer, server):
                     servicer.SetAlias,
                     request_deserializer=headrace_dot_protos_dot_host__pb2.SetAliasRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_host__pb2.SetAliasResponse.SerializeToString,
+            ),
+            'ReloadConfiguration': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadConfiguration,
+                    request_deserializer=headrace_dot_protos_dot_host__pb2.ReloadConfigurationRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_host__pb2.ReloadConfigurationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -224,6 +242,33 @@ class ModelHost(object):
             '/headrace.v1.ModelHost/SetAlias',
             headrace_dot_protos_dot_host__pb2.SetAliasRequest.SerializeToString,
             headrace_dot_protos_dot_host__pb2.SetAliasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadConfiguration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.ModelHost/ReloadConfiguration',
+            headrace_dot_protos_dot_host__pb2.ReloadConfigurationRequest.SerializeToString,
+            headrace_dot_protos_dot_host__pb2.ReloadConfigurationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,7 @@ from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailable
 from headrace.protos.cache_eviction import OFF
 from headrace.protos.status import StatusError
 from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.encoder.pooling import Pooling
 from headrace.worker.engine.watchdog import DEFAULT_STUCK_AFTER_S
 from headrace.worker.host.advertise import advertised_address, fleet_address
 from headrace.worker.host.numa import bind_memory
@@ -172,6 +173,18 @@ _NEED_DRAFT_MODEL = {
     "--max-context-tokens",
     type=click.IntRange(2),
     help="Maximum length of prompt and answer together. Default: the model's.",
+)
+@click.option(
+    "--pooling",
+    type=click.Choice([pooling.value for pooling in Pooling]),
+    help="How an embedding model's vectors of tokens become one: that of the first token (cls) or last token, or their "
+    "mean. Default: as its modules.json says.",
+)
+@click.option(
+    "--normalize/--no-normalize",
+    "normalizes",
+    default=None,
+    help="Whether an embedding model's vectors have length 1. Default: as its modules.json says.",
 )
 @click.option(
     "--kv-cache-node-share",

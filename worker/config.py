@@ -39,6 +39,10 @@ class WorkerConfig:
     stuck_after_s: float = 60.0
     target_tpot_ms: float | None = None
     max_context_tokens: int | None = None
+    pooling: str | None = None
+    """How an embedding model's vectors of tokens become one: cls, mean or last; None: as its files say."""
+    normalizes: bool | None = None
+    """Whether an embedding model's vectors have length 1; None: as its files say."""
     metrics: str | None = None
     tls_dir: Path | None = None
     insecure: bool = False

@@ -126,6 +126,8 @@ def load(
     if task:
         return load_encoder(config, task)
     refuse_embedder_with_cache(config.model_dir)
+    if config.pooling is not None or config.normalizes is not None:
+        raise ConfigurationError("--pooling and --normalize are for embedding models, and this model generates text")
     return load_model(config, memory, transport)
 
 

@@ -33,6 +33,9 @@ class Host(Protocol):
     def set_alias(self, request: host_pb2.SetAliasRequest) -> None:
         """Add, change or remove another name of models."""
 
+    async def reload(self) -> host_pb2.ReloadConfigurationResponse:
+        """Read the configuration again, and return when the models are those that it names."""
+
 
 class ModelHostService(host_pb2_grpc.ModelHostServicer):
     """Serves ModelHost."""
@@ -70,6 +73,15 @@ class ModelHostService(host_pb2_grpc.ModelHostServicer):
         except StatusError as error:
             await abort(context, error)
         return host_pb2.SetAliasResponse()
+
+    async def ReloadConfiguration(
+        self, request: host_pb2.ReloadConfigurationRequest, context: _Context
+    ) -> host_pb2.ReloadConfigurationResponse:
+        """See host.proto."""
+        try:
+            return await self._host.reload()
+        except StatusError as error:
+            await abort(context, error)
 
 
 async def start_service(host: Host, address: str, transport: Transport) -> grpc.aio.Server:

@@ -24,7 +24,8 @@ class ModelFormat:
 
 
 class Formats:
-    """Finds the format of a model. The operator's flags override what the chat template shows."""
+    """Finds the format of a model. The operator's flags override what the chat template shows, and what the host says
+    of one model overrides the flags."""
 
     def __init__(
         self, tool_parsers: Mapping[str, str] | None = None, reasoning_parsers: Mapping[str, str] | None = None
@@ -32,11 +33,11 @@ class Formats:
         """Names of formats by model; under the empty name, for all models that are not named."""
         self._tool_parsers = tool_parsers or {}
         self._reasoning_parsers = reasoning_parsers or {}
-        self._cached: dict[tuple[str, str], ModelFormat] = {}
+        self._cached: dict[tuple[str, str, str, str], ModelFormat] = {}
 
     def of(self, model: Model) -> ModelFormat:
         """The format of a model that chats."""
-        key = model.name, model.card.tokenizer_sha256
+        key = model.name, model.card.tokenizer_sha256, self._tool_parser(model), self._reasoning_parser(model)
         found = self._cached.get(key)
         if found is None:
             if len(self._cached) >= _MAX_CACHED:
@@ -47,14 +48,20 @@ class Formats:
     def plain(self, model: Model) -> ModelFormat | None:
         """The format for calls that a grammar enforces, for any model family; None if the operator has turned parsing
         off."""
-        if _said(self._tool_parsers, model.name) == NONE:
+        if self._tool_parser(model) == NONE:
             return None
         return _with_plain_tools(self.of(model), model.text)
 
+    def _tool_parser(self, model: Model) -> str:
+        return model.rules.tool_parser or _said(self._tool_parsers, model.name)
+
+    def _reasoning_parser(self, model: Model) -> str:
+        return model.rules.reasoning_parser or _said(self._reasoning_parsers, model.name)
+
     def _told(self, model: Model) -> ModelFormat:
-        template, tool_parser = model.text.template, _said(self._tool_parsers, model.name)
+        template, tool_parser = model.text.template, self._tool_parser(model)
         source = "" if template is None else template.source
-        output = detect(source, tool_parser, _said(self._reasoning_parsers, model.name))
+        output = detect(source, tool_parser, self._reasoning_parser(model))
         form = ModelFormat(output, _marker_ids(output, model.text))
         if tool_parser == AUTO and template is not None and not takes_tools(template):
             return _with_plain_tools(form, model.text)

@@ -147,7 +147,8 @@ def plan_job(job: Job) -> Plan:
     check_sampling(job.sampling, card.vocab_size)
     if not job.token_ids:
         raise invalid("prompt", "the prompt has no tokens")
-    params = sampling_params(job.sampling, card, len(job.token_ids), secrets.randbits(63))
+    limit = job.model.rules.max_tokens_limit
+    params = sampling_params(job.sampling, card, len(job.token_ids), secrets.randbits(63), limit)
     if min(job.token_ids) < 0 or max(job.token_ids) >= card.vocab_size:
         raise invalid("prompt", f"prompt: tokens must be from 0 to {card.vocab_size - 1}")
     token_ids, prediction = job.token_ids, job.prediction[: card.max_context_tokens]

@@ -165,6 +165,9 @@ class Chats:
         """The model of a request, if it generates text. Raises `StatusError`."""
         model = await self._models.find(request.model or "", key=request.prompt_cache_key or "")
         check_task(TASK_UNSPECIFIED, model.card.task, model.name)
+        most = model.rules.best_of_limit
+        if most and request.best_of is not None and request.best_of > most:
+            raise invalid("best_of", f"best_of must be at most {most}, the limit that this model's operator has set")
         return model
 
     async def _sampling(self, request: Chat | Completion, model: Model) -> Sampling:

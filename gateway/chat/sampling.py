@@ -136,11 +136,14 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
         check_range("logit_bias", bias, -100.0, 100.0)
 
 
-def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int, seed: int) -> SamplingParams:
+def sampling_params(
+    sampling: Sampling, card: ModelCard, num_prompt_tokens: int, seed: int, max_tokens_limit: int = 0
+) -> SamplingParams:
     """The message for the worker: the caller's values, and the model card's defaults for the rest.
 
     `seed` is used if the caller gave none. Raises `StatusError` (CONTEXT_TOO_LONG) if the prompt leaves no room, or
-    less than the caller's max_tokens. A default of max_tokens is shortened to the room that is left.
+    less than the caller's max_tokens. A default of max_tokens is shortened to the room that is left, and to the
+    operator's `max_tokens_limit`, if it is not 0; the caller's max_tokens over that limit is refused.
     """
     params = SamplingParams()
     params.CopyFrom(card.default_sampling)
@@ -180,7 +183,12 @@ def sampling_params(sampling: Sampling, card: ModelCard, num_prompt_tokens: int,
     longest = card.max_context_tokens
     if num_prompt_tokens < longest:
         longest = longest_context_of(card, params)
+    if max_tokens_limit and sampling.max_tokens is not None and sampling.max_tokens > max_tokens_limit:
+        problem = f"must be at most {max_tokens_limit}, the limit that this model's operator has set"
+        raise invalid(sampling.max_tokens_field, f"{sampling.max_tokens_field} {problem}")
     params.max_tokens = _max_tokens(sampling, params, longest, num_prompt_tokens)
+    if max_tokens_limit:
+        params.max_tokens = min(params.max_tokens, max_tokens_limit)
     if params.min_tokens > params.max_tokens:
         if sampling.min_tokens is not None:
             raise invalid("min_tokens", f"min_tokens must be at most the answer's {params.max_tokens} tokens")

@@ -80,6 +80,9 @@ class Encodings:
         _check_number(len(texts), name)
         _check_truncation(request.truncate_prompt_tokens)
         model = await self._found(request.model, TASK_EMBED)
+        keep = request.truncate_prompt_tokens
+        if keep is None and model.rules.truncates_texts:
+            keep = -1
         written = [text for text in texts if isinstance(text, str)]
         encoded = iter(await self._prompts.of_texts(model, written))
         prompts: list[Sequence[int]] = []
@@ -87,7 +90,7 @@ class Encodings:
             at = f"{name}[{number}]" if len(texts) > 1 else name
             token_ids = next(encoded) if isinstance(text, str) else _checked(text, at, model)
             num_last = len(model.text.tokenizer.special_around[1]) if isinstance(text, str) else 0
-            prompts.append(_fitting(token_ids, request.truncate_prompt_tokens, num_last, at, model))
+            prompts.append(_fitting(token_ids, keep, num_last, at, model))
         self.on_planned(request)
         return EncodingPlan(model, prompts, [0] * len(prompts), request.priority)
 
@@ -97,6 +100,10 @@ class Encodings:
         _check_number(len(request.pairs), request.field)
         _check_truncation(request.truncate_prompt_tokens)
         model = await self._found(request.model, TASK_RANK)
+        limit = model.rules.max_documents
+        if limit and len(request.pairs) > limit:
+            problem = f"takes at most {limit} texts, the limit that this model's operator has set"
+            raise invalid(request.field, f"{request.field} {problem}; send several requests")
         queries = list(dict.fromkeys(query for query, _ in request.pairs))
         documents = [document for _, document in request.pairs]
         encoded = await self._prompts.of_texts(model, [*queries, *documents], add_special_tokens=False)

@@ -7,6 +7,12 @@ from headrace.gateway.operations import answer_types
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/v1/config", "Status of the models, in the format of OpenVINO Model Server", answer_types.Config),
+    Operation(
+        "POST",
+        "/v1/config/reload",
+        "Serve the models of the changed configuration, as OpenVINO Model Server does",
+        answer_types.Config,
+    ),
     Operation("GET", "/health/live", "Whether the gateway runs", answer_types.Health, prefixes=("", "/v2")),
     Operation(
         "GET",

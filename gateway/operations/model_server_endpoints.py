@@ -10,7 +10,10 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.services import Services
 from headrace.gateway.text.listing import ListedModel
+from headrace.protos.status import Reason, StatusError
 
+# The statuses of OpenVINO Model Server.
+_RELOADED, _UNCHANGED, _NOT_RELOADED = 201, 200, 412
 _STATES = {
     "unloaded": "END",
     "loading": "LOADING",
@@ -21,13 +24,33 @@ _STATES = {
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
-    """GET /v1/config."""
+    """GET /v1/config, and POST /v1/config/reload."""
+
+    async def states() -> bytes:
+        models = await services.models.overview()
+        return encode({model.name: {"model_version_status": [_version(model)]} for model in models})
 
     async def config(exchange: Exchange) -> None:
-        models = await services.models.overview()
-        await exchange.respond(encode({model.name: {"model_version_status": [_version(model)]} for model in models}))
+        await exchange.respond(await states())
 
-    return [Endpoint("GET", "/v1/config", "config", config)]
+    async def reload(exchange: Exchange) -> None:
+        try:
+            done = await services.host.reload()
+        except StatusError as error:
+            if error.reason is not Reason.INVALID_FIELD:
+                raise
+            await exchange.respond(encode({"error": error.message}), status=_NOT_RELOADED)
+            return
+        await services.models.refresh()
+        if done.problems:
+            await exchange.respond(encode({"error": "; ".join(done.problems)}), status=_NOT_RELOADED)
+        else:
+            await exchange.respond(await states(), status=_RELOADED if done.has_changed else _UNCHANGED)
+
+    return [
+        Endpoint("GET", "/v1/config", "config", config),
+        Endpoint("POST", "/v1/config/reload", "config", reload),
+    ]
 
 
 def _version(model: ListedModel) -> dict[str, Any]:

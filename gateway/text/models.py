@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headrace.common.aliases import Aliases
@@ -34,6 +34,7 @@ from headrace.protos.host_pb2 import (
     HOSTED_MODEL_STATE_FAILED,
     HOSTED_MODEL_STATE_LOADED,
     HostedModel,
+    ServingRules,
 )
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
@@ -69,6 +70,8 @@ class Model:
     card: ModelCard
     text: TextSide
     alias: str = ""
+    rules: ServingRules = field(default_factory=ServingRules)
+    """What its operator lets requests do."""
 
     @property
     def name(self) -> str:
@@ -120,6 +123,8 @@ class Models:
         self._host = host or ModelHost()
         self._host.changes.add(self._take_hosted)
         self._hosted: Mapping[str, HostedModel] = {}
+        self._removed: set[str] = set()
+        """Models that the host has had. Their workers do not come back."""
         self._aliases = aliases or Aliases()
         self._settled_s = clock() + settle_s
         self._changed = asyncio.Event()
@@ -235,6 +240,8 @@ class Models:
             await self._next_change(left_s)
 
     def _take_hosted(self, hosted: Mapping[str, HostedModel]) -> None:
+        self._removed |= self._hosted.keys() - hosted.keys()
+        self._removed -= hosted.keys()
         self._hosted = hosted
         if self._host.aliases is not None:
             self._aliases = self._host.aliases
@@ -303,7 +310,10 @@ class Models:
 
     def _model_of(self, entry: _Entry) -> Model | None:
         text = self._texts.get(entry.card.tokenizer_sha256)
-        return None if text is None else Model(entry.card, text)
+        if text is None:
+            return None
+        hosted = self._hosted.get(entry.card.parent or entry.card.name)
+        return Model(entry.card, text, rules=ServingRules() if hosted is None else hosted.rules)
 
     def _why_not(self, name: str) -> StatusError:
         names = self._entries.keys() | self._hosted.keys() | {alias for alias, _ in self._aliases.items()}
@@ -350,6 +360,9 @@ class Models:
             self._entries[card.name] = _Entry(card, now_s, True)
         for name in [n for n, entry in self._entries.items() if now_s - entry.seen_s > FORGET_AFTER_S]:
             del self._entries[name]
+        for name, entry in [*self._entries.items()]:
+            if not entry.live and (entry.card.parent or name) in self._removed:
+                del self._entries[name]
         wanted = {entry.card.tokenizer_sha256 for entry in self._entries.values()}
         for sha256 in [s for s in self._texts if s not in wanted]:
             del self._texts[sha256]  # freed with the last request that uses it

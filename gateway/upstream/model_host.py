@@ -27,6 +27,8 @@ from headrace.protos.host_pb2 import (
     HOSTED_MODEL_STATE_UNLOADED,
     HostedModel,
     LoadModelRequest,
+    ReloadConfigurationRequest,
+    ReloadConfigurationResponse,
     UnloadModelRequest,
     WatchModelsRequest,
     WatchModelsResponse,
@@ -142,6 +144,12 @@ class ModelHost:
         `StatusError`."""
         answer = await self._call("LoadModel", LoadModelRequest(name=name, model=model, by_operator=True))
         return cast("HostedModel", answer.model)
+
+    async def reload(self) -> ReloadConfigurationResponse:
+        """Let the host read its configuration again, and return when it has the models. Raises `StatusError`."""
+        return cast(
+            "ReloadConfigurationResponse", await self._call("ReloadConfiguration", ReloadConfigurationRequest())
+        )
 
     async def _call(self, method: str, request: Message) -> Any:
         if self._address is None:

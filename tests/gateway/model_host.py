@@ -27,6 +27,8 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.aliases: list[str] = []
         self.shadows: list[str] = []
         self.operators: list[tuple[str, str]] = []
+        self.reloaded: host_pb2.ReloadConfigurationResponse | StatusError = host_pb2.ReloadConfigurationResponse()
+        """The answer to a reload."""
         self._changed = asyncio.Event()
 
     def set(self, name: str, state: str, **fields: Any) -> None:
@@ -45,6 +47,11 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
             changed = self._changed
             yield host_pb2.WatchModelsResponse(models=self.models.values(), aliases=self.aliases, shadows=self.shadows)
             await changed.wait()
+
+    async def ReloadConfiguration(self, request: Any, context: Any) -> Any:
+        if isinstance(self.reloaded, StatusError):
+            await abort(context, self.reloaded)
+        return self.reloaded
 
     async def LoadModel(self, request: Any, context: Any) -> Any:
         self.loads.append(request.name)

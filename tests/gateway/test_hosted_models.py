@@ -15,8 +15,10 @@ import pytest
 import pytest_asyncio
 
 from headrace.common.aliases import parse_aliases
+from headrace.protos.host_pb2 import ReloadConfigurationResponse, ServingRules
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
 from headrace.protos.router_pb2 import ServedAdapter
+from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import Adapter
 from tests.gateway.encoder_model import encode
 from tests.gateway.model_host import FakeHost, serving_host
@@ -49,6 +51,11 @@ class System:
     async def listed(self) -> dict[str, dict[str, Any]]:
         answer = await self.gateway.http.get("/v1/models")
         return {model["id"]: model for model in answer.json()["data"]}
+
+    async def until_ruled(self, name: str, rules: ServingRules) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while (await self.gateway.models.find(name)).rules != rules:
+                await asyncio.sleep(0.01)
 
     async def until_listed(self, name: str, state: str) -> None:
         async with asyncio.timeout(BOUND_S):
@@ -154,6 +161,83 @@ async def test_lists_tell_the_state_of_every_model_and_alias(system: System) -> 
     tags = (await system.gateway.http.get("/api/tags")).json()["models"]
     assert [model["name"] for model in tags] == ["a", "b", "e", "f", "other", "same"]
     assert tags[0]["size"] == running[0]["size"] == 7 << 20
+
+
+async def test_a_reload_is_answered_as_openvino_model_server_answers_it(system: System) -> None:
+    http = system.gateway.http
+    unchanged = await http.post("/v1/config/reload")
+    assert (unchanged.status_code, unchanged.json()) == (200, (await http.get("/v1/config")).json())
+    system.host.reloaded = ReloadConfigurationResponse(has_changed=True)
+    changed = await http.post("/v1/config/reload")
+    assert (changed.status_code, changed.json().keys()) == (201, {"a", "b", "other", "same"})
+    system.host.reloaded = ReloadConfigurationResponse(has_changed=True, problems=["b: no graph", "c: no files"])
+    partly = await http.post("/v1/config/reload")
+    assert (partly.status_code, partly.json()) == (412, {"error": "b: no graph; c: no files"})
+    system.host.reloaded = StatusError(Reason.INVALID_FIELD, "config.json is not JSON")
+    refused = await http.post("/v1/config/reload")
+    assert (refused.status_code, refused.json()) == (412, {"error": "config.json is not JSON"})
+
+
+async def test_a_model_that_its_host_has_no_more_is_not_found(system: System) -> None:
+    assert (await system.chat("a")).status_code == 200
+    system.router.cards = []
+    del system.host.models["a"]
+    system.host.tell()
+    async with asyncio.timeout(BOUND_S):
+        while "a" in await system.listed():
+            await asyncio.sleep(0.01)
+        while (answer := await system.chat("a")).status_code != 404:
+            await system.gateway.models.refresh()
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_limits_of_a_model_are_those_that_its_host_says(system: System) -> None:
+    rules = ServingRules(max_tokens_limit=9, best_of_limit=2)
+    system.host.set("a", "LOADED", rules=rules, adapters=[])
+    await system.until_ruled("a", rules)
+    body: dict[str, Any] = {"model": "a", "messages": [{"role": "user", "content": "hi"}]}
+    post = system.gateway.http.post
+    assert (await post("/v1/chat/completions", json=body)).status_code == 200
+    assert system.router.streams[-1].request.sampling.max_tokens == 9, "the default is the limit"
+    assert (await post("/v1/chat/completions", json={**body, "max_tokens": 9})).status_code == 200
+    for path, field, value in (
+        ("/v1/chat/completions", "max_tokens", 10),
+        ("/v1/chat/completions", "max_completion_tokens", 10),
+        ("/v1/responses", "max_output_tokens", 16),
+    ):
+        named = {"model": "a", "input": "hi"} if path == "/v1/responses" else body
+        answer = await post(path, json={**named, field: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert answer.json()["error"]["message"].startswith(f"{field} must be at most 9, the limit")
+    completion = {"model": "a", "prompt": "hi", "best_of": 3, "max_tokens": 1}
+    answer = await post("/v1/completions", json=completion)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "best_of")
+    assert (await post("/v1/completions", json={**completion, "best_of": 2})).status_code == 200
+    assert (await post("/api/generate", json={"model": "a", "prompt": "hi", "stream": False})).status_code == 200
+    assert system.router.streams[-1].request.sampling.max_tokens == 9, "without a default of its own too"
+
+
+async def test_texts_are_truncated_and_documents_bounded_as_the_host_says(system: System) -> None:
+    router, host = system.router, system.host
+    router.script = encode
+    tasks = {"e": TASK_EMBED, "r": TASK_RANK}
+    router.cards = [
+        router.card(name=name, task=task, dimensions=4, eos_token_ids=[], max_context_tokens=8)
+        for name, task in tasks.items()
+    ]
+    await system.gateway.models.refresh()
+    long = {"model": "e", "input": "z" * 50}
+    assert (await system.gateway.http.post("/v1/embeddings", json=long)).status_code == 400
+    host.set("e", "LOADED", task=TASK_EMBED, rules=ServingRules(truncates_texts=True))
+    host.set("r", "LOADED", task=TASK_RANK, rules=ServingRules(max_documents=2))
+    await system.until_ruled("r", ServingRules(max_documents=2))
+    answer = await system.gateway.http.post("/v1/embeddings", json=long)
+    assert (answer.status_code, answer.json()["usage"]["prompt_tokens"]) == (200, 8)
+    ranking = {"model": "r", "query": "a", "documents": ["b", "c", "d"]}
+    answer = await system.gateway.http.post("/v1/rerank", json=ranking)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")
+    assert "at most 2 texts" in answer.json()["error"]["message"]
+    assert (await system.gateway.http.post("/v1/rerank", json={**ranking, "documents": ["b"]})).status_code == 200
 
 
 async def test_looking_at_a_model_does_not_load_it(system: System) -> None:

@@ -47,9 +47,12 @@ class EncoderFiles:
     pair_separator: tuple[int, ...] = ()
 
 
-def read_encoder_files(model_dir: Path, task: Task, max_tokens: int | None) -> EncoderFiles:
+def read_encoder_files(
+    model_dir: Path, task: Task, max_tokens: int | None, *, pooling: str | None = None, normalizes: bool | None = None
+) -> EncoderFiles:
     """Read the files of a directory. `max_tokens` replaces the longest text that they state, up to the longest
-    position. Raises ConfigurationError that names the file that is missing or not supported."""
+    position; `pooling` and `normalizes` replace the stages in modules.json, which need not exist if both are given.
+    Raises ConfigurationError that names the file that is missing or not supported, or the flag that does not apply."""
     config = read_config(model_dir)
     pad = config.get("pad_token_id")
     pad_token_id = pad if isinstance(pad, int) and pad >= 0 else 0
@@ -65,10 +68,21 @@ def read_encoder_files(model_dir: Path, task: Task, max_tokens: int | None) -> E
             )
         longest = max_tokens
     if task == TASK_RANK:
+        if pooling is not None or normalizes is not None:
+            raise ConfigurationError("--pooling and --normalize are for embedding models, and this model ranks texts")
         separator = pair_separator(_json(model_dir / "tokenizer.json", {}), model_dir)
         return EncoderFiles(task, longest, pad_token_id, activation=_activation(config), pair_separator=separator)
-    pooling, normalizes = _stages(model_dir)
-    return EncoderFiles(task, longest, pad_token_id, pooling=pooling, normalizes=normalizes)
+    if pooling is None or normalizes is None:
+        own_pooling, own_normalizes = _stages(model_dir)
+    else:
+        own_pooling, own_normalizes = Pooling(pooling), normalizes
+    return EncoderFiles(
+        task,
+        longest,
+        pad_token_id,
+        pooling=own_pooling if pooling is None else Pooling(pooling),
+        normalizes=own_normalizes if normalizes is None else normalizes,
+    )
 
 
 def refuse_embedder_with_cache(model_dir: Path) -> None:

@@ -84,7 +84,9 @@ def load_encoder(config: WorkerConfig, task: Task) -> LoadedEncoder:
     _refuse_flags_of_generation(config)
     threads = num_threads_for(config.threads)
     model_dir = read_model_dir(config.model_dir)
-    files = read_encoder_files(config.model_dir, task, config.max_context_tokens)
+    files = read_encoder_files(
+        config.model_dir, task, config.max_context_tokens, pooling=config.pooling, normalizes=config.normalizes
+    )
     vocab_size = _vocab_size(config)
     start = time.monotonic()
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)

@@ -28,6 +28,7 @@ from headrace.gateway.chat.tools import ToolUse, tool_use_of
 from headrace.gateway.edge.wire import decode_body
 from headrace.gateway.openai.types import ChatRequest
 from headrace.gateway.text.chat_template import ChatTemplate
+from headrace.protos.host_pb2 import ServingRules
 from headrace.protos.inference_pb2 import FINISH_REASON_STOP, GenerateResponse
 from headrace.protos.status import Reason, StatusError
 
@@ -74,7 +75,7 @@ def fake_model(name: str, template: str, special: dict[int, bytes]) -> Any:
         table[token_id] = raw
     tokenizer = SimpleNamespace(token_bytes=table, special_ids=frozenset(special) | {500})
     text = SimpleNamespace(template=ChatTemplate({"default": template}, {}), tokenizer=tokenizer)
-    return SimpleNamespace(name=name, text=text, card=SimpleNamespace(tokenizer_sha256="0"))
+    return SimpleNamespace(name=name, text=text, card=SimpleNamespace(tokenizer_sha256="0"), rules=ServingRules())
 
 
 def test_parsers_may_be_said_for_one_model_and_for_all_others() -> None:
@@ -110,6 +111,19 @@ def test_an_unknown_name_is_refused_with_the_valid_ones() -> None:
         tool_parser_named("onyx")
     with pytest.raises(ValueError, match=r"'hermes3' is no parser; there are auto, none, gpt-oss, mistral, think, "):
         reasoning_parser_named("hermes3")
+
+
+def test_what_the_host_says_of_a_model_goes_before_the_flags() -> None:
+    formats, model = Formats({"": "phi4"}, {"": "none"}), fake_model("m", "<tool_call> [THINK]", {})
+    output = formats.of(model).output
+    assert (output.tools and output.tools.name, output.reasoning) == ("phi4", None)
+    model.rules = ServingRules(tool_parser="hermes", reasoning_parser="think")
+    output = formats.of(model).output
+    assert (output.tools and output.tools.name, output.reasoning and output.reasoning.name) == ("hermes", "think")
+    model.rules = ServingRules(tool_parser="none", reasoning_parser="auto")
+    output = formats.of(model).output
+    assert (output.tools, output.reasoning and output.reasoning.name) == (None, "mistral")
+    assert formats.plain(model) is None
 
 
 def test_markup_of_special_tokens_is_text_to_the_parser_alone() -> None:

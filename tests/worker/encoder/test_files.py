@@ -78,6 +78,26 @@ def test_pooling_and_normalisation_are_those_of_the_files(tmp_path: Path, config
     assert not read_encoder_files(tmp_path, TASK_EMBED, None).normalizes
 
 
+def test_flags_replace_the_stages_of_the_files(tmp_path: Path) -> None:
+    directory(tmp_path, modules=MODULES, **{"1_Pooling__config": {"pooling_mode": "mean"}})
+    found = read_encoder_files(tmp_path, TASK_EMBED, None, pooling="last")
+    assert (found.pooling, found.normalizes) == (Pooling.LAST, True)
+    found = read_encoder_files(tmp_path, TASK_EMBED, None, normalizes=False)
+    assert (found.pooling, found.normalizes) == (Pooling.MEAN, False)
+
+
+def test_with_both_flags_there_need_be_no_stages_in_files(tmp_path: Path) -> None:
+    found = read_encoder_files(directory(tmp_path), TASK_EMBED, None, pooling="cls", normalizes=True)
+    assert (found.pooling, found.normalizes) == (Pooling.CLS, True)
+    with pytest.raises(ConfigurationError, match=r"modules\.json is missing"):
+        read_encoder_files(tmp_path, TASK_EMBED, None, pooling="cls")
+
+
+def test_flags_for_vectors_are_refused_for_models_that_rank(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="this model ranks texts"):
+        read_encoder_files(directory(tmp_path), TASK_RANK, None, pooling="cls")
+
+
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
