@@ -130,9 +130,11 @@ class ReloadConfigurationRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ReloadConfigurationResponse(_message.Message):
-    __slots__ = ("has_changed", "problems")
+    __slots__ = ("has_changed", "problems", "models")
     HAS_CHANGED_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     has_changed: bool
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, has_changed: bool = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[HostedModel]
+    def __init__(self, has_changed: bool = ..., problems: _Optional[_Iterable[str]] = ..., models: _Optional[_Iterable[_Union[HostedModel, _Mapping]]] = ...) -> None: ...

@@ -157,6 +157,7 @@ TIERS = {
         ("export",),
         ("models", "fleet"),
         ("hosting",),
+        ("ovms",),
         ("serving",),
         ("main",),
         ("__main__",),

@@ -6,11 +6,43 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from headrace.cli.errors import CommandError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Options of one model's workers, in place of those of `headrace serve`. None: that option applies, or its default.
+
+    `kv_total_gb` is the size of the KV caches of all its workers together, in GiB. `pooling` and `normalizes` are for
+    embedding models.
+    """
+
+    kv_total_gb: float | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    execution_mode: str | None = None
+    kv_precision: str | None = None
+    speculation: str | None = None
+    draft_model: Path | None = None
+    cache_eviction: str | None = None
+    pooling: str | None = None
+    normalizes: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRules:
+    """What gateways apply to the requests of one model. See ServingRules in host.proto."""
+
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    max_tokens_limit: int = 0
+    best_of_limit: int = 0
+    truncates_texts: bool = False
+    max_documents: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +69,8 @@ class ModelSettings:
     stay."""
     idle_s: float | None = None
     """Seconds without requests after which it is unloaded; None for never."""
+    options: ModelOptions = field(default_factory=ModelOptions)
+    rules: ModelRules = field(default_factory=ModelRules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +95,8 @@ class HostSettings:
 _TEXTS = ("model", "name")
 _LISTS = ("aliases", "adapters")
 _COUNTS = {"workers": 1, "threads": 1, "cores": 1, "max_context_tokens": 2, "max_adapters": 0}
-_SIZES = ("kv_share", "kv_cache_gb", "idle_s", "memory_gb")
+_OF_MODELS = ("kv_share", "kv_cache_gb", "idle_s")
+_SIZES = (*_OF_MODELS, "memory_gb")
 _SWITCHES = ("on_demand",)
 
 
@@ -122,7 +157,7 @@ def _weights(value: Any, place: str) -> tuple[tuple[str, float], ...]:
 
 
 def _model(table: Mapping[str, Any], place: str) -> ModelSettings:
-    _check_names(table, [field.name for field in fields(ModelSettings)], place)
+    _check_names(table, [*_TEXTS, *_LISTS, *_COUNTS, *_OF_MODELS, *_SWITCHES], place)
     if "model" not in table:
         raise ValueError(f"{place} has no `model`; give a name, OWNER/NAME, a directory or a GGUF file")
     return ModelSettings(**{name: _value(name, value, f"{place}.{name}") for name, value in table.items()})
@@ -206,7 +241,7 @@ def kv_shares(models: Sequence[ModelSettings], encoders: Sequence[bool]) -> list
             raise ValueError(f"`kv_share` is not possible with {model.model}: it is {problem}")
     rest = 1.0 - sum(model.kv_share or 0.0 for model in models)
     unsaid = [
-        not is_encoder and model.kv_share is None and model.kv_cache_gb is None
+        not is_encoder and model.kv_share is None and model.kv_cache_gb is None and model.options.kv_total_gb is None
         for model, is_encoder in zip(models, encoders, strict=True)
     ]
     if any(unsaid) and rest < 1e-9:

@@ -21,6 +21,7 @@ from typing import Protocol
 from headrace.cli.errors import CommandError
 from headrace.cli.hosting.memory import private_bytes
 from headrace.cli.hosting.planner import ModelView, Rules, State, WorkerView, decide
+from headrace.cli.hosting.settings import ModelRules
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec
 from headrace.cli.serving.supervisor import ProcessState, SupervisedProcess, Supervisor
 from headrace.common.aliases import parse_aliases
@@ -138,21 +139,49 @@ class ModelHost:
     async def add_named(self, name: str, model: str) -> None:
         """Add the model that an operator names, unloaded. Raises CommandError if there is no such model, or if the name
         is an alias."""
-        assert self.plan_named is not None, "this host has models of its own only"
+        plan_named = self.plan_named
+        assert plan_named is not None, "this host has models of its own only"
         async with self._adding:
-            if name in self.models:
-                return
-            self._refuse_alias(name)
-            first = max((one.plan.first_worker + len(one.plan.places) for one in self.models.values()), default=0)
-            plan = await asyncio.to_thread(self.plan_named, name, model, first)
-            self._refuse_alias(name)
-            for other in self.models.values():
-                # From now on, a worker that refuses its model must not end the others.
-                other.plan = replace(other.plan, is_essential=False)
-                for process in other.processes:
-                    process.spec = replace(process.spec, is_essential=False)
-            self.models[name] = HostedModel(plan, num_bytes=plan.num_bytes)
-            self._tell()
+            if name not in self.models:
+                await self._add(name, lambda first: plan_named(name, model, first))
+
+    async def add(self, name: str, planned: Callable[[int], ModelPlan]) -> None:
+        """Add a model, or replace it, after its requests have ended. `planned` makes its plan from the number of its
+        first worker; it may take long. If it raises CommandError, nothing changes."""
+        async with self._adding:
+            await self._add(name, planned)
+
+    async def remove(self, name: str) -> None:
+        """Unload a model, after its requests have ended, and forget it. Raises NoSuchModelError."""
+        model = self.find(name)
+        model.is_stopped = True
+        self._tell()
+        await self.unload(name)
+        if self.models.get(name) is model:
+            del self.models[name]
+        self._tell()
+
+    def set_rules(self, name: str, rules: ModelRules) -> None:
+        """Change what gateways apply to the requests of a model. Raises NoSuchModelError."""
+        model = self.find(name)
+        model.plan = replace(model.plan, rules=rules)
+        self._tell()
+
+    async def _add(self, name: str, planned: Callable[[int], ModelPlan]) -> None:
+        self._refuse_alias(name)
+        first = max((one.plan.first_worker + len(one.plan.places) for one in self.models.values()), default=0)
+        plan = await asyncio.to_thread(planned, first)
+        self._refuse_alias(name)
+        if name in self.models:
+            await self.remove(name)
+        for other in self.models.values():
+            # From now on, a worker that refuses its model must not end the others.
+            other.plan = replace(other.plan, is_essential=False)
+            for process in other.processes:
+                process.spec = replace(process.spec, is_essential=False)
+        self.models[name] = HostedModel(plan, num_bytes=plan.num_bytes)
+        self._tell()
+        self.wake()
 
     def _refuse_alias(self, name: str) -> None:
         """Gateways would never send a request to a model with the name of an alias."""
@@ -201,7 +230,7 @@ class ModelHost:
         """Unload the model at an operator's request. Its requests end first. Returns when its memory is free. A pinned
         model stays unloaded, others are loaded again for requests. Raises NoSuchModelError."""
         model = self.find(name)
-        model.is_stopped = model.plan.is_pinned
+        model.is_stopped = model.is_stopped or model.plan.is_pinned
         if model.processes and model.unloading is None:
             self._stop(model)
         while model.processes or model.state is State.UNLOADING:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
 from headrace.cli.errors import CommandError
 from headrace.cli.hosting.fleet import HostFleet
 from headrace.cli.hosting.planner import State
 from headrace.cli.hosting.service import start_service
+from headrace.cli.serving.configured import ConfiguredModels, Reloaded
 from headrace.cli.serving.host import CannotLoadError, HostedModel, ModelHost, NoSuchModelError
 from headrace.common.model_files.task import task_of
 from headrace.common.transport.channels import Transport
@@ -27,10 +29,17 @@ _STATES = {
 
 
 @asynccontextmanager
-async def answering(host: ModelHost, address: str, router_address: str, transport: Transport) -> AsyncIterator[None]:
-    """Context manager: while it is open, ModelHost is served at `address`, and the host asks its router."""
+async def answering(
+    host: ModelHost,
+    address: str,
+    router_address: str,
+    transport: Transport,
+    configured: ConfiguredModels | None = None,
+) -> AsyncIterator[None]:
+    """Context manager: while it is open, ModelHost is served at `address`, and the host asks its router. `configured`
+    are the models of a file that can be read again."""
     fleet = HostFleet(router_address, transport)
-    server = await start_service(_Calls(host), address, transport)
+    server = await start_service(_Calls(host, configured), address, transport)
     host.fleet = fleet
     host.wake()
     try:
@@ -44,8 +53,9 @@ async def answering(host: ModelHost, address: str, router_address: str, transpor
 class _Calls:
     """The host with the interface of its service."""
 
-    def __init__(self, host: ModelHost) -> None:
+    def __init__(self, host: ModelHost, configured: ConfiguredModels | None) -> None:
         self._host = host
+        self._configured = configured
 
     async def changes(self) -> AsyncIterator[host_pb2.WatchModelsResponse]:
         """All models and aliases, now and after each change."""
@@ -63,6 +73,18 @@ class _Calls:
             self._host.set_alias(request.alias, request.models, request.shadow)
         except ValueError as error:
             raise StatusError(Reason.INVALID_FIELD, str(error), field="alias") from None
+
+    async def reload(self) -> host_pb2.ReloadConfigurationResponse:
+        """Read the configuration again, and return when the models are those that it names. Without a configuration,
+        there is nothing to change. Raises StatusError."""
+        done = Reloaded(has_changed=False)
+        if self._configured is not None:
+            try:
+                done = await self._configured.reload()
+            except CommandError as error:
+                raise StatusError(Reason.INVALID_FIELD, error.message, field="config") from None
+        models = [message_of(model) for _, model in sorted(self._host.models.items())]
+        return host_pb2.ReloadConfigurationResponse(has_changed=done.has_changed, problems=done.problems, models=models)
 
     async def load(self, request: host_pb2.LoadModelRequest) -> host_pb2.HostedModel:
         """Load a model, and return when it accepts requests. Raises StatusError."""
@@ -112,6 +134,7 @@ def message_of(model: HostedModel) -> host_pb2.HostedModel:
         num_bytes=model.num_bytes,
         idle_ms=round(1000 * (model.plan.idle_s or 0.0)),
         adapters=[adapter.partition("=")[0] for adapter in model.plan.adapters or ()],
+        rules=host_pb2.ServingRules(**asdict(model.plan.rules)),
         **_times(model),
     )
 

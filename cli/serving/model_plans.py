@@ -82,13 +82,14 @@ def plan_model(
 ) -> ModelPlan:
     """The plan of one model, whose directory and name were `found`."""
     directory, found_name = found
+    total_gb = model.options.kv_total_gb
     plan = ModelPlan(
         name=model.name or found_name,
         directory=directory,
         places=places,
         first_worker=first_worker,
         kv_share=kv_share,
-        kv_cache_gb=model.kv_cache_gb,
+        kv_cache_gb=model.kv_cache_gb if total_gb is None else total_gb / len(places),
         max_context_tokens=model.max_context_tokens,
         adapters=model.adapters,
         max_adapters=model.max_adapters,
@@ -96,6 +97,8 @@ def plan_model(
         is_pinned=not model.on_demand,
         is_encoder=bool(task_of(directory)),
         idle_s=model.idle_s,
+        options=model.options,
+        rules=model.rules,
     )
     return plan if sizing.budget_bytes is None else _sized(plan, sizing, sizing.budget_bytes)
 
@@ -106,9 +109,9 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
     given_gb = plan.kv_cache_gb or sizing.kv_cache_gb or kv_cache_gb(budget_bytes, plan.kv_share, num_workers)
     each_gb = 0.0 if plan.is_encoder else given_gb
     files = weights_in(plan.directory)
-    if sizing.draft_model is not None:
-        is_model = heads_kind(sizing.draft_model) is None
-        files += weights_in(sizing.draft_model) if is_model else heads_weights(sizing.draft_model)
+    draft_model = plan.options.draft_model or sizing.draft_model
+    if draft_model is not None:
+        files += weights_in(draft_model) if heads_kind(draft_model) is None else heads_weights(draft_model)
     weight_bytes = sum(file.stat().st_size for file in files)
     has_adapters = bool(sizing.has_adapters or plan.adapters or plan.max_adapters)
     base_bytes = weights_in_worker(weight_bytes, has_amx=sizing.has_amx, has_adapters=has_adapters)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from headrace.cli.hosting.settings import ModelOptions, ModelRules
 from headrace.cli.serving.placement import WorkerPlace
 
 # The share of the available memory for the KV caches of all workers together. A single worker takes the same share.
@@ -73,6 +74,8 @@ class ModelPlan:
     idle_s: float | None = None
     num_bytes: int = 0
     kv_cache_bytes: int = 0
+    options: ModelOptions = field(default_factory=ModelOptions)
+    rules: ModelRules = field(default_factory=ModelRules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,15 @@ def front_specs(options: ServeOptions, python: str) -> tuple[ProcessSpec, ...]:
 
 def worker_specs(options: ServeOptions, model: ModelPlan, python: str) -> tuple[ProcessSpec, ...]:
     """The processes of a model."""
+    options = replace(options, **_own(model))
     return tuple(_worker(options, model, python, index, place) for index, place in enumerate(model.places))
+
+
+def _own(model: ModelPlan) -> dict[str, Any]:
+    """The options of this model alone, by their names among those of all models."""
+    shared = {one.name for one in fields(ServeOptions)}
+    given = {one.name: getattr(model.options, one.name) for one in fields(ModelOptions)}
+    return {name: value for name, value in given.items() if name in shared and value is not None}
 
 
 def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, place: WorkerPlace) -> ProcessSpec:
@@ -186,6 +197,9 @@ def _of_model(model: ModelPlan) -> list[str]:
     """The options of this model alone. A worker that encodes texts refuses options for generation."""
     argv = [part for adapter in model.adapters or () for part in ("--adapter", adapter)]
     argv += _given("--max-adapters", model.max_adapters) + _given("--max-context-tokens", model.max_context_tokens)
+    argv += _given("--pooling", model.options.pooling)
+    if model.options.normalizes is not None:
+        argv += ["--normalize" if model.options.normalizes else "--no-normalize"]
     return argv + (_given("--kv-cache-gb", model.kv_cache_gb) if model.is_encoder else [])
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.cli.errors import EXIT_FAILED, CommandError
@@ -17,6 +17,7 @@ from headrace.cli.fleet.run_state import ProcessRecord, RunState, ServeRecord, o
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.hosting.planner import State
 from headrace.cli.hosting.settings import ModelSettings
+from headrace.cli.serving.configured import ConfiguredModels, ModelsFile
 from headrace.cli.serving.first_requests import first_requests
 from headrace.cli.serving.host import ModelHost
 from headrace.cli.serving.log_sink import LogSink
@@ -31,6 +32,7 @@ from headrace.cli.serving.plan import (
 )
 from headrace.cli.serving.supervisor import Supervisor
 from headrace.cli.serving.topology import read_topology
+from headrace.common.tasks import end_tasks
 
 _POLL_UNTIL_READY_S = 0.03
 _POLL_WHEN_READY_S = 0.5
@@ -47,6 +49,9 @@ class Serving:
     log: LogSink
     begun_s: float
     offline: bool = False
+    file: ModelsFile | None = None
+    """The configuration that names the models, if it can be read again."""
+    configured: ConfiguredModels | None = field(init=False, default=None)
     supervisor: Supervisor = field(init=False)
     host: ModelHost = field(init=False)
     state: RunState = field(init=False)
@@ -68,14 +73,23 @@ class Serving:
             shadows=dict(text.split("=", 1) for text in options.shadows),
         )
         self.state = RunState(options.port)
+        if self.file is not None:
+            self.configured = ConfiguredModels(
+                self.file, self.host, self._plan_beside, lambda line: self.log.line("serve", line)
+            )
 
     def _plan_named(self, name: str, model: str, first_worker: int) -> ModelPlan:
         """The plan of a model that an operator loads while others are served. Raises CommandError."""
-        settings = ModelSettings(model, name=name, on_demand=True)
+        return self._plan_beside(ModelSettings(model, name=name, on_demand=True), first_worker)
+
+    def _plan_beside(self, settings: ModelSettings, first_worker: int) -> ModelPlan:
+        """The plan of a model beside those that are served. Raises CommandError."""
         (places,) = places_of(read_topology(), [settings])
-        share = 1.0 / (1 + sum(not plan.is_encoder for plan in self.plans))
-        found = find_model(model, offline=self.offline, num_workers=len(places))
-        return plan_model(settings, found, places, share, self.sizing, first_worker=first_worker)
+        others = [model.plan for model in self.host.models.values() if model.name != settings.name]
+        share = 1.0 / (1 + sum(not plan.is_encoder for plan in others))
+        found = find_model(settings.model, offline=self.offline, num_workers=len(places))
+        plan = plan_model(settings, found, places, share, self.sizing, first_worker=first_worker)
+        return replace(plan, is_essential=False)
 
     async def run(self) -> int:
         """Serve until a signal arrives. Returns the exit status. Raises CommandError with the message of a process that
@@ -129,8 +143,18 @@ class Serving:
 
         options = self.options
         transport = transport_of(options.files.tls_dir, options.files.join_token_file)
-        async with answering(self.host, host_address(options), router_address(options), transport):
-            await models
+        async with answering(self.host, host_address(options), router_address(options), transport, self.configured):
+            if self.configured is None or not self.configured.file.poll_s:
+                await models
+                return
+            following = asyncio.create_task(self.configured.follow())
+            try:
+                await asyncio.wait({models, following}, return_when=asyncio.FIRST_COMPLETED)
+                for task in (models, following):
+                    if task.done():
+                        task.result()
+            finally:
+                await end_tasks(following)
 
     async def _watch_readiness(self) -> None:
         """Announce the first readiness on standard output, and log later losses and recoveries."""

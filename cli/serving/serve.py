@@ -10,9 +10,9 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 import click
 
@@ -25,6 +25,7 @@ from headrace.cli.hosting.memory import budget_of
 from headrace.cli.hosting.settings import HostSettings, ModelSettings, check_names, read_settings
 from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.offline import offline_option
+from headrace.cli.serving.configured import ModelsFile
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan_models
@@ -64,6 +65,17 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "models_file",
     type=click.Path(path_type=Path, dir_okay=False),
     help="TOML file that describes the models, instead of MODEL.",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Configuration of OpenVINO Model Server (config.json) that names the models, instead of MODEL. POST "
+    "/v1/config/reload reads it again.",
+)
+@click.option(
+    "--config-poll-s",
+    type=FiniteRange(0),
+    help="Also read --config again when it changes; look every so many seconds. 0: never.  [default: 0]",
 )
 @click.option("--on-demand", is_flag=True, help="Load each MODEL when a request needs it, not at the start.")
 @click.option(
@@ -220,6 +232,8 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 def serve(
     models: tuple[str, ...],
     models_file: Path | None,
+    config: Path | None,
+    config_poll_s: float | None,
     on_demand: bool,
     idle_s: float | None,
     memory_gb: float | None,
@@ -242,32 +256,84 @@ def serve(
     begun_s = time.monotonic()
     named = NamedModels(models, name=name, workers=workers, threads=threads, on_demand=on_demand, idle_s=idle_s)
     check_disk(given)
-    settings, topology = settings_of_flags(named, models_file, given), read_topology()
-    places = checked_places(topology, settings.models, given["prefill_workers"])
+    notes: Sequence[str] = ()
+    file = None
+    if config is not None:
+        refuse_beside_config(named, models_file, given)
+        file = ModelsFile(config.absolute(), named.settings().models[0], config_poll_s or 0.0)
+        settings, notes = file.settings()
+    elif config_poll_s is not None:
+        raise CommandError("--config-poll-s needs a configuration; name it with --config")
+    else:
+        settings = settings_of_flags(named, models_file, given)
+    where = Listening(host, port, grpc_port)
+    run = Run(settings, where, given, memory_gb=memory_gb, notes=notes, offline=offline, begun_s=begun_s, file=file)
     if dry_run:
-        click.echo(describe_plan([place for where in places for place in where]))
+        click.echo(describe_plan([place for places in run.places() for place in places]))
         return
-    log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty(), as_json=given["log_format"] == "json")
-    try:
-        port = chosen_port(host, port)
-        if given["draft_model"] is not None:
-            given["draft_model"] = find_draft_model(given["draft_model"], offline=offline)
-        sizing = sizing_of(settings, memory_gb, topology, given)
-        plans = planned(settings, places, sizing, offline=offline)
-        aliases, shadows = aliases_of(plans, settings)
-        options = ServeOptions(
-            files=security_files(given),
-            host=host,
-            port=port,
-            grpc_port=choose_grpc_port(host, port, grpc_port, log),
-            socket_directory=make_socket_directory(port),
-            aliases=aliases,
-            shadows=shadows,
-            **given,
-        )
-        sys.exit(asyncio.run(Serving(options, plans, sizing, log, begun_s, offline=offline).run()))
-    finally:
-        log.close(_LOG_FLUSH_S)
+    run.serve()
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a server listens. Without a port of gRPC, the next port is used if it is free; 0 is none."""
+
+    host: str
+    port: int
+    grpc_port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of a server that is about to begin: its models, where it listens, and the options of all models in
+    `given`. `notes` are lines for its log."""
+
+    settings: HostSettings
+    where: Listening
+    given: dict[str, Any]
+    memory_gb: float | None = None
+    notes: Sequence[str] = ()
+    offline: bool = False
+    begun_s: float = field(default_factory=time.monotonic)
+    stream: BinaryIO | None = None
+    """Where its log goes, instead of standard error."""
+    file: ModelsFile | None = None
+    """The configuration that names the models, if it can be read again."""
+
+    def places(self) -> list[tuple[WorkerPlace, ...]]:
+        """The places of each model's workers. Raises CommandError."""
+        return checked_places(read_topology(), self.settings.models, self.given["prefill_workers"])
+
+    def serve(self) -> NoReturn:
+        """Serve until stopped, and end the process with the exit status. Raises CommandError."""
+        settings, given, host, offline = self.settings, self.given, self.where.host, self.offline
+        topology, places = read_topology(), self.places()
+        stream = self.stream or sys.stderr.buffer
+        colour = self.stream is None and sys.stderr.isatty()
+        log = LogSink(stream, colour=colour, as_json=given["log_format"] == "json")
+        try:
+            for note in self.notes:
+                log.line("serve", note)
+            port = chosen_port(host, self.where.port)
+            if given["draft_model"] is not None:
+                given["draft_model"] = find_draft_model(given["draft_model"], offline=offline)
+            sizing = sizing_of(settings, self.memory_gb, topology, given)
+            plans = planned(settings, places, sizing, offline=offline)
+            aliases, shadows = aliases_of(plans, settings)
+            options = ServeOptions(
+                files=security_files(given),
+                host=host,
+                port=port,
+                grpc_port=choose_grpc_port(host, port, self.where.grpc_port, log),
+                socket_directory=make_socket_directory(port),
+                aliases=aliases,
+                shadows=shadows,
+                **given,
+            )
+            serving = Serving(options, plans, sizing, log, self.begun_s, offline=offline, file=self.file)
+            sys.exit(asyncio.run(serving.run()))
+        finally:
+            log.close(_LOG_FLUSH_S)
 
 
 def checked_places(
@@ -365,6 +431,19 @@ def check_disk(given: Mapping[str, Any]) -> None:
     for flag, value in {"--kv-disk-gb": given["kv_disk_gb"], "--kv-disk-key": given["kv_disk_key"]}.items():
         if value is not None and given["kv_disk"] is None:
             raise CommandError(f"{flag} needs a directory; name it with --kv-disk")
+
+
+def refuse_beside_config(named: NamedModels, models_file: Path | None, given: Mapping[str, Any]) -> None:
+    """Raises CommandError for flags that do not go with --config."""
+    if named.models or models_file is not None:
+        raise CommandError("give either MODEL, --models or --config")
+    if named.idle_s is not None and not named.on_demand:
+        raise CommandError("--idle-s needs --on-demand: models that are loaded at the start are never unloaded")
+    of_one = {"--name": named.name, "--draft-model": given["draft_model"]}
+    of_one |= {"--adapter": given["adapters"], "--max-adapters": given["max_adapters"]}
+    for flag, value in of_one.items():
+        if value:
+            raise CommandError(f"{flag} is for one model, and --config names the models")
 
 
 def security_files(given: dict[str, Any]) -> SecurityFiles:

@@ -147,9 +147,12 @@ class ModelHost:
 
     async def reload(self) -> ReloadConfigurationResponse:
         """Let the host read its configuration again, and return when it has the models. Raises `StatusError`."""
-        return cast(
+        answer = cast(
             "ReloadConfigurationResponse", await self._call("ReloadConfiguration", ReloadConfigurationRequest())
         )
+        self.models = {model.name: model for model in answer.models}
+        self.on_change()
+        return answer
 
     async def _call(self, method: str, request: Message) -> Any:
         if self._address is None:

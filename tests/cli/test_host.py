@@ -84,10 +84,11 @@ async def hosting(
     on_demand: bool = False,
     budget: int | None = None,
     idle_s: float | None = None,
+    later: Sequence[str] = (),
     **programs: str | tuple[str, ...],
 ) -> AsyncIterator[System]:
     """A host with a model of size 1 for each name, whose worker runs the program. Several programs are of several
-    workers."""
+    workers. The host does not have the models of `later` at first."""
     stream = io.BytesIO()
     log = LogSink(stream)
     codes = {name: (code,) if isinstance(code, str) else code for name, code in programs.items()}
@@ -97,6 +98,7 @@ async def hosting(
             name, Path("/"), (PLACE,) * len(codes[name]), first, is_pinned=not on_demand, idle_s=idle_s, num_bytes=1
         )
         for name, first in zip(codes, firsts, strict=False)
+        if name not in later
     ]
 
     def specs_of(plan: ModelPlan) -> list[ProcessSpec]:

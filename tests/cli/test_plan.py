@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.hosting.settings import ModelOptions
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec, ServeOptions, base_url, front_specs, worker_specs
 
@@ -203,6 +204,42 @@ def test_an_encoder_beside_other_models_has_no_options_of_generation() -> None:
     worker, *_ = processes_of(options, is_encoder=True, max_context_tokens=256, kv_cache_gb=1.0)
     assert argument(worker.argv, "--max-context-tokens") == "256"
     assert argument(worker.argv, "--kv-cache-gb") == "1.0", "what the file says of it is refused by its worker"
+
+
+def test_options_of_one_model_take_the_place_of_those_of_all() -> None:
+    options = replace(OPTIONS, max_num_seqs=9, kv_precision="u4", execution_mode="performance", speculation="off")
+    own = ModelOptions(
+        max_num_seqs=7,
+        max_num_batched_tokens=77,
+        execution_mode="accuracy",
+        kv_precision="bf16",
+        speculation="draft",
+        draft_model=Path("/d"),
+        cache_eviction="on-request",
+    )
+    (worker,) = worker_specs(options, ModelPlan("m", Path("/m"), ONE_PLACE, options=own), "python")
+    flags = {
+        "--max-num-seqs": "7",
+        "--max-num-batched-tokens": "77",
+        "--execution-mode": "accuracy",
+        "--kv-precision": "bf16",
+        "--speculation": "draft",
+        "--draft-model": "/d",
+        "--cache-eviction": "on-request",
+    }
+    assert {flag: argument(worker.argv, flag) for flag in flags} == flags
+    other, *_ = processes_of(options)
+    assert (argument(other.argv, "--max-num-seqs"), argument(other.argv, "--kv-precision")) == ("9", "u4")
+
+
+def test_an_encoders_pooling_and_normalisation_reach_its_worker() -> None:
+    plan = ModelPlan("m", Path("/m"), ONE_PLACE, is_encoder=True, options=ModelOptions(pooling="last"))
+    (worker,) = worker_specs(OPTIONS, replace(plan, options=ModelOptions(pooling="last", normalizes=False)), "python")
+    assert argument(worker.argv, "--pooling") == "last"
+    assert "--no-normalize" in worker.argv
+    (worker,) = worker_specs(OPTIONS, replace(plan, options=ModelOptions(normalizes=True)), "python")
+    assert "--normalize" in worker.argv
+    assert "--pooling" not in worker.argv
 
 
 def test_adapters_of_a_model_are_its_own() -> None:

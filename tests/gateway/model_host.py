@@ -51,7 +51,9 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
     async def ReloadConfiguration(self, request: Any, context: Any) -> Any:
         if isinstance(self.reloaded, StatusError):
             await abort(context, self.reloaded)
-        return self.reloaded
+        answer = host_pb2.ReloadConfigurationResponse(models=self.models.values())
+        answer.MergeFrom(self.reloaded)
+        return answer
 
     async def LoadModel(self, request: Any, context: Any) -> Any:
         self.loads.append(request.name)

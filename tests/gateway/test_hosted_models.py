@@ -15,7 +15,12 @@ import pytest
 import pytest_asyncio
 
 from headrace.common.aliases import parse_aliases
-from headrace.protos.host_pb2 import ReloadConfigurationResponse, ServingRules
+from headrace.protos.host_pb2 import (
+    HOSTED_MODEL_STATE_LOADED,
+    HostedModel,
+    ReloadConfigurationResponse,
+    ServingRules,
+)
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
 from headrace.protos.router_pb2 import ServedAdapter
 from headrace.protos.status import Reason, StatusError
@@ -170,6 +175,8 @@ async def test_a_reload_is_answered_as_openvino_model_server_answers_it(system: 
     system.host.reloaded = ReloadConfigurationResponse(has_changed=True)
     changed = await http.post("/v1/config/reload")
     assert (changed.status_code, changed.json().keys()) == (201, {"a", "b", "other", "same"})
+    system.host.models["new"] = HostedModel(name="new", state=HOSTED_MODEL_STATE_LOADED)
+    assert "new" in (await http.post("/v1/config/reload")).json(), "before the gateway's watch has told of it"
     system.host.reloaded = ReloadConfigurationResponse(has_changed=True, problems=["b: no graph", "c: no files"])
     partly = await http.post("/v1/config/reload")
     assert (partly.status_code, partly.json()) == (412, {"error": "b: no graph; c: no files"})
