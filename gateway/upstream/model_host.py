@@ -151,7 +151,7 @@ class ModelHost:
             "ReloadConfigurationResponse", await self._call("ReloadConfiguration", ReloadConfigurationRequest())
         )
         self.models = {model.name: model for model in answer.models}
-        self.on_change()
+        self.changes.tell(self.models)
         return answer
 
     async def _call(self, method: str, request: Message) -> Any:
