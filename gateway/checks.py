@@ -35,8 +35,15 @@ def check_range(name: str, value: float, least: float, greatest: float, open_bel
     # An integer may be too large to be a float.
     is_finite = isinstance(value, int) or math.isfinite(value)
     if not is_finite or value < least or value > greatest or (open_below and value == least):
-        bound = f"over {least:g}" if open_below else f"at least {least:g}"
-        raise invalid(name, f"{name} must be {bound} and at most {greatest:g}")
+        bound = f"over {shown(least)}" if open_below else f"at least {shown(least)}"
+        raise invalid(name, f"{name} must be {bound} and at most {shown(greatest)}")
+
+
+def shown(number: float) -> str:
+    """The number as people write it: 2147483647 and 0.5, not 2.14748e+09 and 5e-01."""
+    if isinstance(number, int) or number.is_integer():
+        return str(int(number))
+    return f"{number:.10f}".rstrip("0") if abs(number) >= 1e-9 else f"{number:g}"
 
 
 def is_one_of(value: object, values: Iterable[object]) -> bool:

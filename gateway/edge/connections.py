@@ -23,6 +23,8 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from headrace.gateway.edge.cors import Application
+from headrace.gateway.edge.exchange import Message, Receive, Send
 from headrace.gateway.edge.failures import OPENAI_ERRORS, HttpError, failure_of
 
 # The event loop reads this much at a time.
@@ -176,6 +178,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _unframed(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def _leave_answer(self) -> None:
@@ -232,6 +236,28 @@ class BoundedConnection(HttpToolsProtocol):
             self._leave_answer()
         self._disarm()
         self.transport.close()
+
+
+def _unframed(cycle: RequestResponseCycle, app: Application) -> Application:
+    """The application for a client that speaks HTTP/1.0 and knows no chunks: the end of the connection ends a body of
+    unknown length."""
+
+    async def answer(scope: Message, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_unframed(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_unframed)
+
+    return answer
 
 
 def connections_within(bounds: ConnectionBounds) -> Callable[..., BoundedConnection]:

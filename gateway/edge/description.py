@@ -12,6 +12,8 @@ TEXT = "text/plain"
 EVENTS = "text/event-stream"
 API = ("/v1", "/v3")
 """Prefixes of the API: its own, and the one that clients of OpenVINO Model Server use."""
+BARE_API = (*API, "")
+"""The same for paths that llama.cpp's server has without a prefix, too."""
 
 
 class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -47,8 +47,10 @@ def at_api(
     errors: ErrorShape = OPENAI_ERRORS,
     *,
     request_id_header: bytes = b"",
+    prefixes: Sequence[str] = API,
 ) -> Sequence[Endpoint]:
-    """An endpoint at `path` under each of `API`."""
+    """An endpoint at `path` under each prefix."""
     return [
-        Endpoint(method, prefix + path, name, handler, errors, request_id_header=request_id_header) for prefix in API
+        Endpoint(method, prefix + path, name, handler, errors, request_id_header=request_id_header)
+        for prefix in prefixes
     ]

@@ -64,7 +64,10 @@ class HttpEdge:
         self._router = Router(routes, redirect_slashes=False, default=_Nowhere(self, endpoints))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one request. A slash at the end of a path means nothing."""
+        path = scope["path"]
+        if path.endswith("/") and path != "/":
+            scope = {**scope, "path": path.rstrip("/") or "/"}
         await self._router(scope, receive, send)
 
     def interrupt(self) -> None:

@@ -109,6 +109,7 @@ class AssistantMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: list[None]
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ToolCall | CustomToolCall] | msgspec.UnsetType = msgspec.UNSET
 

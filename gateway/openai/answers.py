@@ -124,6 +124,7 @@ def message_value(choice: WholeChat, *, shows_reasoning: bool = True) -> dict[st
         "role": "assistant",
         "content": None if calls and not choice.content else choice.content,
         "refusal": None,
+        "annotations": [],
     }
     if choice.reasoning and shows_reasoning:
         message["reasoning_content"] = choice.reasoning

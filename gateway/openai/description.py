@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.gateway.edge.description import API, Operation
+from typing import Any
+
+from headrace.gateway.edge.description import API, BARE_API, Operation
 from headrace.gateway.openai import answer_types, types
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -13,7 +15,7 @@ OPERATIONS: tuple[Operation, ...] = (
         answer_types.ChatCompletion,
         (types.ChatRequest,),
         is_streamed=True,
-        prefixes=API,
+        prefixes=BARE_API,
     ),
     Operation(
         "POST",
@@ -22,21 +24,21 @@ OPERATIONS: tuple[Operation, ...] = (
         answer_types.Completion,
         (types.CompletionRequest,),
         is_streamed=True,
-        prefixes=API,
+        prefixes=BARE_API,
     ),
     Operation(
         "GET",
         "/models",
         "List the models",
         answer_types.ModelList,
-        prefixes=API,
+        prefixes=BARE_API,
         query={
             "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
             "after_id": {"type": "string"},
             "before_id": {"type": "string"},
         },
     ),
-    Operation("GET", "/models/{name}", "Look a model up", answer_types.ModelCard, prefixes=API),
+    Operation("GET", "/models/{name}", "Look a model up", answer_types.ModelCard, prefixes=BARE_API),
     Operation(
         "POST",
         "/embeddings",
@@ -45,6 +47,13 @@ OPERATIONS: tuple[Operation, ...] = (
         (types.EmbeddingRequest,),
         is_generated=True,
         prefixes=API,
+    ),
+    Operation(
+        "GET",
+        "/tokenizer_info",
+        "Describe a model's tokenizer",
+        dict[str, Any],
+        query={"model": {"type": "string"}},
     ),
     Operation("POST", "/tokenize", "Turn text into tokens", answer_types.Tokens, (types.TokenizeRequest,)),
     Operation("POST", "/detokenize", "Turn tokens into text", answer_types.DetokenizedText, (types.DetokenizeRequest,)),

@@ -9,6 +9,7 @@ from headrace.gateway.chat.choice import WholeChoice, best_of
 from headrace.gateway.chat.generation import Plan
 from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs
 from headrace.gateway.chat.output import WholeChat
+from headrace.gateway.edge.description import BARE_API
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body
@@ -29,8 +30,8 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     """POST chat/completions and completions."""
     own = _Completions(services)
     return [
-        *at_api("POST", "/chat/completions", "chat", own.chat),
-        *at_api("POST", "/completions", "completions", own.completions),
+        *at_api("POST", "/chat/completions", "chat", own.chat, prefixes=BARE_API),
+        *at_api("POST", "/completions", "completions", own.completions, prefixes=BARE_API),
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.gateway.chat.logprobs import token_bytes_of
 from headrace.gateway.checks import invalid
+from headrace.gateway.edge.description import BARE_API
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.query import number_of, query_of
@@ -21,11 +22,12 @@ MAX_PAGE = 1000
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
-    """GET models and models/{id}; POST /tokenize and /detokenize."""
+    """GET models, models/{id} and /tokenizer_info; POST /tokenize and /detokenize."""
     own = _Models(services)
     return [
-        *at_api("GET", "/models", "models", own.list_models),
-        *at_api("GET", "/models/{name:path}", "models", own.get_model),
+        *at_api("GET", "/models", "models", own.list_models, prefixes=BARE_API),
+        *at_api("GET", "/models/{name:path}", "models", own.get_model, prefixes=BARE_API),
+        Endpoint("GET", "/tokenizer_info", "tokenize", own.tokenizer_info),
         Endpoint("POST", "/tokenize", "tokenize", own.tokenize),
         Endpoint("POST", "/detokenize", "detokenize", own.detokenize),
     ]
@@ -45,6 +47,22 @@ class _Models:
         await exchange.respond(
             encode(model_value(await self._services.models.look_up(exchange.scope["path_params"]["name"])))
         )
+
+    async def tokenizer_info(self, exchange: Exchange) -> None:
+        """What clients that render prompts by themselves need, such as lm-eval."""
+        model = await self._services.models.find(query_of(exchange).get("model", ""))
+        text = model.text
+        before, after = text.tokenizer.special_around
+        answer: dict[str, Any] = {
+            **text.special_tokens,
+            "add_bos_token": bool(before),
+            "add_eos_token": bool(after),
+            "chat_template": None if text.template is None else text.template.source,
+            "model_max_length": model.card.max_context_tokens,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": model.card.vocab_size,
+        }
+        await exchange.respond(encode(answer))
 
     async def tokenize(self, exchange: Exchange) -> None:
         request = decode_body(await exchange.body(), TokenizeRequest)

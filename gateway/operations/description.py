@@ -24,7 +24,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     *(
         Operation("GET", path, "Whether a model is ready", answer_types.Health, unavailable=answer_types.Health)
-        for path in ("/health", "/ping")
+        for path in ("/health", "/v1/health", "/ping")
     ),
     Operation("GET", "/version", "The version of the gateway", answer_types.Version),
     Operation("GET", "/metrics", "Metrics of gateway and workers, for Prometheus"),

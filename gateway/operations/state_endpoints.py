@@ -32,7 +32,7 @@ def endpoints(services: Services, redis_states: Sequence[RedisStates]) -> Sequen
         *(Endpoint("GET", f"{prefix}/health/live", "health", own.live, is_open=True) for prefix in ("", "/v2")),
         *(
             Endpoint("GET", path, "health", own.ready, is_open=True)
-            for path in ("/health/ready", "/v2/health/ready", "/health", "/ping")
+            for path in ("/health/ready", "/v2/health/ready", "/health", "/v1/health", "/ping")
         ),
         Endpoint("GET", "/version", "version", own.version, is_open=True),
     ]

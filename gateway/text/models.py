@@ -61,6 +61,8 @@ class TextSide:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     template_problem: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Texts of special tokens by their names in templates, such as `bos_token`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,9 +405,9 @@ def load_text_side(raw: bytes) -> TextSide:
     if not sources and tokenizer.chat_template is not None:
         sources = {"default": tokenizer.chat_template}
     if not sources:
-        return TextSide(tokenizer, None, "it has no chat template")
+        return TextSide(tokenizer, None, "it has no chat template", special_tokens)
     try:
-        return TextSide(tokenizer, ChatTemplate(sources, special_tokens), "")
+        return TextSide(tokenizer, ChatTemplate(sources, special_tokens), "", special_tokens)
     except BundleError as error:
         _LOG.error("%s", error)
-        return TextSide(tokenizer, None, str(error))
+        return TextSide(tokenizer, None, str(error), special_tokens)

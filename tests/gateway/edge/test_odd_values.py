@@ -57,7 +57,6 @@ ODD: list[tuple[str, str, dict[str, Any]]] = [
     ("options.typical_p", OLLAMA, {"options": {"typical_p": True}}),
     ("options.mirostat", OLLAMA, {"options": {"mirostat": False}}),
     ("parameters.typical_p", TGI, {"parameters": {"typical_p": True}}),
-    ("truncate", OLLAMA, {"truncate": 0}),
     ("structured_outputs.json_object", CHAT, {"structured_outputs": {"json_object": "false"}}),
     ("guided_json", KSERVE, {"parameters": {"guided_json": 0}}),
     ("parameters.priority", KSERVE, {"parameters": {"priority": []}}),

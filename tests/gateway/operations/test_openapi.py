@@ -74,6 +74,7 @@ async def test_what_generates_takes_a_time_within_which_it_must_answer(gateway: 
         "score": {"model": SCORES, "text_1": "hi", "text_2": "ho"},
     }
     bodies: dict[str, Any] = {f"{prefix}/{name}": body for prefix in ("/v1", "/v3") for name, body in api.items()}
+    bodies |= {f"/{name}": api[name] for name in ("chat/completions", "completions")}
     bodies |= {"/api/chat": {"messages": HI}, "/api/generate": {"prompt": "hi"}}
     bodies |= dict.fromkeys(("/rerank", "/v2/rerank"), api["rerank"]) | {"/score": api["score"]}
     bodies |= {"/api/embed": {"model": VECTORS, "input": "hi"}}
