@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.gateway.anthropic.fields import COUNT_TOKENS, MESSAGES
 from headrace.gateway.fields import Applied, FieldTable, Hint, Row
 from headrace.gateway.ollama.fields import TABLES as OLLAMA
 from headrace.gateway.openai.fields import CHAT, COMPLETION
 from headrace.gateway.tgi.fields import TABLES as TGI
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "fields.md"
-TABLES: Sequence[FieldTable] = (CHAT, COMPLETION, *OLLAMA, *TGI)
+TABLES: Sequence[FieldTable] = (CHAT, COMPLETION, MESSAGES, COUNT_TOKENS, *OLLAMA, *TGI)
 _HEAD = """\
 # Fields of requests
 

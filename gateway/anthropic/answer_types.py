@@ -22,6 +22,7 @@ class AnthropicError(Shape):
 
     type: Literal["error"]
     error: AnthropicErrorDetail
+    request_id: str
 
 
 class Message(Shape):
@@ -32,15 +33,17 @@ class Message(Shape):
     role: Literal["assistant"]
     model: str
     content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
     stop_details: None
     container: None
     diagnostics: None
     usage: dict[str, Any]
+    context_management: dict[str, Any] | None = None
 
 
 class TokenCount(Shape):
     """Tokens of a prompt."""
 
     input_tokens: int
+    context_management: dict[str, Any] | None = None

@@ -7,15 +7,17 @@ One instance makes one message, streamed or not, so that a stream adds up to the
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from headrace.common.telemetry.logs import request_id_var
 from headrace.gateway.chat.choice import Ending
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.output import ChatPiece, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
-from headrace.gateway.edge.failures import Failure
+from headrace.gateway.edge.failures import ErrorShape, Failure
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.text.reasoning_seal import sealed
 
@@ -23,25 +25,31 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 INVALID_JSON = "INVALID_JSON"
 """The key for the text of an input that was cut off."""
 
+OVERLOADED = 529
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    503: "overloaded_error",
     504: "timeout_error",
+    OVERLOADED: "overloaded_error",
 }
 
 
-class _AnthropicErrors:
+class _AnthropicErrors(ErrorShape):
     """The error format of this protocol."""
+
+    def status(self, failure: Failure) -> int:
+        """That of the provider: 529 if the server has no capacity, as against 429 for the limits of a key."""
+        return OVERLOADED if failure.status == 503 or failure.code == "queue_full" else failure.status
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
-        other = "invalid_request_error" if failure.status < 500 else "api_error"
-        error = {"type": _ERROR_TYPES.get(failure.status, other), "message": failure.message}
-        return encode({"type": "error", "error": error})
+        status = self.status(failure)
+        other = "invalid_request_error" if status < 500 else "api_error"
+        error = {"type": _ERROR_TYPES.get(status, other), "message": failure.message}
+        return encode({"type": "error", "error": error, "request_id": request_id_var.get()})
 
     def event(self, failure: Failure) -> bytes:
         """The last event of a stream that failed."""
@@ -67,7 +75,7 @@ class _Block:
         """The block as the message shows it."""
         text = "".join(self._texts)
         if self.kind == "text":
-            return {"type": "text", "text": text, "citations": None}
+            return {"type": "text", "text": text, "citations": []}
         if self.kind == "thinking":
             return {"type": "thinking", "thinking": text if shows_thinking else "", "signature": sealed(text)}
         return self._call(_input(text))
@@ -77,7 +85,7 @@ class _Block:
         if self.kind == "tool_use":
             return self._call({})
         empty: dict[str, Any] = {"type": self.kind, self.kind: ""}
-        return {**empty, "signature": ""} if self.kind == "thinking" else {**empty, "citations": None}
+        return {**empty, "signature": ""} if self.kind == "thinking" else {**empty, "citations": []}
 
     def _call(self, value: dict[str, Any]) -> dict[str, Any]:
         caller = {"type": "direct"}
@@ -92,11 +100,27 @@ def _input(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {INVALID_JSON: text}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Showing:
+    """What a message shows of the answer."""
+
+    thoughts: bool = True
+    """Whether there are blocks of thinking."""
+    thinking: bool = True
+    """Whether these have their text."""
+    anything: bool = True
+    """False for a request that only computes its prompt into the cache."""
+    length_reason: str = "max_tokens"
+    """The reason to stop of an answer that reached its length."""
+    context_management: bool = False
+    """Whether the message says which edits of its context were applied."""
+
+
 class MessageAnswer:
     """Builds one message. Add every piece with `piece` or `push`, then call `end` or `whole`."""
 
     def __init__(
-        self, message_id: str, model: str, num_prompt_tokens: int, num_id_chars: int, shows_thinking: bool
+        self, message_id: str, model: str, num_prompt_tokens: int, num_id_chars: int, showing: Showing
     ) -> None:
         """`num_id_chars` is the length of the ids of calls."""
         self._message: dict[str, Any] = {
@@ -113,7 +137,9 @@ class MessageAnswer:
             "usage": {**_usage_value(Usage(num_prompt_tokens, 0, 0)), **_SERVICE},
         }
         self._num_id_chars = num_id_chars
-        self._shows_thinking = shows_thinking
+        self._showing = showing
+        edits: dict[str, Any] = {"context_management": {"applied_edits": []}}
+        self._edits = edits if showing.context_management else {}
         self._begun = False
         self._open: _Block | None = None
         self._blocks: list[dict[str, Any]] = []
@@ -123,7 +149,7 @@ class MessageAnswer:
         """Events for a piece."""
         events = b"" if self._begun else _event("message_start", message=self._message) + PING
         self._begun = True
-        for delta in piece.deltas:
+        for delta in piece.deltas if self._showing.anything else ():
             events += self._delta(delta)
         if piece.ending is not None:
             self._ending = piece.ending
@@ -136,19 +162,24 @@ class MessageAnswer:
 
     def end(self, usage: Usage) -> bytes:
         """The last events."""
-        events = _event("message_delta", delta={**self._stop(), "container": None}, usage=_usage_value(usage))
+        delta = {**self._stop(), "container": None}
+        events = _event("message_delta", delta=delta, usage=self._usage(usage), **self._edits)
         return events + _event("message_stop")
 
     def whole(self, usage: Usage) -> bytes:
         """The body of the answer."""
-        account = {**_usage_value(usage), **_SERVICE}
-        return encode({**self._message, "content": self._blocks, **self._stop(), "usage": account})
+        account = {**self._usage(usage), **_SERVICE}
+        return encode({**self._message, "content": self._blocks, **self._stop(), "usage": account, **self._edits})
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        """The usage; the token that a worker samples in order to compute a prompt is not in it."""
+        return _usage_value(usage if self._showing.anything else replace(usage, num_generated_tokens=0))
 
     def _stop(self) -> dict[str, Any]:
         assert self._ending is not None
         reason, sequence = "end_turn", None
-        if self._ending.reason == "length":
-            reason = "max_tokens"
+        if self._ending.reason == "length" or not self._showing.anything:
+            reason = self._showing.length_reason
         elif isinstance(self._ending.stop_reason, str):
             reason, sequence = "stop_sequence", self._ending.stop_reason
         elif any(block["type"] == "tool_use" for block in self._blocks):
@@ -157,9 +188,11 @@ class MessageAnswer:
 
     def _delta(self, delta: Delta) -> bytes:
         match delta:
+            case ReasoningDelta() if not self._showing.thoughts:
+                return b""
             case ReasoningDelta(text):
                 opening, more = self._into("thinking"), self._text(text)
-                return opening + more if self._shows_thinking else opening
+                return opening + more if self._showing.thinking else opening
             case ContentDelta(text):
                 return self._into("text") + self._text(text)
             case CallDelta(_, name):
@@ -195,7 +228,7 @@ class MessageAnswer:
         block, self._open = self._open, None
         if block is None:
             return b""
-        value = block.value(self._shows_thinking)
+        value = block.value(self._showing.thinking)
         events = b""
         if block.kind == "thinking":
             events += self._block_delta({"type": "signature_delta", "signature": value["signature"]})

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from headrace.gateway.anthropic.answers import ANTHROPIC_ERRORS, PING, MessageAnswer
-from headrace.gateway.anthropic.types import FIELDS, MessagesRequest, PromptFields, chat_of, check_messages, effort_of
+from headrace.gateway.anthropic.answers import ANTHROPIC_ERRORS, PING, MessageAnswer, Showing
+from headrace.gateway.anthropic.fields import COUNT_TOKENS, MESSAGES
+from headrace.gateway.anthropic.types import (
+    MessagesRequest,
+    PromptFields,
+    Reasoning,
+    chat_of,
+    check_messages,
+    reasoning_of,
+)
 from headrace.gateway.chat.request import AnswerFields, Chat
+from headrace.gateway.chat.sampling import ContextTooLongError
 from headrace.gateway.edge.endpoint import Endpoint, Handler, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.services import Services
+from headrace.protos.status import StatusError
+
+_INTERLEAVED = "interleaved-thinking"
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
@@ -36,18 +49,25 @@ class _Messages:
         exchange.keep_alive_event = PING
         body = await exchange.body()
         request = decode_body(body, MessagesRequest)
-        FIELDS.check(body)
+        MESSAGES.check(body)
         exchange.name_request(request.request_id)
-        chat_request, names = await self._chat(request, decode_body(body, AnswerFields))
-        with names.in_callers_terms():
+        chat_request, names, reasoning = await self._chat(exchange, request, decode_body(body, AnswerFields))
+        with names.in_callers_terms(), _in_providers_words():
             chat = await self._services.chats.plan(chat_request)
             first = chat.plan.requests[0]
+            is_shortened = first.sampling.max_tokens < request.max_tokens
             answer = MessageAnswer(
                 f"msg_{first.request_id}",
                 chat.model.name,
                 len(chat.plan.job.token_ids),
                 chat.reading.num_id_chars,
-                shows_thinking=request.thinking is None or request.thinking.display != "omitted",
+                Showing(
+                    thoughts=reasoning.is_shown,
+                    thinking=request.thinking is None or request.thinking.display != "omitted",
+                    anything=request.max_tokens > 0,
+                    length_reason="model_context_window_exceeded" if is_shortened else "max_tokens",
+                    context_management=request.context_management is not None,
+                ),
             )
             answering, plans, readers = self._services.answering, [chat.plan], chat.choices()
             if request.stream:
@@ -58,13 +78,30 @@ class _Messages:
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """POST messages/count_tokens."""
-        request = decode_body(await exchange.body(), PromptFields)
-        chat_request, names = await self._chat(request)
-        with names.in_callers_terms():
-            await exchange.respond(encode({"input_tokens": await self._services.chats.count(chat_request)}))
+        body = await exchange.body()
+        request = decode_body(body, PromptFields)
+        COUNT_TOKENS.check(body)
+        chat_request, names, _ = await self._chat(exchange, request)
+        with names.in_callers_terms(), _in_providers_words():
+            count = await self._services.chats.count(chat_request)
+            edits = {"context_management": {"original_input_tokens": count}} if request.context_management else {}
+            await exchange.respond(encode({"input_tokens": count, **edits}))
 
-    async def _chat(self, request: PromptFields, answer: AnswerFields | None = None) -> tuple[Chat, FieldNames]:
-        check_messages(request)
+    async def _chat(
+        self, exchange: Exchange, request: PromptFields, answer: AnswerFields | None = None
+    ) -> tuple[Chat, FieldNames, Reasoning]:
+        check_messages(request, interleaves=_INTERLEAVED in exchange.header("anthropic-beta"))
         model = await self._services.models.find(request.model or "")
-        effort = effort_of(request, model.chat_template(), self._services.chats.reasons(model))
-        return chat_of(request, effort, answer)
+        reasoning = reasoning_of(request, model.chat_template(), self._services.chats.reasons(model))
+        return *chat_of(request, reasoning.effort, answer), reasoning
+
+
+@contextmanager
+def _in_providers_words() -> Iterator[None]:
+    """Says that a prompt is too long as the provider does: clients look for exactly these words to shorten theirs."""
+    try:
+        yield
+    except ContextTooLongError as error:
+        most = error.max_context_tokens - 1
+        problem = f"prompt is too long: {error.num_prompt_tokens} tokens > {most} maximum"
+        raise StatusError(error.reason, problem) from error

@@ -2,6 +2,7 @@
 
     user: tool_result, tool_result, text     ->  tool, tool, user
     assistant: thinking, text, tool_use      ->  one turn of the assistant
+    system: text, tool_addition              ->  a turn of the system at its place
 
 Consecutive turns of one role become one turn.
 """
@@ -13,12 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.gateway.anthropic.tools import Catalogue
 from headrace.gateway.chat.request import ChatMessage
 from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.hints import ignored
 from headrace.gateway.text.reasoning_seal import unsealed
+from headrace.protos.status import StatusError
 
-_ROLES = ("user", "assistant")
+_ROLES = ("user", "assistant", "system")
 _MAX_ECHO_CHARS = 64
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a block that Claude Code puts before its system prompt. It is for the provider's accounts, says nothing to the
+model, and differs between versions and sessions: behind it, nothing would be found in the cache."""
+_SKIPPED = "the model gets the texts, thoughts and calls of earlier answers"
+_UNTIL_NEXT_USER = "next_user_message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +38,33 @@ class Turn:
     place: str
 
 
-def system_turn(system: str | Sequence[Mapping[str, Any]]) -> Turn:
-    """The turn of the system prompt, a text or blocks."""
-    return Turn(ChatMessage(role="system", content=_text("system", system)), "system")
+def turns_of(
+    messages: Sequence[Mapping[str, Any]],
+    system: str | Sequence[Mapping[str, Any]] | None = None,
+    catalogue: Catalogue | None = None,
+) -> list[Turn]:
+    """The conversation as turns, with the system prompt first. It loads and withdraws tools of the catalogue.
 
-
-def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The conversation as turns. Raises `StatusError` if it is not a valid chat, for example if it has a result without
-    a call."""
+    Raises `StatusError` if it is not a valid chat, for example if it has a result without a call.
+    """
     if not messages:
         raise invalid("messages", "messages must not be empty")
-    reader = _Reader()
+    reader = _Reader(Catalogue(()) if catalogue is None else catalogue)
+    if isinstance(system, str):
+        reader.add("system", "system", {"type": "text", "text": system})
+    for i, block in enumerate(system if isinstance(system, list) else ()):
+        if not _is_billing(block):
+            reader.add("system", f"system[{i}]", block)
+    last_user = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     for position, message in enumerate(messages):
         where = f"messages[{position}]"
         role, content = message.get("role"), message.get("content")
         if role not in _ROLES:
-            raise invalid(f"{where}.role", f"{where}.role must be user or assistant")
+            raise invalid(f"{where}.role", f"{where}.role must be user, assistant or system")
+        if role == "system" and _is_over(where, message, position < last_user):
+            continue
+        if content is None and role == "system" and message.get("output_config") is not None:
+            continue
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
             raise invalid(f"{where}.content", f"{where}.content must be a text or a list of blocks")
@@ -53,17 +73,33 @@ def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
         if not blocks:
             reader.add(role, f"{where}.content", {"type": "text", "text": ""})
     reader.end_turn()
+    if not reader.turns:
+        raise invalid("messages", "messages must have a turn of the user")
     for turn in reader.turns:
         if turn.message.content is None and not turn.message.tool_calls:
             turn.message.content = ""  # nothing but thinking
     return reader.turns
 
 
+def _is_billing(block: object) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(_BILLING)
+
+
+def _is_over(where: str, message: Mapping[str, Any], is_before_user: bool) -> bool:
+    """Whether a turn of the system is no longer shown, because it was for an earlier turn of the user."""
+    clear_at = message.get("clear_at")
+    if clear_at not in (None, "never", _UNTIL_NEXT_USER):
+        raise invalid(f"{where}.clear_at", f"{where}.clear_at must be never or {_UNTIL_NEXT_USER}")
+    return clear_at == _UNTIL_NEXT_USER and is_before_user
+
+
 class _Reader:
     """Adds blocks to turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, catalogue: Catalogue) -> None:
         self.turns: list[Turn] = []
+        self._catalogue = catalogue
         self._call_ids: set[str] = set()
         # Texts of the turn at the end. They are joined only once, because there may be as many as fit into a body.
         self._texts: list[str] = []
@@ -73,22 +109,39 @@ class _Reader:
         """Add a block to the end of the conversation."""
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            self._turn(role, where)
-            self._texts.append(_string(where, block, "text"))
-        elif kind == "tool_result" and role == "user":
+            self._add_text(role, where, _string(where, block, "text"))
+        elif role == "assistant" and isinstance(kind, str):
+            self._add_of_assistant(where, kind, block)
+        elif role == "user" and kind == "tool_result":
             self._tool_result(where, block)
-        elif kind == "tool_use" and role == "assistant":
-            self._tool_use(where, block)
-        elif kind == "thinking" and role == "assistant":
-            self._turn(role, where)
-            text = _string(where, block, "thinking")
-            if not text and block.get("signature"):
-                text = unsealed(f"{where}.signature", block["signature"])
-            self._thoughts.append(text)
+        elif role == "user" and kind in _READABLE:
+            self._add_text(role, where, _READABLE[kind](where, block))
+        elif role == "system" and kind in ("tool_addition", "tool_removal"):
+            self._add_text(role, where, _tool_change(where, block, self._catalogue))
+        elif role == "user" and kind == "compaction":
+            self._add_text(role, where, _text(f"{where}.content", block.get("content") or ""))
         else:
-            named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
-            known = "text and tool_result" if role == "user" else "text, thinking and tool_use"
-            raise unsupported(f"{where}.type", f"{where}: a block {named} is not supported; only {known} are")
+            known = {"user": "text, tool_result, document and search_result", "system": "text"}.get(role)
+            raise _not_supported(where, kind, known or "text, thinking and tool_use")
+
+    def _add_of_assistant(self, where: str, kind: str, block: Mapping[str, Any]) -> None:
+        if kind == "tool_use":
+            self._tool_use(where, block)
+        elif kind == "thinking":
+            self._turn("assistant", where)
+            self._thoughts.append(_thinking(where, block))
+        elif kind == "compaction":
+            self._add_text("assistant", where, _text(f"{where}.content", block.get("content") or ""))
+        elif kind == "tool_result":
+            raise _not_supported(where, kind, "text, thinking and tool_use")
+        else:
+            # Redacted thinking, and the tools that the provider's servers run. The text of the turn has their results.
+            ignored(f"messages.{kind}", _SKIPPED, is_known=False)
+            self._turn("assistant", where)
+
+    def _add_text(self, role: str, where: str, text: str) -> None:
+        self._turn(role, where)
+        self._texts.append(text)
 
     def _turn(self, role: str, where: str) -> ChatMessage:
         """The turn of this role at the end."""
@@ -112,14 +165,39 @@ class _Reader:
         call_id = _string(where, block, "tool_use_id")
         if call_id not in self._call_ids:
             field = f"{where}.tool_use_id"
-            raise invalid(field, f"{field}: there is no tool_use of this id before")
+            # Clients find the cause by these words of the provider.
+            problem = f"{field}: unexpected `tool_use_id` found in `tool_result` blocks: {call_id[:_MAX_ECHO_CHARS]}"
+            raise invalid(field, f"{problem}; there is no `tool_use` of this id before")
         content, is_error = block.get("content"), block.get("is_error")
-        text = "" if content is None else _text(f"{where}.content", content)
+        text = "" if content is None else self._result_text(f"{where}.content", content)
         if not isinstance(is_error, bool | None):
             raise invalid(f"{where}.is_error", f"{where}.is_error must be true or false")
         if is_error:
             text = f"Error: {text}"  # templates have no other way to mark an error
         self._begin_turn(Turn(ChatMessage(role="tool", content=text, tool_call_id=call_id), where))
+
+    def _result_text(self, where: str, content: Any) -> str:
+        """The text of a result. What is no text becomes a note: the rest of the chat is as it was."""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise invalid(where, f"{where} must be a text or a list of blocks")
+        texts = []
+        for position, block in enumerate(content):
+            place = f"{where}[{position}]"
+            kind = block.get("type") if isinstance(block, dict) else None
+            if not isinstance(kind, str):
+                raise _not_supported(place, kind, "text")
+            if kind == "text":
+                texts.append(_string(place, block, "text"))
+            elif kind == "tool_reference":
+                texts.append(self._catalogue.load(_string(place, block, "tool_name")))
+            elif kind == "search_result" or (kind == "document" and _is_readable(block)):
+                texts.append(_READABLE[kind](place, block))
+            else:
+                ignored(f"tool_result.{kind}", "the model reads only text, and gets a note instead", is_known=False)
+                texts.append(f"[The tool returned a block of type {kind[:_MAX_ECHO_CHARS]}, which cannot be shown.]")
+        return "\n".join(texts)
 
     def _tool_use(self, where: str, block: Mapping[str, Any]) -> None:
         call_id, name = _string(where, block, "id"), _string(where, block, "name")
@@ -134,6 +212,77 @@ class _Reader:
         turn.tool_calls.append({"id": call_id, "type": "function", "function": function})
 
 
+def _thinking(where: str, block: Mapping[str, Any]) -> str:
+    """The text of a thought; empty if only another server can read it."""
+    text = "" if block.get("thinking") is None else _string(where, block, "thinking")
+    if text or not block.get("signature"):
+        return text
+    try:
+        return unsealed(f"{where}.signature", block["signature"])
+    except StatusError:
+        ignored("messages.thinking.signature", "only the server that thought this can read it")
+        return ""
+
+
+def _tool_change(where: str, block: Mapping[str, Any], catalogue: Catalogue) -> str:
+    """What a turn of the system says about a tool that it adds or removes."""
+    tool = block.get("tool")
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(tool, dict) and kind == "tool_reference":
+        name = _string(f"{where}.tool", tool, "name")
+        return catalogue.load(name) if block["type"] == "tool_addition" else catalogue.withdraw(name)
+    if isinstance(tool, dict) and kind == "tool_definition" and isinstance(tool.get("definition"), dict):
+        return catalogue.define(f"{where}.tool.definition", tool["definition"])
+    if isinstance(kind, str) and kind.startswith("mcp_"):
+        ignored(f"messages.{kind}", "the server connects to no MCP servers", is_known=False)
+        return ""
+    raise invalid(f"{where}.tool", f"{where}.tool must be a tool_reference or a tool_definition")
+
+
+# --- documents ------------------------------------------------------------------------------------------------------
+
+
+def _is_readable(block: Mapping[str, Any]) -> bool:
+    """Whether a document is text."""
+    source = block.get("source")
+    return isinstance(source, dict) and source.get("type") in ("text", "content")
+
+
+def _document(where: str, block: Mapping[str, Any]) -> str:
+    """A document of text with its title and context. Raises `StatusError` for one that is a file."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in ("text", "content"):
+        named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
+        problem = f"{where}.source: a block of type document with a source {named} is not supported"
+        raise unsupported(f"{where}.source", f"{problem}: the model reads only text; send its text")
+    if kind == "text":
+        body = _string(f"{where}.source", source, "data")
+    else:
+        body = _text(f"{where}.source.content", source.get("content"))
+    return _titled(where, block, ("title", "context"), body)
+
+
+def _search_result(where: str, block: Mapping[str, Any]) -> str:
+    return _titled(where, block, ("title", "source"), _text(f"{where}.content", block.get("content")))
+
+
+_READABLE = {"document": _document, "search_result": _search_result}
+
+
+def _titled(where: str, block: Mapping[str, Any], names: Sequence[str], body: str) -> str:
+    citations = block.get("citations")
+    if isinstance(citations, dict) and citations.get("enabled"):
+        ignored("citations", "answers do not cite their sources")
+    lines = [
+        f"{name.capitalize()}: {_string(where, block, name)}" for name in names if block.get(name) not in (None, "")
+    ]
+    return f"<{block['type']}>\n" + "\n".join([*lines, body]) + f"\n</{block['type']}>"
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
 def _text(where: str, content: Any) -> str:
     """A text, or blocks of text joined by line breaks."""
     if isinstance(content, str):
@@ -145,10 +294,14 @@ def _text(where: str, content: Any) -> str:
         place = f"{where}[{position}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text":
-            named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
-            raise unsupported(f"{place}.type", f"{place}: a block {named} is not supported; only text is")
+            raise _not_supported(place, kind, "text")
         texts.append(_string(place, block, "text"))
     return "\n".join(texts)
+
+
+def _not_supported(where: str, kind: object, known: str) -> StatusError:
+    named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
+    return unsupported(f"{where}.type", f"{where}: a block {named} is not supported; only {known} may be here")
 
 
 def _string(where: str, block: Mapping[str, Any], name: str) -> str:

@@ -23,12 +23,17 @@ _MAX_ECHO_CHARS = 64
 _KINDS = ("function", "custom")
 
 
+class LoadedTool(dict[str, Any]):
+    """A tool that the conversation itself describes, so that the prompt does not list it again: the beginning of the
+    prompt, and with it the cache, stays the same when tools are loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """Checked tools. Without any, the model answers in text."""
 
     listed: Sequence[Mapping[str, Any]] = ()
-    """The tools for the template, all of them as functions."""
+    """The tools for the template, all of them as functions, without those that are a `LoadedTool`."""
     schemas: Tools = field(default_factory=dict)
     """JSON schema of the parameters by name, of the tools that may be called."""
     custom: frozenset[str] = frozenset()
@@ -74,15 +79,19 @@ def tool_use_of(request: Chat) -> ToolUse:
     names = set(chosen.names)
     # The named tool is a choice among all that the model knows. Of allowed tools it knows no others, as their callers
     # could not take a call of one.
-    shown = [one for one in functions if chosen.named or one["function"]["name"] in names]
+    known = [
+        (tool, one)
+        for tool, one in zip(request.tools, functions, strict=True)
+        if chosen.named or one["function"]["name"] in names
+    ]
     return ToolUse(
-        listed=shown,
+        listed=[one for tool, one in known if not isinstance(tool, LoadedTool)],
         schemas={name: schemas[name] for name in schemas if name in names},
         custom=frozenset(custom & names),
         required=chosen.required,
         named=chosen.named,
         parallel=request.parallel_tool_calls is not False and not chosen.named,
-        strict=any(one["function"].get("strict") for one in shown),
+        strict=any(one["function"].get("strict") for _, one in known),
     )
 
 

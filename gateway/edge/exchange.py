@@ -254,7 +254,8 @@ class Exchange:
         if self._started:
             await self.write(self.errors.event(failure), last=True)
         else:
-            await self.respond(self.errors.whole(failure), status=failure.status, headers=failure.headers)
+            status = self.errors.status(failure)
+            await self.respond(self.errors.whole(failure), status=status, headers=failure.headers)
 
     # --- streams ------------------------------------------------------------------------------------------------------
 

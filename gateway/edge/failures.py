@@ -50,6 +50,10 @@ class Failure:
 class ErrorShape(Protocol):
     """The error format of a protocol."""
 
+    def status(self, failure: Failure) -> int:
+        """The status of an error response."""
+        return failure.status
+
     def whole(self, failure: Failure) -> bytes:
         """The body of an error response."""
 
@@ -95,7 +99,7 @@ def error_value(failure: Failure) -> dict[str, Any]:
     return {"message": failure.message, "type": failure.kind, "param": failure.param, "code": failure.code}
 
 
-class _OpenAiErrors:
+class _OpenAiErrors(ErrorShape):
     """OpenAI's error format."""
 
     def whole(self, failure: Failure) -> bytes:

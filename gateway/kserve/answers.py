@@ -8,7 +8,7 @@ from typing import Any
 from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob, WholeChoice
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import LEAST_LOGPROB
-from headrace.gateway.edge.failures import Failure
+from headrace.gateway.edge.failures import ErrorShape, Failure
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.kserve.requests import OPTIONAL_OUTPUTS, SAMPLING, TEXT_INPUT, TEXT_OUTPUT, VERSION, Inference
 from headrace.gateway.kserve.tensors import Tensor
@@ -24,7 +24,7 @@ _TYPES = {
 }
 
 
-class _KserveErrors:
+class _KserveErrors(ErrorShape):
     """The format of all errors of this protocol over HTTP."""
 
     def whole(self, failure: Failure) -> bytes:

@@ -20,7 +20,7 @@ from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import LEAST_LOGPROB, token_bytes_of
 from headrace.gateway.chat.output import ChatPiece, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
-from headrace.gateway.edge.failures import Failure
+from headrace.gateway.edge.failures import ErrorShape, Failure
 from headrace.gateway.edge.wire import encode
 
 NDJSON = b"application/x-ndjson"
@@ -32,7 +32,7 @@ INVALID_JSON = "INVALID_JSON"
 """The name for the text of a cut-off call's arguments."""
 
 
-class _OllamaErrors:
+class _OllamaErrors(ErrorShape):
     """The format of all errors of this protocol."""
 
     def whole(self, failure: Failure) -> bytes:

@@ -23,7 +23,7 @@ from headrace.gateway.chat.logprobs import ChatLogprobs
 from headrace.gateway.chat.output import ChatPiece, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from headrace.gateway.chat.sampling import shortest
-from headrace.gateway.edge.failures import OPENAI_ERRORS, Failure
+from headrace.gateway.edge.failures import OPENAI_ERRORS, ErrorShape, Failure
 from headrace.gateway.edge.wire import encode, padding
 from headrace.gateway.responses.references import new_output_id
 from headrace.gateway.responses.types import ENCRYPTED_REASONING, ResponsesRequest, TextFields
@@ -131,7 +131,7 @@ _KINDS = {
 }
 
 
-class ResponseAnswer:
+class ResponseAnswer(ErrorShape):
     """Makes one response. Push every piece, as `piece` or as `push`; then `finish` and `end`."""
 
     def __init__(

@@ -15,13 +15,13 @@ from typing import Any
 from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import LEAST_LOGPROB, token_bytes_of
-from headrace.gateway.edge.failures import Failure
+from headrace.gateway.edge.failures import ErrorShape, Failure
 from headrace.gateway.edge.wire import encode
 
 _ERROR_TYPES = {401: "authentication", 403: "authentication", 429: "overloaded", 503: "overloaded"}
 
 
-class _TgiErrors:
+class _TgiErrors(ErrorShape):
     """The format of all errors of this protocol."""
 
     def whole(self, failure: Failure) -> bytes:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from headrace.gateway.anthropic import types as anthropic
+from headrace.gateway.anthropic.fields import MESSAGES
 from headrace.gateway.chat.request import AnswerFields, Chat, SamplingFields
 from headrace.gateway.chat_fields import NEUTRAL_FIELDS
 from headrace.gateway.fields import FieldTable, Refused
@@ -24,7 +25,7 @@ ENDPOINTS: dict[str, tuple[dict[str, Any], tuple[type[msgspec.Struct], ...], Fie
     "/v1/messages": (
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
         (anthropic.MessagesRequest, AnswerFields),
-        anthropic.FIELDS,
+        MESSAGES,
     ),
 }
 STRICT = (KserveParameters,)

@@ -290,7 +290,7 @@ async def test_unknown_paths_and_wrong_methods_have_the_same_shape(gateway: Any)
         ("/v2/repository/index", {"error": str}),
         ("/v2/models/tiny/config", {"error": str}),
         ("/api/nothing", {"error": str}),
-        ("/v1/messages/batches", {"type": str, "error": dict}),
+        ("/v1/messages/batches", {"type": str, "error": dict, "request_id": str}),
         ("/v2/nothing/at/all", {"error": str}),
         ("/nothing", {"error": dict}),
         ("/v1/files", {"error": dict}),

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.gateway.anthropic.types import MessagesRequest
+from headrace.gateway.anthropic.fields import COUNT_TOKENS, MESSAGES
+from headrace.gateway.anthropic.types import MessagesRequest, OutputConfig, PromptFields
 from headrace.gateway.chat.request import AnswerFields, ChatMessage
 from headrace.gateway.fields import FieldTable
 from headrace.gateway.ollama import fields as ollama
@@ -47,8 +48,6 @@ PARTS: dict[type[msgspec.Struct], str] = {
     DocumentText: "## Rerank and score",
     ScoreRequest: "## Rerank and score",
     ResponsesRequest: "## Responses",
-    MessagesRequest: "## Messages",
-    AnswerFields: "## Messages",
 }
 
 
@@ -58,6 +57,10 @@ TABLES: dict[type[msgspec.Struct], tuple[FieldTable, str]] = {
     ChatMessage: (CHAT, "messages[]."),
     CompletionRequest: (COMPLETION, ""),
     StreamOptions: (CHAT, "stream_options."),
+    MessagesRequest: (MESSAGES, ""),
+    AnswerFields: (MESSAGES, ""),
+    PromptFields: (COUNT_TOKENS, ""),
+    OutputConfig: (COUNT_TOKENS, "output_config."),
     OllamaChat: (ollama.CHAT, ""),
     OllamaMessage: (ollama.CHAT, "messages[]."),
     OllamaGenerate: (ollama.GENERATE, ""),

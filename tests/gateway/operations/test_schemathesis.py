@@ -121,7 +121,7 @@ def check_error(raw: bytes, label: str) -> None:
     assert len(raw) < MAX_ERROR_BYTES
     whole = json.loads(raw)
     if "/messages" in label:
-        assert list(whole) == ["type", "error"]
+        assert list(whole) == ["type", "error", "request_id"]
         assert list(whole["error"]) == ["type", "message"]
         return
     if label.split()[1] in ("/", "/generate", "/generate_stream", "/info"):
