@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.sim.step_cost import StepCost
 from headrace.worker.engine.step_cost import StepShape
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT, Draft, Source
@@ -44,7 +44,7 @@ class SimulatedDrafts:
         return StepLine(base_ms, with_one_ms - base_ms, 0.0)
 
     def compute(
-        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCacheManager
+        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCache
     ) -> list[Draft]:
         """See `SmallerModel`."""
         own = [draft.source is Source.DRAFT for draft in drafts]

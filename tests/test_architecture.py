@@ -45,7 +45,7 @@ SIM_MAY_IMPORT = {
     "worker.engine.build",
     "worker.engine.engine",
     "worker.engine.thread",
-    "worker.kv.manager",
+    "worker.kv.cache",
     "worker.engine.scheduler",
     "worker.engine.step_cost",
     "worker.engine.step_meter",
@@ -69,7 +69,7 @@ ONLY_IN = {
         "common/model_files/vocabulary.py",
         "worker/check.py",
         "worker/encoder/runner.py",
-        "worker/eviction/graph.py",
+        "worker/model/eviction_tables.py",
         "worker/heads/eagle_graph.py",
         "worker/heads/eagle_runner.py",
         "worker/heads/features.py",
@@ -89,9 +89,9 @@ ONLY_IN = {
         "worker/grammar/vocabulary.py",
         "worker/model/head.py",
         "worker/sampling/row_sums.py",
-        "worker/states/tables.py",
+        "worker/model/state_tables.py",
         "worker/weights/scales.py",
-        "worker/windows/graph.py",
+        "worker/model/window_tables.py",
         "gateway/text/tokenizer.py",
     },
     "openvino_tokenizers": {"common/model_files/vocabulary.py"},
@@ -129,15 +129,14 @@ TIERS = {
     ),
     "worker": (
         ("config", "grammar"),
-        ("eviction", "host", "multimodal"),
+        ("host", "multimodal"),
         ("request",),
         ("kv", "sampling", "weights"),
-        ("states", "windows"),
         ("model", "peers"),
         ("heads", "numerics"),
         ("speculation",),
         ("engine", "adapters"),
-        ("encoder", "tiers", "stateful", "windowed"),
+        ("encoder", "tiers"),
         ("allocation",),
         ("loading", "server", "check"),
         ("serving",),
@@ -305,11 +304,11 @@ def test_wings_import_downward_only(package: str) -> None:
 
 
 def test_an_upward_import_is_found_and_says_where_the_thing_belongs() -> None:
-    graph = {"worker.kv.manager": {"worker.engine.scheduler", "worker.request.step"}, "worker.attic.box": set()}
+    graph = {"worker.kv.cache": {"worker.engine.scheduler", "worker.request.step"}, "worker.attic.box": set()}
     new_wing, upward = upward_imports("worker", graph)
     assert new_wing.startswith("worker/attic has no tier")
-    assert upward.startswith("worker.kv.manager imports worker.engine.scheduler")
-    assert "kv may import config, grammar, eviction, host, multimodal, request" in upward
+    assert upward.startswith("worker.kv.cache imports worker.engine.scheduler")
+    assert "kv may import config, grammar, host, multimodal, request" in upward
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,37 +1,48 @@
-"""Allocates the memory of a model: the KV cache, the draft model's part in it, and the states of recurrent layers."""
+"""Allocates the memory that a model keeps between steps, and divides it among the groups of its layers: KV blocks,
+parts of blocks for layers with a sliding window, states of recurrent layers, and the draft model's part of blocks."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.worker.config import WorkerConfig
+from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.host.binding import Region
 from headrace.worker.kv.arena import KVArena
+from headrace.worker.kv.cache import GroupBudget
+from headrace.worker.kv.groups import recurrent, window
+from headrace.worker.kv.groups.evicting import EvictionBudget
+from headrace.worker.kv.groups.recurrent import SLOTS_OF_REQUEST, StateBudget, StateSizes
+from headrace.worker.kv.groups.window import PartSizes, WindowBudget
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
-from headrace.worker.kv.memory import available_bytes, budget_for, num_blocks_for
+from headrace.worker.kv.layers import LayerGroup, LayerKind, group_of
+from headrace.worker.kv.memory import GIB, available_bytes, budget_for, no_room, num_blocks_for
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.numerics import kv_numerics
-from headrace.worker.stateful import divide_memory
-from headrace.worker.states.slots import StateBudget
-from headrace.worker.windowed import divide_between, hint_at_windows
-from headrace.worker.windows.manager import WindowBudget
+from headrace.worker.request.step import FIRST_STATE_SLOT
 
 if TYPE_CHECKING:
     from headrace.worker.heads.eagle_runner import EagleRunner
     from headrace.worker.heads.medusa_runner import MedusaRunner
     from headrace.worker.model.runner import OpenVINOModelRunner
 
+log = logging.getLogger("headrace.worker")
+
+# The slots of running requests take at most this share of the memory.
+_MOST_FOR_RUNNING = 0.5
+
 
 class Allocation(NamedTuple):
-    """The KV cache, the limits of steps that fit it, the slots of states if there are any, the cache that outlives the
-    process if there is one, and the slots of layers with a sliding window if these keep only their windows."""
+    """The KV cache, the limits of steps that fit it, the cache that outlives the process if there is one, and what the
+    groups of layers got beside the blocks."""
 
     num_blocks: int
     region: Region
     limits: StepLimits
-    states: StateBudget | None
     kept: KeptCache | None
-    windows: WindowBudget | None = None
+    groups: Sequence[GroupBudget] = ()
 
 
 def allocate(
@@ -41,47 +52,119 @@ def allocate(
     kept: KeptCache | None,
     draft: OpenVINOModelRunner | EagleRunner | MedusaRunner | None,
 ) -> Allocation:
-    """Allocate all memory that a model keeps between steps. ConfigurationError if it does not fit."""
-    if runner.has_parts:
-        if kept is not None:
-            kept.discard()  # it has whole blocks
-        draft_bytes = draft.block_bytes if draft is not None else 0
-        num_blocks, windows = divide_between(runner, budget_for(config), limits, draft_bytes)
-        arena = runner.allocate(num_blocks, windows.num_slots, huge_pages=config.huge_pages)
-        if draft is not None:
-            draft.allocate(num_blocks, huge_pages=config.huge_pages)
-        return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, None, None, windows)
+    """Allocate all memory. ConfigurationError if it does not fit."""
+    draft_bytes = draft.block_bytes if draft is not None else 0
+    recurrent_layers = group_of(runner.layer_groups, LayerKind.RECURRENT)
+    window_layers = group_of(runner.layer_groups, LayerKind.WINDOW)
     hint_at_windows(config, runner)
-    if runner.state_tables is None:
-        num_blocks, arena = _allocate_cache(config, runner, limits, kept, draft)
-        return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, None, kept)
-    if kept is not None:
-        kept.discard()  # of no use without states
-    num_blocks, states, limits = divide_memory(config, runner, budget_for(config), limits)
-    arena = runner.allocate(num_blocks, huge_pages=config.huge_pages)
-    return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, states, None)
+    groups: list[GroupBudget] = [EvictionBudget()] if config.cache_eviction is not None else []
+    if kept is not None and (window_layers is not None or recurrent_layers is not None):
+        kept.discard()  # it has whole blocks, and no states
+        kept = None
+    if window_layers is not None:
+        num_blocks, windows = _divide_between_parts(runner, window_layers, budget_for(config), limits, draft_bytes)
+        arena = runner.allocate(num_blocks, windows.num_slots, huge_pages=config.huge_pages)
+        groups.append(windows)
+    elif recurrent_layers is not None:
+        num_blocks, states, limits = _divide_with_states(
+            config, runner, recurrent_layers, budget_for(config), limits, draft_bytes
+        )
+        arena = runner.allocate(num_blocks, huge_pages=config.huge_pages)
+        groups.append(states)
+    else:
+        num_blocks, arena = _allocate_cache(config, runner, kv_numerics(runner, limits), kept, draft_bytes)
+    if draft is not None:
+        draft.allocate(num_blocks, huge_pages=config.huge_pages)
+    return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, kept, groups)
+
+
+def hint_at_windows(config: WorkerConfig, runner: OpenVINOModelRunner) -> None:
+    """Log that the KV cache could hold more tokens, or that --window-cache has no effect."""
+    if group_of(runner.layer_groups, LayerKind.WINDOW) is not None:
+        return
+    has_states = group_of(runner.layer_groups, LayerKind.RECURRENT) is not None
+    if config.trims_windows:
+        why = "some layers keep recurrent states" if has_states else "no layer has a sliding window"
+        log.warning("--window-cache trim has no effect on this model: %s", why)
+    elif runner.windows.layers and not has_states:
+        log.info(
+            "%d layers see no more than the last %d tokens; with --window-cache trim the KV cache may hold several "
+            "times as many tokens",
+            len(runner.windows.layers),
+            runner.windows.num_tokens,
+        )
+
+
+def _divide_between_parts(
+    runner: OpenVINOModelRunner, layers: LayerGroup, budget: int, limits: StepLimits, draft_bytes: int
+) -> tuple[int, WindowBudget]:
+    """Divide `budget` bytes between blocks and their parts for layers with a window. Another `draft_bytes` of each
+    block are allocated elsewhere. ConfigurationError if there is no room."""
+    sizes = PartSizes(runner.block_bytes + draft_bytes, runner.block_size, layers.block_bytes, layers.window)
+    num_blocks, windows = window.divide(budget, sizes, limits.max_num_seqs, limits.max_num_batched_tokens)
+    if num_blocks < 1:
+        raise no_room(budget, sizes.block_bytes + sizes.part_bytes)
+    whole = budget // (sizes.block_bytes + sizes.part_bytes) - 1
+    log.info(
+        "%d layers keep the last %d tokens of requests: the KV cache has %d blocks, and %d slots for these layers "
+        "(%.2f GiB); it would have %d blocks if they kept all tokens",
+        len(runner.windows.layers),
+        sizes.window,
+        num_blocks,
+        windows.num_slots,
+        windows.num_slots * sizes.part_bytes / GIB,
+        whole,
+    )
+    return num_blocks, windows
+
+
+def _divide_with_states(
+    config: WorkerConfig,
+    runner: OpenVINOModelRunner,
+    layers: LayerGroup,
+    budget: int,
+    limits: StepLimits,
+    draft_bytes: int,
+) -> tuple[int, StateBudget, StepLimits]:
+    """Divide `budget` bytes between blocks and slots for states, and allocate the slots. Returns the number of blocks,
+    the slots, and the limits with the number of requests for which there are slots. ConfigurationError if there is no
+    room."""
+    sizes = StateSizes(runner.block_bytes + draft_bytes, runner.block_size, layers.block_bytes)
+    limits = replace(limits, max_num_seqs=most_requests(config, budget, sizes, limits.max_num_seqs))
+    num_blocks, states = recurrent.divide(budget, sizes, limits.max_num_seqs)
+    if num_blocks < 1:
+        raise no_room(budget, sizes.block_bytes)
+    precisions = runner.allocate_states(states.num_slots, huge_pages=config.huge_pages)
+    log.info(
+        "recurrent layers: %d slots of %.2f MiB (%s) for states take %.2f GiB of the KV cache's memory; a cached "
+        "prefix is used as far as a state of it is saved, every %d tokens of a prompt and at its end",
+        states.num_slots,
+        sizes.slot_bytes / (1 << 20),
+        precisions,
+        states.num_slots * sizes.slot_bytes / GIB,
+        states.interval,
+    )
+    return num_blocks, states, limits
+
+
+def most_requests(config: WorkerConfig, budget: int, sizes: StateSizes, max_num_seqs: int) -> int:
+    """How many requests may run, at most `max_num_seqs`, so that their slots leave room for blocks in `budget` bytes.
+    ConfigurationError if the flags ask for more, or if there is no room for one."""
+    room = int(_MOST_FOR_RUNNING * budget) // sizes.slot_bytes - FIRST_STATE_SLOT
+    possible = room // SLOTS_OF_REQUEST
+    if possible < (config.max_num_seqs or 1):
+        raise ConfigurationError(
+            f"a KV cache of {budget / GIB:.3f} GiB has room for {max(0, possible)} requests, each of which needs "
+            f"{SLOTS_OF_REQUEST * sizes.slot_bytes / GIB:.3f} GiB for the states of recurrent layers; ask for more "
+            "with --kv-cache-gb, or for fewer requests with --max-num-seqs"
+        )
+    return min(max_num_seqs, possible)
 
 
 def _allocate_cache(
-    config: WorkerConfig,
-    runner: OpenVINOModelRunner,
-    limits: StepLimits,
-    kept: KeptCache | None,
-    draft: OpenVINOModelRunner | EagleRunner | MedusaRunner | None,
-) -> tuple[int, KVArena]:
-    """Allocate the KV cache, and the part of the draft model in its blocks. Returns the number of blocks, and the
-    memory of the former."""
-    draft_bytes = draft.block_bytes if draft is not None else 0
-    num_blocks, arena = _allocate_own(config, runner, kv_numerics(runner, limits), kept, draft_bytes)
-    if draft is not None:
-        draft.allocate(num_blocks, huge_pages=config.huge_pages)
-    return num_blocks, arena
-
-
-def _allocate_own(
     config: WorkerConfig, runner: OpenVINOModelRunner, numerics: str, kept: KeptCache | None, draft_bytes: int
 ) -> tuple[int, KVArena]:
-    """Allocate the KV cache. Another `draft_bytes` of each block are allocated elsewhere."""
+    """Allocate whole blocks. Another `draft_bytes` of each block are allocated elsewhere."""
     shapes, block_bytes = runner.block_shapes, runner.block_bytes + draft_bytes
     sizing = f"{config.kv_cache_bytes} {config.kv_cache_share} {config.memory_node} {config.kv_cache_node_share}"
     sizing += f" {draft_bytes}" if draft_bytes else ""

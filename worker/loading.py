@@ -27,20 +27,24 @@ from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.engine.thread import EngineThread
-from headrace.worker.eviction.settings import add_rule, eviction_of
 from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.kv.block_pool import BlockPool, Journal
+from headrace.worker.kv.cache import GroupBudget
 from headrace.worker.kv.disk_cipher import read_key
+from headrace.worker.kv.exclusions import refuse_flags, refuse_for_model
+from headrace.worker.kv.groups.recurrent import StateBudget
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
+from headrace.worker.kv.layers import LayerKind, group_of
 from headrace.worker.kv.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of, for_context
 from headrace.worker.model.step_limits import StepLimits, step_limits
 from headrace.worker.peers.handover import Handover
+from headrace.worker.request.eviction_rules import add_rule, eviction_of
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
@@ -51,11 +55,8 @@ from headrace.worker.speculation.load import (
     speculation_for,
     weights_of_draft,
 )
-from headrace.worker.states.slots import StateBudget
 from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
 from headrace.worker.weights.file_memory import give_back_files
-from headrace.worker.windowed import refuse_flags
-from headrace.worker.windows.manager import WindowBudget
 
 if TYPE_CHECKING:
     from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
@@ -122,10 +123,11 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     limits = step_limits(
         config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
     )
-    if runner.state_tables is not None:
+    refuse_for_model(config, runner.layer_groups)
+    if group_of(runner.layer_groups, LayerKind.RECURRENT) is not None:
         speculation = "off"
     draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
-    num_blocks, region, limits, states, kept, windows = allocate(config, runner, limits, kept, draft_runner)
+    num_blocks, region, limits, kept, groups = allocate(config, runner, limits, kept, draft_runner)
     log_loaded(config.name, runner, num_blocks, region.size_bytes, threads, time.monotonic() - start)
     log_limits(limits, runner.exact_rows)
     # Touching the first pages while the first kernels are built saves a quarter of a second.
@@ -133,10 +135,9 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     touching.start()
     draft = draft_of(draft_runner, heads, threads)
     journal = kept.journal if kept is not None else None
-    made = partial(engine_for, speculation=speculation, draft=draft, states=states, windows=windows)
+    made = partial(engine_for, speculation=speculation, draft=draft, groups=groups)
     engine = made(config, runner, sampler_for(runner, threads), num_blocks, limits, journal)
     pool = engine.scheduler.kv_cache.pool
-    runner.part_slots = engine.scheduler.kv_cache.part_slots
     if kept is not None:
         pool.put_last(kept.old_blocks())
     warm_up(engine, has_adapters=config.max_adapters > 0)
@@ -147,7 +148,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     if kept is not None:
         kept.restore(pool, fingerprint)
     tiers = tiers_for(config, runner, kv_layout(runner, limits, fingerprint), pool, kept, disk_key, transport)
-    card = card_of(config, pool, model_dir, fingerprint, runner, states, tiers)
+    card = card_of(config, pool, model_dir, fingerprint, runner, groups, tiers)
     add_rule(card, rule, longest)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
 
@@ -266,8 +267,7 @@ def engine_for(
     *,
     speculation: str = "off",
     draft: Draft | None = None,
-    states: StateBudget | None = None,
-    windows: WindowBudget | None = None,
+    groups: Sequence[GroupBudget] = (),
 ) -> Engine:
     """Build the engine for the given flags; see `build_engine`."""
     return build_engine(
@@ -279,9 +279,7 @@ def engine_for(
         journal=journal,
         speculation=speculation,
         draft=draft,
-        states=states,
-        windows=windows,
-        evicts=config.cache_eviction is not None,
+        groups=groups,
     )
 
 
@@ -339,7 +337,7 @@ def card_of(
     model_dir: ModelDir,
     fingerprint: str,
     runner: OpenVINOModelRunner,
-    states: StateBudget | None,
+    groups: Sequence[GroupBudget],
     tiers: Tiers,
 ) -> worker_pb2.ModelCard:
     """The model card, with the properties of the KV cache that routers need. ConfigurationError for a --role if blocks
@@ -348,7 +346,7 @@ def card_of(
         config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
     )
     card.kv_block_bytes = runner.block_bytes + runner.part_bytes
-    card.state_interval_tokens = states.interval if states is not None else 0
+    card.state_interval_tokens = next((group.interval for group in groups if isinstance(group, StateBudget)), 0)
     if tiers.handover is not None:
         card.kv_layout = tiers.handover.source.layout
     elif config.role != "both":

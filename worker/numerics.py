@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headrace.worker.model.runner import OpenVINOModelRunner
 
 # Raise it whenever keys or values get other bits from the same model and OpenVINO: with a changed transformation of the
-# graph (worker/model, worker/weights, worker/eviction), other properties for OpenVINO, or other rules for steps with
+# graph (worker/model, worker/weights), other properties for OpenVINO, or other rules for steps with
 # prompts. tests/worker/test_numerics_version.py notices changes of the graph and of the properties only.
 KV_NUMERICS_VERSION = 1
 # OpenVINO chooses kernels by these. The name of a CPU does not tell which it has: hypervisors hide some, and give

@@ -73,7 +73,7 @@ def tiers_for(
 ) -> Tiers:
     """The tiers that the flags describe. ConfigurationError if the disk cannot be used. None for a model with recurrent
     layers, whose blocks are useless without states, and for layers that keep only their windows."""
-    if runner.state_tables is not None or runner.has_parts:
+    if len(runner.layer_groups) > 1:
         return NO_TIERS
     contents, disk = runner.block_bytes_of, None
     if config.kv_disk is not None:

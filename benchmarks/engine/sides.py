@@ -85,6 +85,7 @@ class HeadraceSide:
     def __init__(self, settings: EngineSettings) -> None:
         from headrace.worker.engine.build import build_engine
         from headrace.worker.host.numa import usable_cpus
+        from headrace.worker.kv.groups.recurrent import StateBudget
         from headrace.worker.kv.memory import available_bytes
         from headrace.worker.model.decode_graph import wants_decode_graph
         from headrace.worker.model.runner import OpenVINOModelRunner
@@ -93,7 +94,6 @@ class HeadraceSide:
         from headrace.worker.request.request import Request
         from headrace.worker.sampling.row_sums import reducer_for
         from headrace.worker.sampling.sampler import BatchSampler
-        from headrace.worker.states.slots import StateBudget
 
         self._request, self._params = Request, SamplingParams
         self._delivered: tuple[float, list[Event]] = (0.0, [])
@@ -117,14 +117,14 @@ class HeadraceSide:
             most = runner.exact_rows
             seqs = min(seqs, most - ROOM_FOR_PROMPTS)
         limits = StepLimits(seqs, most, settings.max_num_mixed_tokens or most, is_exact=most <= runner.exact_rows)
-        states = None
+        groups = []
         if runner.state_tables is not None:
-            states = StateBudget(2 * seqs + _SAVED_STATES, _STATE_INTERVAL)
-            runner.allocate_states(states.num_slots)
+            groups.append(StateBudget(2 * seqs + _SAVED_STATES, _STATE_INTERVAL))
+            runner.allocate_states(groups[0].num_slots)
         sampler = BatchSampler(reducer_for(runner.vocab_size, len(usable_cpus())))
         target_ms = settings.target_step_ms
         self.engine = build_engine(
-            runner, sampler, settings.num_blocks, limits, target_step_ms=target_ms, states=states
+            runner, sampler, settings.num_blocks, limits, target_step_ms=target_ms, groups=groups
         )
 
     def add(self, index: int, job: Job) -> None:

@@ -18,6 +18,9 @@ from headrace.common.model_files.networks import networks_in
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
+from headrace.worker.kv.cache import GroupBudget
+from headrace.worker.kv.groups.recurrent import StateBudget
+from headrace.worker.kv.groups.window import WindowBudget
 from headrace.worker.loading import load_model
 from headrace.worker.model.fused_projections import fuse_projections, is_constant
 from headrace.worker.model.paging import read_paged
@@ -28,10 +31,8 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
 from headrace.worker.sampling.sampler import BatchSampler
-from headrace.worker.states.slots import StateBudget
 from headrace.worker.tiers import NO_TIERS
 from headrace.worker.weights.file_memory import FileMemory
-from headrace.worker.windows.manager import WindowBudget
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import CONTEXT, FAMILIES
 from tests.worker.conftest import CHEAP_STEPS
@@ -85,21 +86,18 @@ class Served:
     def engine(self, budget: int, num_blocks: int = NUM_BLOCKS) -> Engine:
         """An engine with steps of up to `budget` tokens."""
         limits = step_limits(8, budget, budget, exact_rows=self.runner.exact_rows)
-        windows = None
+        groups: list[GroupBudget] = [] if self.states is None else [self.states]
         if self.num_slots:
             of_step = -(-limits.max_num_batched_tokens // self.runner.block_size)
-            windows = WindowBudget(self.runner.windows.num_tokens, self.num_slots, of_step)
-        engine = build_engine(
+            groups.append(WindowBudget(self.runner.windows.num_tokens, self.num_slots, of_step))
+        return build_engine(
             self.runner,
             BatchSampler(),
             num_blocks,
             limits,
             step_costs=CHEAP_STEPS,
-            states=self.states,
-            windows=windows,
+            groups=groups,
         )
-        self.runner.part_slots = engine.scheduler.kv_cache.part_slots
-        return engine
 
     def run(self, engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run them to their ends."""
@@ -210,7 +208,8 @@ def test_a_worker_loads_a_model_with_states_and_says_where_they_are_saved(name: 
     address = "127.0.0.1:0"
     config = WorkerConfig(exported(NAMES)[name], name, "w", address, address, kv_cache_bytes=1 << 24, threads=2)
     model = load_model(config)
-    slots, saved = model.engine.scheduler.kv_cache.num_states
+    figures = model.engine.scheduler.kv_cache.figures()
+    slots, saved = figures.num_state_slots, figures.num_saved_states
     assert model.card.state_interval_tokens == 256
     assert model.max_num_seqs == model.engine.scheduler.max_num_seqs
     assert slots > 2 * model.max_num_seqs

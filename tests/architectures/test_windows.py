@@ -60,7 +60,7 @@ def test_prompts_beyond_the_window_are_those_of_transformers(name: str) -> None:
     while engine.scheduler.has_requests:
         engine.step()
         engine.scheduler.check()
-        most = max(most, engine.scheduler.kv_cache.num_parts[1])
+        most = max(most, engine.scheduler.kv_cache.figures().num_held_window_slots)
     assert len(model.tokens) // model.runner.block_size > 2 * NUM_SLOTS
     assert most <= NUM_SLOTS
     for request in requests:

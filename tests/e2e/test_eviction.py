@@ -17,9 +17,10 @@ import pytest
 from headrace.cli.models.model_cache import model_directory
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
-from headrace.worker.eviction.sequence import Aggregation, Eviction, EvictionRule
+from headrace.worker.kv.groups.evicting import EvictionBudget
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.request.eviction import Aggregation, Eviction, EvictionRule
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
@@ -63,7 +64,7 @@ def prompts(directory: Path) -> list[list[int]]:
 
 def engine_of(runner: OpenVINOModelRunner, num_blocks: int = NUM_BLOCKS) -> Engine:
     limits = StepLimits(16, BUDGET, BUDGET, is_exact=True)
-    return build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, evicts=True)
+    return build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, groups=[EvictionBudget()])
 
 
 def request_of(

@@ -54,7 +54,7 @@ class FakeRunner:
             error, self.fail_next = self.fail_next, None
             raise error
         self._check_shapes(batch)
-        for source, destination, _ in batch.copies:
+        for source, destination in batch.copies:
             self.blocks[destination] = self.blocks[source]
         num_padding = int(np.count_nonzero(batch.block_indices == self.padding_block))
         self.num_tokens += len(batch.input_ids) - num_padding

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_bytes import BlockShape
+from headrace.worker.kv.layers import LayerGroup, LayerKind
 from headrace.worker.model.runner import OpenVINOModelRunner
 
 SHAPE = BlockShape(1, 8, 8)
@@ -22,8 +23,7 @@ def idle_runner(shape: BlockShape = SHAPE, adapters: object | None = None) -> Op
     runner = SimpleNamespace(
         numerics="version CPU performance u8",
         adapters=adapters,
-        has_parts=False,
-        state_tables=None,
+        layer_groups=[LayerGroup(LayerKind.FULL, shape.num_bytes)],
         windows=SimpleNamespace(layers=()),
         block_shapes=(shape,),
         block_bytes=shape.num_bytes,

@@ -14,17 +14,13 @@ from headrace.worker.engine.isolation import Sampler
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
 from headrace.worker.kv.block_pool import BlockPool, Journal
-from headrace.worker.kv.evicting import EvictingCacheManager
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.kv.cache import GroupBudget, KVCache
 from headrace.worker.model.step_limits import StepLimits, max_logits_rows
 from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler, DraftTimes
 from headrace.worker.speculation.medusa import MedusaHeads
 from headrace.worker.speculation.model_drafts import ModelDrafts
 from headrace.worker.speculation.speculation import GrammarDrafts, Speculation
-from headrace.worker.states.manager import StatefulCacheManager
-from headrace.worker.states.slots import StateBudget, StateSlots
-from headrace.worker.windows.manager import WindowBudget, WindowCacheManager
 
 
 class Draft(NamedTuple):
@@ -34,7 +30,7 @@ class Draft(NamedTuple):
     sampler: DraftSampler
     step_costs: StepCosts | None = None
     """The learned costs of its steps."""
-    kind: Callable[[Any, DraftSampler, KVCacheManager, DraftTimes, int], DraftModel] = DraftModel
+    kind: Callable[[Any, DraftSampler, KVCache, DraftTimes, int], DraftModel] = DraftModel
     """Makes the object that drafts with such a runner."""
 
 
@@ -81,12 +77,10 @@ def build_engine(
     journal: Journal | None = None,
     speculation: str = "off",
     draft: Draft | None = None,
-    states: StateBudget | None = None,
-    windows: WindowBudget | None = None,
-    evicts: bool = False,
+    groups: Sequence[GroupBudget] = (),
 ) -> Engine:
-    """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and the slots of `states` if the
-    model has recurrent layers. Such a model cannot speculate. See `build_scheduler`.
+    """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and what the `groups` of layers
+    have beside them. A model with recurrent layers cannot speculate. See `build_scheduler`.
 
     `speculation` is "off", "auto" (as many draft tokens as make the worker faster), "ngram" (drafts of a fixed length),
     or "draft", "eagle3" or "medusa" (as "auto", with the smaller model or heads in `draft`).
@@ -98,12 +92,10 @@ def build_engine(
         target_step_ms=target_step_ms,
         step_costs=step_costs,
         journal=journal,
-        states=states,
-        windows=windows,
-        evicts=evicts,
+        groups=groups,
     )
     num_rows = scheduler.max_prompt_rows = max_logits_rows(runner.vocab_size)
-    assert states is None or speculation == "off", "states of recurrent layers cannot be cut back"
+    assert scheduler.kv_cache.states is None or speculation == "off", "states of recurrent layers cannot be cut back"
     if speculation != "off":
         scheduler.speculation = build_speculation(
             scheduler,
@@ -151,27 +143,17 @@ def build_scheduler(
     step_costs: StepCosts | None = None,
     clock: Callable[[], float] = time.monotonic,
     journal: Journal | None = None,
-    states: StateBudget | None = None,
-    windows: WindowBudget | None = None,
-    evicts: bool = False,
+    groups: Sequence[GroupBudget] = (),
 ) -> Scheduler:
-    """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens. `states` are the
-    slots of recurrent layers, `windows` those of layers with a sliding window. With `evicts`, requests may evict their
-    own blocks.
+    """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens, and of what the
+    `groups` of layers have beside them.
 
     `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `step_costs` has
     the learned costs of steps. `journal` records the content of blocks. ValueError if the limits leave no room for
     prompts beside a full batch.
     """
     pool = BlockPool(num_blocks, block_size, journal)
-    if states is not None:
-        assert states.num_slots >= 2 * limits.max_num_seqs, "each running request may read one slot and write another"
-        kv_cache: KVCacheManager = StatefulCacheManager(pool, StateSlots(states.num_slots), states.interval)
-    elif windows is not None:
-        assert not evicts, "blocks are given up by two rules"
-        kv_cache = WindowCacheManager(pool, windows)
-    else:
-        kv_cache = EvictingCacheManager(pool) if evicts else KVCacheManager(pool)
+    kv_cache = KVCache(pool, [budget.make(pool) for budget in groups])
     return Scheduler(
         kv_cache,
         limits.max_num_seqs,

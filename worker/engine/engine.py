@@ -157,7 +157,7 @@ class Engine:
             self.step()
         self.scheduler.speculation = speculation
         self.scheduler.kv_cache.forget_all()
-        self.scheduler.kv_cache.pool.take_events()
+        self.scheduler.kv_cache.take_changes()
         self.scheduler.stats = SchedulerStats()
         self.stats = EngineStats()
         self.meter.end_warm_up()
@@ -165,13 +165,11 @@ class Engine:
     def _build(self, output: SchedulerOutput) -> _Step:
         """Make the arrays of the step, and bind them to the runner."""
         try:
-            batch = build_batch(
-                output.scheduled, self.scheduler.kv_cache.block_size, output.copies, output.states, output.moves
-            )
+            batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.plan)
             graph = graph_of(batch, self.runner.small_decode)
             size = self.meter.size(output, graph, least=self.runner.least_decode)
             if size.num_padding:
-                batch = padded(batch, size.num_padding, self.scheduler.kv_cache.pool.num_blocks)
+                batch = padded(batch, size.num_padding, self.scheduler.kv_cache.num_blocks)
             self.runner.bind(batch, keeps_logits=self._overlap.reads_logits)
         except Exception as error:
             raise _StepFailedError from error

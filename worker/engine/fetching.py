@@ -117,7 +117,7 @@ class Fetching:
         if tier is None:
             return False
         cache.free(request)
-        if self._begin(request, first, tier, end, lambda: min(num_free, cache.pool.num_free_blocks)):
+        if self._begin(request, first, tier, end, lambda: min(num_free, cache.num_free_blocks)):
             self._scheduler.waiting.remove(request)
             return True
         cache.reuse(request)
@@ -136,7 +136,7 @@ class Fetching:
             pool.release(reversed(prefix))
             return False
         wanted = [
-            Wanted(block, cache.hash_of(request, index), *cache.work_on(request, index), is_first=index == 0)
+            Wanted(block, *cache.key_of(request, index), is_first=index == 0)
             for index, block in zip(range(first, end), pool.take(end - first), strict=True)
         ]
         request.was_fetched_for = True
@@ -310,7 +310,7 @@ class Fetching:
     def _num_spare(self) -> int:
         """Blocks that no running request needs while a fetch holds them."""
         num_needed = sum(map(self._num_needed, self._scheduler.running))
-        return max(0, self._scheduler.kv_cache.pool.num_free_blocks - num_needed)
+        return max(0, self._scheduler.kv_cache.num_free_blocks - num_needed)
 
     def _num_needed(self, request: Request) -> int:
         """Blocks that a running request may need meanwhile."""

@@ -212,7 +212,7 @@ class Forecast:
         """How many requests must end before this one gets a place in the batch and blocks for its prompt."""
         scheduler = self._scheduler
         for_a_place = len(scheduler.running) + len(waiting) + 1 - scheduler.max_num_seqs
-        num_free = scheduler.kv_cache.pool.num_free_blocks
+        num_free = scheduler.kv_cache.num_free_blocks
         promised = sum(self._num_missing_blocks(other, computed) for other in scheduler.running)
         num_short = 0
         for other in (*waiting, request):

@@ -21,24 +21,21 @@ from dataclasses import dataclass, field
 from headrace.protos.status import StatusError
 from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, LogitsRows, Prompt, Room, StepBudget
 from headrace.worker.engine.step_cost import StepCosts, StepShape
-from headrace.worker.kv.manager import BlockCopy, KVCacheManager
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import FinishReason, Request, RequestState
-from headrace.worker.request.step import LayerMoves, RequestOutput, Sampled, Scheduled, StateStep
+from headrace.worker.request.step import RequestOutput, Sampled, Scheduled, StepPlan
 from headrace.worker.speculation.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """A decided step, in the order of the batch. Requests whose last token is computed are sampled. `copies` of blocks
-    are made before anything is computed."""
+    """A decided step, in the order of the batch. Requests whose last token is computed are sampled. `plan` is what it
+    does to the KV cache."""
 
     scheduled: Sequence[Scheduled]
     num_tokens: int
-    copies: Sequence[BlockCopy]
-
+    plan: StepPlan
     num_draft_tokens: int = 0
-    states: Sequence[StateStep] | None = None
-    moves: Sequence[LayerMoves] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -87,7 +84,7 @@ class Scheduler:
     most `max_num_batched_tokens` tokens, at most `max_num_mixed_tokens` with running streams, and `max_prompt_rows`
     rows of logits for log-probabilities of prompts."""
 
-    kv_cache: KVCacheManager
+    kv_cache: KVCache
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_mixed_tokens: int
@@ -122,7 +119,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Accept a request. The service has checked that it fits the pool when it is alone."""
-        assert self.kv_cache.num_blocks_of(request, request.num_tokens) <= self.kv_cache.pool.num_blocks
+        assert self.kv_cache.num_blocks_of(request, request.num_tokens) <= self.kv_cache.num_blocks
         if not request.is_accepted:
             request.is_accepted = True
             self.stats.requests_admitted += 1
@@ -165,9 +162,7 @@ class Scheduler:
         scheduled = self._reserve(self._share_budget())
         self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
         num_draft_tokens = sum(num_tokens - 1 for request, num_tokens in scheduled if request.draft)
-        copies, states = self.kv_cache.take_copies(), self.kv_cache.plan_states(scheduled)
-        moves = self.kv_cache.take_moves()
-        return SchedulerOutput(scheduled, self._num_tokens, copies, num_draft_tokens, states, moves)
+        return SchedulerOutput(scheduled, self._num_tokens, self.kv_cache.plan(scheduled), num_draft_tokens)
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         """Account for a computed step. `sampled` has an entry for each sampled request, in batch order."""
@@ -178,7 +173,6 @@ class Scheduler:
             self.stats.prompt_tokens_computed += max(0, min(left, num_tokens))
             known = min(num_tokens, request.num_uncomputed_tokens)
             request.num_computed_tokens += known
-            self.kv_cache.evict(request)
             if request.num_computed_tokens < request.num_tokens:
                 self.kv_cache.publish(request)
                 continue
@@ -203,7 +197,7 @@ class Scheduler:
         for request in self.waiting:
             assert request.state is RequestState.WAITING
             assert not request.block_table, "a waiting request holds blocks"
-        num_others = self.kv_cache.pool.num_blocks - self.kv_cache.pool.num_free_blocks - len(held)
+        num_others = self.kv_cache.num_blocks - self.kv_cache.num_free_blocks - len(held)
         assert num_others == 0 or (num_others > 0 and self.num_fetching), "a block without an owner"
         for requests in (self.running, self.waiting):
             assert requests == sorted(requests, key=rank)
@@ -250,7 +244,7 @@ class Scheduler:
             return False
         num_blocks = self.kv_cache.num_blocks_of(request, request.num_tokens + 1)
         missing = num_blocks - num_cached // self.kv_cache.block_size
-        return promised + missing <= self.kv_cache.pool.num_free_blocks
+        return promised + missing <= self.kv_cache.num_free_blocks
 
     def num_missing_blocks(self, request: Request) -> int:
         """Blocks that the request lacks for all of its tokens and one more. After a draft it may have one too many."""

@@ -151,12 +151,8 @@ class EngineThread(ServingThread):
 
 
 def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> LoadReport:
-    """The engine's state now, after it has received `num_taken` requests. Takes the pool's events."""
+    """The engine's state now, after it has received `num_taken` requests. Takes the changes of the cache."""
     rates = scheduler.step_costs.rates
-    pool = scheduler.kv_cache.pool
-    num_state_slots, num_saved_states = scheduler.kv_cache.num_states
-    num_window_slots, num_held_window_slots = scheduler.kv_cache.num_parts
-    stored, evicted = pool.take_events()
     uncached = sum(
         max(0, request.num_prompt_tokens - request.num_computed_tokens)
         for requests in (scheduler.running, scheduler.waiting)
@@ -166,9 +162,7 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
     counters["steps"] = stats.num_steps
     counters["infer_us"] = int(stats.infer_s * 1e6)
     counters["overhead_us"] = int(stats.overhead_s * 1e6)
-    counters["blocks_evicted"] = pool.num_evictions
-    counters["blocks_restored"] = pool.num_restored
-    counters["blocks_given_up"] = scheduler.kv_cache.num_given_up
+    counters |= scheduler.kv_cache.counters()
     counters["padding_tokens"] = stats.num_padding_tokens
     if scheduler.speculation is not None:
         counters |= scheduler.speculation.counters
@@ -176,19 +170,10 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         num_uncached_tokens=uncached,
-        num_blocks=pool.num_blocks,
-        num_free_blocks=pool.num_free_blocks,
-        num_cached_blocks=pool.num_cached_blocks,
-        num_partial_blocks=pool.num_partial_blocks,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_step_ms=rates.decode_token_ms,
         counters=counters,
-        stored=stored,
-        evicted=evicted,
         num_taken=num_taken,
-        num_state_slots=num_state_slots,
-        num_saved_states=num_saved_states,
-        state_changes=scheduler.kv_cache.take_state_changes(),
-        num_window_slots=num_window_slots,
-        num_held_window_slots=num_held_window_slots,
+        **scheduler.kv_cache.figures()._asdict(),
+        **scheduler.kv_cache.take_changes()._asdict(),
     )

@@ -20,8 +20,8 @@ from headrace.worker.model.batch import Batch
 from headrace.worker.model.head import InputTensors
 from headrace.worker.model.paging import STEP_INPUTS, read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.state_tables import bytes_of, dims_of
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.states.tables import bytes_of, dims_of
 
 _LOWEST = np.float32(-3e38)
 _FEATURE_BYTES = 2

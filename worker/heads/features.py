@@ -39,7 +39,7 @@ class FeatureStore:
 
     def write(self, batch: Batch, features: FloatArray) -> None:
         """Keep the features `[tokens, width]` of a step of the target, after copying its `copies`."""
-        for source, destination, _ in batch.copies:
+        for source, destination in batch.copies:
             self._values[destination] = self._values[source]
             self.num_filled[destination] = self.num_filled[source]
         blocks, offsets = self.places(batch)

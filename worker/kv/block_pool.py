@@ -126,6 +126,10 @@ class BlockPool:
         """Whether some block has this hash."""
         return block_hash in self._block_of_hash
 
+    def block_of(self, block_hash: int) -> int | None:
+        """The block with this hash; None if there is none."""
+        return self._block_of_hash.get(block_hash)
+
     def is_cached(self, block: int) -> bool:
         """Whether this block, or its beginning, can be found."""
         return block in self._content

@@ -31,15 +31,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.eviction.scored import Scored, merged_tables, padded_tables
-from headrace.worker.eviction.sequence import Eviction
-from headrace.worker.kv.manager import BlockCopy
+from headrace.worker.model.scored import Scored, merged_tables, padded_tables
+from headrace.worker.request.eviction import Eviction
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Branch, Request
-from headrace.worker.request.step import PADDING_SLOT, ZERO_SLOT, LayerMoves, Scheduled, StateStep
+from headrace.worker.request.step import PADDING_SLOT, ZERO_SLOT, BlockCopy, LayerMoves, Scheduled, StateStep, StepPlan
 
 Ahead = npt.NDArray[np.intp]
 IntArray = npt.NDArray[np.int32]
+NO_PLAN = StepPlan()
 LongArray = npt.NDArray[np.int64]
 
 
@@ -76,10 +76,14 @@ class Batch:
     common ones."""
     scored: Sequence[Scored] = ()
     """Sequences whose attention decides which blocks are evicted."""
+    part_copies: Sequence[BlockCopy] = ()
+    """Copies between slots of parts of blocks, made before anything is computed."""
     moves: Sequence[LayerMoves] = ()
     """Made after `copies`."""
     states: StateInputs | None = None
     """The slots that recurrent layers read and write; None if the model has no such layers."""
+    part_slots: IntArray | None = None
+    """The slot of each block's part for layers with a window, `[blocks + 1]`; see `StepPlan`."""
 
     @property
     def is_decode(self) -> bool:
@@ -130,12 +134,9 @@ class PromptRows(NamedTuple):
 def build_batch(
     scheduled: Sequence[Scheduled],
     block_size: int,
-    copies: Sequence[BlockCopy] = (),
-    states: Sequence[StateStep] | None = None,
-    moves: Sequence[LayerMoves] = (),
+    plan: StepPlan = NO_PLAN,
 ) -> Batch:
-    """The inputs of a step. Every request has blocks for its computed and scheduled tokens. `states` has an entry for
-    each request; None if the model has no recurrent layers."""
+    """The inputs of a step. Every request has blocks for its computed and scheduled tokens."""
     sequences = _Sequences(block_size)
     sampled = _SampledRows([], [], [], [], [])
     prompt_rows: list[int] = []
@@ -170,12 +171,14 @@ def build_batch(
         sampled=sampled.requests,
         ahead=np.array(sampled.ahead, np.intp) if has_drafts else None,
         later=sampled.later,
-        copies=copies,
+        copies=plan.copies,
         prompts=prompts,
         sums=Sums.NONE if prompts else sums_for((*sampled.requests, *sampled.later)),
         adapter_slots=_adapter_slots(scheduled),
-        states=None if states is None else _state_inputs(states),
-        moves=moves,
+        part_copies=plan.part_copies,
+        moves=plan.moves,
+        states=None if plan.states is None else _state_inputs(plan.states),
+        part_slots=plan.part_slots,
     )
 
 

@@ -17,12 +17,12 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.common.model_files.networks import networks_in
 from headrace.worker.config import ConfigurationError
-from headrace.worker.eviction.graph import BLOCK_TABLES, SCORE_WINDOWS, TRANSFORMATION, merge_layers
 from headrace.worker.model.batch import StateInputs
 from headrace.worker.model.directory import context_of, has_windows, read_config, uses_alibi
+from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, TRANSFORMATION, merge_layers
 from headrace.worker.model.positions import UnservableError, settle_positions, take_positions
+from headrace.worker.model.state_tables import STATE_TABLES, set_table_types
 from headrace.worker.multimodal.joining import JoiningError, join, settle_types
-from headrace.worker.states.tables import STATE_TABLES, set_table_types
 
 # Inputs of the operators that replace recurrent layers, and the beginnings of the names of their tables of states.
 STATE_INPUTS = tuple(f"la.{name}" for name in StateInputs._fields)
@@ -63,7 +63,7 @@ def read_paged(
     core: ov.Core, model_dir: Path, max_context_tokens: int | None = None, *, evicts: bool = False
 ) -> PagedModel:
     """Read the model and give it PagedAttention, for contexts of up to `max_context_tokens`, or of the length in
-    config.json. With `evicts`, its sequences may evict KV blocks (see `eviction.graph`). Compiles nothing. Raises
+    config.json. With `evicts`, its sequences may evict KV blocks (see `eviction_tables`). Compiles nothing. Raises
     ConfigurationError if the model cannot be served."""
     config = read_config(model_dir)
     model, *embeddings = [_read(core, path) for path in networks_in(model_dir)]

@@ -23,26 +23,27 @@ import numpy.typing as npt
 import openvino as ov
 
 from headrace.worker.config import ConfigurationError
-from headrace.worker.eviction.graph import BLOCK_TABLES, SCORE_WINDOWS, SCORES, layer_of
-from headrace.worker.eviction.scored import add_scores, score_windows, tables_of
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
+from headrace.worker.kv.layers import LayerGroup, LayerKind
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.adapter_graph import PLACES, ROWS, add_adapters
 from headrace.worker.model.adapter_memory import RANK_STEP, AdapterMemory, Linear, rows_of
 from headrace.worker.model.batch import Batch, Graph, graph_of
 from headrace.worker.model.decode_graph import SMALL_DECODE
+from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, SCORES, layer_of
 from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.head import HeadRequest, InputTensors, replace_head
 from headrace.worker.model.paging import BLOCK_INDICES, STATE_INPUTS, STEP_INPUTS, read_paged, reason_of
+from headrace.worker.model.scored import add_scores, score_windows, tables_of
+from headrace.worker.model.state_tables import StateTables, bytes_of, dims_of, has_states, has_sums
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
+from headrace.worker.model.window_tables import WINDOW_BLOCK_INDICES, add_window_tables, window_layers
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.row_sums import RowSums
-from headrace.worker.states.tables import StateTables, bytes_of, dims_of, has_states, has_sums
 from headrace.worker.weights.file_memory import FileMemory
 from headrace.worker.weights.scales import widen_scales
-from headrace.worker.windows.graph import WINDOW_BLOCK_INDICES, add_window_tables, window_layers
 
 IntArray = npt.NDArray[np.int32]
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
@@ -74,7 +75,8 @@ class OpenVINOModelRunner:
     because other kernels compute a single one. A token then does not depend on how many others its step has, in
     performance mode only on some CPUs (docs/decisions/0048). `states` reads hidden states of every step. With `evicts`,
     requests may evict their own KV blocks. With `has_parts`, layers with a sliding window have their parts of blocks
-    in separate slots of `part_bytes` bytes, in `part_slots`. `block_bytes` then counts only the other layers.
+    in separate slots of `part_bytes` bytes. `block_bytes` then counts only the other layers. `layer_groups` says what
+    the cache has to keep for which layers.
     """
 
     _batch: Batch | None = None
@@ -100,8 +102,6 @@ class OpenVINOModelRunner:
         has_parts = has_parts and not has_states(model)
         self.windows = add_window_tables(model) if has_parts else window_layers(model)
         self._in_slots: Collection[int] = self.windows.layers if has_parts else ()
-        self.part_slots: IntArray | None = None
-        """The slot of each block's part, `[blocks + 1]`, which changes from step to step."""
         self.linears: Sequence[Linear] = find_linears(model) if max_adapters else []
         memory = FileMemory()
         fuse_projections(model, memory)
@@ -149,9 +149,22 @@ class OpenVINOModelRunner:
         self.num_kv_heads, self.block_size = dims_of(value)[:2]
         self.block_bytes = sum(bytes_of(port) for port in caches if layer_of(port) not in self._in_slots)
         self.part_bytes = sum(map(bytes_of, caches)) - self.block_bytes
+        self.layer_groups = self._group_layers()
         self.kv_precision = str(key.element_type.get_type_name())
         parts = [ov.get_version(), core.get_property("CPU", "FULL_DEVICE_NAME"), execution_mode, self.kv_precision]
         self.numerics = " ".join([*parts, "evicts"] if evicts else parts)
+
+    def _group_layers(self) -> Sequence[LayerGroup]:
+        """What the cache has to keep for which layers."""
+        whole = tuple(port.any_name for port in self._caches if layer_of(port) not in self._in_slots)
+        groups = [LayerGroup(LayerKind.FULL, self.block_bytes, names=whole)]
+        if self._in_slots:
+            names = tuple(port.any_name for port in self._caches if layer_of(port) in self._in_slots)
+            groups.append(LayerGroup(LayerKind.WINDOW, self.part_bytes, self.windows.num_tokens, names))
+        if self.state_tables is not None:
+            names = tuple(port.any_name for port in self.state_tables.ports)
+            groups.append(LayerGroup(LayerKind.RECURRENT, self.state_tables.slot_bytes, names=names))
+        return groups
 
     def _check_layouts(self) -> None:
         """ConfigurationError unless all graphs have the same KV cache."""
@@ -167,11 +180,13 @@ class OpenVINOModelRunner:
         """Whether some layers have their parts of blocks in slots."""
         return bool(self._in_slots)
 
-    def allocate_states(self, num_slots: int, *, huge_pages: bool = True) -> None:
-        """Make `num_slots` slots for the states of recurrent layers. Must come before `bind` if there are any."""
+    def allocate_states(self, num_slots: int, *, huge_pages: bool = True) -> str:
+        """Make `num_slots` slots for the states of recurrent layers. Must come before `bind` if there are any. Returns
+        the names of their types."""
         assert self.state_tables is not None, "the model has no recurrent layers"
         requests = [slot.request for graph in self._graphs.values() for slot in graph.slots]
         self.state_tables.allocate(num_slots, requests, huge_pages=huge_pages)
+        return self.state_tables.precisions
 
     @property
     def block_shapes(self) -> tuple[BlockShape, ...]:
@@ -231,8 +246,10 @@ class OpenVINOModelRunner:
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Set the inputs of the next step. With `keeps_logits`, the logits of the last step stay valid while it runs.
         This alternates two inference requests, and costs 2 % of a step of one sequence."""
-        for copy in batch.copies:
-            self._copy(*copy)
+        for copies, caches in zip((batch.copies, batch.part_copies), self._divided_views, strict=True):
+            for source, destination in copies:
+                for cache in caches:
+                    cache[destination] = cache[source]
         for sources, destinations in batch.moves:
             for port, cache in zip(self._caches, self._cache_views, strict=True):
                 cache[destinations] = cache[sources[layer_of(port)]]
@@ -247,8 +264,8 @@ class OpenVINOModelRunner:
         if self._evicts:
             slot.inputs.set(BLOCK_TABLES, tables_of(batch.block_indices, batch.block_tables, self._num_layers))
             slot.inputs.set(SCORE_WINDOWS, score_windows(batch.scored, len(batch.past_lens)))
-        if self.part_slots is not None:
-            slot.inputs.set(WINDOW_BLOCK_INDICES, self.part_slots[batch.block_indices])
+        if batch.part_slots is not None:
+            slot.inputs.set(WINDOW_BLOCK_INDICES, batch.part_slots[batch.block_indices])
         if batch.states is not None:
             for name, values in zip(STATE_INPUTS, batch.states, strict=True):
                 slot.inputs.set(name, values)
@@ -256,16 +273,6 @@ class OpenVINOModelRunner:
             self._bind_adapters(slot, batch.adapter_slots)
         least = self.least_decode if batch.is_decode else MIN_PROMPT_STEP
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
-
-    def _copy(self, source: int, destination: int, parts: tuple[int, int] | None) -> None:
-        """Copy a block, with its part of layers with windows."""
-        of_blocks, of_parts = self._divided_views
-        for cache in of_blocks:
-            cache[destination] = cache[source]
-        if parts is not None:
-            source, destination = parts
-            for cache in of_parts:
-                cache[destination] = cache[source]
 
     def _make_adapters(
         self, core: ov.Core, model: ov.Model, asked: _Asked, max_adapters: int, *, is_bfloat16: bool

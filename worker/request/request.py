@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.worker.eviction.sequence import Eviction
+from headrace.worker.request.eviction import Eviction
 from headrace.worker.request.logprobs import PromptLogprobs
 from headrace.worker.request.params import SamplingParams
 

@@ -32,6 +32,13 @@ ZERO_SLOT, PADDING_SLOT, FIRST_STATE_SLOT = range(3)
 AT_THE_END = 1 << 30
 
 
+class BlockCopy(NamedTuple):
+    """A block, or the part of a block in a slot, to be copied by the runner before it computes the next step."""
+
+    source: int
+    destination: int
+
+
 class LayerMoves(NamedTuple):
     """Parts of KV blocks to be copied by the runner before it computes the next step: each layer's parts of `sources`
     `[layers, blocks]` to its parts of `destinations` `[blocks]`. All are read before any is written."""
@@ -48,6 +55,19 @@ class StateStep(NamedTuple):
     destinations: Sequence[int]
     past: int = 0
     interval: int = AT_THE_END
+
+
+class StepPlan(NamedTuple):
+    """What a step does to the KV cache besides adding its tokens. First all `copies` of blocks are made, in order, and
+    `part_copies` of slots; then the `moves`. `states` has an entry for each scheduled request; None if the model has no
+    recurrent layers. `part_slots` `[blocks + 1]` is the slot of each block's part for layers with a window, and of the
+    block for padding; None if these layers keep all tokens. It changes when the next step is planned."""
+
+    copies: Sequence[BlockCopy] = ()
+    part_copies: Sequence[BlockCopy] = ()
+    moves: Sequence[LayerMoves] = ()
+    states: Sequence[StateStep] | None = None
+    part_slots: npt.NDArray[np.int32] | None = None
 
 
 class Sampled(NamedTuple):

@@ -19,8 +19,8 @@ from headrace.protos.model_identity import identity_of
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.tasks import check_task
 from headrace.protos.worker_pb2 import ModelCard
-from headrace.worker.eviction.settings import eviction_for
 from headrace.worker.grammar.constraint import ConstraintSource
+from headrace.worker.request.eviction_rules import eviction_for
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
 

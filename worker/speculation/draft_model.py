@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from headrace.worker.grammar.constraint import Constraint
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.model.batch import Batch, build_batch, one_by_one, padded
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
@@ -130,7 +130,12 @@ class DraftModel:
     """How many places later a token is in the request than in the smaller model's sequence."""
 
     def __init__(
-        self, runner: DraftRunner, sampler: DraftSampler, kv_cache: KVCacheManager, times: DraftTimes, vocab_size: int
+        self,
+        runner: DraftRunner,
+        sampler: DraftSampler,
+        kv_cache: KVCache,
+        times: DraftTimes,
+        vocab_size: int,
     ) -> None:
         assert runner.block_size == kv_cache.block_size, "blocks of two sizes"
         self.times = times
@@ -138,7 +143,7 @@ class DraftModel:
         """Time spent since it was last set to 0."""
         self._runner, self._sampler, self._kv_cache = runner, sampler, kv_cache
         self._vocab_size = vocab_size
-        self._contents: list[int | None] = [None] * kv_cache.pool.num_blocks
+        self._contents: list[int | None] = [None] * kv_cache.num_blocks
         self._progress: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
         self._samplings: WeakKeyDictionary[Request, SamplingParams | None] = WeakKeyDictionary()
         self._num_known: WeakKeyDictionary[Request, int] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 from headrace.worker.grammar.constraint import Constraint
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler, DraftTimes, Progress
 from headrace.worker.speculation.proposer import Source
@@ -53,7 +53,12 @@ class EagleModel(DraftModel):
     _lag: ClassVar[int] = 1
 
     def __init__(
-        self, runner: HeadRunner, sampler: DraftSampler, kv_cache: KVCacheManager, times: DraftTimes, vocab_size: int
+        self,
+        runner: HeadRunner,
+        sampler: DraftSampler,
+        kv_cache: KVCache,
+        times: DraftTimes,
+        vocab_size: int,
     ) -> None:
         super().__init__(runner, sampler, kv_cache, times, vocab_size)
         self._store = runner.store

@@ -77,9 +77,9 @@ def load_draft(
     *,
     threads: int,
 ) -> OpenVINOModelRunner | EagleRunner | MedusaRunner | None:
-    """Compile the smaller model, or the heads, for drafts of the model in `target_dir`; None without a directory,
-    or if the target has recurrent layers. ConfigurationError if it cannot be loaded, or if its tokens differ."""
-    if draft_dir is None or target.state_tables is not None:
+    """Compile the smaller model, or the heads, for drafts of the model in `target_dir`; None without a
+    directory. ConfigurationError if it cannot be loaded, or if its tokens differ."""
+    if draft_dir is None:
         return None
     try:
         runner: OpenVINOModelRunner | EagleRunner | MedusaRunner

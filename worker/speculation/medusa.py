@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.logits import Logits
@@ -64,7 +64,12 @@ class MedusaModel(DraftModel):
     has_branches: ClassVar[bool] = True
 
     def __init__(
-        self, runner: MedusaHeads, sampler: DraftSampler, kv_cache: KVCacheManager, times: DraftTimes, vocab_size: int
+        self,
+        runner: MedusaHeads,
+        sampler: DraftSampler,
+        kv_cache: KVCache,
+        times: DraftTimes,
+        vocab_size: int,
     ) -> None:
         super().__init__(runner, sampler, kv_cache, times, vocab_size)  # type: ignore[arg-type]  # it runs no steps
         self._heads = runner

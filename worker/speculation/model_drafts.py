@@ -10,7 +10,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from headrace.worker.grammar.constraint import Constraint
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.draft_model import MAX_BEHIND, Asked, DraftModel, Proposal
@@ -61,7 +61,7 @@ class ModelDrafts:
         return spent_s
 
     def compute(
-        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCacheManager
+        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCache
     ) -> list[Draft]:
         """The drafts, with tokens for those that the smaller model makes. `line` is the cost of the target's steps.
 
@@ -78,7 +78,7 @@ class ModelDrafts:
         return done
 
     def _ask_all(
-        self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager
+        self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCache
     ) -> tuple[dict[int, Asked], tuple[Request, int] | None]:
         """The requests to draft for, by their places, and the first one that is behind, with its number of tokens."""
         asked: dict[int, Asked] = {}
@@ -120,10 +120,10 @@ class ModelDrafts:
                 return
         asked[place] = Asked(request, len(draft.token_ids), constraint, bool(draft.branch))
 
-    def _has_blocks(self, request: Request, count: int, num_streams: int, kv_cache: KVCacheManager) -> bool:
+    def _has_blocks(self, request: Request, count: int, num_streams: int, kv_cache: KVCache) -> bool:
         """Take blocks for a draft, unless a stream may need them."""
         needed = kv_cache.num_blocks_for(request.num_tokens + count) - len(request.block_table)
-        if needed > 0 and kv_cache.pool.num_free_blocks < needed + num_streams:
+        if needed > 0 and kv_cache.num_free_blocks < needed + num_streams:
             return False
         return kv_cache.reserve(request, request.num_tokens + count)
 

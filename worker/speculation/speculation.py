@@ -15,7 +15,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from headrace.worker.grammar.constraint import Constraint
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.acceptance_rate import AcceptanceRate
 from headrace.worker.speculation.controller import BranchChance, SizeCorrections, StepLine, best_counts
@@ -65,7 +65,7 @@ class SmallerModel(Protocol):
         ...
 
     def compute(
-        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCacheManager
+        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCache
     ) -> list[Draft]:
         """The drafts, with tokens for those that it makes itself."""
         ...
@@ -118,11 +118,11 @@ class Speculation:
         self.looks_up = True
         """Whether earlier text and predictions are proposed."""
 
-    def propose(self, wanted: dict[Request, int], kv_cache: KVCacheManager) -> None:
+    def propose(self, wanted: dict[Request, int], kv_cache: KVCache) -> None:
         """Give drafts to streams, and add their tokens to the numbers of tokens to compute. No draft takes a block that
         a stream needs."""
         self._drafts.clear()
-        if kv_cache.pool.num_free_blocks < 2 * len(wanted) or self._is_skipped():
+        if kv_cache.num_free_blocks < 2 * len(wanted) or self._is_skipped():
             return
         streams = list(wanted)
         drafts = [self._draft_of(request) for request in streams]
@@ -213,7 +213,7 @@ class Speculation:
         history.extend(request.token_ids)
         return history.draft(most)
 
-    def _chosen(self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager) -> Sequence[Draft]:
+    def _chosen(self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCache) -> Sequence[Draft]:
         """The part of each draft that a step should verify."""
         line = self._steps([request.num_computed_tokens for request in streams]) if self._steps is not None else None
         branches = [] if line is None else self._branches(streams, drafts, kv_cache)
@@ -232,9 +232,7 @@ class Speculation:
     def _chance(self, request: Request, draft: Draft) -> float:
         return self._rate.chance(draft, self._rates.get(request))
 
-    def _branches(
-        self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCacheManager
-    ) -> list[BranchChance]:
+    def _branches(self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCache) -> list[BranchChance]:
         """The branches that drafts may have. The learned rate of a branch's first token counts only cases in which the
         draft's first token is wrong."""
         model = self.model_drafts

@@ -14,7 +14,7 @@ from headrace.protos.status import Reason
 from headrace.worker.engine.engine import MAX_FAILED_STEPS, EngineFailedError, EngineStats
 from headrace.worker.engine.scheduler import SchedulerStats
 from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, chunk_of
-from headrace.worker.kv import manager as kv_cache
+from headrace.worker.kv import chain
 from headrace.worker.model.batch import Batch
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.params import SamplingParams
@@ -497,7 +497,7 @@ def test_of_two_that_computed_the_same_blocks_both_hold_the_ones_that_are_found(
 
 
 def test_what_is_computed_behind_a_hash_of_other_content_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "next_hash", lambda parent, content: 10 * parent + 1)  # blind to the content
+    monkeypatch.setattr(chain, "next_hash", lambda parent, content: 10 * parent + 1)  # blind to the content
     engine = make_engine(max_num_seqs=2, max_num_batched_tokens=4)  # looks for more blocks after each one
     first = engine.request([1] * 14)
     engine.run()
@@ -513,7 +513,7 @@ def test_what_is_computed_behind_a_hash_of_other_content_is_not_found(monkeypatc
 
 @pytest.mark.parametrize("seed", range(4))
 def test_colliding_hashes_cost_hits_and_never_a_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "next_hash", lambda parent, content: 2 + crc32(content, parent) % 40)
+    monkeypatch.setattr(chain, "next_hash", lambda parent, content: 2 + crc32(content, parent) % 40)
     rng = random.Random(seed)
     engine = make_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=6)
     for _ in range(60):

@@ -7,11 +7,10 @@ from array import array
 import numpy as np
 
 from headrace.worker.heads.features import FeatureStore
-from headrace.worker.kv.manager import BlockCopy
 from headrace.worker.model.batch import Batch, build_batch, padded
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
-from headrace.worker.request.step import Scheduled
+from headrace.worker.request.step import BlockCopy, Scheduled, StepPlan
 from tests.worker.heads.files import FloatArray
 
 BLOCK_SIZE, WIDTH = 4, 3
@@ -62,14 +61,14 @@ def test_blocks_that_are_copied_or_taken_again() -> None:
     store = FeatureStore(8, BLOCK_SIZE, WIDTH)
     batch = build_batch([Scheduled(request_with(4, 0, [5]), 4)], BLOCK_SIZE)
     store.write(batch, features_of(batch))
-    copied = build_batch([Scheduled(request_with(4, 2, [1]), 2)], BLOCK_SIZE, [BlockCopy(5, 1)])
+    copied = build_batch([Scheduled(request_with(4, 2, [1]), 2)], BLOCK_SIZE, StepPlan([BlockCopy(5, 1)]))
     store.write(copied, features_of(copied) + 8)
     whole = build_batch([Scheduled(request_with(4, 0, [1]), 4)], BLOCK_SIZE)
     assert store.read(*store.places(whole))[:, 0].tolist() == [0, 1, 10, 11]
     store.forget([5])
     assert store.first_usable([5], 0, 4) == 1
     assert store.first_usable([1], 0, 4) == 0
-    copied = build_batch([Scheduled(request_with(4, 2, [3]), 2)], BLOCK_SIZE, [BlockCopy(5, 3)])
+    copied = build_batch([Scheduled(request_with(4, 2, [3]), 2)], BLOCK_SIZE, StepPlan([BlockCopy(5, 3)]))
     store.write(copied, features_of(copied))
     assert store.first_usable([3], 0, 4) == 1, "the copied beginning has none"
 

@@ -16,13 +16,13 @@ import numpy.typing as npt
 import pytest
 
 from headrace.worker.engine.fetching import Fetching
-from headrace.worker.eviction.sequence import Aggregation, Eviction, EvictionRule
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.fetch import Fetch
 from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
+from headrace.worker.request.eviction import Aggregation, Eviction, EvictionRule
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
-from tests.worker.kv.test_eviction import BLOCK_SIZE, RULE, VOCAB_SIZE, Load, alone, answer
+from tests.worker.kv.groups.test_evicting import BLOCK_SIZE, RULE, VOCAB_SIZE, Load, alone, answer
 
 SEEDS = 300 if os.environ.get("HEADRACE_SOAK") == "1" else 6
 NUM_PROMPTS = 8

@@ -28,23 +28,24 @@ from headrace.worker.engine import fetching as fetching_module
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.fetching import Fetching
-from headrace.worker.eviction.sequence import Eviction
 from headrace.worker.kv import disk_store, disk_tier
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier
+from headrace.worker.kv.groups.evicting import EvictionBudget
 from headrace.worker.kv.slots import files
 from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.peers import tier as peer_tier
 from headrace.worker.peers.tier import PeerTier
+from headrace.worker.request.eviction import Eviction
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request, RequestState
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.worker.conftest import BLOCK_SIZE, KnownCosts
 from tests.worker.fake_runner import FakeRunner, expected_tokens
+from tests.worker.kv.groups.test_evicting import LAYERS, RULE, VOCAB_SIZE, LayeredRunner, alone
 from tests.worker.kv.test_disk_tier import until
-from tests.worker.kv.test_eviction import LAYERS, RULE, VOCAB_SIZE, LayeredRunner, alone
 
 SEEDS = 200 if os.environ.get("HEADRACE_SOAK") == "1" else 6
 NUM_BLOCKS = 24
@@ -207,7 +208,7 @@ class FailingWorker:
             StepLimits(4, 16, 16, is_exact=True),
             step_costs=COSTS,
             speculation=speculation,
-            evicts=evicts,
+            groups=[EvictionBudget()] if evicts else (),
         )
         self.scheduler = self.engine.scheduler
         self.pool = self.scheduler.kv_cache.pool

@@ -176,9 +176,7 @@ def test_damage_is_found_and_what_follows_in_the_chain_is_dropped(damage: str) -
     pool_blocks = []
     for index in range(4):
         cache = first.under_test.scheduler.kv_cache
-        found = pool.find(
-            cache.hash_of(request, index), cache._parent_of(request, index), cache._content_of(request, index)
-        )
+        found = pool.find(*cache.key_of(request, index))
         assert found is not None
         pool_blocks.append(found)
     whole = memory.map()

@@ -11,9 +11,9 @@ from headrace.protos.block_hash import block_hashes, next_hash
 from headrace.protos.inference_pb2 import GenerateRequest
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import ConstraintSource
-from headrace.worker.kv import manager as kv_cache
+from headrace.worker.kv import chain
 from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.manager import KVCacheManager
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
 from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, decode
 
@@ -60,8 +60,8 @@ def test_siblings_hash_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> Non
         hashed.append(content)
         return next_hash(parent, content)
 
-    monkeypatch.setattr(kv_cache, "next_hash", counted)
-    manager = KVCacheManager(BlockPool(8, 4))
+    monkeypatch.setattr(chain, "next_hash", counted)
+    manager = KVCache(BlockPool(8, 4))
     prompt = list(range(10))
     shared = (part(token_ids=prompt),)
     requests = [

@@ -13,7 +13,7 @@ from tests.worker.fake_runner import EMPTY, FakeRunner
 
 
 class WindowedRunner(FakeRunner):
-    """`num_slots` slots, and one that blocks without a part have. `part_slots` is that of the engine's cache."""
+    """`num_slots` slots, and one that blocks without a part have."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, num_slots: int, window: int) -> None:
         super().__init__(num_blocks, block_size, vocab_size)
@@ -23,9 +23,10 @@ class WindowedRunner(FakeRunner):
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Copy and store parts as whole blocks are, then compare them with what queries see of these."""
-        for copy in batch.copies:
-            assert copy.parts is not None
-            source, destination = copy.parts
+        assert batch.part_slots is not None
+        assert len(batch.part_copies) == len(batch.copies)
+        self.part_slots = batch.part_slots
+        for source, destination in batch.part_copies:
             self.parts[destination] = self.parts[source]
         super().bind(batch, keeps_logits=keeps_logits)
         for sequence in range(len(batch.past_lens)):

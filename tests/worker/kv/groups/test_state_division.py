@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from headrace.worker.allocation import most_requests
 from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.kv.exclusions import refuse_for_model
+from headrace.worker.kv.groups.recurrent import StateSizes, divide
+from headrace.worker.kv.layers import LayerGroup, LayerKind
 from headrace.worker.request.step import FIRST_STATE_SLOT
-from headrace.worker.stateful import Sizes, divide, most_requests, refuse_flags
 
 GIB = 1 << 30
 CONFIG = WorkerConfig(Path("model"), "m", "w", "127.0.0.1:0", "127.0.0.1:0")
+GROUPS = [LayerGroup(LayerKind.FULL, 8), LayerGroup(LayerKind.RECURRENT, 8)]
 # Of a model with 1.2B parameters and convolutions, and of one with 80B and sums.
-SMALL = Sizes(block_bytes=245_760, block_size=32, slot_bytes=245_760)
-LARGE = Sizes(block_bytes=430_000, block_size=32, slot_bytes=76_000_000)
+SMALL = StateSizes(block_bytes=245_760, block_size=32, slot_bytes=245_760)
+LARGE = StateSizes(block_bytes=430_000, block_size=32, slot_bytes=76_000_000)
 
 
 @pytest.mark.parametrize(("sizes", "budget"), [(SMALL, GIB), (SMALL, 40 * GIB), (LARGE, 40 * GIB)])
-def test_blocks_and_slots_fill_the_budget(sizes: Sizes, budget: int) -> None:
+def test_blocks_and_slots_fill_the_budget(sizes: StateSizes, budget: int) -> None:
     seqs = most_requests(CONFIG, budget, sizes, 64)
     num_blocks, states = divide(budget, sizes, seqs)
     taken = (num_blocks + 1) * sizes.block_bytes + (states.num_slots + FIRST_STATE_SLOT) * sizes.slot_bytes
@@ -52,9 +56,9 @@ def test_requests_are_as_many_as_half_of_the_memory_has_slots_for() -> None:
 )
 def test_flags_that_such_a_model_cannot_have_are_named(flags: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{named} .*; leave the flag out"):
-        refuse_flags(replace(CONFIG, **flags))  # type: ignore[arg-type]
+        refuse_for_model(replace(CONFIG, **flags), GROUPS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("speculation", [None, "auto", "off"])
 def test_speculation_is_off_unless_asked_for(speculation: str | None) -> None:
-    refuse_flags(replace(CONFIG, speculation=speculation, decode_graph=False))
+    refuse_for_model(replace(CONFIG, speculation=speculation, decode_graph=False), GROUPS)

@@ -16,11 +16,11 @@ import pytest
 
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
-from headrace.worker.eviction.scored import add_scores, tables_of
-from headrace.worker.eviction.sequence import Aggregation, Eviction, EvictionRule
-from headrace.worker.kv.evicting import EvictingCacheManager
+from headrace.worker.kv.groups.evicting import EvictionBudget
 from headrace.worker.model.batch import Batch
+from headrace.worker.model.scored import add_scores, tables_of
 from headrace.worker.model.step_limits import StepLimits
+from headrace.worker.request.eviction import Aggregation, Eviction, EvictionRule
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Logits
@@ -52,7 +52,7 @@ class LayeredRunner:
     def run(self) -> Logits:
         batch = self._batch
         assert batch is not None
-        for source, destination, _ in batch.copies:
+        for source, destination in batch.copies:
             self.parts[:, destination] = self.parts[:, source]
         for sources, destinations in batch.moves:
             for layer, part in enumerate(self.parts):
@@ -102,7 +102,7 @@ class Load:
         self.runner = LayeredRunner(num_blocks)
         limits = StepLimits(6, budget, budget, is_exact=True)
         self.engine: Engine = build_engine(
-            self.runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, evicts=True
+            self.runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, groups=[EvictionBudget()]
         )
         self.kv_cache = self.engine.scheduler.kv_cache
 
@@ -155,8 +155,7 @@ def test_an_answer_many_times_longer_than_the_pool_stays_within_the_maximum() ->
     load.run()
     assert len(answer(request)) == 600
     assert answer(request) == alone([1, 2, 3], 600)
-    assert isinstance(load.kv_cache, EvictingCacheManager)
-    assert load.kv_cache.num_given_up == (602 - RULE.max_cache_size) // BLOCK_SIZE
+    assert load.kv_cache.counters()["blocks_given_up"] == (602 - RULE.max_cache_size) // BLOCK_SIZE
 
 
 def test_blocks_are_lost_only_after_the_first_token_of_the_answer() -> None:

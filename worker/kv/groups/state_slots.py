@@ -14,24 +14,9 @@ first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
 
+from headrace.worker.kv.chain import BlockKey
 from headrace.worker.request.step import FIRST_STATE_SLOT
-
-
-class StateBudget(NamedTuple):
-    """The number of slots for states, and the number of tokens after which a state is saved in a long prompt."""
-
-    num_slots: int
-    interval: int
-
-
-class StateKey(NamedTuple):
-    """Identifies a state by the last KV block before it. Comparing all of it rules out hash collisions."""
-
-    block_hash: int
-    parent_hash: int
-    token_bytes: bytes
 
 
 class StateSlots:
@@ -43,7 +28,7 @@ class StateSlots:
         self._free = list(range(FIRST_STATE_SLOT + num_slots - 1, FIRST_STATE_SLOT - 1, -1))
         self._holders = [0] * (FIRST_STATE_SLOT + num_slots)
         self._slot_of_hash: dict[int, int] = {}
-        self._key_of_slot: dict[int, StateKey] = {}
+        self._key_of_slot: dict[int, BlockKey] = {}
         # Saved slots that nobody holds, in the order of eviction.
         self._unheld: OrderedDict[int, None] = OrderedDict()
         self._changes: dict[int, bool] = {}
@@ -71,7 +56,7 @@ class StateSlots:
         """Whether the only holder of a slot may overwrite it."""
         return slot not in self._key_of_slot and self._holders[slot] == 1
 
-    def find(self, key: StateKey) -> int | None:
+    def find(self, key: BlockKey) -> int | None:
         """The slot with this state, or None."""
         slot = self._slot_of_hash.get(key.block_hash)
         return slot if slot is not None and self._key_of_slot[slot] == key else None
@@ -103,7 +88,7 @@ class StateSlots:
         else:
             self._free.append(slot)
 
-    def save(self, slot: int, key: StateKey) -> bool:
+    def save(self, slot: int, key: BlockKey) -> bool:
         """Make a held slot findable, unless its hash leads to another one. Returns whether it now does."""
         if key.block_hash in self._slot_of_hash:
             return False

@@ -70,6 +70,10 @@ class Eviction:
         """Whether the sequence has lost blocks. Then its other blocks are useless to other sequences."""
         return self.num_evicted_tokens > 0
 
+    def num_reusable(self, num_prompt_tokens: int) -> int:
+        """How many of its tokens may come from the cache: those whose attention is scored must be computed."""
+        return 0 if self.has_begun else num_prompt_tokens - SCORED_PROMPT_TOKENS
+
     def num_scored(self, past: int, num_tokens: int, num_prompt_tokens: int) -> int:
         """How many of a prompt's next tokens have queries that are scored."""
         return min(num_tokens, max(0, past + num_tokens - max(0, num_prompt_tokens - SCORED_PROMPT_TOKENS)))

@@ -7,24 +7,17 @@ from headrace.protos.inference_pb2 import AGGREGATION_MODE_SUM, CacheEviction, S
 from headrace.protos.status import StatusError
 from headrace.protos.worker_pb2 import ModelCard
 from headrace.worker.config import ConfigurationError, WorkerConfig
-from headrace.worker.eviction.sequence import Aggregation, Eviction, EvictionRule
+from headrace.worker.request.eviction import Aggregation, Eviction, EvictionRule
 
 
 def eviction_of(config: WorkerConfig) -> CacheEviction | None:
-    """The parsed flag --cache-eviction; see `parse_eviction`. ConfigurationError if it is invalid or contradicts other
-    flags."""
+    """The parsed flag --cache-eviction; see `parse_eviction`. ConfigurationError if it is invalid."""
     if config.cache_eviction is None:
         return None
     try:
-        rule = parse_eviction(config.cache_eviction)
+        return parse_eviction(config.cache_eviction)
     except ValueError as error:
         raise ConfigurationError(f"--cache-eviction: {error}") from None
-    if rule is not None and config.draft_model is not None:
-        raise ConfigurationError(
-            "--cache-eviction is not possible with --draft-model, which needs all tokens of a request; leave out one "
-            "of them"
-        )
-    return rule
 
 
 def add_rule(card: ModelCard, rule: CacheEviction | None, longest: int) -> None:

@@ -1,4 +1,4 @@
-"""Assigns KV blocks and states to the requests of a model with recurrent layers.
+"""Recurrent layers: states that requests continue from.
 
 The state of a recurrent layer covers all tokens so far and cannot be cut back, so a request continues from a cached
 prefix only where a state was saved. States are saved at block borders:
@@ -12,6 +12,8 @@ prefix only where a state was saved. States are saved at block borders:
 - at each border that an answer reaches. The next one replaces it, except every `interval` tokens.
 
 A request writes to its own slot. It reads a saved state from that state's slot and never copies it.
+
+The memory is divided between blocks and slots in advance (`divide`).
 """
 
 from __future__ import annotations
@@ -21,14 +23,50 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.manager import MIN_TOKENS_LEFT, KVCacheManager
+from headrace.worker.kv.chain import hash_of, key_of
+from headrace.worker.kv.groups.group import MIN_TOKENS_LEFT, BlockAt, Exchange
+from headrace.worker.kv.groups.state_slots import StateSlots
 from headrace.worker.request.request import Request
-from headrace.worker.request.step import ZERO_SLOT, Scheduled, StateStep
-from headrace.worker.states.slots import StateKey, StateSlots
+from headrace.worker.request.step import FIRST_STATE_SLOT, ZERO_SLOT, Scheduled, StateStep
 
 # How many times a request waits for another one to compute its next block. That block helps only if a state is saved
 # after it.
 _MOST_WAITS = 2
+# Saved states take at most this share of the memory of their tokens' blocks.
+_STATES_PER_KV = 1 / 8
+# At most one state is saved for this many blocks, even if states are tiny.
+_LEAST_BLOCKS = 8
+# A running request may read one slot and write another.
+SLOTS_OF_REQUEST = 2
+
+
+class StateBudget(NamedTuple):
+    """The number of slots for states, and the number of tokens after which a state is saved in a long prompt."""
+
+    num_slots: int
+    interval: int
+
+    def make(self, pool: BlockPool) -> RecurrentStates:
+        """The group with these slots."""
+        return RecurrentStates(pool, StateSlots(self.num_slots), self.interval)
+
+
+class StateSizes(NamedTuple):
+    """The bytes of each block of `block_size` tokens, and of each slot."""
+
+    block_bytes: int
+    block_size: int
+    slot_bytes: int
+
+
+def divide(budget: int, sizes: StateSizes, max_num_seqs: int) -> tuple[int, StateBudget]:
+    """The number of blocks in `budget` bytes beside the slots and one block for padding. 0 or less if there is no
+    room."""
+    num_blocks_between = max(_LEAST_BLOCKS, -(-sizes.slot_bytes // int(_STATES_PER_KV * sizes.block_bytes)))
+    left = budget - (SLOTS_OF_REQUEST * max_num_seqs + FIRST_STATE_SLOT) * sizes.slot_bytes
+    num_blocks = int(left // (sizes.block_bytes + sizes.slot_bytes / num_blocks_between)) - 1
+    num_slots = SLOTS_OF_REQUEST * max_num_seqs + max(0, num_blocks) // num_blocks_between
+    return num_blocks, StateBudget(num_slots, num_blocks_between * sizes.block_size)
 
 
 class _Plan(NamedTuple):
@@ -53,35 +91,40 @@ class _Progress:
     """Hash of the state that the next one replaces."""
 
 
-class StatefulCacheManager(KVCacheManager):
-    """See `KVCacheManager`. It saves states about every `interval` tokens, a multiple of the block size."""
+class RecurrentStates:
+    """The states of requests. It saves them about every `interval` tokens, a multiple of the block size."""
 
     def __init__(self, pool: BlockPool, slots: StateSlots, interval: int) -> None:
-        super().__init__(pool)
         self.slots = slots
+        self._block_size = pool.block_size
         # A chunk ends up to a block and MIN_TOKENS_LEFT tokens after the last state that is saved in it.
         self.interval = max(interval // pool.block_size, 2) * pool.block_size
         self._progress: dict[Request, _Progress] = {}
 
-    @property
-    def num_states(self) -> tuple[int, int]:
-        """See `KVCacheManager`."""
-        return self.slots.num_slots, self.slots.num_saved
+    def usable(self, request: Request, end: int, block_at: BlockAt) -> int:
+        """See `CacheGroup`: a state is saved after the last block."""
+        del block_at
+        held = len(request.block_table)
+        while end > held and self._state_after(request, end) is None:
+            end -= 1
+        return max(end, held)
 
-    def take_state_changes(self) -> dict[int, bool]:
-        """See `KVCacheManager`."""
-        return self.slots.take_changes()
+    def hold(self, request: Request, first: int, found: Sequence[int]) -> None:
+        """See `CacheGroup`. The request continues from the state after its blocks."""
+        progress, held = self._of(request), len(request.block_table)
+        if held < first + len(found):
+            progress.branch = (first + len(found)) * self._block_size
+        slot = self._state_after(request, held) if held > first else None
+        if slot is not None:
+            self.slots.hold(slot)
+            if progress.slot != ZERO_SLOT:
+                self.slots.release(progress.slot)
+            progress.slot = slot
 
-    def num_computed_by_now(self, request: Request) -> int:
-        """See `KVCacheManager`."""
-        index = super().num_computed_by_now(request) // self.block_size
-        while index > len(request.block_table) and not self.slots.is_saved(self.hash_of(request, index - 1)):
-            index -= 1
-        return max(request.num_computed_tokens, index * self.block_size)
-
-    def copy_beginning(self, request: Request) -> int:
-        """0: there is no state in the middle of a block."""
-        return 0
+    def fits(self, request: Request, num_tokens: int) -> bool:
+        """See `CacheGroup`. There are slots for all running requests."""
+        del request, num_tokens
+        return True
 
     def is_worth_waiting(self, request: Request) -> bool:
         """Whether the request should wait for another request to compute its next block. Counts how often it has done
@@ -97,7 +140,7 @@ class StatefulCacheManager(KVCacheManager):
         has_room = past + MIN_TOKENS_LEFT <= progress.branch < self._last_border(request, past + num_tokens)
         return progress.branch - past if has_room else num_tokens
 
-    def plan_states(self, scheduled: Sequence[Scheduled]) -> Sequence[StateStep]:
+    def plan(self, scheduled: Sequence[Scheduled]) -> Sequence[StateStep]:
         """Take the slots that a step writes."""
         steps = []
         for left, (request, num_tokens) in enumerate(reversed(scheduled)):
@@ -105,9 +148,9 @@ class StatefulCacheManager(KVCacheManager):
             steps.append(self._plan(request, request.num_computed_tokens + num_tokens, spare))
         return steps[::-1]
 
-    def publish(self, request: Request) -> None:
-        """Make the request's full blocks findable, and the states that the step has saved."""
-        super().publish(request)
+    def publish(self, request: Request, exchanges: Sequence[Exchange]) -> None:
+        """See `CacheGroup`. Makes the states that the step has saved findable."""
+        del exchanges
         progress = self._of(request)
         if progress.plan is None:
             return
@@ -122,13 +165,8 @@ class StatefulCacheManager(KVCacheManager):
         for slot in slots[:-1]:
             self.slots.release(slot)
 
-    def publish_beginning(self, request: Request) -> None:
-        """The same as `publish`: there is no state in the middle of a block."""
-        self.publish(request)
-
     def free(self, request: Request) -> None:
-        """Release all blocks and slots of the request, and reset its number of computed tokens."""
-        super().free(request)
+        """See `CacheGroup`."""
         progress = self._progress.pop(request, None)
         if progress is not None:
             held = {progress.slot, *(slot for _, slot in (progress.plan.ends if progress.plan else ()))}
@@ -136,13 +174,11 @@ class StatefulCacheManager(KVCacheManager):
                 self.slots.release(slot)
 
     def forget_all(self) -> None:
-        """Forget the content of all blocks and slots. None may be in use."""
-        super().forget_all()
+        """See `CacheGroup`."""
         self.slots.forget_all()
 
     def check(self) -> None:
-        """Assert that every block and slot is accounted for. For tests."""
-        super().check()
+        """See `CacheGroup`."""
         holders: dict[int, int] = {}
         for progress in self._progress.values():
             assert progress.plan is None, "a step was neither computed nor ended"
@@ -150,28 +186,11 @@ class StatefulCacheManager(KVCacheManager):
                 holders[progress.slot] = holders.get(progress.slot, 0) + 1
         self.slots.check(holders)
 
-    def _find_cached(self, request: Request) -> list[int]:
-        """The cached blocks that match the request's next tokens, as far as there is a state after them. The request
-        continues from that state."""
-        found = super()._find_cached(request)
-        first = len(request.block_table)
-        for number in range(len(found), 0, -1):
-            slot = self.slots.find(self._key_of(request, first + number - 1))
-            if slot is not None:
-                progress = self._of(request)
-                self.slots.hold(slot)
-                if progress.slot != ZERO_SLOT:
-                    self.slots.release(progress.slot)
-                progress.slot = slot
-                break
-        else:
-            number = 0
-        if number < len(found):
-            self._of(request).branch = (first + len(found)) * self.block_size
-        return found[:number]
-
-    def _find_beginning(self, request: Request) -> tuple[int, int]:
-        return -1, 0
+    def _state_after(self, request: Request, num_blocks: int) -> int | None:
+        """The slot with the state after the request's first blocks; None if it is not saved."""
+        if not self.slots.is_saved(hash_of(request, num_blocks - 1, self._block_size)):
+            return None
+        return self.slots.find(key_of(request, num_blocks - 1, self._block_size))
 
     def _plan(self, request: Request, end: int, spare: int) -> StateStep:
         """Take the slots for a step that computes the request up to `end`, up to `spare` of them for states that are
@@ -195,22 +214,22 @@ class StatefulCacheManager(KVCacheManager):
     def _last_border(self, request: Request, end: int) -> int:
         """The last border in a chunk up to `end` from which a request with the same tokens could continue."""
         left = MIN_TOKENS_LEFT if end == request.num_tokens and end <= request.num_prompt_tokens else 0
-        return (end - left) // self.block_size * self.block_size
+        return (end - left) // self._block_size * self._block_size
 
     def _save(self, request: Request, progress: _Progress, slot: int, num_tokens: int, *, ends_prompt: bool) -> None:
         """Save the state after `num_tokens` tokens if they end at a border."""
-        index, rest = divmod(num_tokens, self.block_size)
-        if rest or request.num_findable_blocks < index or not self.slots.save(slot, self._key_of(request, index - 1)):
+        index, rest = divmod(num_tokens, self._block_size)
+        if rest or request.num_findable_blocks < index:
+            return
+        key = key_of(request, index - 1, self._block_size)
+        if not self.slots.save(slot, key):
             return
         if progress.replaceable is not None:
             self.slots.evict_soon(progress.replaceable)
         is_kept = ends_prompt or num_tokens - progress.num_kept_tokens >= self.interval
         if is_kept:
             progress.num_kept_tokens = num_tokens
-        progress.replaceable = None if is_kept else self.hash_of(request, index - 1)
-
-    def _key_of(self, request: Request, index: int) -> StateKey:
-        return StateKey(self.hash_of(request, index), *self.work_on(request, index))
+        progress.replaceable = None if is_kept else key.block_hash
 
     def _of(self, request: Request) -> _Progress:
         return self._progress.setdefault(request, _Progress())

@@ -8,13 +8,14 @@ import random
 import pytest
 
 from headrace.worker.engine.build import build_engine
+from headrace.worker.kv.chain import BlockKey
+from headrace.worker.kv.groups.recurrent import StateBudget
+from headrace.worker.kv.groups.state_slots import StateSlots
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.sampling.sampler import BatchSampler
-from headrace.worker.states.manager import StatefulCacheManager
-from headrace.worker.states.slots import StateBudget, StateKey, StateSlots
 from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnderTest, run_random_load
 from tests.worker.fake_runner import expected_tokens
-from tests.worker.states.stateful_runner import StatefulRunner
+from tests.worker.kv.groups.stateful_runner import StatefulRunner
 
 
 def make_engine(
@@ -23,14 +24,14 @@ def make_engine(
     limits = StepLimits(max_num_seqs, step_tokens, step_tokens, is_exact=True)
     runner = StatefulRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_slots)
     budget = StateBudget(num_slots, interval)
-    engine = build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, states=budget)
+    engine = build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, groups=[budget])
     return EngineUnderTest(engine, runner)
 
 
 def slots_of(engine: EngineUnderTest) -> StateSlots:
-    kv_cache = engine.scheduler.kv_cache
-    assert isinstance(kv_cache, StatefulCacheManager)
-    return kv_cache.slots
+    states = engine.scheduler.kv_cache.states
+    assert states is not None
+    return states.slots
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -211,10 +212,10 @@ def test_a_random_load_keeps_every_promise(seed: int) -> None:
 def test_a_state_of_other_tokens_with_the_same_hash_is_not_found() -> None:
     slots = StateSlots(2)
     slot = slots.take()
-    assert slots.save(slot, StateKey(5, 1, b"abcd"))
-    assert slots.find(StateKey(5, 1, b"abcd")) == slot
-    assert slots.find(StateKey(5, 1, b"abce")) is None
-    assert slots.find(StateKey(5, 2, b"abcd")) is None
+    assert slots.save(slot, BlockKey(5, 1, b"abcd"))
+    assert slots.find(BlockKey(5, 1, b"abcd")) == slot
+    assert slots.find(BlockKey(5, 1, b"abce")) is None
+    assert slots.find(BlockKey(5, 2, b"abcd")) is None
     slots.release(slot)
     slots.check({})
     slots.forget_all()
@@ -225,7 +226,7 @@ def test_a_state_of_other_tokens_with_the_same_hash_is_not_found() -> None:
 def test_a_state_that_is_replaced_is_evicted_first() -> None:
     slots = StateSlots(3)
     for block_hash in (1, 2, 3):
-        slots.save(slot := slots.take(), StateKey(block_hash, 0, b""))
+        slots.save(slot := slots.take(), BlockKey(block_hash, 0, b""))
         slots.release(slot)
     slots.evict_soon(2)
     slots.take()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.worker.windows.budget import PartSizes, divide
+from headrace.worker.kv.groups.window import PartSizes, divide
 
 # Gemma 3 4B in 8-bit blocks of 32 tokens: 5 of 34 layers see the whole context.
 TOKEN_BYTES = 2 * (256 + 8) * 4

@@ -7,12 +7,12 @@ import random
 import pytest
 
 from headrace.worker.engine.build import build_engine
-from headrace.worker.kv.manager import MIN_COPIED_TOKENS
+from headrace.worker.kv.cache import MIN_COPIED_TOKENS, KVCache
+from headrace.worker.kv.groups.window import PARTS_BESIDE, WindowBudget
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
-from headrace.worker.windows.manager import PARTS_BESIDE, WindowBudget, WindowCacheManager
 from tests.worker.conftest import (
     BLOCK_SIZE,
     CHEAP_STEPS,
@@ -22,7 +22,7 @@ from tests.worker.conftest import (
     run_random_load,
 )
 from tests.worker.fake_runner import expected_tokens
-from tests.worker.windows.windowed_runner import WindowedRunner
+from tests.worker.kv.groups.windowed_runner import WindowedRunner
 
 WINDOW = 10
 
@@ -39,16 +39,19 @@ def make_engine(
     runner = WindowedRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_slots, window)
     budget = WindowBudget(window, num_slots, step_tokens // BLOCK_SIZE + PARTS_BESIDE)
     engine = build_engine(
-        runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, windows=budget, speculation=speculation
+        runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, groups=[budget], speculation=speculation
     )
-    runner.part_slots = cache_of(EngineUnderTest(engine, runner)).part_slots
     return EngineUnderTest(engine, runner)
 
 
-def cache_of(engine: EngineUnderTest) -> WindowCacheManager:
-    kv_cache = engine.scheduler.kv_cache
-    assert isinstance(kv_cache, WindowCacheManager)
-    return kv_cache
+def cache_of(engine: EngineUnderTest) -> KVCache:
+    return engine.scheduler.kv_cache
+
+
+def parts_of(cache: KVCache) -> tuple[int, int]:
+    """The slots, and those that requests hold."""
+    figures = cache.figures()
+    return figures.num_window_slots, figures.num_held_window_slots
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -73,7 +76,7 @@ def test_a_long_request_holds_the_parts_of_its_window() -> None:
     held = []
     while engine.scheduler.has_requests:
         engine.step()
-        held.append(cache_of(engine).num_parts[1])
+        held.append(parts_of(cache_of(engine))[1])
     assert max(held[:5]) == (32 + WINDOW + 2) // BLOCK_SIZE
     assert max(held[10:-1]) == -(-WINDOW // BLOCK_SIZE) + 1
     assert held[-1] == 0
@@ -157,14 +160,14 @@ def test_a_branch_of_a_draft_has_parts_of_its_own(accepted: tuple[int, ...]) -> 
     engine.step()
     cache = cache_of(engine)
     assert cache.reserve(request, request.num_tokens + 3)
-    held = cache.num_parts[1]
+    held = parts_of(cache)[1]
     assert cache.add_branch(request, (7, 7, 7), 0)
     cache.check()
-    assert cache.num_parts[1] == held + 2
-    cache.take_copies()
+    assert parts_of(cache)[1] == held + 2
+    cache.plan([])
     cache.end_branch(request, accepted)
     cache.check()
-    assert cache.num_parts[1] == held
+    assert parts_of(cache)[1] == held
     engine.run()
     assert_answers(engine)
 
@@ -189,7 +192,7 @@ def test_slots_come_from_what_other_requests_computed_in_the_step_before() -> No
     last.num_computed_tokens = 40
     assert cache.reserve(first, 40)
     cache.check()
-    assert cache.num_parts == (14, 10 + 3)
+    assert parts_of(cache) == (14, 10 + 3)
     for request in (first, last):
         cache.free(request)
     cache.check()
@@ -222,4 +225,4 @@ def test_no_part_is_lost_or_wrong_in_random_loads(seed: int, speculation: str) -
     engine = make_engine(rng.choice([24, 40, 80]), num_slots, window=rng.choice([3, 8, 13]), speculation=speculation)
     requests = RandomRequests(engine, rng)
     requests.check(run_random_load(engine, rng, requests.arrive))
-    assert cache_of(engine).num_parts == (num_slots, 0)
+    assert parts_of(cache_of(engine)) == (num_slots, 0)

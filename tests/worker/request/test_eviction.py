@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from headrace.worker.eviction.sequence import SCORED_PROMPT_TOKENS, Aggregation, Eviction, EvictionRule
+from headrace.worker.request.eviction import SCORED_PROMPT_TOKENS, Aggregation, Eviction, EvictionRule
 
 BLOCK_SIZE = 4
 LAYERS = 2

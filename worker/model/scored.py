@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.worker.eviction.sequence import Eviction, FloatArray, IntArray
+from headrace.worker.request.eviction import Eviction, FloatArray, IntArray
 
 
 class Scored(NamedTuple):

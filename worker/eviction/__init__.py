@@ -1,1 +1,0 @@
-"""Eviction of KV blocks of long sequences: the rule, the state of one sequence, and the model's graph."""

@@ -1,0 +1,350 @@
+"""The KV cache of a scheduler: composes what requests hold for the kinds of layers that the model has.
+
+    full attention    blocks of the pool, one table for each request              every model
+    sliding window    parts of blocks, only those that queries can reach          groups/window.py
+    recurrent state   slots of states at block borders                            groups/recurrent.py
+    evicting          private blocks, with a table for each layer                 groups/evicting.py
+
+A request continues after the last block that all its groups can use. A step is scheduled if all of them have room for
+it. Scheduler, tiers, speculation and handover talk to the coordinator alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.chain import BlockKey, content_of, hash_of, key_of, parent_of
+from headrace.worker.kv.groups.evicting import EvictingAttention
+from headrace.worker.kv.groups.full import FullAttention
+from headrace.worker.kv.groups.group import MIN_TOKENS_LEFT, BlockAt, CacheGroup
+from headrace.worker.kv.groups.recurrent import RecurrentStates
+from headrace.worker.kv.groups.window import WindowAttention
+from headrace.worker.request.request import Branch, Request
+from headrace.worker.request.step import BlockCopy, Scheduled, StepPlan
+
+# Copying a block in all layers costs about 0.1 ms; computing a token of a small model costs about 0.4 ms.
+MIN_COPIED_TOKENS = 2
+
+_Kind = TypeVar("_Kind")
+
+
+class GroupBudget(Protocol):
+    """What the memory has for a group of layers, in units of the group."""
+
+    def make(self, pool: BlockPool) -> CacheGroup | EvictingAttention:
+        """The group, over the blocks of `pool`."""
+        ...
+
+
+class CacheFigures(NamedTuple):
+    """Sizes of the cache and what it holds now, as in `LoadReport`. `num_partial_blocks` have only a beginning that can
+    be found. Slots are those of states of recurrent layers, and of parts of blocks for layers with a window."""
+
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_partial_blocks: int
+    num_state_slots: int
+    num_saved_states: int
+    num_window_slots: int
+    num_held_window_slots: int
+
+
+class CacheChanges(NamedTuple):
+    """Changes since the last time they were taken: hashes of blocks that became findable and that were evicted, and for
+    hashes of blocks whether a state after them is saved."""
+
+    stored: list[int]
+    evicted: list[int]
+    state_changes: dict[int, bool]
+
+
+class KVCache:
+    """The cache over the blocks of `pool`, with the `groups` that the model has beside full attention. Only the engine
+    thread uses it."""
+
+    def __init__(self, pool: BlockPool, groups: Sequence[CacheGroup | EvictingAttention] = ()) -> None:
+        self.pool = pool
+        self.block_size = pool.block_size
+        self.windows = _only(WindowAttention, groups)
+        self.states = _only(RecurrentStates, groups)
+        self.evicting = _only(EvictingAttention, groups)
+        self._blocks = FullAttention(pool)
+        self._beside: list[CacheGroup] = [group for group in groups if not isinstance(group, EvictingAttention)]
+        self._copies: list[BlockCopy] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Number of blocks that can be taken: free and cached ones."""
+        return self.pool.num_free_blocks
+
+    def figures(self) -> CacheFigures:
+        """The state of the cache now."""
+        pool, states, windows = self.pool, self.states, self.windows
+        return CacheFigures(
+            pool.num_blocks,
+            pool.num_free_blocks,
+            pool.num_cached_blocks,
+            pool.num_partial_blocks,
+            0 if states is None else states.slots.num_slots,
+            0 if states is None else states.slots.num_saved,
+            0 if windows is None else windows.parts.num_slots,
+            0 if windows is None else windows.parts.num_slots - windows.parts.num_available,
+        )
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start: blocks that were evicted, restored from an earlier process, and that requests have
+        evicted themselves."""
+        return {
+            "blocks_evicted": self.pool.num_evictions,
+            "blocks_restored": self.pool.num_restored,
+            "blocks_given_up": 0 if self.evicting is None else self.evicting.num_given_up,
+        }
+
+    def take_changes(self) -> CacheChanges:
+        """What has changed since the last call."""
+        return CacheChanges(*self.pool.take_events(), {} if self.states is None else self.states.slots.take_changes())
+
+    def has_room(self, request: Request, num_blocks: int) -> bool:
+        """Whether a waiting request may run, so that running requests can take `num_blocks` more blocks."""
+        if num_blocks > self.pool.num_free_blocks:
+            return False
+        return self.windows is None or self.windows.admit(request)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """The number of blocks that `num_tokens` tokens occupy."""
+        return self._blocks.num_blocks_for(num_tokens)
+
+    def num_blocks_of(self, request: Request, num_tokens: int) -> int:
+        """The maximum number of blocks that the request holds until it has computed `num_tokens` tokens."""
+        if self.evicting is not None and request.eviction is not None:
+            return self.evicting.num_blocks_of(request, request.eviction, num_tokens)
+        return self.num_blocks_for(num_tokens)
+
+    def num_reusable(self, request: Request) -> int:
+        """How many of the request's tokens may come from the cache."""
+        most = request.num_tokens - MIN_TOKENS_LEFT
+        return most if request.eviction is None else min(most, request.eviction.num_reusable(request.num_prompt_tokens))
+
+    def reuse(self, request: Request) -> int:
+        """Append the cached blocks that match the request's next tokens. Returns the number of tokens gained.
+
+        The scheduler calls it before each step of the request, so that the request also uses blocks that other requests
+        have computed meanwhile.
+        """
+        found = self._blocks.find(request, self.num_reusable(request))
+        if not found:
+            return 0
+        first = len(request.block_table)
+        end = self._usable(request, first + len(found), lambda index: found[index - first])
+        if end > first:
+            self._blocks.hold(request, found[: end - first])
+        for group in self._beside:
+            group.hold(request, first, found)
+        return (end - first) * self.block_size
+
+    def num_computed_by_now(self, request: Request) -> int:
+        """Estimate how many computed tokens the request would have after `reuse`. It may count a block whose hash
+        collides."""
+        end = self._blocks.num_findable(request, self.num_reusable(request))
+        if end == len(request.block_table):
+            return request.num_computed_tokens
+        usable = self._usable(request, end, lambda index: self.pool.block_of(self.hash_of(request, index)))
+        return max(request.num_computed_tokens, usable * self.block_size)
+
+    def _usable(self, request: Request, end: int, block_at: BlockAt) -> int:
+        """The largest number of cached blocks, at most `end`, after which all groups can continue."""
+        while True:
+            before = end
+            for group in self._beside:
+                end = group.usable(request, end, block_at)
+            if end == before or len(self._beside) == 1:
+                return end
+
+    def copy_beginning(self, request: Request) -> int:
+        """Append a copy of a cached block that begins like the request's next one. Returns the number of tokens gained.
+        The request overwrites the rest of the copy as it continues."""
+        source, gained = self._find_beginning(request)
+        missing = self.num_blocks_of(request, request.num_tokens + 1) - len(request.block_table)
+        # A request that lacks blocks may not be part of this step. Then the copy would not be made.
+        if gained < MIN_COPIED_TOKENS or self.pool.num_free_blocks < missing:
+            return 0
+        if self.windows is not None and not self.windows.parts.num_available:
+            return 0
+        # While the source is held, `take` cannot evict it.
+        self.pool.hold([source])
+        if self.pool.num_free_blocks:
+            request.block_table.extend(self.pool.take(1))
+            request.num_computed_tokens += gained
+            if self.windows is not None:
+                self.windows.begin(request)
+            self._copy(source, request.block_table[-1:])
+        else:
+            gained = 0
+        self.pool.release([source])
+        return gained
+
+    def _copy(self, source: int | None, blocks: Sequence[int]) -> None:
+        """Before the next step, copy a block to the first of these, which have just been taken."""
+        if source is not None:
+            self._copies.append(BlockCopy(source, blocks[0]))
+        if self.windows is not None:
+            self.windows.attach(blocks, source)
+
+    def is_worth_waiting(self, request: Request) -> bool:
+        """Whether the request should wait for another request to compute its next block. True if copying that block
+        later saves more tokens than copying a beginning now."""
+        if self.states is not None:
+            return self.states.is_worth_waiting(request)
+        gained = self._find_beginning(request)[1]
+        left = self.num_reusable(request) - request.num_computed_tokens
+        return left - (gained if gained >= MIN_COPIED_TOKENS else 0) >= MIN_COPIED_TOKENS
+
+    def _find_beginning(self, request: Request) -> tuple[int, int]:
+        """The cached block that shares the longest beginning with the request's next one, and the number of tokens they
+        share; (-1, 0) if there is none. States of recurrent layers are never in the middle of a block."""
+        if self.states is not None:
+            return -1, 0
+        source, gained = self._blocks.find_beginning(request, self.num_reusable(request), MIN_COPIED_TOKENS)
+        if gained and self.windows is not None and not self.windows.parts.has(source):
+            return -1, 0
+        return source, gained
+
+    def chunk_of(self, request: Request, num_tokens: int) -> int:
+        """How many of the request's next `num_tokens` tokens a step should compute."""
+        if self.evicting is not None and request.eviction is not None:
+            num_tokens = self.evicting.chunk_of(request, request.eviction, num_tokens)
+        return num_tokens if self.states is None else self.states.chunk_of(request, num_tokens)
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Make room for the request up to `num_tokens` tokens. Returns False and takes nothing if there is too
+        little."""
+        if self.evicting is not None and request.eviction is not None and request.eviction.has_begun:
+            return self.evicting.reserve(request, request.eviction)
+        if not all(group.fits(request, num_tokens) for group in self._beside):
+            return False
+        if self._blocks.num_missing(request, num_tokens) > self.pool.num_free_blocks:
+            return False
+        taken = self._blocks.reserve(request, num_tokens)
+        if taken and self.windows is not None:
+            self.windows.attach(taken)
+        return True
+
+    def num_repeated(self, request: Request) -> int:
+        """How many tokens a branch of the request's draft computes again: the latest one, unless a block ends there."""
+        return int(request.num_tokens % self.block_size != 0)
+
+    def add_branch(self, request: Request, token_ids: Sequence[int], num_spared: int) -> bool:
+        """Take blocks for a branch, and copy the computed part of the first one. Returns False and changes nothing if
+        room for fewer than `num_spared` blocks would stay."""
+        first = request.num_tokens // self.block_size
+        count = self.num_blocks_for(request.num_tokens + len(token_ids)) - first
+        num_available = self.pool.num_free_blocks
+        if self.windows is not None:
+            num_available = min(num_available, self.windows.parts.num_available)
+        if num_available < count + num_spared:
+            return False
+        blocks = self.pool.take(count)
+        has_begun = request.num_computed_tokens > first * self.block_size
+        self._copy(request.block_table[first] if has_begun else None, blocks)
+        request.branch = Branch(token_ids, first, blocks)
+        return True
+
+    def end_branch(self, request: Request, token_ids: Sequence[int] = ()) -> None:
+        """Release the blocks of the request's branch, if it has one. `token_ids` follow the request's latest token. If
+        the branch begins with them, its blocks replace those of the draft."""
+        branch, request.branch = request.branch, None
+        if branch is None:
+            return
+        given_up: Sequence[int] = branch.blocks
+        if branch.token_ids[0] in token_ids[:1]:
+            given_up = request.block_table[branch.first_block :]
+            request.block_table[branch.first_block :] = array("i", branch.blocks)
+        self.pool.release(reversed(given_up))
+        if self.windows is not None:
+            self.windows.release(given_up)
+
+    def plan(self, scheduled: Sequence[Scheduled]) -> StepPlan:
+        """What the next step does to the cache. Copies and moves are in it once."""
+        copies, self._copies = self._copies, []
+        windows, evicting = self.windows, self.evicting
+        return StepPlan(
+            copies,
+            () if windows is None else windows.take_copies(),
+            () if evicting is None else evicting.take_moves(),
+            None if self.states is None else self.states.plan(scheduled),
+            None if windows is None else windows.parts.slots,
+        )
+
+    def publish(self, request: Request) -> None:
+        """After a step: make the request's full blocks findable, and evict blocks of its own if it has too many."""
+        if self.evicting is not None and request.eviction is not None:
+            self.evicting.evict(request, request.eviction)
+            if request.eviction.has_begun:
+                return  # its blocks are useless to others
+        exchanges = self._blocks.publish(request)
+        for group in self._beside:
+            group.publish(request, exchanges)
+
+    def publish_beginning(self, request: Request) -> None:
+        """As `publish`; also make the computed beginning of the request's last block findable."""
+        self.publish(request)
+        if self.states is None and not (request.eviction is not None and request.eviction.has_begun):
+            self._blocks.publish_beginning(request, MIN_COPIED_TOKENS)
+
+    def free(self, request: Request) -> None:
+        """Release all that the request holds, and reset its number of computed tokens."""
+        self.end_branch(request)
+        for group in self._beside:
+            group.free(request)
+        self._blocks.free(request)
+        if request.eviction is not None:
+            request.eviction.reset()
+
+    def forget_all(self) -> None:
+        """Forget all content. No request may hold any."""
+        self.pool.forget_all()
+        for group in self._beside:
+            group.forget_all()
+
+    def check(self) -> None:
+        """Assert that everything is accounted for. For tests."""
+        self.pool.check()
+        for group in self._beside:
+            group.check()
+
+    def hash_of(self, request: Request, index: int) -> int:
+        """The chained hash of the request's block `index`. All tokens of the block must be known."""
+        return hash_of(request, index, self.block_size)
+
+    def key_of(self, request: Request, index: int) -> BlockKey:
+        """The key of the request's block `index`. All tokens of the block must be known."""
+        return key_of(request, index, self.block_size)
+
+    def work_on(self, request: Request, index: int) -> tuple[int, bytes]:
+        """A key for the request's block `index`. Requests that would compute the same block have the same key."""
+        return parent_of(request, index, self.block_size), content_of(request, index, self.block_size)
+
+    def num_common_tokens(self, left: Request, right: Request) -> int:
+        """Number of tokens in the full blocks of the two requests' common prefix."""
+        low, high = 0, min(left.num_tokens, right.num_tokens) // self.block_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.hash_of(left, middle - 1) == self.hash_of(right, middle - 1):
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.block_size
+
+
+def _only(kind: type[_Kind], groups: Sequence[object]) -> _Kind | None:
+    """The group of this kind; None if the model has none."""
+    return next((group for group in groups if isinstance(group, kind)), None)

@@ -1,1 +1,0 @@
-"""States of recurrent layers: the slots that hold them, and their assignment to requests."""

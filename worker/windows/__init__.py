@@ -1,1 +1,0 @@
-"""Layers with a sliding window: their parts of KV blocks, which are released when no query can reach them."""
