@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +19,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.patience import patience, until
 
 BOUND_S = 30.0
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
@@ -77,11 +78,14 @@ class Browser:
 
     def until(self, script: str, *args: Any, bound_s: float = BOUND_S) -> Any:
         """Wait until the function returns a true value, and return it."""
-        deadline_s = time.monotonic() + bound_s
-        while not (value := self.run(script, *args)):
-            assert time.monotonic() < deadline_s, f"not within {bound_s:.0f} s: {script}"
-            time.sleep(0.03)
-        return value
+        found: list[Any] = []
+
+        def is_there() -> bool:
+            found[:] = [self.run(script, *args)]
+            return bool(found[0])
+
+        until(is_there, script, bound_s)
+        return found[0]
 
     def text(self, css: str) -> str:
         """The visible text of all matching elements."""
@@ -142,7 +146,9 @@ def browser() -> Iterator[Browser]:
         )
         assert process.stdout is not None
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{_port(process)}", timeout=60, trust_env=False) as client:
+            with httpx.Client(
+                base_url=f"http://127.0.0.1:{_port(process)}", timeout=patience(60), trust_env=False
+            ) as client:
                 session = _session(client, binary, folder)
                 try:
                     yield Browser(client, session)
@@ -151,7 +157,7 @@ def browser() -> Iterator[Browser]:
                         client.delete(f"/session/{session}")
         finally:
             process.terminate()
-            process.wait(BOUND_S)
+            process.wait(patience(BOUND_S))
             process.stdout.close()
 
 

@@ -1,4 +1,7 @@
-"""How `pytest -n 2` shares out the tests, that no example of a property is timed, and fixtures of several folders."""
+"""How `pytest -n 2` shares out the tests, how long a test may take, and what is said of a process that died.
+
+Also that no example of a property is timed, and fixtures of several folders.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import pytest_timeout
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests import last_words
+from tests.patience import patience, session_slowness
 from tests.redis_server import RedisServer
 
 settings.register_profile("untimed", deadline=None)
@@ -24,6 +30,25 @@ class _ByFleets(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return "fleets" if nodeid.startswith(_WITH_FLEETS) else nodeid.partition("::")[0]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the machine before other processes of the session are made, and watch how they end."""
+    session_slowness()
+    last_words.pytest_configure(config)
+
+
+def pytest_report_header() -> str:
+    """How slow the machine is."""
+    return f"bounds of waits: {patience(1):.1f} times those of an idle machine, as of now"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
+    """Give a test the time that this machine needs for it."""
+    slower = settings._replace(timeout=patience(settings.timeout))
+    pytest_timeout.pytest_timeout_set_timer(item, slower)
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ import httpx
 from headrace.cli import launch
 from tests.e2e.fleet import free_port
 from tests.e2e.serving import until
+from tests.patience import patience
 
 DEPLOYED = Path(__file__).parent.parent / "deploy/prometheus"
 SCRAPE_INTERVAL_S = 1
@@ -46,12 +47,12 @@ class Prometheus:
     def is_ready(self) -> bool:
         """Whether it answers."""
         try:
-            return httpx.get(f"{self.url}/-/ready").status_code == 200
+            return httpx.get(f"{self.url}/-/ready", timeout=patience(5)).status_code == 200
         except httpx.HTTPError:
             return False
 
     def _get(self, path: str, **params: Any) -> list[dict[str, Any]]:
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=20)
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=patience(20))
         assert answer.status_code == 200, answer.text
         found: list[dict[str, Any]] = answer.json()["data"]["result"]
         return found
@@ -86,4 +87,4 @@ def prometheus(directory: Path, targets: Mapping[str, list[str]]) -> Iterator[Pr
         yield server
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(patience(30))

@@ -8,11 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import redis
+
+from tests.patience import patience, until
 
 BOUND_S = 30.0
 
@@ -30,14 +30,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def until(condition: Callable[[], bool], what: str, bound_s: float = BOUND_S) -> None:
-    """Wait for something that happens in the servers."""
-    deadline_s = time.monotonic() + bound_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {bound_s:.0f} s: {what}"
-        time.sleep(0.02)
 
 
 class RedisServer:
@@ -63,7 +55,7 @@ class RedisServer:
 
     def client(self) -> redis.Redis:
         """A client for this server alone."""
-        return redis.Redis(port=self.port, socket_timeout=2)
+        return redis.Redis(port=self.port, socket_timeout=patience(2))
 
     def start(self) -> RedisServer:
         """Start the server and wait until it listens."""
@@ -84,7 +76,7 @@ class RedisServer:
         """kill -9."""
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait(BOUND_S)
+            self._process.wait(patience(BOUND_S))
 
     def _answers(self) -> bool:
         try:

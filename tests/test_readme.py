@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serving import Serve, serving
+from tests.patience import patience
 
 ROOT = Path(__file__).parent.parent
 _FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -74,7 +75,7 @@ def run(system: Serve, *command: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=_EXAMPLE_BOUND_S,
+        timeout=patience(_EXAMPLE_BOUND_S),
         check=False,
     )
     assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}\n{system.tail()}"

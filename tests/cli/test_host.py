@@ -23,6 +23,7 @@ from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec
 from headrace.cli.serving.supervisor import ProcessState, RestartRule, Supervisor
+from tests.patience import patience
 
 BOUND_S = 20.0
 GOOD = "import signal; signal.pause()"
@@ -67,7 +68,7 @@ class System:
         return self._stream.getvalue().decode().splitlines()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while not condition():
                 await asyncio.sleep(0.005)
 
@@ -127,8 +128,8 @@ async def hosting(
     finally:
         tasks[1].cancel()
         supervisor.stop()
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), BOUND_S)
-        log.close(BOUND_S)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), patience(BOUND_S))
+        log.close(patience(BOUND_S))
 
 
 async def test_a_model_is_loaded_when_the_router_has_its_worker() -> None:
@@ -136,7 +137,7 @@ async def test_a_model_is_loaded_when_the_router_has_its_worker() -> None:
         await system.until_state("a", State.LOADING)
         waiting = asyncio.create_task(system.host.load("b"))
         system.fleet.ready = frozenset({"worker-1"})
-        assert (await asyncio.wait_for(waiting, BOUND_S)).state is State.LOADED
+        assert (await asyncio.wait_for(waiting, patience(BOUND_S))).state is State.LOADED
         assert system.state("a") is State.LOADING
         assert not system.host.is_settled
         system.fleet.ready = frozenset({"worker-0", "worker-1"})
@@ -148,7 +149,7 @@ async def test_a_model_that_its_worker_refuses_says_why_and_the_others_go_on() -
     async with hosting(a=GOOD, b=REFUSING) as system:
         system.fleet.ready = frozenset({"worker-0"})
         with pytest.raises(CannotLoadError, match="the weights are damaged"):
-            await asyncio.wait_for(system.host.load("b"), BOUND_S)
+            await asyncio.wait_for(system.host.load("b"), patience(BOUND_S))
         await system.until_state("a", State.LOADED)
         assert system.state("b") is State.FAILED
         await system.until(lambda: len(system.host.supervisor.processes) == 1)
@@ -201,13 +202,13 @@ async def test_a_model_fails_when_the_last_of_its_workers_refuses(tmp_path: Path
         await system.until(lambda: not system.host.models["a"].processes)
         assert system.host.models["a"].problem == "worker-0 refused to start; its log above says why"
         with pytest.raises(CannotLoadError, match="refused to start"):
-            await asyncio.wait_for(system.host.load("a", by_operator=True), BOUND_S)
+            await asyncio.wait_for(system.host.load("a", by_operator=True), patience(BOUND_S))
 
 
 async def test_a_model_whose_worker_keeps_dying_fails_until_a_worker_comes_up() -> None:
     async with hosting(a=DYING) as system:
         with pytest.raises(CannotLoadError, match="ended 3 times while it loaded the model; it ended with status 7"):
-            await asyncio.wait_for(system.host.load("a"), BOUND_S)
+            await asyncio.wait_for(system.host.load("a"), patience(BOUND_S))
         system.fleet.ready = frozenset({"worker-0"})
         system.host.wake()
         await system.until_state("a", State.LOADED)
@@ -226,7 +227,7 @@ async def test_a_worker_that_is_killed_while_it_loads_is_started_again() -> None
         await system.until(lambda: process.pid not in (None, first))
         assert not waiting.done()
         system.fleet.ready = frozenset({"worker-0"})
-        await asyncio.wait_for(waiting, BOUND_S)
+        await asyncio.wait_for(waiting, patience(BOUND_S))
 
 
 async def test_a_router_that_does_not_answer_changes_nothing() -> None:
@@ -249,7 +250,7 @@ async def test_an_unknown_name_is_refused() -> None:
 async def test_changes_are_told_as_they_happen() -> None:
     async with hosting(a=GOOD) as system:
         seen = []
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             async for models in system.host.changes():
                 seen.append(models["a"].state)
                 system.fleet.ready = frozenset({"worker-0"})
@@ -265,7 +266,7 @@ async def test_a_model_on_demand_is_loaded_for_a_request_and_for_nothing_else() 
     async with hosting(on_demand=True, a=GOOD, b=GOOD) as system:
         system.fleet.ready = ALL
         assert system.host.is_settled
-        await asyncio.wait_for(system.host.load("b"), BOUND_S)
+        await asyncio.wait_for(system.host.load("b"), patience(BOUND_S))
         assert (system.state("a"), system.state("b")) == (State.UNLOADED, State.LOADED)
 
 
@@ -273,11 +274,11 @@ async def test_the_least_recently_used_model_is_unloaded_for_another() -> None:
     async with hosting(on_demand=True, budget=2, a=GOOD, b=GOOD, c=GOOD) as system:
         system.fleet.ready = ALL
         for name in ("a", "b"):
-            await asyncio.wait_for(system.host.load(name), BOUND_S)
+            await asyncio.wait_for(system.host.load(name), patience(BOUND_S))
         system.fleet.num_requests = {"worker-0": 1}
         used_s = system.host.models["a"].last_used_s
         await system.until(lambda: system.host.models["a"].last_used_s > used_s)
-        await asyncio.wait_for(system.host.load("c"), BOUND_S)
+        await asyncio.wait_for(system.host.load("c"), patience(BOUND_S))
         assert [system.state(name) for name in "abc"] == [State.LOADED, State.UNLOADED, State.LOADED]
         assert system.fleet.drained == ["worker-1"]
         assert "serve | b is unloaded: it makes room for c" in system.lines
@@ -287,7 +288,7 @@ async def test_a_busy_model_ends_its_requests_before_it_gives_way() -> None:
     async with hosting(on_demand=True, budget=1, a=GOOD, b=GOOD) as system:
         system.fleet.ready = ALL
         system.fleet.busy = frozenset({"worker-0"})
-        await asyncio.wait_for(system.host.load("a"), BOUND_S)
+        await asyncio.wait_for(system.host.load("a"), patience(BOUND_S))
         await system.until(lambda: system.host.models["a"].is_busy)
         waiting = asyncio.create_task(system.host.load("b"))
         await system.until_state("a", State.UNLOADING)
@@ -295,48 +296,48 @@ async def test_a_busy_model_ends_its_requests_before_it_gives_way() -> None:
         await asyncio.sleep(0.2)
         assert len(system.host.supervisor.processes) == 1, "its requests are running"
         system.fleet.busy = frozenset()
-        await asyncio.wait_for(waiting, BOUND_S)
-        await asyncio.wait_for(again, BOUND_S)
+        await asyncio.wait_for(waiting, patience(BOUND_S))
+        await asyncio.wait_for(again, patience(BOUND_S))
         assert [system.state(name) for name in "ab"] == [State.LOADED, State.UNLOADED]
 
 
 async def test_an_idle_model_is_unloaded_after_its_time() -> None:
     async with hosting(on_demand=True, idle_s=0.3, a=GOOD) as system:
         system.fleet.ready = ALL
-        await asyncio.wait_for(system.host.load("a"), BOUND_S)
+        await asyncio.wait_for(system.host.load("a"), patience(BOUND_S))
         await system.until_state("a", State.UNLOADED)
         assert system.host.supervisor.processes == []
-        await asyncio.wait_for(system.host.load("a"), BOUND_S)
+        await asyncio.wait_for(system.host.load("a"), patience(BOUND_S))
 
 
 async def test_a_model_on_demand_that_fails_frees_its_memory_and_is_not_tried_at_once() -> None:
     async with hosting(on_demand=True, budget=1, a=DYING, b=GOOD) as system:
         with pytest.raises(CannotLoadError, match="ended 3 times"):
-            await asyncio.wait_for(system.host.load("a"), BOUND_S)
+            await asyncio.wait_for(system.host.load("a"), patience(BOUND_S))
         await system.until(lambda: not system.host.supervisor.processes)
         with pytest.raises(CannotLoadError, match="ended 3 times") as refused:
             await asyncio.wait_for(system.host.load("a"), 0.5)
         assert 5 < (refused.value.retry_after_s or 0) <= 10
         system.fleet.ready = frozenset({"worker-1"})
-        await asyncio.wait_for(system.host.load("b"), BOUND_S)
+        await asyncio.wait_for(system.host.load("b"), patience(BOUND_S))
 
 
 async def test_a_model_that_can_never_fit_is_refused() -> None:
     async with hosting(on_demand=True, budget=0, a=GOOD) as system:
         with pytest.raises(CannotLoadError, match="and the budget is"):
-            await asyncio.wait_for(system.host.load("a"), BOUND_S)
+            await asyncio.wait_for(system.host.load("a"), patience(BOUND_S))
 
 
 async def test_an_operator_unloads_and_loads_a_pinned_model() -> None:
     async with hosting(a=GOOD, b=GOOD) as system:
         system.fleet.ready = ALL
         await system.until(lambda: system.host.is_settled)
-        await asyncio.wait_for(system.host.unload("a"), BOUND_S)
+        await asyncio.wait_for(system.host.unload("a"), patience(BOUND_S))
         assert system.state("a") is State.UNLOADED
         assert [process.spec.name for process in system.host.supervisor.processes] == ["worker-1"]
         with pytest.raises(CannotLoadError, match="its operator has unloaded it"):
             await system.host.load("a")
-        await asyncio.wait_for(system.host.load("a", by_operator=True), BOUND_S)
+        await asyncio.wait_for(system.host.load("a", by_operator=True), patience(BOUND_S))
         assert system.state("a") is State.LOADED
 
 
@@ -345,9 +346,9 @@ async def test_what_an_operator_unloads_stays_unloaded_although_a_request_waits_
         await system.until_state("a", State.LOADING)
         waiting = asyncio.create_task(system.host.load("a"))
         await asyncio.sleep(0)
-        await asyncio.wait_for(system.host.unload("a"), BOUND_S)
+        await asyncio.wait_for(system.host.unload("a"), patience(BOUND_S))
         with pytest.raises(CannotLoadError, match="its operator has unloaded it"):
-            await asyncio.wait_for(waiting, BOUND_S)
+            await asyncio.wait_for(waiting, patience(BOUND_S))
         system.fleet.ready = ALL
         await system.until_state("b", State.LOADED)
         assert system.state("a") is State.UNLOADED
@@ -357,11 +358,11 @@ async def test_what_an_operator_unloads_stays_unloaded_although_a_request_waits_
 async def test_a_failed_model_is_tried_again_when_its_operator_wants_it() -> None:
     async with hosting(a=REFUSING, b=GOOD) as system:
         with pytest.raises(CannotLoadError):
-            await asyncio.wait_for(system.host.load("a"), BOUND_S)
+            await asyncio.wait_for(system.host.load("a"), patience(BOUND_S))
         with pytest.raises(CannotLoadError, match="the weights are damaged"):
-            await asyncio.wait_for(system.host.load("a", by_operator=True), BOUND_S)
+            await asyncio.wait_for(system.host.load("a", by_operator=True), patience(BOUND_S))
         assert system.host.models["a"].num_failures == 2
-        await asyncio.wait_for(system.host.unload("a"), BOUND_S)
+        await asyncio.wait_for(system.host.unload("a"), patience(BOUND_S))
         assert (system.state("a"), system.host.models["a"].problem) == (State.UNLOADED, "")
 
 
@@ -378,12 +379,12 @@ async def test_an_operator_adds_a_model() -> None:
             name, Path(model), (PLACE,), first, is_essential=False, is_pinned=False
         )
         await asyncio.gather(system.host.add_named("new", "/m"), system.host.add_named("new", "/m"))
-        await asyncio.wait_for(system.host.load("new", by_operator=True), BOUND_S)
+        await asyncio.wait_for(system.host.load("new", by_operator=True), patience(BOUND_S))
         assert system.host.models["new"].plan.first_worker == 1
         assert not system.host.models["a"].plan.is_essential
         assert not any(process.spec.is_essential for process in system.host.models["a"].processes)
-        await asyncio.wait_for(system.host.unload("new"), BOUND_S)
-        await asyncio.wait_for(system.host.load("new"), BOUND_S)
+        await asyncio.wait_for(system.host.unload("new"), patience(BOUND_S))
+        await asyncio.wait_for(system.host.load("new"), patience(BOUND_S))
 
 
 async def test_aliases_are_added_changed_and_removed() -> None:

@@ -30,6 +30,7 @@ from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.gateway.chat.output_parsers.families import TOOL_FORMATS
 from tests.cli.conftest import write_files
 from tests.hub import Hub
+from tests.patience import patience
 
 CONFIG = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 
@@ -282,7 +283,7 @@ def test_two_models_that_share_files_are_pulled_at_once(
     monkeypatch.setattr(pull, "_make", make)
     monkeypatch.setattr("headrace.cli.models.hub.say", lambda _sentence: waits.set())
     assert run("pull", "owner/first").exit_code == 0
-    second.join(30)
+    second.join(patience(30))
     for name in ("owner/first", "owner/second"):
         assert (model_directory(name) / "openvino_tokenizer.bin").read_bytes() == model_files["openvino_tokenizer.bin"]
     assert list((cache / "downloads").iterdir()) == []

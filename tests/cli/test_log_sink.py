@@ -7,6 +7,7 @@ import json
 import threading
 
 from headrace.cli.serving.log_sink import LogSink
+from tests.patience import patience
 
 RECORD = b'{"time":"2026-01-31T12:00:00.000Z","level":"warning","logger":"l","message":"m"}'
 
@@ -58,7 +59,7 @@ class Stuck(io.BytesIO):
         self.let_go = threading.Event()
 
     def write(self, data: object) -> int:
-        assert self.let_go.wait(20)
+        assert self.let_go.wait(patience(20))
         return super().write(data)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.cli.main import cli
+from tests.patience import patience
 
 
 @pytest.mark.parametrize(
@@ -71,5 +72,7 @@ def test_ctrl_c_while_the_command_is_imported_gives_no_traceback(tmp_path: Path)
     (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", "from headrace.cli.main import main; main()", "models"]
-    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=patience(60)
+    )
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

@@ -19,6 +19,7 @@ from headrace.cli.main import cli
 from headrace.cli.models import catalogue, pull
 from headrace.cli.models.model_cache import MANIFEST_NAME, model_directory, model_lock, read_manifest, write_manifest
 from tests.cli.conftest import FileServer, write_files
+from tests.patience import patience
 
 GGUF = b"GGUF and then the weights" * 1000
 
@@ -326,7 +327,7 @@ def test_two_pulls_at_once_do_the_work_once(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(patience(30))
     assert len(conversions) == 1
     assert capfd.readouterr().err.count("already there") == 3
 

@@ -18,6 +18,7 @@ import pytest
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.plan import ProcessSpec
 from headrace.cli.serving.supervisor import ProcessState, RestartRule, StopRule, SupervisedProcess, Supervisor
+from tests.patience import patience
 
 BOUND_S = 20.0
 QUICK = RestartRule(first_delay_s=0.01, longest_delay_s=0.02, calm_s=30.0)
@@ -51,7 +52,7 @@ import signal; signal.pause()
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that happens in other processes, and so can only be looked at again and again."""
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -91,8 +92,8 @@ async def running(
         yield system
     finally:
         supervisor.stop()
-        await asyncio.wait_for(task, BOUND_S)
-        log.close(BOUND_S)
+        await asyncio.wait_for(task, patience(BOUND_S))
+        log.close(patience(BOUND_S))
 
 
 def alive(pid: int) -> bool:
@@ -155,8 +156,8 @@ async def test_a_refusal_stops_everything_and_is_not_tried_again() -> None:
     log = LogSink(stream)
     refuses = 'import sys\nprint("error: no such thing; bring one", file=sys.stderr)\nsys.exit(2)'
     supervisor = Supervisor([spec("good", OBEDIENT), spec("bad", refuses)], log, restart_rule=QUICK)
-    await asyncio.wait_for(supervisor.run(), BOUND_S)
-    log.close(BOUND_S)
+    await asyncio.wait_for(supervisor.run(), patience(BOUND_S))
+    log.close(patience(BOUND_S))
     good, bad = supervisor.processes
     assert supervisor.failure == "no such thing; bring one"
     assert (bad.state, bad.num_restarts) == (ProcessState.FAILED, 0)
@@ -237,8 +238,8 @@ async def test_a_stop_does_not_wait_for_a_restart_that_is_due() -> None:
     system = System(supervisor, stream)
     await system.until(lambda: supervisor.processes[0].num_restarts == 2)
     supervisor.stop()
-    await asyncio.wait_for(task, BOUND_S)
-    log.close(BOUND_S)
+    await asyncio.wait_for(task, patience(BOUND_S))
+    log.close(patience(BOUND_S))
     assert supervisor.processes[0].state == ProcessState.STOPPED
 
 

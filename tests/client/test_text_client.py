@@ -17,6 +17,7 @@ import pytest_asyncio
 from headrace.client import Reason, StatusError, TextClient
 from tests.gateway import conftest as kit
 from tests.gateway.conftest import FakeRouter, serving_gateway, serving_router, tiny_bundle, tiny_files  # noqa: F401
+from tests.patience import patience
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
@@ -128,7 +129,7 @@ async def test_leaving_the_answers_cancels_them_and_a_key_is_sent(address: str, 
             return next(iter(answers)).content
 
     assert await with_client(address, first, api_key="sk-x", timeout_s=30.0) == "a"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         await router.streams[0].cancelled.wait()
 
 
@@ -145,7 +146,7 @@ async def curl(address: str, method: str, data: Any) -> tuple[int, str, str]:
         stderr=subprocess.PIPE,
         cwd="/",
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         out, errors = await process.communicate()
     return process.returncode or 0, out.decode(), errors.decode()
 
@@ -171,7 +172,7 @@ async def test_the_example_prints_an_answer(address: str, router: Any) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, ROOT / "examples" / "grpc_chat.py", address, "hi", stdout=subprocess.PIPE, cwd="/"
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         out, _ = await process.communicate()
     assert out.decode() == router.answer + "\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headrace.common.tasks import end_tasks
+from tests.patience import patience
 
 
 async def test_a_task_whose_cancellation_got_lost_is_cancelled_again() -> None:
@@ -16,7 +17,7 @@ async def test_a_task_whose_cancellation_got_lost_is_cancelled_again() -> None:
         while True:
             num_rounds += 1
             # With Python 3.11 a cancellation is lost here if the answer comes at the same moment.
-            await asyncio.wait_for(answer, 10)
+            await asyncio.wait_for(answer, patience(10))
             await asyncio.sleep(60)
 
     async def stubborn() -> None:
@@ -28,7 +29,7 @@ async def test_a_task_whose_cancellation_got_lost_is_cancelled_again() -> None:
     tasks = [asyncio.create_task(work()), asyncio.create_task(stubborn())]
     await asyncio.sleep(0)
     answer.set_result(None)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         await end_tasks(*tasks)
     assert all(task.cancelled() for task in tasks)
     assert num_rounds == 1

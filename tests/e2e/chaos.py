@@ -20,6 +20,7 @@ import httpx
 from tests.e2e.fleet import Fleet, Process
 from tests.e2e.serving import MODEL
 from tests.e2e.streams import Stream
+from tests.patience import patience
 from tests.redis_server import RedisServer
 
 NUM_PROMPTS = 12
@@ -72,7 +73,7 @@ class Clients:
         kinds = [self._stream, self._slow_stream, self._whole, self._leave, self._too_long, self._malformed, self._late]
         weights = (8, 2, 4, 2, 1, 1, 2)
         limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=REQUEST_BOUND_S, limits=limits, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=patience(REQUEST_BOUND_S), limits=limits, trust_env=False) as http:
             while not self.is_stopping:
                 [kind] = self.rng.choices(kinds, weights)
                 gateway = self.rng.randrange(len(self.fleet.gateways))
@@ -181,7 +182,7 @@ class Faults:
             [kind] = self.rng.choices(kinds, weights=(5, 3, 1, 1, 1, 1))
             await kind()
             wanted = self.clients.num_answers + ANSWERS_BETWEEN
-            async with asyncio.timeout(REQUEST_BOUND_S):
+            async with asyncio.timeout(patience(REQUEST_BOUND_S)):
                 while self.clients.num_answers < wanted:
                     await asyncio.sleep(0.1)
 

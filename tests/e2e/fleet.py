@@ -24,6 +24,7 @@ from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from tests.e2e.serving import BOUND_S, HTTP, MODEL, READY_BOUND_S, until
 from tests.e2e.small_model import small_model
+from tests.patience import patience
 
 _TAIL_LINES = 40
 
@@ -98,10 +99,10 @@ class Process:
         """Wait for its end; the exit status as of Popen."""
         assert self._popen is not None
         assert self._reader is not None
-        status = self._popen.wait(bound_s)
+        status = self._popen.wait(patience(bound_s))
         if status == -signal.SIGKILL:
             self.killed_s = time.monotonic()
-        self._reader.join(BOUND_S)
+        self._reader.join(patience(BOUND_S))
         return status
 
     def end(self) -> None:
@@ -250,7 +251,9 @@ class Fleet:
         """The workers that a router lists; none if it does not respond."""
         with self._transport.blocking_channel(self.router_addresses[router_index]) as channel:
             try:
-                answer = router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)
+                answer = router_pb2_grpc.RouterStub(channel).ListWorkers(
+                    router_pb2.ListWorkersRequest(), timeout=patience(5)
+                )
             except grpc.RpcError:
                 return []
         return list(answer.workers)
@@ -259,7 +262,7 @@ class Fleet:
         """Tokens of a prompt that some worker would read from its disk, as a router explains it."""
         with self._transport.blocking_channel(self.router_addresses[router_index]) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            explained = stub.Explain(router_pb2.ExplainRequest(token_ids=prompt), timeout=5)
+            explained = stub.Explain(router_pb2.ExplainRequest(token_ids=prompt), timeout=patience(5))
         return max(worker.num_disk_tokens for worker in explained.workers)
 
     def num_ready(self, router_index: int = 0) -> int:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,7 @@ from headrace.cli.fleet.run_state import ServeRecord, running_serves
 from headrace.cli.fleet.status import row_of
 from headrace.cli.models.model_cache import model_directory
 from headrace.protos import router_pb2, router_pb2_grpc
+from tests.patience import patience, until
 
 MODEL = "smollm2-135m"
 READY_BOUND_S = 60.0
@@ -32,22 +33,14 @@ _ASK_TIMEOUT_S = 2.0
 _HEADRACE = (sys.executable, "-m", "headrace.cli")
 # Tests ask again and again. Reading the certificates of authorities takes httpx 35 ms each time, which no test needs,
 # and a connection that is kept may be to a process that is gone.
-HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=BOUND_S)
 
 
 def headrace(*args: str, stdin: str = "", timeout_s: float = BOUND_S) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        [*_HEADRACE, *args], input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
+        [*_HEADRACE, *args], input=stdin, capture_output=True, text=True, timeout=patience(timeout_s), check=False
     )
-
-
-def until(condition: Callable[[], bool], what: str, bound_s: float = BOUND_S) -> None:
-    """Wait for something that happens in other processes."""
-    deadline_s = time.monotonic() + bound_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {bound_s:.0f} s: {what}"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -120,9 +113,9 @@ class Serve:
 
     def wait(self, bound_s: float = BOUND_S) -> int:
         """Wait for the end of the process and its output. Returns the exit status."""
-        status = self.process.wait(bound_s)
+        status = self.process.wait(patience(bound_s))
         for reader in self._readers:
-            reader.join(BOUND_S)
+            reader.join(patience(BOUND_S))
         return status
 
     def tail(self) -> str:
@@ -134,7 +127,7 @@ class Serve:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(BOUND_S)
+                self.process.wait(patience(BOUND_S))
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.wait()
@@ -147,7 +140,7 @@ class Serve:
         with transport.blocking_channel(record.router_address) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
             try:
-                answer = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_ASK_TIMEOUT_S)
+                answer = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=patience(_ASK_TIMEOUT_S))
                 workers = {info.worker_id: info for info in answer.workers}
             except grpc.RpcError:
                 workers = None

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.serving import MODEL
+from tests.patience import patience
 
 STREAM_BOUND_S = 300.0
 _CONNECT_PAUSE_S = 0.05
@@ -76,7 +77,7 @@ def chat_body(number: int, max_tokens: int, **fields: Any) -> dict[str, Any]:
 async def http_client() -> AsyncIterator[httpx.AsyncClient]:
     """A client for many streams at once."""
     limits = httpx.Limits(max_connections=512, max_keepalive_connections=512)
-    async with httpx.AsyncClient(timeout=STREAM_BOUND_S, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=patience(STREAM_BOUND_S), limits=limits, trust_env=False) as client:
         yield client
 
 
@@ -119,7 +120,7 @@ async def run_streams(
             for body, stream in zip(bodies, streams, strict=True)
         ]
         if disturb is not None:
-            async with asyncio.timeout(STREAM_BOUND_S):
+            async with asyncio.timeout(patience(STREAM_BOUND_S)):
                 while not _is_time(streams, disturb_behind, bodies[0]["max_tokens"] // 2):
                     assert not any(stream.error for stream in streams), [stream.error for stream in streams]
                     await asyncio.sleep(0.005)
@@ -149,14 +150,14 @@ class Load:
     async def more(self, count: int) -> None:
         """Return when `count` more requests have ended well, or one has failed."""
         target = len(self.finished) + count
-        async with asyncio.timeout(STREAM_BOUND_S):
+        async with asyncio.timeout(patience(STREAM_BOUND_S)):
             while len(self.finished) < target and not self.failed:
                 await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
         """Send no new requests, and wait for the running ones."""
         self._stopping = True
-        async with asyncio.timeout(STREAM_BOUND_S):
+        async with asyncio.timeout(patience(STREAM_BOUND_S)):
             await asyncio.gather(*self._tasks)
 
     async def _client(self) -> None:

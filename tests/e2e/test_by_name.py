@@ -17,6 +17,7 @@ from tests.e2e.serving import Serve, alive, headrace, until
 from tests.e2e.small_model import small_model
 from tests.gguf_models import TinyModel, write_gguf
 from tests.hub import Hub, running_hub
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -97,7 +98,7 @@ def test_run_uses_the_server_that_runs(hub: Hub) -> None:
         answered = headrace("run", "owner/tiny-GGUF:q8_0", "the mill", "--max-tokens", "4")
         assert answered.returncode == 0, answered.stderr
         assert f"owner/tiny-GGUF:q8_0 is served at {serve.base_url}" in answered.stderr
-        served = httpx.get(f"{serve.base_url}/v1/models/owner/tiny-GGUF:q8_0").json()
+        served = httpx.get(f"{serve.base_url}/v1/models/owner/tiny-GGUF:q8_0", timeout=patience(5)).json()
         assert served["id"] == "owner/tiny-GGUF:q8_0"
         refused = headrace("models", "rm", "owner/tiny-GGUF:q8_0")
         assert refused.returncode == 2

@@ -25,6 +25,7 @@ from headrace.common.tasks import end_tasks
 from tests.e2e.chaos import NUM_PROMPTS, Clients, Clock, Faults, body_of
 from tests.e2e.fleet import Fleet, Process, fleet
 from tests.e2e.serving import until
+from tests.patience import patience
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e
@@ -114,7 +115,7 @@ def note_counters(own_fleet: Fleet, seen: Counter[str]) -> None:
 
 async def undisturbed_texts(own_fleet: Fleet) -> dict[int, str]:
     """The text of each prompt while nothing happens."""
-    async with httpx.AsyncClient(timeout=240, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=patience(240), trust_env=False) as http:
         url = f"{own_fleet.base_url}/v1/chat/completions"
         answers = await asyncio.gather(*(http.post(url, json=body_of(number)) for number in range(NUM_PROMPTS)))
     assert {answer.status_code for answer in answers} == {200}, [answer.text for answer in answers]
@@ -137,7 +138,7 @@ def assert_nothing_grows(own_fleet: Fleet, texts: dict[int, str]) -> None:
     """Run the same work twice: no process may have more open files or memory after the second run."""
     held = []
     for _ in range(2):
-        with httpx.Client(timeout=240, trust_env=False) as http:
+        with httpx.Client(timeout=patience(240), trust_env=False) as http:
             for number in range(CALM_REQUESTS):
                 url = own_fleet.base_urls[number % len(own_fleet.gateways)]
                 answer = http.post(f"{url}/v1/chat/completions", json=body_of(number % NUM_PROMPTS))

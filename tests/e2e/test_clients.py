@@ -18,6 +18,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.e2e.serving import Serve, pulled_model
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -90,7 +91,7 @@ def run(command: list[str], system: Serve, directory: Path) -> None:
         env=environment(system),
         capture_output=True,
         text=True,
-        timeout=SCRIPT_BOUND_S,
+        timeout=patience(SCRIPT_BOUND_S),
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

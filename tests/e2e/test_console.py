@@ -14,6 +14,7 @@ from headrace.common.stores.api_keys import ApiKey, new_id, new_secret, sha256_o
 from tests.browser import Browser, browser, chromium
 from tests.e2e.fleet import Process, free_port
 from tests.e2e.serving import HTTP, Serve, serving, until
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -246,7 +247,7 @@ def test_a_refusal_is_one_sentence(page: Browser) -> None:
 
 
 def test_controls_start_at_the_models_own_defaults(page: Browser, served: Serve) -> None:
-    [model] = httpx.get(f"{served.base_url}/console/fleet").json()["models"]
+    [model] = httpx.get(f"{served.base_url}/console/fleet", timeout=patience(5)).json()["models"]
     for name, default in model["sampling"].items():
         page.until(
             "return document.querySelector(`output[for=setting-${arguments[0]}]`).value === arguments[1]",

@@ -17,6 +17,7 @@ import pytest
 from tests.architectures.exports import PYTHON, exported_encoders
 from tests.architectures.texts import made_up_texts
 from tests.e2e.serving import Serve, headrace, until
+from tests.patience import patience
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # the model is exported once
 
@@ -131,7 +132,9 @@ def test_clients_of_other_makers_work_unmodified(system: Serve, client_name: str
         "LANGSMITH_TRACING": "false",
         "DO_NOT_TRACK": "1",
     }
-    done = subprocess.run([python, script], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [python, script], env=environment, capture_output=True, text=True, timeout=patience(120), check=False
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
@@ -165,6 +168,6 @@ def test_pull_takes_the_directory_and_serve_finds_it_by_name(
 
 def test_a_flag_for_generation_is_refused_by_a_worker(model_dir: Path) -> None:
     command = [*_WORKER, "--model", str(model_dir), "--listen", "127.0.0.1:0", "--kv-cache-gb", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 2
     assert "has no KV cache: --kv-cache-gb cannot be used with it" in done.stderr

@@ -9,13 +9,14 @@ import pytest
 
 from headrace.client import TextClient
 from tests.e2e.serving import Serve
+from tests.patience import patience
 
 PROMPT = "The capital of France is"
 
 
 def complete(system: Serve, **fields: Any) -> Any:
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, **fields}
-    response = httpx.post(f"{system.base_url}/v1/completions", json=body, timeout=60)
+    response = httpx.post(f"{system.base_url}/v1/completions", json=body, timeout=patience(60))
     assert response.status_code == 200, response.text
     return response.json()
 

@@ -17,6 +17,7 @@ from tests.e2e.fleet import Fleet, fleet
 from tests.e2e.serving import until
 from tests.e2e.streams import http_client
 from tests.e2e.test_warm_restart import body, complete
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +40,7 @@ def peers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
 def drain(worker: router_pb2.WorkerInfo, *, undo: bool) -> None:
     with PLAIN.blocking_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
-        stub.Drain(worker_pb2.DrainRequest(undo=undo), timeout=10)
+        stub.Drain(worker_pb2.DrainRequest(undo=undo), timeout=patience(10))
 
 
 @pytest.mark.timeout(400)

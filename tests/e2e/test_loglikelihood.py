@@ -18,6 +18,7 @@ import pytest
 
 from headrace.cli.models.model_cache import model_directory
 from tests.e2e.serving import BOUND_S, MODEL, Serve, serving
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -56,7 +57,7 @@ def items(accurate: Serve) -> list[Item]:
 
 def tokens_of(system: Serve, text: str) -> list[int]:
     body = {"prompt": text, "add_special_tokens": False}
-    tokens: list[int] = httpx.post(f"{system.base_url}/tokenize", json=body, timeout=BOUND_S).json()["tokens"]
+    tokens: list[int] = httpx.post(f"{system.base_url}/tokenize", json=body, timeout=patience(BOUND_S)).json()["tokens"]
     return tokens
 
 
@@ -71,7 +72,7 @@ def scored(system: Serve, items: Sequence[Item], **fields: Any) -> list[dict[str
         "seed": 1234,
         **fields,
     }
-    response = httpx.post(f"{system.base_url}/v1/completions", json=body, timeout=BOUND_S)
+    response = httpx.post(f"{system.base_url}/v1/completions", json=body, timeout=patience(BOUND_S))
     assert response.status_code == 200, response.text
     return sorted(response.json()["choices"], key=lambda choice: choice["index"])
 

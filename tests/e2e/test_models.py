@@ -18,6 +18,7 @@ import pytest
 
 from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace, until
 from tests.e2e.small_model import small_model
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -35,12 +36,12 @@ def serving_models(*args: str) -> Iterator[Serve]:
 
 def ask(serve: Serve, model: str, text: str = "Once", **fields: Any) -> httpx.Response:
     body = {"model": model, "prompt": text, "max_tokens": 8, "temperature": 0, **fields}
-    return httpx.post(f"{serve.base_url}/v1/completions", json=body, timeout=2 * READY_BOUND_S)
+    return httpx.post(f"{serve.base_url}/v1/completions", json=body, timeout=patience(2 * READY_BOUND_S))
 
 
 def states(serve: Serve) -> dict[str, str]:
     """Model -> its state."""
-    answer = HTTP.get(f"{serve.base_url}/v1/models", timeout=BOUND_S).json()
+    answer = HTTP.get(f"{serve.base_url}/v1/models", timeout=patience(BOUND_S)).json()
     return {model["id"]: model["state"] for model in answer["data"]}
 
 
@@ -75,7 +76,7 @@ def test_each_model_answers_under_its_names(system: Serve) -> None:
 
 
 def test_each_model_has_settings_of_its_own(system: Serve) -> None:
-    listed = httpx.get(f"{system.base_url}/v1/models").json()["data"]
+    listed = httpx.get(f"{system.base_url}/v1/models", timeout=patience(5)).json()["data"]
     lengths = {model["id"]: model["max_model_len"] for model in listed}
     assert lengths["second"] == 256 < lengths["first"] == lengths["gpt-4o"]
 
@@ -168,7 +169,7 @@ def test_models_on_demand_come_and_go_within_the_budget(on_demand: Serve) -> Non
     assert ask(on_demand, "c").status_code == 200
     assert loaded(on_demand) == ["a", "c"], "b was used the longest time ago"
     assert ask(on_demand, "b").json()["choices"][0]["text"] == text
-    running = httpx.get(f"{on_demand.base_url}/api/ps").json()["models"]
+    running = httpx.get(f"{on_demand.base_url}/api/ps", timeout=patience(5)).json()["models"]
     assert sorted(model["name"] for model in running) == loaded(on_demand)
     assert all(model["size"] > 1 << 29 for model in running)
 
@@ -198,7 +199,9 @@ def workers_of(serve: Serve) -> list[dict[str, Any]]:
 def test_a_stream_ends_before_its_model_gives_way(on_demand: Serve) -> None:
     long = {"model": "a", "prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True}
     others = [name for name in ("b", "c") if name not in loaded(on_demand)] or ["b"]
-    with httpx.stream("POST", f"{on_demand.base_url}/v1/completions", json=long, timeout=2 * READY_BOUND_S) as answer:
+    with httpx.stream(
+        "POST", f"{on_demand.base_url}/v1/completions", json=long, timeout=patience(2 * READY_BOUND_S)
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         with ThreadPoolExecutor(2) as beside:

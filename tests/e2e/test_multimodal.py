@@ -17,6 +17,7 @@ from tests.e2e.serving import Serve, headrace
 from tests.e2e.small_model import small_model
 from tests.hub import Hub, running_hub
 from tests.infra.divided_model import write_divided
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 NAMES = ("owner/whole", "owner/divided")
@@ -49,7 +50,7 @@ def test_its_text_is_that_of_the_model_and_images_are_refused(hub: Hub, divided:
     def asked(model: str, content: object) -> httpx.Response:
         messages = [{"role": "user", "content": content}]
         body = {"model": model, "messages": messages, "max_tokens": 12, "temperature": 0, "seed": 1}
-        return httpx.post(f"{serve.base_url}/v1/chat/completions", json=body, timeout=60)
+        return httpx.post(f"{serve.base_url}/v1/chat/completions", json=body, timeout=patience(60))
 
     serve = Serve(*NAMES, "--port", "0")
     try:

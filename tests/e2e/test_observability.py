@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.fleet import Fleet, Process, fleet, free_port
 from tests.e2e.serving import HTTP, MODEL, until
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver
+from tests.patience import patience
 from tests.prometheus import is_installed, prometheus
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,7 +51,7 @@ class Observed:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Count to twenty."}], "max_tokens": 12}
         headers = {"x-request-id": request_id, "traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
         return httpx.post(
-            f"{self.fleet.base_url}/v1/chat/completions", json={**body, **fields}, headers=headers, timeout=60
+            f"{self.fleet.base_url}/v1/chat/completions", json={**body, **fields}, headers=headers, timeout=patience(60)
         )
 
 
@@ -180,7 +181,7 @@ def test_the_request_is_named_in_the_logs_of_all_processes(observed: Observed) -
 def test_nothing_of_a_prompt_an_answer_or_a_key_is_in_a_log(observed: Observed) -> None:
     secret = "sk-not-to-be-seen-0123456789"
     url = f"{observed.fleet.base_url}/v1/models?api_key={secret}"
-    httpx.get(url, headers={"authorization": f"Bearer {secret}", "x-request-id": "req-secret"})
+    httpx.get(url, headers={"authorization": f"Bearer {secret}", "x-request-id": "req-secret"}, timeout=patience(5))
     until(lambda: bool(records_of(observed.fleet.gateway, "req-secret")), "the request is logged")
     for process in observed.fleet.processes:
         text = "\n".join(process.logs)
@@ -325,7 +326,9 @@ def promtool(*args: str | Path) -> None:
     """Run it; skip where it is not installed."""
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: apt install prometheus)")
-    done = subprocess.run(["promtool", *map(str, args)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["promtool", *map(str, args)], capture_output=True, text=True, timeout=patience(60), check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -23,6 +23,7 @@ from headrace.common.stores.redis_link import PASSWORD_FILE, TLS_DIR
 from tests.certificates import make_certificates
 from tests.e2e.fleet import fleet
 from tests.e2e.serving import MODEL, until
+from tests.patience import patience
 from tests.redis_server import BOUND_S, free_port
 
 pytestmark = pytest.mark.e2e
@@ -59,7 +60,7 @@ class TlsServer:
             ssl=True,
             ssl_ca_certs=str(self.certificates / "ca.pem"),
             ssl_check_hostname=False,
-            socket_timeout=5,
+            socket_timeout=patience(5),
             retry=None,
             password=(self.certificates / "redis-password").read_text().strip() if password else None,
             **{name: str(self.certificates / file) for name, file in own.items()},  # type: ignore[arg-type]
@@ -89,7 +90,7 @@ def redis_with_tls() -> str:
     found = shutil.which("redis-server")
     if found is not None:
         command = [found, "--port", "0", "--tls-port", "0", "--save", ""]  # ends at once, as it listens nowhere
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BOUND_S)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(BOUND_S))
         if "Bad directive" not in done.stdout + done.stderr:
             return found
     pytest.skip("no redis-server with TLS is installed")
@@ -184,10 +185,10 @@ def test_leases_and_responses_go_through_redis_with_tls(servers: tuple[TlsServer
         ]
         first, second = own_fleet.base_urls
         asked = {"model": MODEL, "input": "Say a word.", "max_output_tokens": 4}
-        kept = httpx.post(f"{first}/v1/responses", json=asked, timeout=60).json()
+        kept = httpx.post(f"{first}/v1/responses", json=asked, timeout=patience(60)).json()
         assert kept["store"] is True
         continued = {**asked, "previous_response_id": kept["id"]}
-        assert httpx.post(f"{second}/v1/responses", json=continued, timeout=60).status_code == 200
+        assert httpx.post(f"{second}/v1/responses", json=continued, timeout=patience(60)).status_code == 200
         assert responses.client().dbsize() > 0
-        health = httpx.get(f"{first}/health/ready").json()
+        health = httpx.get(f"{first}/health/ready", timeout=patience(5)).json()
         assert health["redis"] == {"leases": "ok", "responses": "ok"}

@@ -13,6 +13,7 @@ import pytest
 from tests.architectures.exports import PYTHON, exported_encoders
 from tests.architectures.texts import made_up_texts
 from tests.e2e.serving import Serve
+from tests.patience import patience
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # the model is exported once
 
@@ -45,7 +46,7 @@ def system(model_dir: Path) -> Iterator[Serve]:
 
 
 def ask(system: Serve, path: str, **body: Any) -> Any:
-    response = httpx.post(f"{system.base_url}{path}", json={"truncate_prompt_tokens": -1, **body}, timeout=60)
+    response = httpx.post(f"{system.base_url}{path}", json={"truncate_prompt_tokens": -1, **body}, timeout=patience(60))
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -70,7 +71,7 @@ def test_pairs_have_the_scores_of_transformers(system: Serve, reference: np.ndar
 
 
 def test_the_reranker_says_what_it_offers(system: Serve) -> None:
-    response = httpx.post(f"{system.base_url}/v1/embeddings", json={"input": "a"})
+    response = httpx.post(f"{system.base_url}/v1/embeddings", json={"input": "a"}, timeout=patience(5))
     assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported")
     assert "offers rerank and score (POST /v1/rerank, /v1/score), not embeddings" in response.text
     assert any("/v1/rerank" in line for line in system.logs), "the serving command proposes it"

@@ -21,6 +21,7 @@ from headrace.protos.status import Reason, error_of
 from tests.certificates import make_certificates
 from tests.e2e.fleet import Fleet, Process, fleet, free_port
 from tests.e2e.serving import HTTP, MODEL, headrace, until
+from tests.patience import patience
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e
@@ -118,7 +119,7 @@ def _is_ready(url: str) -> bool:
 
 async def ask_all(urls: list[str], headers: dict[str, str], **fields: object) -> list[httpx.Response]:
     """Send one request to each URL, all at once."""
-    async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=patience(120), trust_env=False) as client:
         asked = (client.post(f"{url}/v1/chat/completions", json={**BODY, **fields}, headers=headers) for url in urls)
         return list(await asyncio.gather(*asked))
 
@@ -130,7 +131,7 @@ async def test_what_one_tenant_asks_does_not_show_to_another(secured: Secured) -
 
     async def cached(headers: dict[str, str], prompt: list[int] = tokens) -> int:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=patience(120), trust_env=False) as client:
             response = await client.post(f"{secured.fleet.base_url}/v1/completions", json=body, headers=headers)
         found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         return found
@@ -196,7 +197,7 @@ async def test_tokens_are_settled_across_gateways_to_what_was_used(secured: Secu
         answer = (await ask_all([secured.urls[1]], headers))[0]
         return int(answer.headers["x-ratelimit-remaining-tokens"])
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patience(30)):
         while await remaining() < 1000 - 2 * usage:  # until the 400 that were taken are given back
             pass
 
@@ -285,7 +286,7 @@ async def test_certificates_are_renewed_without_losing_a_stream(secured: Secured
     async def stream(url: str, started: asyncio.Event) -> list[str]:
         lines = []
         async with (
-            httpx.AsyncClient(timeout=120, trust_env=False) as client,
+            httpx.AsyncClient(timeout=patience(120), trust_env=False) as client,
             client.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as response,
         ):
             async for line in response.aiter_lines():
@@ -297,7 +298,7 @@ async def test_certificates_are_renewed_without_losing_a_stream(secured: Secured
     begun = [asyncio.Event() for _ in range(4)]
     urls = [secured.urls[index % 2] for index in range(4)]
     running = [asyncio.create_task(stream(url, event)) for url, event in zip(urls, begun, strict=True)]
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(patience(120)):
         await asyncio.gather(*(event.wait() for event in begun))
     await asyncio.to_thread(make_certificates, secured.tls_dir)
     await asyncio.to_thread(
@@ -327,7 +328,7 @@ async def test_no_secret_is_in_any_log(secured: Secured) -> None:
     for wrong in ({"authorization": "Bearer hr-not-a-key-but-secret"}, {"x-api-key": "hr-not-a-key-but-secret"}):
         await ask_all([*secured.urls], wrong)
     await ask_all([*secured.urls] * 2, headers)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=patience(20)) as client:
         await client.post(f"{secured.urls[0]}/v1/chat/completions", content=b"{", headers=headers)
     logs = "\n".join(line for process in (*secured.fleet.processes, secured.second_gateway) for line in process.logs)
     assert "API keys are valid" in logs

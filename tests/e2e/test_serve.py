@@ -19,6 +19,7 @@ import pytest
 
 from tests.e2e.serving import BOUND_S, MODEL, READY_BOUND_S, Serve, alive, headrace, pulled_model, serving, until
 from tests.e2e.small_model import small_model
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +38,7 @@ def ask(client: openai.OpenAI, messages: list[dict[str, str]], **fields: Any) ->
 
 def answer_over(base_url: str, bound_s: float = BOUND_S) -> str:
     body = {"model": MODEL, "messages": CAPITAL, "temperature": 0, "max_tokens": 16}
-    response = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=bound_s)
+    response = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=patience(bound_s))
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["message"]["content"])
 
@@ -137,7 +138,7 @@ def test_what_a_client_says_goes_before_the_demo_models_own_settings(own_system:
 
     def length(path: str, **fields: Any) -> int:
         body = {"model": MODEL, "ignore_eos": True, **fields}
-        response = httpx.post(f"{own_system.base_url}/v1/{path}", json=body, timeout=READY_BOUND_S)
+        response = httpx.post(f"{own_system.base_url}/v1/{path}", json=body, timeout=patience(READY_BOUND_S))
         assert response.status_code == 200, response.text
         usage = response.json()["usage"]
         return int(usage.get("completion_tokens", usage.get("output_tokens")))
@@ -177,7 +178,7 @@ def test_a_prompt_longer_than_the_context_is_400(client: openai.OpenAI) -> None:
 
 
 def test_json_that_is_none_is_400(system: Serve) -> None:
-    response = httpx.post(f"{system.base_url}/v1/chat/completions", content=b'{"model": ')
+    response = httpx.post(f"{system.base_url}/v1/chat/completions", content=b'{"model": ', timeout=patience(5))
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -226,11 +227,12 @@ def test_a_lone_worker_that_is_killed_comes_back_and_requests_wait_for_it(monkey
             "ignore_eos": True,
         }
         url = f"{system.base_url}/v1/chat/completions"
-        whole = httpx.post(url, json=story, timeout=2 * READY_BOUND_S).json()["choices"][0]["message"]["content"]
+        answered = httpx.post(url, json=story, timeout=patience(2 * READY_BOUND_S))
+        whole = answered.json()["choices"][0]["message"]["content"]
         capital = answer_over(system.base_url)
         before = system.process_of("worker-0")
         text, asked = "", None
-        with httpx.stream("POST", url, json={**story, "stream": True}, timeout=2 * READY_BOUND_S) as response:
+        with httpx.stream("POST", url, json={**story, "stream": True}, timeout=patience(2 * READY_BOUND_S)) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -267,7 +269,9 @@ def test_a_signal_stops_every_process_within_5_seconds_and_ends_streams_cleanly(
 ) -> None:
     pids = [row["pid"] for row in own_system.status()]
     body = {"model": MODEL, "messages": CAPITAL, "stream": True, "max_tokens": 4000, "ignore_eos": True}
-    with httpx.stream("POST", f"{own_system.base_url}/v1/chat/completions", json=body, timeout=BOUND_S) as response:
+    with httpx.stream(
+        "POST", f"{own_system.base_url}/v1/chat/completions", json=body, timeout=patience(BOUND_S)
+    ) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         own_system.process.send_signal(number)
@@ -281,7 +285,9 @@ def test_a_signal_stops_every_process_within_5_seconds_and_ends_streams_cleanly(
 def test_a_second_signal_does_not_wait_for_streams(own_system: Serve) -> None:
     pids = [row["pid"] for row in own_system.status()]
     body = {"model": MODEL, "messages": CAPITAL, "stream": True, "max_tokens": 4000, "ignore_eos": True}
-    with httpx.stream("POST", f"{own_system.base_url}/v1/chat/completions", json=body, timeout=BOUND_S) as response:
+    with httpx.stream(
+        "POST", f"{own_system.base_url}/v1/chat/completions", json=body, timeout=patience(BOUND_S)
+    ) as response:
         assert next(response.iter_lines()).startswith("data: ")
         own_system.process.send_signal(signal.SIGINT)
         until(lambda: any("stopping" in line for line in own_system.logs), "the stop began")
@@ -355,5 +361,5 @@ def test_the_grpc_edge_takes_the_port_above_when_it_is_free(system: Serve) -> No
         assert any("no gRPC API" in line for line in system.logs)
         return
     host, _, port = gateway["grpc_address"].rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=BOUND_S):
+    with socket.create_connection((host, int(port)), timeout=patience(BOUND_S)):
         assert int(port) == system.port + 1

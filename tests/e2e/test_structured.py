@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.e2e.serving import BOUND_S, MODEL, Serve
+from tests.patience import patience
 from tests.schemas import Schema, all_schemas, validate
 
 pytestmark = pytest.mark.e2e
@@ -29,7 +30,7 @@ def schema_format(schema: Schema) -> dict[str, Any]:
 
 def post(system: Serve, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Invent some data."}], **fields}
-    return httpx.post(f"{system.base_url}{path}", json=body, timeout=BOUND_S)
+    return httpx.post(f"{system.base_url}{path}", json=body, timeout=patience(BOUND_S))
 
 
 async def test_schemas_at_temperature_1_give_answers_that_validate(system: Serve) -> None:

@@ -15,6 +15,7 @@ from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
 from headrace.protos.status import Reason, error_of
 from headrace.worker.engine.ending import EXIT_ENGINE_FAILED
 from tests.e2e.fleet import Process
+from tests.patience import patience
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.fake_runner import expected_tokens
 from tests.worker.fake_worker import SPOILS_SCHEDULER
@@ -77,23 +78,24 @@ async def router(fleet: TwoWorkers) -> AsyncIterator[grpc.aio.Channel]:
 
 async def workers_of(channel: grpc.aio.Channel) -> list[router_pb2.WorkerInfo]:
     answer = await router_pb2_grpc.RouterStub(channel).ListWorkers(
-        router_pb2.ListWorkersRequest(), wait_for_ready=True, timeout=BOUND_S
+        router_pb2.ListWorkersRequest(), wait_for_ready=True, timeout=patience(BOUND_S)
     )
     return list(answer.workers)
 
 
 async def until_ready(channel: grpc.aio.Channel, fleet: TwoWorkers, number: int) -> None:
     states: list[int] = []
-    for _ in range(20 * BOUND_S):
-        states = [worker.state for worker in await workers_of(channel)]
-        if states.count(router_pb2.WORKER_STATE_READY) == number:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"{number} workers should be ready: {states}\n{fleet.tail()}")
+    try:
+        async with asyncio.timeout(patience(BOUND_S)):
+            while states.count(router_pb2.WORKER_STATE_READY) != number:
+                states = [worker.state for worker in await workers_of(channel)]
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(f"{number} workers should be ready: {states}\n{fleet.tail()}") from None
 
 
 async def until_health(address: str, wanted: int) -> None:
-    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(BOUND_S):
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(patience(BOUND_S)):
         stub = health_pb2_grpc.HealthStub(channel)
         while (await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status != wanted:
             await asyncio.sleep(0.05)
@@ -104,7 +106,7 @@ def stream_of(
 ) -> grpc.aio.UnaryStreamCall[GenerateRequest, inference_pb2.GenerateResponse]:
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(request_id="stream", token_ids=prompt, sampling=sampling)
-    return inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=BOUND_S)
+    return inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=patience(BOUND_S))
 
 
 async def test_a_stuck_worker_loses_its_streams_to_another_and_comes_back(

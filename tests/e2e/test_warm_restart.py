@@ -23,6 +23,7 @@ from tests.e2e.fleet import Fleet, fleet
 from tests.e2e.serving import MODEL, Serve, serving, until
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import STREAM_BOUND_S, http_client
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +41,7 @@ def body(prompt: list[int], max_tokens: int = MAX_TOKENS, **fields: Any) -> dict
 
 async def complete(client: httpx.AsyncClient, base_url: str, asked: dict[str, Any]) -> tuple[list[int], int]:
     """The tokens of an answer, and how many of the prompt's were cached. A gateway without workers is asked again."""
-    deadline_s = time.monotonic() + STREAM_BOUND_S
+    deadline_s = time.monotonic() + patience(STREAM_BOUND_S)
     while True:
         response = await client.post(f"{base_url}/v1/completions", json=asked)
         if response.status_code != 503 or time.monotonic() > deadline_s:

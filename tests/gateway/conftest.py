@@ -46,6 +46,7 @@ from headrace.protos import (
 )
 from headrace.protos.status import Reason, StatusError, abort  # Reason is for tests
 from tests.gateway import encoder_model
+from tests.patience import patience
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b"hell", b"o"), (b" ", b"w")]
@@ -402,7 +403,7 @@ async def serving_gateway(
     grpc_server, grpc_port = await start_grpc_server(grpc_services, "127.0.0.1:0", security.admission)
     await models.listed()
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20, verify=False) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=patience(20), verify=False) as http:
             yield Gateway(url, f"127.0.0.1:{grpc_port}", http, models, edge, opened, upstream)
     finally:
         http_server.should_exit = True

@@ -27,6 +27,7 @@ from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import Adapter
 from tests.gateway.encoder_model import encode
 from tests.gateway.model_host import FakeHost, serving_host
+from tests.patience import patience
 
 BOUND_S = 20.0
 KEY = "k" * 16
@@ -49,7 +50,7 @@ class System:
         return await self.gateway.http.post(f"/v1/{what}", json=body, headers=headers)
 
     async def until_loading(self, number: int = 1) -> None:
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while len(self.host.loads) < number:
                 await asyncio.sleep(0.01)
 
@@ -63,7 +64,7 @@ class System:
                 await asyncio.sleep(0.01)
 
     async def until_listed(self, name: str, state: str) -> None:
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while (await self.listed()).get(name, {}).get("state") != state:
                 await asyncio.sleep(0.01)
 
@@ -87,14 +88,14 @@ async def system(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> AsyncIterator[
 
 async def test_a_request_waits_until_its_model_is_loaded_and_many_share_one_load(system: System) -> None:
     asked = [asyncio.create_task(system.chat("b")) for _ in range(5)]
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while not system.host.loads:
             await asyncio.sleep(0.01)
     assert (await system.chat("a")).status_code == 200, "the others are not held up"
     assert not any(task.done() for task in asked)
     system.router.cards = [system.router.card(name="a"), system.router.card(name="b")]
     system.host.set("b", "LOADED")
-    answers = await asyncio.wait_for(asyncio.gather(*asked), BOUND_S)
+    answers = await asyncio.wait_for(asyncio.gather(*asked), patience(BOUND_S))
     assert [answer.status_code for answer in answers] == [200] * 5
     assert {answer.json()["model"] for answer in answers} == {"b"}
     assert system.host.loads == ["b"]
@@ -120,7 +121,7 @@ async def test_a_request_for_an_adapter_has_its_model_loaded(system: System, was
     await system.until_loading()
     router.cards, router.adapters = cards[1], [sql]
     host.set("b", "LOADED", is_on_demand=True)
-    answer = await asyncio.wait_for(asked, BOUND_S)
+    answer = await asyncio.wait_for(asked, patience(BOUND_S))
     assert (answer.status_code, answer.json()["model"], host.loads) == (200, "sql", ["b"])
     assert (router.streams[-1].request.model, router.streams[-1].request.adapter) == ("b", "sql")
 
@@ -292,14 +293,14 @@ async def test_no_name_is_refused_if_there_are_several_models(system: System) ->
 
 async def test_a_client_that_leaves_does_not_end_the_load_for_the_others(system: System) -> None:
     leaving, staying = (asyncio.create_task(system.chat("b")) for _ in range(2))
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while not system.host.loads:
             await asyncio.sleep(0.01)
     leaving.cancel()
     await asyncio.sleep(0.1)
     system.router.cards = [system.router.card(name="b")]
     system.host.set("b", "LOADED")
-    assert (await asyncio.wait_for(staying, BOUND_S)).status_code == 200
+    assert (await asyncio.wait_for(staying, patience(BOUND_S))).status_code == 200
 
 
 async def test_a_request_that_was_placed_when_its_model_left_has_it_loaded_again(kit: Any, system: System) -> None:
@@ -312,14 +313,14 @@ async def test_a_request_that_was_placed_when_its_model_left_has_it_loaded_again
 
     system.router.script = maybe
     asked = asyncio.create_task(system.chat("a"))
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while not system.router.streams:
             await asyncio.sleep(0.01)
     system.host.set("a", "UNLOADED", is_on_demand=True)
     await system.until_loading()
     is_there = True
     system.host.set("a", "LOADED")
-    assert (await asyncio.wait_for(asked, BOUND_S)).status_code == 200
+    assert (await asyncio.wait_for(asked, patience(BOUND_S))).status_code == 200
     assert system.host.loads == ["a"]
 
 
@@ -334,17 +335,17 @@ async def test_a_request_in_progress_whose_model_cannot_be_loaded_any_more_ends(
 
     system.router.script = no_worker
     asked = asyncio.create_task(system.chat("a"))
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while not system.router.streams:
             await asyncio.sleep(0.01)
     system.host.set("a", state, problem="the disk is gone")
-    answer = await asyncio.wait_for(asked, BOUND_S)
+    answer = await asyncio.wait_for(asked, patience(BOUND_S))
     assert answer.status_code == 503
     assert problem in answer.json()["error"]["message"]
 
 
 async def test_a_request_waits_no_longer_than_its_time_limit(system: System) -> None:
-    answer = await asyncio.wait_for(system.chat("b", {"x-request-timeout": "0.3"}), BOUND_S)
+    answer = await asyncio.wait_for(system.chat("b", {"x-request-timeout": "0.3"}), patience(BOUND_S))
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
 
@@ -354,7 +355,7 @@ async def test_an_operator_loads_and_unloads_models(system: System) -> None:
     loading = asyncio.create_task(system.operate("load_model", model="b", path="/m"))
     await system.until_loading()
     system.host.set("b", "LOADED")
-    assert (await asyncio.wait_for(loading, BOUND_S)).json() == {"id": "b", "state": "loaded"}
+    assert (await asyncio.wait_for(loading, patience(BOUND_S))).json() == {"id": "b", "state": "loaded"}
     assert system.host.operators == [("b", "/m")]
     assert (await system.operate("unload_model", model="b")).json() == {"id": "b", "state": "unloaded"}
     refused = await system.operate("load_model", model="nosuch")
@@ -409,7 +410,7 @@ async def test_a_truncated_response_has_one_copy(kit: Any, tiny_bundle: bytes) -
         answer = await gateway.http.post("/v1/responses", json=body)
         assert answer.status_code == 200, answer.text
         system = System(gateway, router, FakeHost())
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while not await shadowed(system):
                 await asyncio.sleep(0.01)
         (original,) = [stream.request for stream in router.streams if stream.request.model == "a"]
@@ -465,7 +466,7 @@ async def test_encoders_have_shadows_too(
     )
     assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
     sent, found = Counter[str](), dict[str, int]()
-    async with asyncio.timeout(BOUND_S):  # until no copy runs
+    async with asyncio.timeout(patience(BOUND_S)):  # until no copy runs
         while sum(found.values()) < 0.2 * number or sent["c"] != num_texts * found.get("ok", 0):
             await asyncio.sleep(0.01)
             found = await shadowed(split)
@@ -485,7 +486,7 @@ async def test_ollamas_names_are_aliases_too(split: System) -> None:
     answers = await asyncio.gather(*asked)
     assert {answer.status_code for answer in answers} == {200}, answers[0].text
     assert {answer.json()["model"] for answer in answers} == {"a", "b"}
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while not 0.2 * number < sum((await shadowed(split)).values()) < 0.8 * number:
             await asyncio.sleep(0.01)
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.patience import patience
 from tests.redis_server import RedisServer
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -42,7 +43,7 @@ async def start(*flags: str, role: str = "gateway", **environment: str) -> async
 
 
 async def until_ready(url: str, path: str = "/health/ready") -> None:
-    async with httpx.AsyncClient() as http, asyncio.timeout(20):
+    async with httpx.AsyncClient(timeout=patience(20)) as http, asyncio.timeout(patience(20)):
         while True:
             try:
                 if (await http.get(url + path)).status_code == 200:
@@ -76,7 +77,7 @@ async def test_it_serves_stops_on_a_signal_and_ends_streams_with_an_error(router
         )
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     async with (
-        httpx.AsyncClient(timeout=20) as http,
+        httpx.AsyncClient(timeout=patience(20)) as http,
         http.stream("POST", f"{url}/v1/chat/completions", json=BODY) as response,
     ):
         seen = ""
@@ -88,8 +89,8 @@ async def test_it_serves_stops_on_a_signal_and_ends_streams_with_an_error(router
                 stopped_s = asyncio.get_running_loop().time()
     error = json.loads(seen.rstrip("\n").split("\n\n")[-1].removeprefix("data: "))["error"]
     assert error["code"] == "draining"
-    assert await asyncio.wait_for(process.wait(), 30) == 0
-    await asyncio.wait_for(router.streams[0].cancelled.wait(), 5)
+    assert await asyncio.wait_for(process.wait(), patience(30)) == 0
+    await asyncio.wait_for(router.streams[0].cancelled.wait(), patience(5))
     assert process.stdout is not None
     assert await process.stdout.read() == b""
 
@@ -100,13 +101,13 @@ async def test_it_is_live_before_there_is_a_router_and_ready_when_one_comes(kit:
     url = f"http://127.0.0.1:{port}"
     try:
         await until_ready(url, "/health/live")
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=patience(20)) as http:
             assert (await http.get(f"{url}/health/ready")).status_code == 503
         async with kit.serving_router(kit.FakeRouter(tiny_bundle), f"127.0.0.1:{router_port}"):
             await until_ready(url)
     finally:
         process.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(process.wait(), 30) == 0
+    assert await asyncio.wait_for(process.wait(), patience(30)) == 0
 
 
 async def test_health_tells_how_the_redis_of_router_and_gateway_are(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ async def test_health_tells_how_the_redis_of_router_and_gateway_are(tmp_path: Pa
     url = f"http://127.0.0.1:{port}"
     try:
         await until_ready(url, "/health/live")
-        async with httpx.AsyncClient() as http, asyncio.timeout(20):
+        async with httpx.AsyncClient(timeout=patience(20)) as http, asyncio.timeout(patience(20)):
             while (told := (await http.get(f"{url}/health")).json().get("redis", {})).keys() != {"leases", "responses"}:
                 await asyncio.sleep(0.02)
             assert told["responses"] == "unwritable"
@@ -129,7 +130,7 @@ async def test_health_tells_how_the_redis_of_router_and_gateway_are(tmp_path: Pa
     finally:
         for process in processes:
             process.send_signal(signal.SIGTERM)
-        statuses = [await asyncio.wait_for(process.wait(), 30) for process in processes]
+        statuses = [await asyncio.wait_for(process.wait(), patience(30)) for process in processes]
         leases.kill()
         full.kill()
     assert statuses == [0, 0]
@@ -143,7 +144,7 @@ async def test_a_port_in_use_is_told_in_one_sentence(flag: str) -> None:
         port = str(holder.getsockname()[1])
         flags = {"--port": "0", flag: port}
         process = await start("--router", "127.0.0.1:1", *(part for pair in flags.items() for part in pair))
-        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+        _, stderr = await asyncio.wait_for(process.communicate(), patience(20))
     assert process.returncode == 2
     last = stderr.decode().strip().splitlines()[-1]
     assert last.startswith("error: cannot listen")
@@ -154,7 +155,7 @@ async def test_a_port_in_use_is_told_in_one_sentence(flag: str) -> None:
 async def test_a_bad_flag_has_the_same_status() -> None:
     for flags in (["--port", "x", "--router", "a"], [], ["--nothing"]):
         process = await start(*flags)
-        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+        _, stderr = await asyncio.wait_for(process.communicate(), patience(20))
         assert process.returncode == 2
         assert stderr.decode().startswith("error: ")
 

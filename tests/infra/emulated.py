@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from tests.patience import patience
+
 ROOT = Path(__file__).parent.parent.parent
 GUEST_ROOT = "/headrace"
 _PACKAGES = ("protos", "gateway", "router", "worker", "cli")
@@ -73,7 +75,7 @@ def boot(kernel: Path, initramfs: Path, directory: Path, timeout_s: float) -> st
     command += ["-kernel", str(kernel), "-initrd", str(initramfs), "-append", "console=ttyS0 panic=-1 quiet"]
     command += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
     command += ["-serial", f"file:{directory / 'console'}", "-serial", f"file:{result}"]
-    subprocess.run(command, timeout=timeout_s, check=True, capture_output=True)
+    subprocess.run(command, timeout=patience(timeout_s), check=True, capture_output=True)
     return result.read_text()
 
 

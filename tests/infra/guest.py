@@ -76,7 +76,7 @@ def _look(found: dict[str, Any]) -> None:
         found["workers"] = {row["name"]: _process(row["pid"]) for row in found["status"]}
     finally:
         serve.terminate()
-        serve.wait(30)
+        serve.wait(_READY_BOUND_S)
 
 
 def _complete(number: int) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
+
 _ROOT = Path("/sys/fs/cgroup")
 _EMPTY_BOUND_S = 10.0
 
@@ -61,7 +63,7 @@ def memory_cgroup() -> Iterator[MemoryCgroup]:
     try:
         yield MemoryCgroup(directory, is_v2=is_v2)
     finally:
-        deadline_s = time.monotonic() + _EMPTY_BOUND_S
+        deadline_s = time.monotonic() + patience(_EMPTY_BOUND_S)
         while (directory / "cgroup.procs").read_text() and time.monotonic() < deadline_s:
             time.sleep(0.02)
         directory.rmdir()

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.serving import headrace, pulled_model, until
+from tests.patience import patience
 from tests.test_readme import Block, blocks_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -98,7 +99,7 @@ def why_not() -> str | None:
     commands += [("image", "inspect", "headrace"), ("image", "inspect", REDIS_IMAGE)]
     try:
         for command in commands:
-            if subprocess.run(["docker", *command], capture_output=True, check=False, timeout=20).returncode:
+            if subprocess.run(["docker", *command], capture_output=True, check=False, timeout=patience(20)).returncode:
                 return f"docker {' '.join(command)} fails here"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no container engine answers here: {error}"
@@ -159,7 +160,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 def results_of(process: subprocess.Popen[str]) -> list[list[Any]]:
     """Text, number of tokens, reason of the finish, error, and whether the end came, of each stream."""
     found: list[list[Any]] = json.loads(line_of(process))
-    assert process.wait(60) == 0
+    assert process.wait(patience(60)) == 0
     return found
 
 
@@ -253,7 +254,9 @@ def test_everything_is_healthy() -> None:
 def test_the_examples_of_the_readme_work_at_the_published_ports(block: Block) -> None:
     code = block.code.replace("127.0.0.1:8000", f"127.0.0.1:{PORT}").replace("127.0.0.1:8001", f"127.0.0.1:{GRPC_PORT}")
     command = ["bash", "-euo", "pipefail", "-c", code] if block.language == "bash" else [sys.executable, "-c", code]
-    done = subprocess.run([*ENTER, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [*ENTER, *command], cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False
+    )
     assert done.returncode == 0, done.stderr
     said = re.sub(r'data: .*?"content":"([^"]*)".*\n*', r"\1", done.stdout)
     assert ("Paris" if "capital of France" in block.code else '"content": "') in said
@@ -341,7 +344,7 @@ def test_a_worker_that_exceeds_its_memory_is_started_again_and_its_streams_go_on
     with subprocess.Popen(["docker", "exec", victim, "python", "-c", EXCEED], stderr=subprocess.DEVNULL) as eater:
         until(lambda: docker(*inspect).split()[1] != started_at, "the worker is started again", 60)
         limit_memory(victim, WORKER_MEMORY_BYTES)
-        eater.wait(60)
+        eater.wait(patience(60))
     assert int(docker(*inspect).split()[0]) > int(restarts)
     assert results_of(process) == undisturbed
     until_workers_are_known(2)

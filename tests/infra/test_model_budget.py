@@ -28,6 +28,7 @@ from tests.e2e.serving import MODEL, READY_BOUND_S, Serve, headrace
 from tests.e2e.small_model import LAYERS, small_model
 from tests.infra.few_layers import write_few_layers
 from tests.infra.memory_cgroup import MemoryCgroup, memory_cgroup
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +94,7 @@ async def ask(http: httpx.AsyncClient, number: int, name: str) -> Answer:
 async def poisson_load(base_url: str, names: list[str], rng: random.Random) -> list[Answer]:
     """Requests to these names at random times, and their answers."""
     begun_s = time.monotonic()
-    async with httpx.AsyncClient(base_url=base_url, timeout=10 * READY_BOUND_S) as http:
+    async with httpx.AsyncClient(base_url=base_url, timeout=patience(10 * READY_BOUND_S)) as http:
         asked = []
         while time.monotonic() - begun_s < LOAD_S:
             asked.append(asyncio.create_task(ask(http, len(asked), rng.choice(names))))

@@ -22,6 +22,7 @@ from tests.e2e.serving import HTTP, MODEL, READY_BOUND_S, until
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import load
 from tests.infra.hosts import Host, network_of
+from tests.patience import patience
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e
@@ -69,7 +70,9 @@ class Hosts:
         member = Transport(self.directory / "ca", self.directory / "ca" / "join-token")
         with member.blocking_channel(self.router) as channel:
             try:
-                answer = router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)
+                answer = router_pb2_grpc.RouterStub(channel).ListWorkers(
+                    router_pb2.ListWorkersRequest(), timeout=patience(5)
+                )
             except grpc.RpcError:
                 return {}
         return {info.worker_id: info for info in answer.workers if info.state == router_pb2.WORKER_STATE_READY}
@@ -123,7 +126,7 @@ def refusal_by_router(transport: Transport, address: str) -> str:
 def refusal_by_worker(transport: Transport, address: str) -> str:
     """The code with which even a look is refused."""
     with transport.blocking_channel(address) as channel, pytest.raises(grpc.RpcError) as raised:
-        worker_pb2_grpc.WorkerStub(channel).GetModelCard(worker_pb2.GetModelCardRequest(), timeout=5)
+        worker_pb2_grpc.WorkerStub(channel).GetModelCard(worker_pb2.GetModelCardRequest(), timeout=patience(5))
     return str(raised.value.code().name)
 
 

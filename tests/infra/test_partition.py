@@ -18,6 +18,7 @@ from tests.e2e.serving import HTTP, MODEL, READY_BOUND_S, until
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import chat_body, load, run_streams
 from tests.infra.hosts import Host, network_of
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +42,9 @@ class ThreeHosts:
     def info(self, index: int) -> router_pb2.WorkerInfo | None:
         """The router's entry of a worker; None if it has none."""
         with grpc.insecure_channel(f"{self.front.address}:{PORT}") as channel:
-            answer = router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)
+            answer = router_pb2_grpc.RouterStub(channel).ListWorkers(
+                router_pb2.ListWorkersRequest(), timeout=patience(5)
+            )
         found = [info for info in answer.workers if info.worker_id == f"worker-{index}"]
         return found[0] if found else None
 
@@ -54,7 +57,7 @@ class ThreeHosts:
         hashes."""
         hashes: list[int] = []
         with grpc.insecure_channel(f"{self.workers[index].address}:{PORT}") as channel:
-            watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=10)
+            watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=patience(10))
             for message in watch:
                 hashes += message.kv_events.stored
                 if len(hashes) >= message.load.num_cached_blocks:

@@ -17,6 +17,7 @@ from headrace.router.fleet.fleet import Fleet, FleetConfig
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.registry import Registry
 from headrace.router.service import RequestBounds, RouterServer
+from tests.patience import patience
 from tests.router.fake_worker import FakeWorker, until
 
 HEARTBEAT_MS = 100
@@ -52,7 +53,7 @@ class RunningRouter:
         metadata = fields.pop("metadata", None)
         sampling = inference_pb2.SamplingParams(max_tokens=max_tokens, **fields.pop("sampling", {}))
         request = inference_pb2.GenerateRequest(token_ids=tokens, sampling=sampling, **fields)
-        return self.inference.Generate(request, metadata=metadata, timeout=30)
+        return self.inference.Generate(request, metadata=metadata, timeout=patience(30))
 
     async def generate(
         self, tokens: list[int], max_tokens: int = 20, **fields: Any

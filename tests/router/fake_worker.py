@@ -17,6 +17,7 @@ from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError, abort
+from tests.patience import patience
 
 BLOCK_SIZE = 4
 EOS = 2
@@ -36,7 +37,7 @@ def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
     """Return when the condition holds; fail when it does not in time."""
-    async with asyncio.timeout(timeout_s):
+    async with asyncio.timeout(patience(timeout_s)):
         while not condition():
             await asyncio.sleep(0.005)
 

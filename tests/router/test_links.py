@@ -14,6 +14,7 @@ from headrace.router.fleet.links import LinkState, WorkerLink
 from headrace.router.fleet.reported_load import report_interval_ms
 from headrace.router.placement.bookings import BOOKING_GRACE_S
 from headrace.router.placement.prefix_index import PrefixIndex
+from tests.patience import patience
 from tests.router.conftest import HEARTBEAT_MS, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
 
@@ -266,5 +267,5 @@ async def test_a_link_to_nobody_says_why_and_can_be_closed() -> None:
     await until(lambda: "UNAVAILABLE" in link.detail)
     assert link.state is LinkState.UNREACHABLE
     assert link.info().worker_id == "127.0.0.1:1"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         await link.close()

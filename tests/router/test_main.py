@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from headrace.protos import router_pb2, router_pb2_grpc
+from tests.patience import patience
 
 
 def command(*args: str) -> list[str]:
@@ -23,7 +24,7 @@ def command(*args: str) -> list[str]:
 
 def refused(*args: str) -> str:
     """Standard error of a router that exits with status 2."""
-    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 2, done.stderr
     return done.stderr
 
@@ -47,10 +48,12 @@ def test_a_router_listens_answers_and_ends_with_status_0(
         line = next(line for line in process.stderr if "listening on" in line)
         address = re.split(r"listening on ", line)[1].strip()
         with grpc.insecure_channel(address) as channel:
-            listed = router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=10)
+            listed = router_pb2_grpc.RouterStub(channel).ListWorkers(
+                router_pb2.ListWorkersRequest(), timeout=patience(10)
+            )
         assert [info.address for info in listed.workers] == ["127.0.0.1:1"]
         process.send_signal(signal_number)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=patience(20)) == 0
 
 
 def test_more_workers_than_it_takes_are_refused_in_one_sentence() -> None:

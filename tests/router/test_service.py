@@ -21,6 +21,7 @@ from headrace.router import service
 from headrace.router.dispatch import generation
 from headrace.router.fleet import leases
 from headrace.router.placement.prompt import Prompt
+from tests.patience import patience
 from tests.redis_server import RedisServer
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, collected
 from tests.router.fake_worker import BLOCK_SIZE, BUNDLE, answer, until
@@ -160,7 +161,7 @@ async def test_health_tells_of_a_redis_that_takes_no_writes_and_all_else_goes_on
     router = await start_router(await start_worker(), leases=reader)
 
     async def until_redis_is(state: router_pb2.RedisState, status: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while (await router.router.ListModels(router_pb2.ListModelsRequest())).redis != state:
                 await asyncio.sleep(0.02)
             while await health_of(router, "redis") != status:
@@ -195,7 +196,7 @@ async def test_health_of_inference_follows_the_workers_and_that_of_the_router_do
     router = await start_router(worker)
 
     async def reaches(status: str) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while await health_of(router, "headrace.v1.Inference") != status:
                 await asyncio.sleep(0.01)
 
@@ -304,7 +305,7 @@ async def test_a_stopping_router_lets_running_streams_end_and_takes_no_new_ones(
     answered = asyncio.create_task(collected(router.call([1, 2, 3])))
     await until(lambda: worker.is_stuck)
     stopping = asyncio.create_task(router.server.stop(20.0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while await accepts_connections(router.port):
             await asyncio.sleep(0.01)
     worker.budget = None

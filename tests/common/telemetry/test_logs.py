@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.common.telemetry.logs import JsonFormatter, TextFormatter, request_id_of, request_id_var, without_secrets
+from tests.patience import patience
 
 
 def record(message: str, *args: object, **fields: object) -> logging.LogRecord:
@@ -118,7 +119,9 @@ raise RuntimeError("over")
 
 
 def test_what_libraries_say_and_what_nobody_caught_is_logged_in_the_same_form() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=patience(60), check=False
+    )
     assert done.returncode == 1
     records = [json.loads(line) for line in done.stderr.splitlines()]
     assert [entry["logger"] for entry in records] == ["uvicorn.error", "py.warnings", "headrace", "headrace"]
@@ -138,6 +141,8 @@ for level in ("debug", "error"):
     logging.getLogger("grpc._cython.cygrpc").debug("loaded running loop")
     logging.getLogger("grpc._channel").warning("worth a line at %s", level)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(60), check=True
+    )
     messages = [line.partition("] ")[2] for line in done.stderr.splitlines()]
     assert messages == ["ours at debug", "worth a line at debug"]

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from headrace.common.telemetry import scrapes
+from tests.patience import patience
 from tests.redis_server import until
 
 
@@ -24,7 +25,7 @@ def test_silent_connections_end_quietly_and_keep_no_thread(
     for connection in silent[:5]:
         connection.sendall(b"GET / HT")
     until(lambda: num_answering() >= 10, "each has a thread")
-    assert "things 3.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    assert "things 3.0" in httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=patience(5)).text
     until(lambda: not num_answering(), "no thread is left")
     for connection in silent:
         connection.close()

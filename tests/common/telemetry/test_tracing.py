@@ -24,6 +24,7 @@ from headrace.common.telemetry.tracing import (
 )
 from headrace.protos.status import Reason, StatusError
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver, http_receiver
+from tests.patience import patience
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -154,7 +155,7 @@ def test_stopping_does_not_wait_for_a_receiver_that_does_not_answer(monkeypatch:
     stuck = StuckTracer()
     monkeypatch.setattr(tracing, "_tracer", stuck)
     stop_tracing(0.05)
-    assert stuck.asked.wait(10)
+    assert stuck.asked.wait(patience(10))
     assert not stuck.answered.is_set()
     assert tracing._tracer is None
     stuck.answered.set()
@@ -174,7 +175,9 @@ def test_the_trace_context_is_found_in_metadata() -> None:
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(60), check=False
+    )
 
 
 def test_a_process_that_sends_no_traces_imports_nothing_of_opentelemetry() -> None:

@@ -17,6 +17,7 @@ from headrace.common.transport.introspection import add_introspection, set_servi
 from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.protos.status import Reason, error_of
 from tests.certificates import make_certificates
+from tests.patience import patience
 
 BOUND_S = 20
 
@@ -70,7 +71,7 @@ async def answer_of(transport: Transport, address: str) -> str:
     channel = transport.channel(address)
     try:
         stub = router_pb2_grpc.RouterStub(channel)
-        await stub.ListModels(router_pb2.ListModelsRequest(), timeout=5)
+        await stub.ListModels(router_pb2.ListModelsRequest(), timeout=patience(5))
     except grpc.aio.AioRpcError as error:
         return error.code().name
     finally:
@@ -106,7 +107,9 @@ async def test_members_are_let_in_and_strangers_and_plain_callers_are_not(
         options = (("grpc.ssl_target_name_override", "headrace.internal"),)
         async with grpc.aio.secure_channel(address, bare, options=options) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await router_pb2_grpc.RouterStub(channel).ListModels(router_pb2.ListModelsRequest(), timeout=5)
+                await router_pb2_grpc.RouterStub(channel).ListModels(
+                    router_pb2.ListModelsRequest(), timeout=patience(5)
+                )
             assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -156,9 +159,11 @@ async def test_the_join_token_is_asked_for_besides_the_certificate(fleet: Path, 
         assert await answer_of(Transport(fleet, token), address) == "OK"
         channel = Transport(fleet).channel(address)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await router_pb2_grpc.RouterStub(channel).ListModels(router_pb2.ListModelsRequest(), timeout=5)
+            await router_pb2_grpc.RouterStub(channel).ListModels(router_pb2.ListModelsRequest(), timeout=patience(5))
         assert error_of(raised.value).reason is Reason.UNAUTHENTICATED
-        stream = router_pb2_grpc.RouterStub(channel).GetTokenizer(router_pb2.RouterGetTokenizerRequest(), timeout=5)
+        stream = router_pb2_grpc.RouterStub(channel).GetTokenizer(
+            router_pb2.RouterGetTokenizerRequest(), timeout=patience(5)
+        )
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stream.read()
         assert error_of(raised.value).reason is Reason.UNAUTHENTICATED
@@ -169,7 +174,7 @@ async def test_the_join_token_is_asked_for_besides_the_certificate(fleet: Path, 
         # Whoever only probes health has a certificate at most.
         with Transport(fleet).blocking_channel(address) as probing:
             check: Any = health_pb2_grpc.HealthStub(probing)
-            answer = await asyncio.to_thread(check.Check, health_pb2.HealthCheckRequest(), timeout=5)
+            answer = await asyncio.to_thread(check.Check, health_pb2.HealthCheckRequest(), timeout=patience(5))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -187,7 +192,7 @@ async def test_new_certificates_are_used_without_losing_a_stream(fleet: Path, tm
         for name in ("ca.pem", "ca-key.pem"):
             (own / name).unlink()
         make_certificates(own)
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while transport.version == version:
                 await asyncio.sleep(0.01)
         assert await answer_of(transport, address) == "OK"
@@ -250,10 +255,10 @@ async def test_probes_without_a_certificate_learn_of_health_and_of_nothing_else(
         await start_probe("256.0.0.1:1", health)
     probe = await start_probe(f"unix:{fleet}/probe.sock", health)
     async with PLAIN.channel(f"unix:{fleet}/probe.sock") as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=patience(5))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await router_pb2_grpc.RouterStub(channel).ListModels(router_pb2.ListModelsRequest(), timeout=5)
+            await router_pb2_grpc.RouterStub(channel).ListModels(router_pb2.ListModelsRequest(), timeout=patience(5))
         assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
     await probe.stop(None)
     await server.stop(None)
@@ -275,5 +280,5 @@ async def test_whoever_is_away_is_looked_for_again_and_again() -> None:
     address = "{}:{}".format(*server.sockets[0].getsockname())
     async with server, PLAIN.channel(address) as channel:
         ready = asyncio.create_task(channel.channel_ready())
-        await asyncio.wait_for(is_enough.wait(), 8)
+        await asyncio.wait_for(is_enough.wait(), patience(8))
         ready.cancel()

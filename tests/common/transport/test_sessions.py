@@ -17,6 +17,7 @@ from headrace.common.transport.session_server import SessionServer
 from headrace.common.transport.sessions import Call, CallContext
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos.status import Reason, StatusError, abort, error_of
+from tests.patience import patience
 
 INFERENCE = "headrace.v1.Inference"
 
@@ -129,7 +130,7 @@ async def serving(server: Server, *, has_sessions: bool = True) -> AsyncIterator
 
 async def all_of(call: Call) -> list[bytes]:
     messages = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while (message := await call.read()) is not grpc.aio.EOF:
             messages.append(message)
     return messages
@@ -142,7 +143,7 @@ async def failure_of(call: Call) -> grpc.aio.AioRpcError:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -213,7 +214,7 @@ async def test_a_call_that_is_cancelled_in_the_turn_of_its_beginning_leaves_noth
         assert await all_of(client.generate(b"count:2")) == [b"0", b"1"]
         assert server.cancelled == []  # it never ran
         server.sessions.end_when_idle()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             await grpc_server.stop(60)
 
 
@@ -307,7 +308,7 @@ async def test_a_server_that_ends_lets_calls_end_and_does_not_wait_for_sessions(
         assert not stopping.done()
         server.going.set()
         assert await all_of(call) == [b"together:1"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             await stopping
 
 

@@ -32,6 +32,7 @@ from headrace.gateway.edge.security import Security, SecurityError, SecuritySett
 from headrace.protos import text_pb2, text_pb2_grpc
 from headrace.protos.cache_scope import scoped_salt
 from headrace.protos.status import Reason, StatusError, error_of
+from tests.patience import patience
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -96,7 +97,7 @@ def guarded(shared: tuple[Any, KeyRing, Path], router: Any) -> Guarded:
 
 async def until(condition: Callable[[], Any]) -> None:
     """Return when the condition holds; fail when it does not in time."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -265,7 +266,7 @@ async def test_a_key_has_so_many_requests_at_a_time_and_gets_places_back_however
         await until(router.streams[0].cancelled.is_set)
         go_on.set()
         assert (await running[1]).status_code == (await elsewhere).status_code == 200
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             answers = await asyncio.gather(*(gateway.http.post(CHAT, json=BODY, headers=bearer()) for _ in range(2)))
         assert [answer.status_code for answer in answers] == [200, 200]
 
@@ -306,7 +307,7 @@ async def test_grpc_asks_for_the_same_keys_and_limits(guarded: Guarded, router: 
             assert refused is not None
             assert refused.reason is Reason.UNAUTHENTICATED
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await text.Tokenize(text_pb2.TokenizeRequest(text="a"), timeout=10)
+            await text.Tokenize(text_pb2.TokenizeRequest(text="a"), timeout=patience(10))
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
         known = (("authorization", f"Bearer {SECRET}"),)
         assert await chat(*known) is None
@@ -378,7 +379,7 @@ async def test_a_changed_file_is_followed_without_a_restart(
 
         assert await statuses() == [200, 401]
         write_keys(shared[2], [key_of("hr-new")])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while await statuses() != [401, 200]:
                 await asyncio.sleep(0.05)
 

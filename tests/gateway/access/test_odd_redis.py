@@ -15,6 +15,7 @@ from headrace.gateway.access.keys import KeyRing, KeyTable
 from headrace.gateway.access.limits import KeyLimits, LocalLimits
 from headrace.gateway.access.quota import SharedLimits
 from tests.odd_redis import ODD_ANSWERS, odd_redis
+from tests.patience import patience
 from tests.redis_server import RedisServer, until
 
 BOUND_S = 20
@@ -28,7 +29,7 @@ async def test_limits_hold_by_themselves_until_redis_is_one_again(
     server = RedisServer(tmp_path)
     limits = SharedLimits(server.url, LocalLimits(lambda: time.monotonic_ns() // 1000))
     key = KeyLimits("k", requests_per_minute=100, tokens_per_minute=100, max_concurrent=100)
-    async with asyncio.timeout(BOUND_S), odd_redis(server.port) as odd:
+    async with asyncio.timeout(patience(BOUND_S)), odd_redis(server.port) as odd:
         await limits.start()
         for number, odd.answer in enumerate((b"", *ODD_ANSWERS)):
             seen = odd.num_commands
@@ -53,7 +54,7 @@ async def test_known_keys_stay_until_redis_is_one_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(keys, "_REDIS_TIMEOUT_S", 0.3)
     server = RedisServer(tmp_path)
     ring = KeyRing(KeyTable(server.url))
-    async with asyncio.timeout(BOUND_S), odd_redis(server.port) as odd:
+    async with asyncio.timeout(patience(BOUND_S)), odd_redis(server.port) as odd:
         following = asyncio.create_task(ring.run())
         for odd.answer in (b"", *ODD_ANSWERS):
             seen = odd.num_commands

@@ -14,6 +14,7 @@ from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.structure.fields import Structure
 from headrace.protos.inference_pb2 import Constraint, GenerateRequest
 from headrace.protos.worker_pb2 import ModelCard
+from tests.patience import patience
 
 CARD = ModelCard(name="m", vocab_size=50_000, max_context_tokens=40_000, block_size=32)
 SCHEMA = Structure(Constraint(json_schema='{"description": "' + "x" * 200_000 + '"}'), "response_format")
@@ -96,7 +97,7 @@ async def test_128_choices_with_a_large_schema_disturb_no_stream(gateway: Any, r
     router.script = script
     hi = {"messages": [{"role": "user", "content": "hi"}]}
     innocent = asyncio.create_task(gateway.http.post("/v1/chat/completions", json=hi))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not router.streams:
             await asyncio.sleep(0.005)
     schema = {"type": "object", "description": "x" * 200_000}

@@ -18,6 +18,7 @@ from headrace.gateway.edge.security import Security, SecuritySettings
 from headrace.gateway.upstream import address, routers
 from headrace.gateway.upstream import backoff as upstream
 from headrace.protos.status import Reason, StatusError
+from tests.patience import patience
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
@@ -71,7 +72,7 @@ async def test_a_name_may_stand_for_several_routers(stack: AsyncExitStack, kit: 
     first.address, first.server = await stack.enter_async_context(kit.serving_router(first))
     second.address, second.server = await stack.enter_async_context(kit.serving_router(second))
     gateway = await stack.enter_async_context(kit.serving_gateway(f"ipv4:{first.address},{second.address}"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not (first.streams and second.streams):
             assert await text_of_stream(gateway) == first.answer
 
@@ -107,7 +108,7 @@ async def test_a_router_that_dies_in_the_middle_is_replaced_by_the_next(
     first.script = second.script = break_behind(num_delivered, kit, die)
     text = ""
     body = {**BODY, "stream": True, "return_token_ids": True}
-    async with asyncio.timeout(20), gateway.http.stream("POST", CHAT, json=body) as response:
+    async with asyncio.timeout(patience(20)), gateway.http.stream("POST", CHAT, json=body) as response:
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 (choice,) = json.loads(line.removeprefix("data: "))["choices"]
@@ -134,7 +135,7 @@ async def test_requests_go_to_the_routers_in_turn_and_past_a_dead_one(
     stack: AsyncExitStack, kit: Any, tiny_bundle: bytes
 ) -> None:
     first, second, gateway = await two_routers(stack, kit, tiny_bundle)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not (first.streams and second.streams):  # the connections take a moment
             await text_of_stream(gateway)
     before = len(first.streams), len(second.streams)
@@ -306,7 +307,7 @@ async def test_a_model_that_one_router_lacks_is_asked_for_at_the_other(
         raise StatusError(Reason.MODEL_NOT_FOUND, "no such model", field="model")
 
     first.script = lack
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not (first.streams and second.streams):  # the connections take a moment
             assert await text_of_stream(gateway) == second.answer
     for _ in range(4):
@@ -354,7 +355,7 @@ async def test_a_router_that_knows_no_workers_yet_does_not_empty_the_list_of_mod
     first, second, gateway = await two_routers(stack, kit, tiny_bundle)
     first.cards = []
     before = first.num_lists
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while first.num_lists < before + 2:  # the connections take a moment
             await gateway.models.refresh()
             assert gateway.models.ready
@@ -465,13 +466,13 @@ async def test_a_lone_router_may_be_away_for_any_number_of_attempts(
     await server.stop(None)
     if not has_begun:
         asking = asyncio.create_task(text_of_stream(gateway))
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(patience(15)):
         while len(retried) < 2 * MAX_FAILED:
             await asyncio.sleep(0.01)
     assert not asking.done()
     router.script = kit.speak
     await stack.enter_async_context(kit.serving_router(router, address))
-    assert await asyncio.wait_for(asking, 15) == router.answer
+    assert await asyncio.wait_for(asking, patience(15)) == router.answer
 
 
 async def test_a_router_that_restarts_is_found_again(stack: AsyncExitStack, kit: Any, tiny_bundle: bytes) -> None:
@@ -482,7 +483,7 @@ async def test_a_router_that_restarts_is_found_again(stack: AsyncExitStack, kit:
     await server.stop(None)
     asking = asyncio.create_task(text_of_stream(gateway))
     await stack.enter_async_context(kit.serving_router(router, address))
-    assert await asyncio.wait_for(asking, 15) == router.answer
+    assert await asyncio.wait_for(asking, patience(15)) == router.answer
 
 
 async def test_a_worker_can_be_faced_directly(stack: AsyncExitStack, kit: Any, tiny_bundle: bytes) -> None:
@@ -517,7 +518,7 @@ async def test_a_client_that_leaves_a_stream_cancels_its_generations(pair: Any, 
             if seen.count('"content":"a"') == num_choices:
                 break
     for stream in router.streams:
-        await asyncio.wait_for(stream.cancelled.wait(), 5)
+        await asyncio.wait_for(stream.cancelled.wait(), patience(5))
     assert len(router.streams) == num_choices
 
 
@@ -529,7 +530,7 @@ async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_it(pair: A
         await asyncio.sleep(0.001)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await asyncio.wait_for(router.streams[0].cancelled.wait(), 5)
+    await asyncio.wait_for(router.streams[0].cancelled.wait(), patience(5))
     text = (await gateway.http.get("/metrics")).text
     assert 'headrace_requests_total{endpoint="chat",outcome="cancelled"} 1.0' in text
 
@@ -582,7 +583,7 @@ async def test_a_stop_lets_streams_end_with_an_error_that_says_so(pair: Any) -> 
     whole = await asking
     assert (whole.status_code, whole.json()["error"]["code"]) == (503, "draining")
     for stream in router.streams:
-        await asyncio.wait_for(stream.cancelled.wait(), 5)
+        await asyncio.wait_for(stream.cancelled.wait(), patience(5))
 
 
 async def test_more_streams_than_the_gateway_takes_are_refused(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.gateway.upstream import retries
 from headrace.protos.status import Reason, StatusError
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI = [{"role": "user", "content": "hi"}]
@@ -88,7 +89,7 @@ async def test_a_gateway_that_stops_says_so_in_the_stream(gateway: Any, router: 
 
     router.script = pause
     asking = asyncio.create_task(gateway.http.post(path, json=STREAMS[path][0]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         await begun.wait()
         await asyncio.sleep(0.1)
         gateway.edge.interrupt()

@@ -16,6 +16,7 @@ from headrace.gateway.console.endpoints import FILES, FleetView, host_of, worker
 from headrace.protos.router_pb2 import WORKER_STATE_READY, WORKER_STATE_SUSPECT, WorkerInfo
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ROLE_PREFILL, Counters, Load
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -140,7 +141,7 @@ async def test_the_fleet_is_told_with_hosts_nodes_states_and_counters(gateway: A
     ready.CopyFrom(WORKER)
     ready.load.counters.CopyFrom(Counters(tokens_generated=7))
     router_of.workers = [ready, suspect]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while len((body := (await gateway.http.get("/console/fleet")).json())["workers"]) != 2:
             await asyncio.sleep(0.05)
     assert body["problem"] == ""
@@ -162,7 +163,7 @@ async def test_an_answer_is_seen_in_the_intervals(gateway: Any, router_of: Any) 
     refused = await gateway.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "temperature": 9})
     assert refused.status_code == 400
     path = f"/console/fleet?since={before['next']}"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not (recent := (await gateway.http.get(path)).json()["recent"])["intervals"]:
             await asyncio.sleep(0.05)
         while sum(one["refused"] for one in (await gateway.http.get(path)).json()["recent"]["intervals"]) < 1:

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.gateway.edge.security import Security, SecuritySettings
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,7 +51,7 @@ class Connection:
 
     async def response(self) -> tuple[int, dict[str, str], dict[str, Any]]:
         """Status, headers and JSON of the next response."""
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode()
             status, *lines = head.strip().split("\r\n")
             headers = dict(line.lower().split(": ", 1) for line in lines)
@@ -59,7 +60,7 @@ class Connection:
 
     async def is_closed(self) -> bool:
         """Whether the gateway closes the connection, with nothing more said."""
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             try:
                 return await self._reader.read() == b""
             except ConnectionError:
@@ -161,7 +162,7 @@ async def test_an_answer_that_takes_too_long_ends_with_504_and_cancels_the_gener
         assert streamed.status_code == 200
         assert '"code":"deadline_exceeded"' in streamed.text.replace(" ", "")
         assert "[DONE]" not in streamed.text
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             for stream in router.streams:
                 await stream.cancelled.wait()
     router.reset()
@@ -218,13 +219,13 @@ async def test_a_body_over_the_limit_gets_413_also_when_it_does_not_say_its_leng
 async def test_all_bodies_together_are_bounded(kit: Any, router: Any) -> None:
     async with bounded(kit, router, max_bodies_mb=1) as gateway, connected(gateway) as client:
         client.send(HEAD + b"content-length: 900000\r\n\r\n" + b" " * 800_000)
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while gateway.edge.bodies.num_bytes < 800_000:
                 await asyncio.sleep(0.01)
         response = await gateway.http.post(CHAT, content=b" " * 500_000)
         assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
         client.writer.close()
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while gateway.edge.bodies.num_bytes:
                 await asyncio.sleep(0.01)
         assert (await gateway.http.post(CHAT, content=b" " * 500_000)).status_code == 400
@@ -245,7 +246,7 @@ async def test_connections_over_the_limit_get_503_and_come_in_when_others_go(kit
                 shaped(answer, 503, "too_many_connections")
                 assert answer[1]["retry-after"] in ("1", "2")
                 assert await third.is_closed()
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while True:
                 async with connected(gateway) as again:
                     again.send(b"GET /health/live HTTP/1.1\r\nhost: h\r\n\r\n")
@@ -263,7 +264,7 @@ async def test_requests_over_the_limit_of_the_gateway_get_429(strict: Any, route
     router.reset()
     router.script = wait
     running = [asyncio.create_task(strict.http.post(CHAT, json=BODY)) for _ in range(2)]
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while len(router.streams) < 2:
             await asyncio.sleep(0.01)
     refused = await strict.http.post(CHAT, json=BODY)

@@ -16,6 +16,7 @@ import pytest_asyncio
 from headrace.common.stores.api_keys import ApiKey, sha256_of, write_keys
 from headrace.gateway.access.limits import LEVELS
 from headrace.gateway.edge.security import Security, SecuritySettings
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECRET = "hr-secret-of-somebody"
@@ -153,7 +154,7 @@ async def test_a_gateway_that_stops_ends_a_response_that_could_not_begin_with_a_
         call = Call(books.gateway.edge, "/v1/chat/completions", body, random.Random(0))
         call.room.clear()
         task = call.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while not any(exchange.status for exchange in books.gateway.edge._running):
                 await asyncio.sleep(0.001)
             books.gateway.edge.interrupt()
@@ -186,7 +187,7 @@ async def test_a_request_that_is_cut_short_anywhere_ends_once_and_leaves_nothing
         if cut in ("gateway", "both"):
             books.gateway.edge.interrupt()
         what = f"{cut} {path} {body}"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             await asyncio.wait({task})
             while books.still_open:
                 await asyncio.sleep(0.001)

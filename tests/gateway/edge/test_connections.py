@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from tests.certificates import make_certificates
 from tests.gateway.edge.test_bounds import BODY, BOUND_S, HEAD, bounded, connected, shaped
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,7 +37,7 @@ def chat(**more: Any) -> bytes:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -120,7 +121,7 @@ async def test_a_client_that_leaves_cancels_its_request_whatever_waits_behind_it
     async with connected(strict) as client:
         client.send(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body + LIVE)
         await until(lambda: router.streams)
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         await router.streams[0].cancelled.wait()
     router.reset()
 
@@ -139,7 +140,7 @@ async def test_a_client_that_takes_nothing_of_a_stream_is_left(strict: Any, rout
     body = chat(stream=True, max_tokens=230)
     with unread(strict, HEAD + b"content-length: %d\r\n\r\n" % len(body) + body) as client:
         await until(lambda: router.streams)
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             await router.streams[0].cancelled.wait()
         await until(lambda: not is_held(client))
     router.reset()
@@ -179,7 +180,7 @@ async def test_handshakes_that_stop_are_few_and_end(
         stuck = [await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2])) for _ in range(6)]
         for _, writer in stuck:
             writer.write(b"\x16\x03\x01\x02")
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             for reader, _ in stuck[3:]:
                 assert await read(reader) == b""
             assert not any(reader.at_eof() for reader, _ in stuck[:3]), "they have time"

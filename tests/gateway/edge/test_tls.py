@@ -15,6 +15,7 @@ from headrace.common.stores import watched_files
 from headrace.gateway.edge.security import Security, SecuritySettings
 from headrace.protos import text_pb2, text_pb2_grpc
 from tests.certificates import make_certificates
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -39,12 +40,17 @@ def trusting(directory: Path, client: Path | None = None) -> ssl.SSLContext:
     return context
 
 
+def asking(url: str, verify: ssl.SSLContext | bool = True) -> httpx.AsyncClient:
+    """An HTTP client of one gateway."""
+    return httpx.AsyncClient(base_url=url, verify=verify, timeout=patience(20))
+
+
 async def grpc_answers(address: str, credentials: grpc.ChannelCredentials) -> bool:
     """Whether the gRPC edge answers a client."""
     options = (("grpc.ssl_target_name_override", "localhost"), ("grpc.enable_http_proxy", 0))
     async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
         try:
-            await text_pb2_grpc.TextStub(channel).ListModels(text_pb2.TextListModelsRequest(), timeout=5)
+            await text_pb2_grpc.TextStub(channel).ListModels(text_pb2.TextListModelsRequest(), timeout=patience(5))
         except grpc.aio.AioRpcError:
             return False
     return True
@@ -56,14 +62,14 @@ async def test_clients_that_trust_the_authority_are_answered_and_streams_work(
     security = Security(settings_of(certificates))
     async with kit.serving_gateway(router.address, security=security) as gateway:
         router.reset()
-        async with httpx.AsyncClient(base_url=gateway.url, verify=trusting(certificates)) as http:
+        async with asking(gateway.url, trusting(certificates)) as http:
             streamed = await http.post(CHAT, json={**BODY, "stream": True})
             assert streamed.text.rstrip().endswith("[DONE]")
         with pytest.raises(httpx.ConnectError, match="certificate"):
-            async with httpx.AsyncClient(base_url=gateway.url) as http:
+            async with asking(gateway.url) as http:
                 await http.get("/health/live")
         with pytest.raises(httpx.HTTPError):
-            async with httpx.AsyncClient(base_url=gateway.url.replace("https", "http")) as http:
+            async with asking(gateway.url.replace("https", "http")) as http:
                 await http.get("/health/live")
         # The test kit's gRPC server is plain; the credentials are tried on one of their own.
         assert security.tls is not None
@@ -90,15 +96,15 @@ async def test_with_an_authority_of_clients_only_health_is_for_those_without_a_c
     stranger = make_certificates(tmp_path / "stranger")
     security = Security(settings_of(certificates, tls_client_ca=certificates / "ca.pem"))
     async with kit.serving_gateway(router.address, security=security) as gateway:
-        async with httpx.AsyncClient(base_url=gateway.url, verify=trusting(certificates)) as http:
+        async with asking(gateway.url, trusting(certificates)) as http:
             assert (await http.get("/health/ready")).status_code == 200
             for path in ("/v1/models", "/metrics", "/", "/nothing"):
                 refused = await http.get(path)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (403, "certificate_required")
-        async with httpx.AsyncClient(base_url=gateway.url, verify=trusting(certificates, certificates)) as http:
+        async with asking(gateway.url, trusting(certificates, certificates)) as http:
             assert (await http.post(CHAT, json=BODY)).status_code == 200
         with pytest.raises(httpx.HTTPError):
-            async with httpx.AsyncClient(base_url=gateway.url, verify=trusting(certificates, stranger)) as http:
+            async with asking(gateway.url, trusting(certificates, stranger)) as http:
                 await http.get("/health/live")
 
 
@@ -119,7 +125,7 @@ async def test_a_renewed_certificate_is_used_from_the_next_connection_on(
         router.reset()
         router.script = pausing
         async with (
-            httpx.AsyncClient(base_url=gateway.url, verify=trusting(own, own)) as http,
+            asking(gateway.url, trusting(own, own)) as http,
             http.stream("POST", CHAT, json={**BODY, "stream": True}) as running,
         ):
             lines = running.aiter_lines()
@@ -127,11 +133,11 @@ async def test_a_renewed_certificate_is_used_from_the_next_connection_on(
                 pass
             (own / "cert.pem").write_bytes((other / "cert.pem").read_bytes())
             with pytest.raises(httpx.ConnectError):  # half of a change is none
-                async with httpx.AsyncClient(base_url=gateway.url, verify=trusting(other)) as early:
+                async with asking(gateway.url, trusting(other)) as early:
                     await early.get("/health/live")
             (own / "key.pem").write_bytes((other / "key.pem").read_bytes())
             (own / "ca.pem").write_bytes((other / "ca.pem").read_bytes())
-            async with httpx.AsyncClient(base_url=gateway.url, verify=trusting(other, other)) as late:
+            async with asking(gateway.url, trusting(other, other)) as late:
                 assert (await late.get("/v1/models")).status_code == 200
             go_on.set()
             assert [line async for line in lines if line][-1] == "data: [DONE]"

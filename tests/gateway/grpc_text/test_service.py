@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from headrace.protos import text_pb2, text_pb2_grpc
 from headrace.protos.status import Reason, StatusError, error_of
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI = [text_pb2.ChatMessage(role="user", content="hi")]
@@ -115,7 +116,7 @@ async def test_a_caller_that_cancels_cancels_the_generation(text: Any, router: A
     call = text.Chat(text_pb2.ChatRequest(messages=HI))
     assert (await call.read()).content == "a"
     call.cancel()
-    await asyncio.wait_for(router.streams[0].cancelled.wait(), 5)
+    await asyncio.wait_for(router.streams[0].cancelled.wait(), patience(5))
 
 
 async def test_tokens_texts_and_models(text: Any, kit: Any) -> None:

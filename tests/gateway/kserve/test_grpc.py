@@ -21,6 +21,7 @@ from headrace.gateway.kserve import service
 from headrace.protos import kserve_pb2, kserve_pb2_grpc
 from headrace.protos.kserve_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from headrace.protos.status import Reason, StatusError, error_of
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -209,7 +210,7 @@ async def test_a_client_that_leaves_cancels_its_generations(stub: Any, router: A
         await call.read()
     call.cancel()
     for stream in router.streams:
-        await asyncio.wait_for(stream.cancelled.wait(), 5)
+        await asyncio.wait_for(stream.cancelled.wait(), patience(5))
     assert len(router.streams) == 2
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from headrace.gateway.kserve.tensors import Tensor, checked, decoded, encoded
 from headrace.protos.inference_pb2 import CacheEviction
 from headrace.protos.status import Reason, StatusError
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "/v2/models/tiny"
@@ -322,7 +323,7 @@ async def test_a_client_that_leaves_cancels_the_generation(gateway: Any, router:
     async with gateway.http.stream("POST", f"{MODEL}/generate_stream", json={"text_input": "hi"}) as response:
         async for _ in response.aiter_raw():
             break
-    await asyncio.wait_for(router.streams[0].cancelled.wait(), 5)
+    await asyncio.wait_for(router.streams[0].cancelled.wait(), patience(5))
 
 
 # --- models ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from headrace.gateway.hints import HEADER
 from headrace.protos.inference_pb2 import CacheEviction
 from headrace.protos.status import Reason, StatusError
 from tests.gateway.tool_model import ONE, TEXTS, TWO, in_pieces
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -419,7 +420,7 @@ async def test_a_client_that_leaves_cancels_the_generation(front: Any, model: An
     async with front.http.stream("POST", CHAT, json=body) as response:
         async for _ in response.aiter_raw():
             break
-    await asyncio.wait_for(model.streams[0].cancelled.wait(), 5)
+    await asyncio.wait_for(model.streams[0].cancelled.wait(), patience(5))
 
 
 async def test_an_idle_stream_stays_readable(front: Any, model: Any, kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

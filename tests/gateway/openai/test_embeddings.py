@@ -15,6 +15,7 @@ from headrace.gateway.encoding.running import MAX_CALLS
 from headrace.protos import inference_pb2
 from headrace.protos.status import Reason, StatusError
 from tests.gateway.encoder_model import VECTORS, encode, vector_of
+from tests.patience import patience
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("encoders")]
 PATH = "/v1/embeddings"
@@ -167,7 +168,7 @@ async def test_the_first_text_that_fails_ends_the_request_and_cancels_the_others
     response = await ask(gateway, input=["a", *["bc"] * 9])
     assert (response.status_code, response.json()["error"]["message"]) == (500, "kernels failed")
     others = [stream for stream in router.streams if len(stream.request.token_ids) > 2]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         for stream in others:
             await stream.cancelled.wait()
     assert len(others) == 9
@@ -179,7 +180,7 @@ async def test_a_client_that_goes_away_cancels_all_its_texts(gateway: Any, route
 
     router.script = hang
     asking = asyncio.create_task(ask(gateway, input=["a"] * 100))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         while len(router.streams) < MAX_CALLS:
             await asyncio.sleep(0.01)
         asking.cancel()

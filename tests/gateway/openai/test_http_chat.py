@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.protos import inference_pb2
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI = [{"role": "user", "content": "hi"}]
@@ -113,7 +114,7 @@ async def test_a_stop_string_ends_the_answer_and_cancels_the_generation(gateway:
     assert choice["message"]["content"] == "one"
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ", t")
     assert answer["usage"]["completion_tokens"] == len("one, t")
-    await kit.asyncio.wait_for(router.streams[0].cancelled.wait(), 5)
+    await kit.asyncio.wait_for(router.streams[0].cancelled.wait(), patience(5))
 
 
 async def test_the_stop_string_stays_on_request(gateway: Any, router: Any) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.patience import patience
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NUM_CONNECTIONS = 800
 NUM_IDLE = 200
@@ -45,7 +47,7 @@ async def connect(gateway: Any) -> AsyncIterator[Any]:
 
 async def test_each_of_many_open_connections_is_answered_again_and_again(connect: Any) -> None:
     opened = [await connect() for _ in range(NUM_CONNECTIONS)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         for _ in range(2):
             for _, writer in opened:
                 writer.write(GET)
@@ -68,7 +70,7 @@ async def test_an_idle_stream_waits_for_its_worker_and_nothing_else(connect: Any
     router.script = idle
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(CHAT)
     before = due_soon()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         opened = [await connect() for _ in range(NUM_IDLE)]
         for _, writer in opened:
             writer.write(head + CHAT)

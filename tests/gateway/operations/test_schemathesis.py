@@ -26,6 +26,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from headrace.gateway import protocols
 from headrace.gateway.operations.openapi import document
 from tests.gateway.encoder_model import SCORES, VECTORS, cards, encode
+from tests.patience import patience
 
 SOAK = bool(os.environ.get("HEADRACE_SOAK"))
 # For each operation, of requests that are as the document says and of requests that are not.
@@ -102,10 +103,10 @@ def address(kit_of_module: Any, tiny_files: dict[str, bytes]) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert started.wait(30)
+    assert started.wait(patience(30))
     yield url[0]
     loop.call_soon_threadsafe(stop.set)
-    thread.join(30)
+    thread.join(patience(30))
     loop.close()
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.protos.inference_pb2 import AGGREGATION_MODE_SUM, CacheEviction
 from tests.gateway.tool_model import ONE, TEXTS, TWO, events_of, in_pieces, without
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 RESPONSES = "/v1/responses"
@@ -216,7 +217,7 @@ async def test_a_gateway_that_stops_says_so_in_the_last_event(front: Any, model:
     assert failed["type"] == "response.failed"
     assert failed["response"]["error"]["code"] == "server_error"
     assert [event["sequence_number"] for event in events_of(seen)] == list(range(failed["sequence_number"] + 1))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         await model.streams[0].cancelled.wait()
 
 
@@ -224,7 +225,7 @@ async def test_a_client_that_leaves_cancels_its_response(front: Any, model: Any)
     model.script = hang
     async with front.http.stream("POST", RESPONSES, json={"model": "tiny", "input": "hi", "stream": True}) as response:
         await anext(response.aiter_text())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         await model.streams[0].cancelled.wait()
 
 
@@ -695,7 +696,7 @@ def gate(model: Any, kit: Any) -> asyncio.Event:
 
 async def until(front: Any, response_id: str, status: str) -> Any:
     """Wait until the response has this status, and return it."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while True:
             response = (await front.http.get(f"{RESPONSES}/{response_id}")).json()
             if response["status"] == status:
@@ -743,11 +744,11 @@ async def test_a_background_response_is_cancelled(front: Any, model: Any, gate: 
     body = {"model": "tiny", "input": "hi", "background": True}
     begun = (await front.http.post(RESPONSES, json=body)).json()
     path = f"{RESPONSES}/{begun['id']}"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not model.streams:
             await asyncio.sleep(0.01)
     assert (await front.http.post(f"{path}/cancel")).json()["status"] == "cancelled"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         await model.streams[0].cancelled.wait()
     assert (await front.http.post(f"{path}/cancel")).json()["status"] == "cancelled"
     assert (await front.http.get(path)).json()["status"] == "cancelled"

@@ -31,6 +31,7 @@ from headrace.gateway.responses.store import (
     unpacked,
 )
 from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNWRITABLE
+from tests.patience import patience
 from tests.redis_server import RedisServer
 
 RESPONSES = "/v1/responses"
@@ -189,7 +190,7 @@ async def test_any_gateway_follows_a_run_to_its_end(pair: Any) -> None:
 
 async def begun(pair: Any, http: Any) -> str:
     """The id of the response that runs on this gateway."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while True:
             for gateway in pair.gateways:
                 if gateway.http is http and pair.streams:
@@ -269,7 +270,7 @@ async def test_responses_that_have_ended_count_no_more(server: RedisServer) -> N
     server.client().flushall()
     store = RedisStore(server.url, tenant_bytes=100)
     await store.put("short", b"x" * 60, 0.001, owner="a")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while await store.get("short") is not None:
             await asyncio.sleep(0.001)
     await store.put("one", b"x" * 50, owner="a")
@@ -336,7 +337,7 @@ async def test_health_has_the_state_of_the_redis_of_the_responses(
         watching = asyncio.create_task(gateway.protocols["responses"].run())
 
         async def until_redis_is(word: str) -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 while (await gateway.http.get("/health")).json() != {"status": "ready", "redis": {"responses": word}}:
                     await asyncio.sleep(0.02)
 

@@ -14,6 +14,7 @@ import pytest
 from headrace.gateway.structure import constraints
 from headrace.gateway.structure import fields as structure
 from headrace.protos import text_pb2, text_pb2_grpc
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,7 +51,7 @@ class Translation:
         assert text == GBNF
         self.threads.append(threading.current_thread())
         self.begun.set()
-        assert self.let_go.wait(PATIENCE_S)
+        assert self.let_go.wait(patience(PATIENCE_S))
         return LARK
 
 
@@ -140,7 +141,7 @@ async def test_a_client_that_leaves_makes_room(
     with suppress(asyncio.CancelledError):
         await held
     translation.let_go.set()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(patience(PATIENCE_S)):
         while (response := await gateway.http.post(COMPLETIONS, json=WITH_GRAMMAR)).status_code == 429:
             await asyncio.sleep(0.01)
     assert response.status_code == 200

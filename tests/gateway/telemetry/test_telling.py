@@ -14,6 +14,7 @@ from headrace.common.telemetry.tracing import start_tracing, stop_tracing
 from headrace.gateway.edge.spans import ACCESS
 from headrace.protos.inference_pb2 import FINISH_REASON_LENGTH, GenerateResponse
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver
+from tests.patience import patience
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
@@ -150,7 +151,7 @@ async def test_requests_in_flight_are_those_that_are_answered_and_not_the_scrape
     gateway: Any, router: Any
 ) -> None:
     in_flight = "headrace_requests_in_flight"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while await metric(gateway, in_flight) != 0:  # the test before may have left one on its way out
             await asyncio.sleep(0.01)
     go = asyncio.Event()

@@ -18,6 +18,7 @@ from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.models import load_text_side
 from headrace.gateway.text.tokenizer import load_tokenizer
 from headrace.gateway.upstream.bundle import BundleError, read_bundle, special_tokens, template_sources
+from tests.patience import patience
 
 
 def test_special_tokens_in_a_text_become_their_ids(tiny_text: Any, kit: Any) -> None:
@@ -138,6 +139,10 @@ def test_a_process_that_loaded_a_tokenizer_ends_cleanly(
         "tokenizer = load_tokenizer(files); print(tokenizer.encode('hello', add_special_tokens=False))\n" + closing
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "[262]\n"), done.stderr

@@ -14,6 +14,7 @@ from headrace.gateway.hints import HEADER
 from headrace.protos.inference_pb2 import FINISH_REASON_STOP
 from headrace.protos.status import Reason, StatusError
 from tests.gateway.tool_model import TEXTS, in_pieces
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 GENERATE, STREAM, EITHER = "/generate", "/generate_stream", "/"
@@ -312,4 +313,4 @@ async def test_a_client_that_leaves_cancels_the_generation(front: Any, model: An
     async with front.http.stream("POST", STREAM, json={"inputs": "hi"}) as response:
         async for _ in response.aiter_raw():
             break
-    await asyncio.wait_for(model.streams[0].cancelled.wait(), 5)
+    await asyncio.wait_for(model.streams[0].cancelled.wait(), patience(5))

@@ -13,12 +13,13 @@ from headrace.common.transport.channels import PLAIN, Transport
 from headrace.gateway.upstream.model_host import ModelHost
 from tests.certificates import make_certificates, replace_certificates
 from tests.gateway.model_host import FakeHost, serving_host
+from tests.patience import patience
 
 BOUND_S = 20.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -51,7 +52,7 @@ async def test_renewed_certificates_are_used_when_the_host_is_restarted(tmp_path
         async with serving_host(port, Transport(replace_certificates(files, new))) as host:
             host.set("b", "LOADED")
             await until(lambda: "b" in client.models)
-            await asyncio.wait_for(client.load("b"), BOUND_S)
+            await asyncio.wait_for(client.load("b"), patience(BOUND_S))
             assert host.loads == ["b"]
     finally:
         await following_it.__aexit__(None, None, None)
@@ -99,7 +100,7 @@ async def test_a_caller_that_comes_when_the_last_one_has_left_has_the_model_load
         second = asyncio.create_task(client.load("a"))
         await until(lambda: len(host.loads) == 2)
         host.set("a", "LOADED", is_on_demand=True)
-        await asyncio.wait_for(second, BOUND_S)
+        await asyncio.wait_for(second, patience(BOUND_S))
         await until(lambda: host.wanted["a"] == 0)
 
 

@@ -18,6 +18,7 @@ from headrace.worker.adapters.peft import read_peft
 from headrace.worker.adapters.reader import FilesChangedError
 from headrace.worker.adapters.reader_process import ReaderProcess
 from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
+from tests.patience import patience
 from tests.worker.adapters.files import LAYERS, LINEARS, write_adapter
 
 GROUPS = [AdaptedGroup([linear], f"a{i}", [f"b{i}"]) for i, linear in enumerate(LINEARS)]
@@ -120,7 +121,7 @@ def test_it_ends_with_its_worker(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + patience(20)
     while time.monotonic() < deadline_s and is_running(pid):
         time.sleep(0.05)
     assert not is_running(pid)

@@ -19,6 +19,7 @@ from headrace.worker.encoder.thread import EncoderThread
 from headrace.worker.engine.mailbox import LoadReport, Mailbox
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
+from tests.patience import patience
 
 
 class ThreadedRunner:
@@ -70,7 +71,7 @@ async def test_each_stream_has_its_vector_and_closed_ones_leave_nothing_behind()
         finally:
             stream.close()
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         await asyncio.gather(*(one(rng.randint(1, 60), rng.random() < 0.3) for _ in range(300)))
         assert await mailbox.wait_until_empty(5)
         while encoder.has_work or not thread.is_idle:
@@ -82,7 +83,7 @@ async def test_each_stream_has_its_vector_and_closed_ones_leave_nothing_behind()
     assert reports[-1].num_taken == 300
     assert reports[-1].num_running == reports[-1].num_waiting == reports[-1].num_uncached_tokens == 0
     mailbox.stop()
-    thread.join(5)
+    thread.join(patience(5))
     assert not thread.is_alive()
     assert not failures
 
@@ -114,5 +115,5 @@ async def test_an_idle_encoder_refuses_no_text_however_short_its_bound() -> None
     thread.start()
     (output,) = await stream.next()
     mailbox.stop()
-    thread.join(5)
+    thread.join(patience(5))
     assert output.error is None

@@ -22,6 +22,7 @@ from headrace.worker.engine.watchdog import (
 from headrace.worker.request.params import SamplingParams as Sampling
 from headrace.worker.request.request import Request
 from headrace.worker.server.watch import WatchHub
+from tests.patience import patience
 from tests.worker.conftest import VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import expected_tokens
 
@@ -58,7 +59,7 @@ class Running:
     async def answer(self, request: Request) -> list[int]:
         stream = self.mailbox.submit(request)
         tokens: list[int] = []
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while not stream.has_ended or stream._pending:
                 tokens += [token for output in await stream.next() for token in output.token_ids]
         stream.close()
@@ -89,7 +90,7 @@ async def test_whatever_escapes_the_engine_is_told(where: str, monkeypatch: pyte
         stream = running.mailbox.submit(greedy("b", [4, 5, 6], max_tokens=200))
         if where == "cancel":
             stream.close()
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             await running.failed.wait()
         assert (repr(running.failures[0][1]), len(running.failures)) == (f"ZeroDivisionError('{where}')", 1)
     finally:
@@ -103,7 +104,7 @@ async def test_an_engine_that_is_stopped_in_a_step_has_not_failed() -> None:
 
     def hold() -> object:
         stopped.set()
-        assert may_go_on.wait(BOUND_S)
+        assert may_go_on.wait(patience(BOUND_S))
         return run()
 
     under_test.runner.run = hold  # type: ignore[assignment, method-assign]
@@ -200,7 +201,7 @@ async def test_while_stuck_watchers_hear_nothing_and_afterwards_all() -> None:
         recovered.set()
 
     watching = asyncio.create_task(watch_engine(Watchdog(thread, 0.02), on_stuck, on_recovered, told.append, 0.005))
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         await stuck.wait()
         hub.publish(LoadReport(num_running=3, stored=(7,)))
         watch = hub.watch(0.05)

@@ -23,6 +23,7 @@ from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.server.admission import MAX_CONSTRAINT_BYTES
+from tests.patience import patience
 from tests.schemas import Schema, all_schemas, validate
 from tests.worker.conftest import VOCAB_SIZE, make_engine
 from tests.worker.sampling_params import sample
@@ -441,7 +442,7 @@ async def test_grammars_that_took_long_to_compile_are_few_in_memory(monkeypatch:
         await constraint_of(compiler, ConstraintSource("regex", ("b",)))
     assert (caught.value.reason, len(compiler._cache)) == (Reason.QUEUE_FULL, 0)
     del running
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while compiler._kept:  # the thread that compiled one may hold it for a moment more
             await asyncio.sleep(0.001)
     assert allowed_ids(await constraint_of(compiler, ConstraintSource("regex", ("b",))))
@@ -454,7 +455,7 @@ async def test_more_constraints_than_the_bound_are_refused_with_a_time_to_come_b
     gate = threading.Event()
 
     def gated() -> Vocabulary:
-        assert gate.wait(20)
+        assert gate.wait(patience(20))
         return VOCABULARY
 
     compiler = Grammars(gated, VOCAB_SIZE, [EOS])
@@ -482,7 +483,7 @@ async def test_a_constraint_that_nobody_waits_for_any_more_is_not_made() -> None
     def gated() -> Vocabulary:
         nonlocal num_read
         num_read += 1
-        assert gate.wait(20)
+        assert gate.wait(patience(20))
         return VOCABULARY
 
     compiler = Grammars(gated, VOCAB_SIZE, [EOS])
@@ -506,7 +507,7 @@ async def test_a_compilation_that_takes_too_long_is_refused_and_those_behind_it_
     gate = threading.Event()
 
     def gated() -> Vocabulary:
-        assert gate.wait(20)
+        assert gate.wait(patience(20))
         return VOCABULARY
 
     compiler = Grammars(gated, VOCAB_SIZE, [EOS])
@@ -531,7 +532,7 @@ async def test_tenants_share_the_compiler(monkeypatch: pytest.MonkeyPatch) -> No
         kind, _, text = source.texts[0].partition("-")
         if kind == "fair":  # others are left of an earlier test
             begun.append(text)
-            assert gates[text].wait(20)
+            assert gates[text].wait(patience(20))
         return compiled(tokenizer, source)
 
     monkeypatch.setattr(grammar_compiler, "_compiled", gated)
@@ -542,7 +543,7 @@ async def test_tenants_share_the_compiler(monkeypatch: pytest.MonkeyPatch) -> No
         return asyncio.create_task(compiler.constrain(source, end_token_ids=[EOS], tenant=tenant))
 
     async def has_begun(texts: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while "".join(begun) != texts:
                 await asyncio.sleep(0.001)
 

@@ -17,6 +17,7 @@ from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.huge_pages import HugePages
 from headrace.worker.server.binding_metrics import binding_metrics
 from headrace.worker.server.watch import WatchHub, binding_message
+from tests.patience import patience
 
 ARENA = Region(0x7F0000200000, 0x400000)
 NUMA_MAPS = """\
@@ -184,7 +185,7 @@ async def test_the_binding_is_told_after_each_interval(monkeypatch: pytest.Monke
     monkeypatch.setattr("headrace.worker.host.binding._SHARE_OF_TIME", 1.0)
     told: asyncio.Queue[Binding] = asyncio.Queue()
     task = asyncio.create_task(keep_binding_known(Region(0, 0), told.put_nowait))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         await told.get()
         binding = await told.get()
     task.cancel()

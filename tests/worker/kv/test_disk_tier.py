@@ -33,6 +33,7 @@ from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request, RequestState
 from headrace.worker.sampling.sampler import BatchSampler
+from tests.patience import patience
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, KnownCosts
 from tests.worker.fake_runner import FakeRunner, expected_tokens
 
@@ -313,7 +314,7 @@ class Worker:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + BOUND_S
+    deadline_s = time.monotonic() + patience(BOUND_S)
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
@@ -553,7 +554,7 @@ def hanging(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     read_really = worker.store.read
 
     def read_late(*args: object) -> bool:
-        gate.wait(BOUND_S)
+        gate.wait(patience(BOUND_S))
         return read_really(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(worker.store, "read", read_late)

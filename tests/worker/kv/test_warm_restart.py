@@ -28,6 +28,7 @@ from headrace.worker.kv.kept_cache import MAX_STARTS, CacheFormat, KeptCache
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
+from tests.patience import patience
 from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnderTest
 from tests.worker.fake_runner import FakeRunner, expected_tokens
 
@@ -251,7 +252,7 @@ def killing(memory: HostMemory, countdown: int, found: list[HostMemory]) -> Iter
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
         if left <= 0:
-            assert copied.wait(60), "the thread that dies makes the copy"
+            assert copied.wait(patience(60)), "the thread that dies makes the copy"
 
 
 def prompts(rng: random.Random) -> Iterator[tuple[list[int], int]]:

@@ -19,6 +19,7 @@ from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
 from headrace.worker.peers import handover as handover_module
 from headrace.worker.peers.handover import Handover
+from tests.patience import patience
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE
 from tests.worker.peers.test_peers import BOUND_S, LAYOUT, NUM_BLOCKS, PROMPT, SHAPE, Peer, Server, until
 
@@ -128,7 +129,7 @@ def test_blocks_behind_one_that_was_computed_meanwhile_are_evicted_before_it(tak
     first, second = takers
     gate = threading.Event()
     run = second.tier._run
-    second.tier._run = lambda *args: [gate.wait(BOUND_S), run(*args)]  # type: ignore[method-assign]
+    second.tier._run = lambda *args: [gate.wait(patience(BOUND_S)), run(*args)]  # type: ignore[method-assign]
     blocks = first.pool.hottest_first()
     named = [ChainedBlock(block.block_hash or 0, block.parent_hash, block.is_first) for block in blocks]
     offer = Offer(first.address, named, BOUND_S)

@@ -34,6 +34,7 @@ from headrace.worker.peers.tier import PeerTier
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request, RequestState
 from headrace.worker.sampling.sampler import BatchSampler
+from tests.patience import patience
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, KnownCosts
 from tests.worker.fake_runner import EMPTY, FakeRunner, expected_tokens
 
@@ -117,7 +118,7 @@ class Server:
         self._stopped: asyncio.Event | None = None
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
         self._thread.start()
-        assert self._started.wait(BOUND_S)
+        assert self._started.wait(patience(BOUND_S))
 
     async def _serve(self) -> None:
         send = self._send
@@ -143,11 +144,11 @@ class Server:
         if self._thread.is_alive():
             assert self._stopped is not None
             self._loop.call_soon_threadsafe(self._stopped.set)
-            self._thread.join(BOUND_S)
+            self._thread.join(patience(BOUND_S))
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + BOUND_S
+    deadline_s = time.monotonic() + patience(BOUND_S)
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
@@ -503,7 +504,7 @@ def test_bytes_that_come_after_nobody_waits_any_more_are_written_nowhere(
     def late(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             has_come.set()
-            assert gate.wait(BOUND_S)
+            assert gate.wait(patience(BOUND_S))
             return function(*args)
 
         return call
@@ -515,7 +516,7 @@ def test_bytes_that_come_after_nobody_waits_any_more_are_written_nowhere(
         monkeypatch.setattr(tier_module, "np", SimpleNamespace(uint8=np.uint8, frombuffer=late(np.frombuffer)))
     request = second.request(PROMPT, first.address, len(PROMPT))
     assert second.fetching.begin(request)
-    assert has_come.wait(BOUND_S)
+    assert has_come.wait(patience(BOUND_S))
     assert second.fetching.cancel(request)
     assert second.pool.num_free_blocks == second.pool.num_blocks, "others may have them now"
     second.runner.blocks[:] = EMPTY

@@ -20,6 +20,7 @@ from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import ModelLimits
 from headrace.worker.server.service import SERVICE_NAMES, InferenceService, WorkerService
 from headrace.worker.server.watch import WatchHub
+from tests.patience import patience
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.vocabulary import EOS, grammars
 
@@ -43,7 +44,7 @@ class RunningWorker:
         return [response async for response in self.inference.Generate(GenerateRequest(**fields))]  # type: ignore[arg-type]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while not condition():
                 await asyncio.sleep(0.002)
 

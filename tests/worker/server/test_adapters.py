@@ -22,6 +22,7 @@ from headrace.worker.adapters.reader import AdapterReader
 from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.watch import WatchHub
+from tests.patience import patience
 from tests.worker.adapters.files import LAYERS, LINEARS, write_adapter
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.server.running import FINGERPRINT, MODEL, TOKENIZER, RunningWorker, running_worker, small_engine
@@ -136,7 +137,7 @@ async def test_a_cancelled_request_gives_its_adapter_back(worker: Worker, tmp_pa
     call = worker.call("sql", max_tokens=200)
     await call.read()
     call.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while worker.library.find("sql").num_requests:
             await asyncio.sleep(0.005)
 
@@ -148,7 +149,7 @@ async def test_watchers_learn_of_adapters_and_of_those_in_memory(worker: Worker,
     for seed in range(3):
         await worker.load(str(seed), write_adapter(tmp_path / str(seed), seed=seed))
     known: dict[str, bool] = {}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while known != {"0": False, "1": True, "2": True}:
             message = await watch.read()
             if message.HasField("adapters"):
@@ -190,7 +191,7 @@ async def test_watchers_know_the_adapters_after_each_change(
     messages: list[worker_pb2.WatchResponse] = []
 
     async def agrees() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while {one.name: one for one in seen.all()} != {one.name: one for one in worker.desk.list().adapters}:
                 messages.append(await watch.read())
                 seen.take(messages[-1])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.worker.server.registration import LEASE_S, WORKER_KEY, WORKERS_KEY, RedisLease
+from tests.patience import patience
 from tests.redis_server import RedisServer
 
 
@@ -22,7 +23,7 @@ async def lease(redis_server: RedisServer) -> AsyncIterator[RedisLease]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -79,5 +80,5 @@ async def test_closing_does_not_wait_for_a_redis_that_is_away(redis_server: Redi
     lease = RedisLease(redis_server.url, "w", "10.0.0.1:1")
     await until(lambda: redis_server.client().exists(WORKER_KEY + "w"))
     redis_server.kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         await lease.close()

@@ -20,6 +20,7 @@ from headrace.protos.inference_pb2 import Belief, Constraint, GenerateRequest, G
 from headrace.protos.status import Reason, StatusError, detail_of, error_of
 from headrace.worker.grammar.compiler import Grammars
 from tests.otlp import grpc_receiver
+from tests.patience import patience
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, KnownCosts
 from tests.worker.fake_runner import expected_tokens
 from tests.worker.server.running import MODEL, NUM_BLOCKS, RunningWorker, running_worker, small_engine
@@ -45,7 +46,7 @@ class GatedRunner:
         self.runner.bind(batch, keeps_logits=keeps_logits)  # type: ignore[attr-defined]
 
     def run(self) -> object:
-        assert self.gate.wait(30)
+        assert self.gate.wait(patience(30))
         return self.runner.run()  # type: ignore[attr-defined]
 
 
@@ -224,7 +225,7 @@ async def test_a_call_that_is_cancelled_while_its_constraint_compiles_ends_its_s
         call = worker.inference.Generate(GenerateRequest(request_id="r", token_ids=[1, 2], sampling=sampling))
         await compiling.wait()
         call.cancel()
-        await asyncio.wait_for(given_up.wait(), 20)
+        await asyncio.wait_for(given_up.wait(), patience(20))
         await asyncio.to_thread(stop_tracing, 10.0)
         (span,) = receiver.spans
     assert span.attributes["headrace.cancelled"]

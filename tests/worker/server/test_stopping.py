@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import patience
+
 BOUND_S = 20.0
 # A worker whose model takes a minute to load.
 LOADING = """
@@ -30,6 +32,6 @@ def test_a_worker_that_still_loads_stops_at_once(tmp_path: Path) -> None:
         try:
             assert process.stdout.readline() == b"loading\n"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(BOUND_S) == 0
+            assert process.wait(patience(BOUND_S)) == 0
         finally:
             process.kill()
