@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import pytest_timeout
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -17,6 +16,9 @@ from xdist.scheduler import LoadScopeScheduling
 from tests import last_words
 from tests.patience import patience, session_slowness
 from tests.redis_server import RedisServer
+from tests.time_limits import pytest_timeout_set_timer
+
+__all__ = ["pytest_timeout_set_timer"]
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -41,14 +43,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header() -> str:
     """How slow the machine is."""
     return f"bounds of waits: {patience(1):.1f} times those of an idle machine, as of now"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
-    """Give a test the time that this machine needs for it."""
-    slower = settings._replace(timeout=patience(settings.timeout))
-    pytest_timeout.pytest_timeout_set_timer(item, slower)
-    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
