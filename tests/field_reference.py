@@ -10,10 +10,11 @@ from headrace.gateway.anthropic.fields import COUNT_TOKENS, MESSAGES
 from headrace.gateway.fields import Applied, FieldTable, Hint, Row
 from headrace.gateway.ollama.fields import TABLES as OLLAMA
 from headrace.gateway.openai.fields import CHAT, COMPLETION
+from headrace.gateway.responses.fields import FIELDS as RESPONSES
 from headrace.gateway.tgi.fields import TABLES as TGI
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "fields.md"
-TABLES: Sequence[FieldTable] = (CHAT, COMPLETION, MESSAGES, COUNT_TOKENS, *OLLAMA, *TGI)
+TABLES: Sequence[FieldTable] = (CHAT, COMPLETION, RESPONSES, MESSAGES, COUNT_TOKENS, *OLLAMA, *TGI)
 _HEAD = """\
 # Fields of requests
 

@@ -1,6 +1,6 @@
 """Answers of the Responses API: the items of a response, and the events of its stream (pure).
 
-    ChatPiece -> items: reasoning | message | function_call, in the order in which the model wrote them
+    ChatPiece -> items: reasoning | message | function_call | custom_tool_call, in the order of the model's text
 
 One instance makes one response, streamed or not, so that a stream adds up to the whole answer. Events are numbered from
 0 without gaps:
@@ -26,6 +26,7 @@ from headrace.gateway.chat.sampling import shortest
 from headrace.gateway.edge.failures import OPENAI_ERRORS, ErrorShape, Failure
 from headrace.gateway.edge.wire import encode, padding
 from headrace.gateway.responses.references import new_output_id
+from headrace.gateway.responses.tools import CallName
 from headrace.gateway.responses.types import ENCRYPTED_REASONING, ResponsesRequest, TextFields
 from headrace.gateway.text.reasoning_seal import sealed
 from headrace.protos.inference_pb2 import SamplingParams
@@ -36,7 +37,10 @@ _ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_erro
 def response_head(request: ResponsesRequest, response_id: str, model: str, params: SamplingParams) -> dict[str, Any]:
     """The fields of a response that are known before it is generated."""
     reasoning, text = request.reasoning, request.text or TextFields()
-    tools = [{"strict": False, "parameters": None, "description": None, **tool} for tool in request.tools or ()]
+    tools = [
+        {"strict": False, "parameters": None, "description": None, **tool} if tool.get("type") == "function" else tool
+        for tool in request.tools or ()
+    ]
 
     def number(name: str, default: float) -> float:
         """A number of the sampling: the caller's, else the model's, else the default of workers."""
@@ -110,8 +114,12 @@ class _OpenItem:
     index: int
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    name: str = ""
+    name: CallName | None = None
     call_id: str = ""
+
+    @property
+    def is_call(self) -> bool:
+        return self.kind in _CALLS
 
     @property
     def text(self) -> str:
@@ -128,7 +136,14 @@ _KINDS = {
         "response.function_call_arguments.done",
         "arguments",
     ),
+    "custom_tool_call": (
+        "ctc",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+        "input",
+    ),
 }
+_CALLS = ("function_call", "custom_tool_call")
 
 
 class ResponseAnswer(ErrorShape):
@@ -143,12 +158,15 @@ class ResponseAnswer(ErrorShape):
         streams: bool,
         keeps_events: bool = False,
         pads: bool = False,
+        names: Mapping[str, CallName] | None = None,
     ) -> None:
-        """`num_id_chars` is the length of the ids of calls; without `streams` no events are made.
+        """`num_id_chars` is the length of the ids of calls; without `streams` no events are made. `names` are those of
+        the caller's tools, by the names that the model knows.
 
         With `pads`, events of deltas have padding that hides the length of their text.
         """
         self._pads = pads
+        self._names = names or {}
         self.response: dict[str, Any] = dict(head)
         """The response so far."""
         self._seals = ENCRYPTED_REASONING in include
@@ -236,8 +254,9 @@ class ResponseAnswer(ErrorShape):
                 return self._into("reasoning") + self._text(self._the_open, text)
             case ContentDelta(text):
                 return self._into("message") + self._text(self._the_open, text)
-            case CallDelta(_, name):
-                return self._close("completed") + self._add("function_call", name)
+            case CallDelta(_, name, is_custom):
+                kind = "custom_tool_call" if is_custom else "function_call"
+                return self._close("completed") + self._add(kind, self._names.get(name) or CallName(None, name))
             case ArgumentsDelta(_, text):
                 return self._text(self._the_open, text)
 
@@ -252,18 +271,18 @@ class ResponseAnswer(ErrorShape):
             return b""
         return self._close("completed") + self._add(kind)
 
-    def _add(self, kind: str, name: str = "") -> bytes:
+    def _add(self, kind: str, name: CallName | None = None) -> bytes:
         item_id = new_output_id(_KINDS[kind][0], self.response["id"])
         item = self._open = _OpenItem(kind, item_id, len(self.response["output"]), name=name)
-        if kind == "function_call":
+        if item.is_call:
             item.call_id = new_call_id(self._num_id_chars)
         if not self._streams:
             return b""
         shown = self._value(item, "in_progress")
-        if kind != "function_call":
+        if not item.is_call:
             shown["content"] = []
         events = self._event("response.output_item.added", output_index=item.index, item=shown)
-        if kind != "function_call":
+        if not item.is_call:
             events += self._item_event("response.content_part.added", item, content_index=0, part=self._part(item))
         return events
 
@@ -277,7 +296,7 @@ class ResponseAnswer(ErrorShape):
             self._early_logprobs = []
         if not self._streams:
             return b""
-        if item.kind != "function_call":
+        if not item.is_call:
             more["content_index"] = 0
         if self._pads:
             more["obfuscation"] = padding(len(text))
@@ -295,21 +314,23 @@ class ResponseAnswer(ErrorShape):
         more: dict[str, Any] = {name: item.text}
         events = b""
         if item.kind == "function_call":
-            more["name"] = item.name
-        else:
+            assert item.name is not None
+            more["name"] = item.name.name
+        elif not item.is_call:
             more["content_index"] = 0
             if item.kind == "message":
                 more["logprobs"] = item.logprobs
         events += self._item_event(done, item, **more)
-        if item.kind != "function_call":
+        if not item.is_call:
             events += self._item_event("response.content_part.done", item, content_index=0, part=self._part(item))
         return events + self._event("response.output_item.done", output_index=item.index, item=value)
 
     def _value(self, item: _OpenItem, status: str) -> dict[str, Any]:
         """The item as the response shows it."""
         value: dict[str, Any] = {"id": item.item_id, "type": item.kind, "status": status}
-        if item.kind == "function_call":
-            return {**value, "call_id": item.call_id, "name": item.name, "arguments": item.text}
+        if item.name is not None:
+            value |= {"call_id": item.call_id, "name": item.name.name, _KINDS[item.kind][3]: item.text}
+            return value if item.name.namespace is None else {**value, "namespace": item.name.namespace}
         if item.kind == "message":
             return {**value, "role": "assistant", "content": [self._part(item)]}
         value |= {"summary": [], "content": [self._part(item)]}

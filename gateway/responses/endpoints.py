@@ -21,11 +21,12 @@ from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.responses.answers import ResponseAnswer, ending_event, response_head
 from headrace.gateway.responses.background import ResponseRun, ResponseRuns
+from headrace.gateway.responses.fields import FIELDS
 from headrace.gateway.responses.items import Turn, input_items, turns_of
 from headrace.gateway.responses.references import resolved
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unpacked
+from headrace.gateway.responses.tools import Offer, offer_of
 from headrace.gateway.responses.types import (
-    FIELDS,
     MAX_ID_CHARS,
     ResponseChat,
     ResponsesRequest,
@@ -152,7 +153,8 @@ class _Responses:
             previous = await self._previous(exchange, request.previous_response_id)
             earlier = [*previous.items, *previous.response["output"]]
         items = input_items(await resolved(request.input, lambda name: self._stored(exchange, name)))
-        plan, names = await self._plan(request, turns_of(earlier, items))
+        offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
+        plan, names = await self._plan(request, turns_of(earlier, items), offer)
         params = plan.plan.requests[0]
         head = response_head(request, f"resp_{params.request_id}", plan.model.name, params.sampling)
         wants_logprobs = params.sampling.HasField("logprobs")
@@ -164,17 +166,20 @@ class _Responses:
             streams=bool(request.stream),
             keeps_events=bool(request.background),
             pads=request.stream_options is not None and bool(request.stream_options.include_obfuscation),
+            names=offer.names,
         )
         stored = StoredResponse(exchange.owner, answer.response, [*earlier, *items])
         return _Planned(request, plan, names, answer, stored)
 
-    async def _plan(self, request: ResponsesRequest, turns: Sequence[Turn]) -> tuple[ChatPlan, FieldNames]:
+    async def _plan(
+        self, request: ResponsesRequest, turns: Sequence[Turn], offer: Offer
+    ) -> tuple[ChatPlan, FieldNames]:
         """The plan. With truncation, it has as much of the end of the conversation as fits."""
 
         chats = self._services.chats
 
         async def planned(first: int, *, is_trial: bool) -> tuple[ChatPlan, ResponseChat]:
-            chat = chat_of(request, turns[first:])
+            chat = chat_of(request, turns[first:], offer)
             with chat.names.in_callers_terms():
                 return await chats.plan(chat.request, is_trial=is_trial), chat
 

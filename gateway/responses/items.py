@@ -1,24 +1,46 @@
 """Turns items of the Responses API into the turns of a chat (pure).
 
-reasoning, message, function_call, function_call  ->  one turn of the assistant
-function_call_output                              ->  one turn of the tool
+    reasoning, message, calls  ->  one turn of the assistant
+    outputs of calls           ->  one turn of the tool for each
+
+Items of tools that the provider hosts are calls with their outputs, as far as they have texts.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.gateway.chat.conversation import note_of
 from headrace.gateway.chat.request import ChatMessage
-from headrace.gateway.checks import invalid, json_of, unsupported
+from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.hints import ignored
+from headrace.gateway.responses.tools import CallName
 from headrace.gateway.text.reasoning_seal import unsealed
+from headrace.protos.status import StatusError
 
 MAX_ITEMS = 10_000
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _MAX_ECHO_CHARS = 64
+
+# Items without a text for the model -> why they are left out.
+_LEFT_OUT = {
+    "web_search_call": "what was found is in the message behind it",
+    "mcp_list_tools": "the server runs no hosted tools",
+    "mcp_approval_request": "the server runs no hosted tools",
+    "mcp_approval_response": "the server runs no hosted tools",
+    "compaction": "only the server that made it can read it",
+    "compaction_summary": "only the server that made it can read it",
+    "context_compaction": "only the server that made it can read it",
+    "compaction_trigger": "the server does not compact conversations",
+    "ghost_snapshot": "it is for the client alone",
+    "additional_tools": "",
+}
+"""An empty reason: it has its effect elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,56 +71,189 @@ def input_items(value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def turns_of(earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The conversation of earlier items and the input. Raises `StatusError` for an output without its call."""
+    """The conversation of earlier items and the input."""
     turns: list[Turn] = []
-    calls: set[str] = set()
     thoughts: dict[int, list[str]] = {}  # of turns, by their numbers
     places = [*("previous_response_id" for _ in earlier), *(f"input[{i}]" for i in range(len(items)))]
     for place, item in zip(places, [*earlier, *items], strict=True):
         kind = item["type"]
-        if kind == "function_call_output":
-            if item["call_id"] not in calls:
-                raise invalid(f"{place}.call_id", f"{place}.call_id: there is no function_call of this call_id before")
-            text = _text(item["output"])
-            turns.append(Turn(ChatMessage(role="tool", content=text, tool_call_id=item["call_id"]), place))
+        if kind in _LEFT_OUT:
+            if why := _LEFT_OUT[kind]:
+                ignored(f"input.{kind}", why)
         elif kind == "message" and item["role"] != "assistant":
             turns.append(Turn(ChatMessage(role=item["role"], content=_text(item["content"])), place))
+        elif kind == "message":
+            last = _last_of_assistant(turns, place, joins=lambda last: last.content is None and not last.tool_calls)
+            last.content = _text(item["content"])
+        elif kind == "reasoning":
+            texts = [part["text"] for part in item["content"] or item["summary"]]
+            if texts:
+                _last_of_assistant(turns, place, joins=lambda last: last.content is None and not last.tool_calls)
+                thoughts.setdefault(len(turns) - 1, []).append("\n".join(texts))
         else:
-            _add_to_assistant(turns, thoughts, place, item)
-            if kind == "function_call":
-                calls.add(item["call_id"])
+            if kind in _CALLS:
+                last = _last_of_assistant(turns, place, joins=lambda last: True)
+                last.tool_calls = [*(last.tool_calls or ()), _CALLS[kind](item)]
+            output = _OUTPUTS[kind](item) if kind in _OUTPUTS else None
+            if output is not None:
+                call_id = item.get("call_id") or (item["id"] if kind in _CALLS else None)
+                turns.append(Turn(ChatMessage(role="tool", content=output, tool_call_id=call_id), place))
     for number, texts in thoughts.items():
         turns[number].message.reasoning_content = "".join(texts)
-    for turn in turns:
-        message = turn.message
-        if message.role == "assistant" and message.content is None and not message.tool_calls:
-            message.content = ""  # nothing but reasoning
     return turns
 
 
-def _add_to_assistant(turns: list[Turn], thoughts: dict[int, list[str]], place: str, item: Mapping[str, Any]) -> None:
-    """Add an item to the assistant's turn at the end, or begin one."""
-    kind = item["type"]
-    last = turns[-1].message if turns and turns[-1].message.role == "assistant" else None
-    if last is None or (kind != "function_call" and (last.content is not None or last.tool_calls)):
-        last = ChatMessage(role="assistant")
-        turns.append(Turn(last, place))
-    if kind == "reasoning":
-        thoughts.setdefault(len(turns) - 1, []).append("\n".join(part["text"] for part in item["content"]))
-    elif kind == "message":
-        last.content = _text(item["content"])
-    else:
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"id": item["call_id"], "type": "function", "function": function}
-        if last.tool_calls is None:
-            last.tool_calls = []
-        last.tool_calls.append(call)
+def _last_of_assistant(turns: list[Turn], place: str, joins: Callable[[ChatMessage], bool]) -> ChatMessage:
+    """The assistant's turn at the end if the next item joins it, else a new one."""
+    if turns and turns[-1].message.role == "assistant" and joins(turns[-1].message):
+        return turns[-1].message
+    message = ChatMessage(role="assistant")
+    turns.append(Turn(message, place))
+    return message
 
 
-def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part[_TEXTS[part["type"]]] for part in content)
+def _text(content: Any) -> str:
+    """The text of checked parts. Those of outputs that are no text are notes."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(
+        part[_TEXTS[part["type"]]] if part["type"] in _TEXTS else note_of(part["type"]) for part in content
+    )
+
+
+# --- calls and their outputs ----------------------------------------------------------------------------------------
+
+
+def _function_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    return _call(item, CallName(item.get("namespace"), item["name"]).known, item["arguments"])
+
+
+def _custom_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    custom = {"name": CallName(item.get("namespace"), item["name"]).known, "input": item["input"]}
+    return {"id": item["call_id"], "type": "custom", "custom": custom}
+
+
+def _hosted_call(name: str, *parts: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """A call of a hosted tool. Its arguments are the object in its only part, or those of its parts that it has."""
+
+    def call(item: Mapping[str, Any]) -> dict[str, Any]:
+        if len(parts) == 1 and isinstance(item.get(parts[0]), dict):
+            return _call(item, name, item[parts[0]])
+        return _call(item, name, {part: item[part] for part in parts if item.get(part) is not None})
+
+    return call
+
+
+def _mcp_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    label = item.get("server_label")
+    name = CallName(label if isinstance(label, str) else None, str(item.get("name"))).known
+    return _call(item, name, item.get("arguments"))
+
+
+def _call(item: Mapping[str, Any], name: str, arguments: Any) -> dict[str, Any]:
+    call_id = item.get("call_id") or item["id"]
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+_CALLS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "function_call": _function_call,
+    "custom_tool_call": _custom_call,
+    "local_shell_call": _hosted_call("local_shell", "action"),
+    "shell_call": _hosted_call("shell", "action"),
+    "apply_patch_call": _hosted_call("apply_patch", "operation"),
+    "tool_search_call": _hosted_call("tool_search", "arguments"),
+    "computer_call": _hosted_call("computer", "action", "actions"),
+    "code_interpreter_call": _hosted_call("code_interpreter", "code"),
+    "file_search_call": _hosted_call("file_search", "queries"),
+    "image_generation_call": _hosted_call("image_generation", "revised_prompt"),
+    "program": _hosted_call("program", "code"),
+    "mcp_call": _mcp_call,
+}
+"""Type of an item -> the call of a chat that it is."""
+
+
+def _output(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """The text of an output in this part, which may be any JSON."""
+
+    def text(item: Mapping[str, Any]) -> str:
+        value = item.get(name)
+        return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+    return text
+
+
+def _shell_output(item: Mapping[str, Any]) -> str:
+    """What commands wrote, and how they ended if not with 0."""
+    parts: list[str] = []
+    outputs = item.get("output")
+    if not isinstance(outputs, list):
+        return _output("output")(item)
+    for one in outputs:
+        if not isinstance(one, dict):
+            continue
+        parts += [text for name in ("stdout", "stderr") if isinstance(text := one.get(name), str) and text]
+        outcome = one.get("outcome")
+        if isinstance(outcome, dict) and (outcome.get("exit_code") or outcome.get("type") != "exit"):
+            parts.append(json.dumps(outcome, ensure_ascii=False))
+    return "\n".join(parts)
+
+
+def _patch_output(item: Mapping[str, Any]) -> str:
+    return _output("output")(item) or _output("status")(item)
+
+
+def _mcp_output(item: Mapping[str, Any]) -> str:
+    return _output("output")(item) or _output("error")(item)
+
+
+def _found_tools(item: Mapping[str, Any]) -> str:
+    """The names of the tools that a search found, which are offered from then on."""
+    tools = item.get("tools")
+    names = [tool.get("name") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return "tools: " + ", ".join(name for name in names if isinstance(name, str))
+
+
+def _logs(item: Mapping[str, Any]) -> str | None:
+    """What code wrote; None if the item does not have it."""
+    outputs = item.get("outputs")
+    if not isinstance(outputs, list):
+        return None
+    texts = []
+    for one in outputs:
+        if isinstance(one, dict):
+            logs = one.get("logs")
+            texts.append(logs if isinstance(logs, str) else note_of(str(one.get("type"))))
+    return "\n".join(texts)
+
+
+def _found_texts(item: Mapping[str, Any]) -> str | None:
+    """The texts that a search in files found; None if the item does not have them."""
+    results = item.get("results")
+    if not isinstance(results, list):
+        return None
+    return "\n\n".join(
+        f"{one.get('filename') or ''}\n{one['text']}".strip()
+        for one in results
+        if isinstance(one, dict) and isinstance(one.get("text"), str)
+    )
+
+
+_OUTPUTS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
+    "function_call_output": lambda item: _text(item["output"]),
+    "custom_tool_call_output": lambda item: _text(item["output"]),
+    "local_shell_call_output": _output("output"),
+    "shell_call_output": _shell_output,
+    "apply_patch_call_output": _patch_output,
+    "tool_search_output": _found_tools,
+    "computer_call_output": lambda item: note_of("computer_screenshot"),
+    "program_output": _output("result"),
+    # These calls have their outputs in themselves.
+    "code_interpreter_call": _logs,
+    "file_search_call": _found_texts,
+    "image_generation_call": lambda item: note_of("image"),
+    "mcp_call": _mcp_output,
+}
+"""Type of an item -> the text of the output that it is or has."""
 
 
 # --- checking -------------------------------------------------------------------------------------------------------
@@ -108,24 +263,31 @@ def _item(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     kind = item.get("type", "message")
     if kind == "message":
         return _message(where, item)
-    if kind == "function_call":
-        call = {name: _string(where, item, name) for name in ("call_id", "name", "arguments")}
-        json_of(f"{where}.arguments", call["arguments"] or "{}")
-        return {"id": _id(where, item, "fc"), "type": "function_call", "status": "completed", **call}
-    if kind == "function_call_output":
-        output = item.get("output")
-        return {
-            "id": _id(where, item, "fco"),
-            "type": "function_call_output",
-            "status": "completed",
-            "call_id": _string(where, item, "call_id"),
-            "output": output if isinstance(output, str) else _parts(f"{where}.output", output, "input_text"),
-        }
     if kind == "reasoning":
         return _reasoning(where, item)
-    named = kind[:_MAX_ECHO_CHARS] if isinstance(kind, str) else "of no name"
-    known = "message, function_call, function_call_output, reasoning and item_reference"
-    raise unsupported(f"{where}.type", f"{where}.type: items {named} are not taken, only {known}")
+    if kind in ("function_call", "custom_tool_call"):
+        text = "arguments" if kind == "function_call" else "input"
+        call = {name: _string(where, item, name) for name in ("call_id", "name", text)}
+        if isinstance(item.get("namespace"), str):
+            call["namespace"] = item["namespace"]
+        prefix = "fc" if kind == "function_call" else "ctc"
+        return {"id": _id(where, item, prefix), "type": kind, "status": "completed", **call}
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        output = item.get("output")
+        return {
+            "id": _id(where, item, "fco" if kind == "function_call_output" else "ctco"),
+            "type": kind,
+            "status": "completed",
+            "call_id": _string(where, item, "call_id"),
+            "output": output or "" if output is None or isinstance(output, str) else _output_parts(where, output),
+        }
+    if isinstance(kind, str) and (kind in _CALLS or kind in _OUTPUTS or kind in _LEFT_OUT):
+        # Of the provider's own items only texts are read, each if it is there.
+        _call_id(where, item)
+        return {**item, "id": _id(where, item, "item"), "type": kind}
+    if not isinstance(kind, str):
+        raise invalid(f"{where}.type", f"{where}.type must be a text")
+    raise unsupported(f"{where}.type", f"{where}.type: {kind[:_MAX_ECHO_CHARS]} is not supported")
 
 
 def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +306,10 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(where: str, content: Any, kind: str) -> list[dict[str, Any]]:
-    """Content in parts; a text becomes one part of this kind."""
+    """Content in parts; a text becomes one part of this kind. Parts that the assistant cannot read of its own earlier
+    turns are left out."""
+    if content is None:
+        content = []
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
     if not isinstance(content, list):
@@ -153,32 +318,74 @@ def _parts(where: str, content: Any, kind: str) -> list[dict[str, Any]]:
     for position, part in enumerate(content):
         place = f"{where}[{position}]"
         kind_of_part = part.get("type") if isinstance(part, dict) else None
-        name = _TEXTS.get(kind_of_part) if isinstance(kind_of_part, str) else None
-        if name is None:
-            found = f"{kind_of_part[:_MAX_ECHO_CHARS]} is not supported" if isinstance(kind_of_part, str) else "no type"
+        if not isinstance(kind_of_part, str):
+            raise invalid(f"{place}.type", f"{place}.type must be a text")
+        if kind_of_part in _TEXTS:
+            parts.append(_text_part(place, part))
+        elif kind == "output_text":
+            ignored(f"input.content.{kind_of_part}", "the model cannot read such a part of its own earlier turns")
+        else:
+            found = f"{kind_of_part[:_MAX_ECHO_CHARS]} is not supported"
             raise unsupported(f"{place}.type", f"{place}.type: {found}; only input_text, output_text and refusal are")
-        text = _string(place, part, name)
-        more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind_of_part == "output_text" else {}
-        parts.append({"type": kind_of_part, name: text, **more})
+    return parts
+
+
+def _text_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part["type"]
+    name = _TEXTS[kind]
+    text = part.get(name)
+    if not isinstance(text, str | None):
+        raise invalid(f"{place}.{name}", f"{place}.{name} must be a text")
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return {"type": kind, name: text or "", **more}
+
+
+def _output_parts(where: str, output: Any) -> list[dict[str, Any]]:
+    """The parts of an output. Images and files are kept as they are."""
+    if not isinstance(output, list):
+        raise invalid(f"{where}.output", f"{where}.output must be a text or a list of parts")
+    parts = []
+    for position, part in enumerate(output):
+        place = f"{where}.output[{position}]"
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise invalid(f"{place}.type", f"{place}.type must be a text")
+        parts.append(_text_part(place, part) if part["type"] in _TEXTS else part)
     return parts
 
 
 def _reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    content = item.get("content")
-    if content is None and item.get("encrypted_content") is not None:
-        text = unsealed(f"{where}.encrypted_content", item["encrypted_content"])
-        content = [{"type": "reasoning_text", "text": text}]
-    if not content and item.get("summary"):
-        field = f"{where}.summary"
-        raise unsupported(field, f"{field} is not supported: hand reasoning back in content or encrypted_content")
-    content = [] if content is None else content
-    texts = []
-    for position, part in enumerate(content if isinstance(content, list) else [None]):
-        place = f"{where}.content[{position}]"
-        if not isinstance(part, dict) or part.get("type") != "reasoning_text":
-            raise invalid(place, f"{place} must be a part of type reasoning_text")
-        texts.append({"type": "reasoning_text", "text": _string(place, part, "text")})
-    return {"id": _id(where, item, "rs"), "type": "reasoning", "summary": [], "content": texts}
+    """An item of reasoning, with its texts if this server can read them."""
+    content, encrypted = item.get("content"), item.get("encrypted_content")
+    texts = _thoughts(f"{where}.content", content)
+    if not texts and encrypted is not None:
+        try:
+            texts = [{"type": "reasoning_text", "text": unsealed(f"{where}.encrypted_content", encrypted)}]
+        except StatusError:
+            ignored("input.reasoning.encrypted_content", "only the server that made it can read it")
+    summary = _thoughts(f"{where}.summary", item.get("summary"))
+    return {
+        "id": _id(where, item, "rs"),
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": part["text"]} for part in summary],
+        "content": [{"type": "reasoning_text", "text": part["text"]} for part in texts],
+    }
+
+
+def _thoughts(where: str, value: Any) -> list[Mapping[str, Any]]:
+    """The parts of a list that have a text."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise invalid(where, f"{where} must be a list of parts")
+    found: list[Mapping[str, Any]] = []
+    for position, part in enumerate(value):
+        if not isinstance(part, dict):
+            raise invalid(f"{where}[{position}]", f"{where}[{position}] must be a part with a text")
+        if isinstance(part.get("text"), str):
+            found.append(part)
+        else:
+            ignored(f"input.reasoning.{part.get('type')}", "it has no text")
+    return found
 
 
 def _string(where: str, item: Mapping[str, Any], name: str) -> str:
@@ -186,6 +393,11 @@ def _string(where: str, item: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise invalid(f"{where}.{name}", f"{where}.{name} must be a text")
     return value
+
+
+def _call_id(where: str, item: Mapping[str, Any]) -> None:
+    if not isinstance(item.get("call_id"), str | None):
+        raise invalid(f"{where}.call_id", f"{where}.call_id must be a text")
 
 
 def _id(where: str, item: Mapping[str, Any], kind: str) -> str:

@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/responses
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,11 +14,11 @@ import msgspec
 
 from headrace.gateway.chat.request import Chat, ChatMessage, SamplingFields
 from headrace.gateway.chat.sampling import MAX_LOGPROBS
-from headrace.gateway.chat_fields import lacking
-from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
+from headrace.gateway.checks import check_range, invalid
 from headrace.gateway.field_names import FieldNames, messages_at
-from headrace.gateway.fields import FieldTable
+from headrace.gateway.hints import ignored
 from headrace.gateway.responses.items import Turn
+from headrace.gateway.responses.tools import Offer
 
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
@@ -26,10 +27,11 @@ MAX_ID_CHARS = 128
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
+_SUMMARIES = ("auto", "concise", "detailed")
 
 
 class ReasoningFields(msgspec.Struct, kw_only=True):
-    """The effort of reasoning. There are no summaries, because reasoning is shown in full."""
+    """How to reason. There are no summaries, because reasoning is shown in full."""
 
     effort: str | None = None
     summary: str | None = None
@@ -50,7 +52,7 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
-    """Body of POST /v1/responses. Fields of type Any are known but accepted only with their neutral value."""
+    """Body of POST /v1/responses. `fields` says what happens to each field."""
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -74,59 +76,15 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     request_id: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    context_management: Any = None
-    conversation: Any = None
-    moderation: Any = None
-    prompt: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "prompt": (),
-    "prompt_cache_options": ({"mode": "implicit"}, {}),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    "service_tier": ("auto", "default"),
-}
-FIELDS = FieldTable(
-    "POST /v1/responses",
-    (ResponsesRequest,),
-    lacking(
-        (ResponsesRequest,),
-        {
-            "messages": "use input",
-            "max_tokens": "use max_output_tokens",
-            "max_completion_tokens": "use max_output_tokens",
-            "logprobs": f"use include with {LOGPROBS}",
-            "response_format": "use text.format",
-            "verbosity": "use text.verbosity",
-            "reasoning_effort": "use reasoning.effort",
-            "enable_thinking": "use reasoning.effort",
-            "thinking": "use reasoning.effort",
-        },
-    ),
-)
-_INSTEAD = {
-    "conversation": "use previous_response_id",
-    "prompt": "send its text as instructions and input",
-}
 
 
 def check_response(request: ResponsesRequest) -> None:
-    """Raise `StatusError` for unsupported or contradictory fields. The chat's checks do the rest."""
-    for name, values in _NEUTRAL.items():
-        value = getattr(request, name)
-        if value is not None and not is_one_of(value, values):
-            raise unsupported(name, f"{name} is not supported; {_INSTEAD.get(name, 'leave it out')}")
+    """Note the hints in a request's fields. Raise `StatusError` for contradictory ones. The chat's checks do the
+    rest."""
     for name in request.include or ():
         if name not in (LOGPROBS, ENCRYPTED_REASONING):
-            raise unsupported("include", f"include takes only {LOGPROBS} and {ENCRYPTED_REASONING}")
+            ignored(f"include.{name}", "answers have no such part")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options needs stream to be true")
     if request.background and request.store is False:
@@ -137,18 +95,15 @@ def check_response(request: ResponsesRequest) -> None:
         check_range("max_tool_calls", request.max_tool_calls, 1, 2**31 - 1)
     if request.top_logprobs is not None:
         check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
-    _check_reasoning(request.reasoning)
-    _check_metadata(request.metadata)
-
-
-def _check_reasoning(reasoning: ReasoningFields | None) -> None:
-    if reasoning is None:
-        return
+    reasoning = request.reasoning or ReasoningFields()
     for name in ("summary", "generate_summary"):
+        value = getattr(reasoning, name)
+        if value not in (None, *_SUMMARIES):
+            raise invalid(f"reasoning.{name}", f"reasoning.{name} must be one of {', '.join(_SUMMARIES)}")
         # auto means the best summary that the model offers, and this server offers none.
-        if getattr(reasoning, name) not in (None, "auto"):
-            field = f"reasoning.{name}"
-            raise unsupported(field, f"{field} is not supported: reasoning is shown whole, in content; leave it out")
+        if value not in (None, "auto"):
+            ignored(f"reasoning.{name}", "reasoning is shown whole, in content")
+    _check_metadata(request.metadata)
 
 
 def _check_metadata(metadata: Mapping[str, str] | None) -> None:
@@ -176,15 +131,14 @@ class ResponseChat:
     names: FieldNames
 
 
-def chat_of(request: ResponsesRequest, turns: Sequence[Turn]) -> ResponseChat:
-    """The chat of a checked request about this conversation. Raises `StatusError`."""
+def chat_of(request: ResponsesRequest, turns: Sequence[Turn], offer: Offer) -> ResponseChat:
+    """The chat of a checked request about this conversation, with these tools."""
     messages = [turn.message for turn in turns]
     places = [turn.place for turn in turns]
     if request.instructions is not None:
         messages.insert(0, ChatMessage(role="developer", content=request.instructions))
         places.insert(0, "instructions")
     wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
-    tools = [_chat_tool(i, tool) for i, tool in enumerate(request.tools or ())]
     reasoning = request.reasoning
     text = request.text or TextFields()
     kind = _WholeAnswerChat if request.truncation == "auto" else Chat
@@ -194,22 +148,31 @@ def chat_of(request: ResponsesRequest, turns: Sequence[Turn]) -> ResponseChat:
         max_completion_tokens=request.max_output_tokens,
         logprobs=wants_logprobs or None,
         top_logprobs=request.top_logprobs if wants_logprobs else None,
-        tools=tools or None,
-        tool_choice=_chat_tool_choice(request.tool_choice),
-        parallel_tool_calls=request.parallel_tool_calls if tools else None,
+        tools=offer.tools or None,
+        tool_choice=offer.choice,
+        parallel_tool_calls=request.parallel_tool_calls if offer.tools else None,
         reasoning_effort=None if reasoning is None else reasoning.effort,
         verbosity=text.verbosity,
         response_format=_response_format(text.format),
         chat_template_kwargs=request.chat_template_kwargs,
         **{name: getattr(request, name) for name in SamplingFields.__struct_fields__},
     )
-    return ResponseChat(chat, _names(places))
+    return ResponseChat(chat, _names(places, offer.places))
 
 
-def _names(places: Sequence[str]) -> FieldNames:
+def _names(places: Sequence[str], tools: Sequence[str]) -> FieldNames:
+    """The names of this API, for turns and tools that the caller wrote at these places."""
+
+    def tool_of(found: re.Match[str]) -> str:
+        number = int(found[1])
+        return tools[number] if number < len(tools) else found[0]
+
     return FieldNames(
         [
             messages_at(places),
+            (r"tools\[(\d{1,9})\]\.custom\.format\.grammar", lambda found: f"{tool_of(found)}.format"),
+            (r"tools\[(\d{1,9})\](?:\.(?:function|custom))?", tool_of),
+            (r"tool_choice\.allowed_tools", "tool_choice"),
             ("messages", "input"),
             ("max_completion_tokens", "max_output_tokens"),
             ("reasoning_effort", "reasoning.effort"),
@@ -217,33 +180,8 @@ def _names(places: Sequence[str]) -> FieldNames:
             (r"response_format\.schema", "text.format.schema"),
             (r"response_format\.json_schema", "text.format"),
             ("response_format", "text.format"),
-            (r"(tools\[\d+\])\.function", r"\1"),
         ]
     )
-
-
-def _chat_tool(position: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind != "function":
-        field = f"tools[{position}].type"
-        if not isinstance(kind, str):
-            raise invalid(field, f"{field} must be 'function'")
-        raise unsupported(field, f"{field}: there is no built-in '{kind[:64]}' here; only functions are supported")
-    known = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}
-
-
-def _chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(choice, dict):
-        return choice
-    kind = choice.get("type")
-    if kind == "function":
-        if not isinstance(choice.get("name"), str):
-            raise invalid("tool_choice.name", 'tool_choice must be like {"type": "function", "name": ...}')
-        return {"type": "function", "function": {"name": choice["name"]}}
-    if kind == "allowed_tools":
-        raise unsupported("tool_choice", "tool_choice: allowed_tools is not supported; list only the tools allowed")
-    raise unsupported("tool_choice", "tool_choice must be none, auto, required or name a function")
 
 
 def _response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -16,12 +16,14 @@ from headrace.gateway.kserve.requests import KserveParameters
 from headrace.gateway.openai import types
 from headrace.gateway.openai.fields import CHAT
 from headrace.gateway.responses import types as responses
+from headrace.gateway.responses.fields import FIELDS as RESPONSES
+from headrace.gateway.responses.tools import Offer
 from headrace.protos.status import Reason, StatusError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # path -> a body, its types, and the fields that it must not have
 ENDPOINTS: dict[str, tuple[dict[str, Any], tuple[type[msgspec.Struct], ...], FieldTable]] = {
-    "/v1/responses": ({"input": "hi"}, (responses.ResponsesRequest,), responses.FIELDS),
+    "/v1/responses": ({"input": "hi"}, (responses.ResponsesRequest,), RESPONSES),
     "/v1/messages": (
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
         (anthropic.MessagesRequest, AnswerFields),
@@ -102,7 +104,7 @@ async def test_the_shared_fields_reach_the_chat() -> None:
     chat, _ = anthropic.chat_of(message, None, AnswerFields(**marks))
     assert {name: getattr(chat, name) for name in marks} == marks
     marks = {name: object() for name in names_of(SamplingFields)}
-    response = responses.chat_of(responses.ResponsesRequest(input="hi", **marks), [])
+    response = responses.chat_of(responses.ResponsesRequest(input="hi", **marks), [], Offer())
     assert {name: getattr(response.request, name) for name in marks} == marks
     assert marks.keys() <= names_of(Chat)
 
@@ -110,5 +112,5 @@ async def test_the_shared_fields_reach_the_chat() -> None:
 @pytest.mark.parametrize("value", [b"1e999", b"1" * 400, b'"\xff"'])
 async def test_a_value_that_cannot_be_read_is_refused_by_its_field(value: bytes) -> None:
     with pytest.raises(StatusError) as caught:
-        responses.FIELDS.check(b'{"input": "hi", "n": %b}' % value)
+        RESPONSES.check(b'{"input": "hi", "n": %b}' % value)
     assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "n")

@@ -33,6 +33,7 @@ from headrace.gateway.openai.types import (
     TokenizeRequest,
 )
 from headrace.gateway.rerank.types import DocumentText, RerankRequest, ScoreRequest
+from headrace.gateway.responses.fields import FIELDS as RESPONSES
 from headrace.gateway.responses.types import ResponsesRequest
 from headrace.gateway.tgi import fields as tgi
 from headrace.gateway.tgi.types import TgiGrammar, TgiParameters, TgiRequest
@@ -47,7 +48,6 @@ PARTS: dict[type[msgspec.Struct], str] = {
     RerankRequest: "## Rerank and score",
     DocumentText: "## Rerank and score",
     ScoreRequest: "## Rerank and score",
-    ResponsesRequest: "## Responses",
 }
 
 
@@ -56,6 +56,7 @@ TABLES: dict[type[msgspec.Struct], tuple[FieldTable, str]] = {
     ChatRequest: (CHAT, ""),
     ChatMessage: (CHAT, "messages[]."),
     CompletionRequest: (COMPLETION, ""),
+    ResponsesRequest: (RESPONSES, ""),
     StreamOptions: (CHAT, "stream_options."),
     MessagesRequest: (MESSAGES, ""),
     AnswerFields: (MESSAGES, ""),

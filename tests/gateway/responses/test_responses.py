@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.gateway.hints import HEADER
 from headrace.protos.inference_pb2 import AGGREGATION_MODE_SUM, CacheEviction
 from tests.gateway.tool_model import ONE, TEXTS, TWO, events_of, in_pieces, without
 from tests.patience import patience
@@ -24,6 +25,9 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 NOW = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
+SEARCH = {"type": "web_search"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "+" /[a-z]+/'}
 
 
 @pytest.fixture(autouse=True)
@@ -262,6 +266,8 @@ def added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     part["logprobs"] += event["logprobs"]
             case "function_call_arguments.delta":
                 items[event["output_index"]]["arguments"] += event["delta"]
+            case "custom_tool_call_input.delta":
+                items[event["output_index"]]["input"] += event["delta"]
             case "output_text.done" | "reasoning_text.done":
                 assert event["text"] == items[event["output_index"]]["content"][event["content_index"]]["text"]
             case "content_part.done":
@@ -386,29 +392,25 @@ async def front_error(refused: Any, *, streams: list[Any], **fields: Any) -> Any
     [
         ([], "input"),
         ([{"role": "tool", "content": "x"}], "input[0].role"),
-        ([{"role": "user"}], "input[0].content"),
         ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content[0].type"),
-        ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "input_text", "text": 1}]}], "input[0].content[0].text"),
+        ([{"role": "user", "content": 1}], "input[0].content"),
         ([{"role": "user", "content": ["x"]}], "input[0].content[0].type"),
         ([{"role": "user", "content": "x", "id": 1}], "input[0].id"),
         ([{"type": "item_reference", "id": "x"}], "input[0].id"),
         ([{"type": "item_reference"}], "input[0].id"),
         ([{"type": "item_reference", "id": "msg_" + 48 * "0"}], "input[0].id"),
         (1025 * [{"type": "item_reference", "id": "x"}], "input"),
-        ([{"type": "web_search_call", "id": "x"}], "input[0].type"),
         ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments"),
-        ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
-        ([{"type": "function_call_output", "call_id": "c"}], "input[0].output"),
-        ([{"type": "reasoning", "content": [{"type": "x"}]}], "input[0].content[0]"),
-        ([{"type": "reasoning", "encrypted_content": "gAAA"}], "input[0].encrypted_content"),
-        (
-            [
-                {"role": "user", "content": "x"},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
-            ],
-            "input[1].arguments",
-        ),
+        ([{"type": "function_call_output", "output": "x"}], "input[0].call_id"),
+        ([{"type": "function_call_output", "call_id": "c", "output": 1}], "input[0].output"),
+        ([{"type": "function_call_output", "call_id": "c", "output": [{}]}], "input[0].output[0].type"),
+        ([{"type": "shell_call_output", "call_id": 1}], "input[0].call_id"),
+        ([{"type": "made_up_call", "id": "x"}], "input[0].type"),
+        ([{"type": 1}], "input[0].type"),
+        ([{"type": "reasoning", "content": ["x"]}], "input[0].content[0]"),
+        ([{"type": "reasoning", "summary": "x"}], "input[0].summary"),
     ],
 )
 async def test_what_is_wrong_with_an_item_is_named(refused: Any, items: Any, param: str) -> None:
@@ -446,6 +448,41 @@ async def test_a_response_says_how_it_was_asked_for(ask: Any) -> None:
     assert answer["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
     assert answer["store"] is True
     assert answer["background"] is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"client_metadata": {"a": 1}}, "client_metadata"),
+        ({"context_management": [{"type": "compaction", "compact_threshold": 9000}]}, "context_management"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
+        ({"include": ["file_search_call.results"]}, "include.file_search_call.results"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary"),
+        ({"conversation": None, "some_day": 1}, "some_day"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_hints_are_taken_and_named(front: Any, fields: Any, name: str, stream: bool) -> None:
+    response = await front.http.post(RESPONSES, json={"model": "tiny", "input": "hi", "stream": stream, **fields})
+    assert (response.status_code, response.headers[HEADER]) == (200, name), response.text
+    assert '"service_tier":"default"' in response.text
+
+
+async def test_what_asks_for_nothing_is_not_named(front: Any) -> None:
+    fields = {
+        "service_tier": "auto",
+        "context_management": [],
+        "prompt_cache_retention": "in_memory",
+        "reasoning": {"summary": "auto"},
+        "tools": [],
+        "tool_choice": "auto",
+        "conversation": None,
+    }
+    response = await front.http.post(RESPONSES, json={"model": "tiny", "input": "hi", **fields})
+    assert (response.status_code, HEADER in response.headers) == (200, False), response.text
 
 
 async def test_a_cache_key_is_a_hint_to_the_router(ask: Any, model: Any) -> None:
@@ -527,24 +564,15 @@ async def test_effort_reaches_the_template(ask: Any, model: Any) -> None:
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"truncation": "x"}, "truncation"),
-        ({"include": ["file_search_call.results"]}, "include"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"moderation": {"model": "m"}}, "moderation"),
-        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
-        ({"service_tier": "flex"}, "service_tier"),
-        (
-            {"input": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]}]},
-            "input[0].summary",
-        ),
         ({"text": {"format": {"type": "json_object", "pattern": "a"}}}, "text.format.pattern"),
-        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
         ({"stream_options": {}}, "stream_options"),
         ({"grammar_lazy": True}, "grammar_lazy"),
         ({"background": True, "store": False}, "background"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"reasoning": {"generate_summary": "long"}}, "reasoning.generate_summary"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"text": {"verbosity": "much"}}, "text.verbosity"),
         ({"text": {"format": {"type": "x"}}}, "text.format.type"),
@@ -556,13 +584,43 @@ async def test_effort_reaches_the_template(ask: Any, model: Any) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
+        ({"tools": [{"type": "made_up"}, WEATHER]}, "tools[0].type"),
+        ({"tools": [{}, WEATHER]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [WEATHER, WEATHER]}]}, "tools[0].tools[1].name"),
+        ({"tools": [{"type": "web_search"}, {**WEATHER, "parameters": 1}]}, "tools[1].parameters"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "f", "format": 1}]}, "tools[0].format"),
+        (
+            {
+                "tools": [
+                    {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "x", "definition": "a"}}
+                ]
+            },
+            "tools[0].format.syntax",
+        ),
+        (
+            {"tools": [{"type": "custom", "name": "f", "format": {**LARK, "definition": "start: start"}}]},
+            "tools[0].format.definition",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{**WEATHER, "parameters": 1}]}, "tools[0].parameters"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice"),
+        ({"tools": [WEATHER, SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "made_up"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        ({"tools": [WEATHER], "tool_choice": {**ALLOWED, "mode": "x", "tools": [WEATHER]}}, "tool_choice.mode"),
+        ({"tools": [WEATHER], "tool_choice": {**ALLOWED, "tools": [NOW]}}, "tool_choice.tools[0]"),
+        ({"tools": [WEATHER], "tool_choice": {**ALLOWED, "tools": [{"type": "x"}]}}, "tool_choice.tools[0]"),
+        (
+            {"tools": [WEATHER, SEARCH], "tool_choice": {**ALLOWED, "mode": "required", "tools": [SEARCH]}},
+            "tool_choice.tools",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
         ({"prompt_cache_key": "k" * 513}, "prompt_cache_key"),

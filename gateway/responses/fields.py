@@ -1,0 +1,105 @@
+"""What happens to each field of responses (pure)."""
+
+from __future__ import annotations
+
+from headrace.gateway.chat.request import NEUTRAL, SamplingFields
+from headrace.gateway.chat.sampling import MAX_LOGPROBS
+from headrace.gateway.chat_fields import lacking
+from headrace.gateway.fields import Applied, FieldTable, Hint, Refused, Row
+from headrace.gateway.responses.types import (
+    ENCRYPTED_REASONING,
+    LOGPROBS,
+    MAX_METADATA_ENTRIES,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_VALUE_CHARS,
+    ResponsesRequest,
+)
+
+_AS_CHATS = "as for [chats](#post-v1chatcompletions)"
+_OF_PROVIDER = "it concerns the provider's own storage, billing and monitoring"
+_CACHE = "the prefix cache keeps blocks as long as there is room"
+
+_ROWS: dict[str, Row] = {
+    "model": Applied("name", "Optional while there is only one model"),
+    "input": Applied("text, or items", "[Items](../protocol.md#items-of-the-input)"),
+    "instructions": Applied("text", "A first turn with role `developer`, for this response only"),
+    "previous_response_id": Applied(
+        "id of a stored response",
+        "The input continues that response's conversation. 400 `previous_response_not_found` if it does not exist",
+    ),
+    "store": Applied("bool, default true", "[Keep the response](../protocol.md#responses)"),
+    "background": Applied("bool", "Return at once and generate in the background; needs `store`"),
+    "stream": Applied("bool", "Send the answer as a stream"),
+    "stream_options": Applied("object", "Needs `stream`"),
+    "stream_options.include_obfuscation": Applied(
+        "bool", "Delta events have `obfuscation`: random letters that hide the length of their text"
+    ),
+    "max_output_tokens": Applied("1 or more", "Default: as `max_tokens` of chats"),
+    **{name: Applied(_AS_CHATS) for name in SamplingFields.__struct_fields__ if name not in NEUTRAL},
+    "chat_template_kwargs": Applied(_AS_CHATS),
+    "request_id": Applied(_AS_CHATS),
+    "text.format": Applied(
+        "`text`, `json_object`, or `json_schema` with `name`, `schema`, `strict`, `description`", "As `response_format`"
+    ),
+    "text.verbosity": Applied("as `verbosity`", "As for chats"),
+    "text": Applied("object", "The format of the text"),
+    "tools": Applied(
+        "`function`, `custom`, `namespace`, and hosted tools beside them", "[Tools](../protocol.md#tools-of-responses)"
+    ),
+    "tool_choice": Applied(
+        "`none`, `auto`, `required`, a function or custom tool, `allowed_tools`",
+        "A hosted tool is refused",
+    ),
+    "parallel_tool_calls": Applied("bool, default true", "False allows at most one call in an answer"),
+    "reasoning": Applied("object", "How to reason"),
+    "reasoning.effort": Applied("as `reasoning_effort`", "As for chats"),
+    "reasoning.summary": Hint("reasoning is shown whole, in content", ("auto",)),
+    "reasoning.generate_summary": Hint("reasoning is shown whole, in content", ("auto",)),
+    "include": Applied(f"`{LOGPROBS}`, `{ENCRYPTED_REASONING}`", "Other values are hints"),
+    "top_logprobs": Applied(
+        f"0 to {MAX_LOGPROBS}",
+        "Also turns log-probabilities on. They cover all output from the first message on",
+    ),
+    "truncation": Applied(
+        "`disabled`, `auto`",
+        "`auto` drops the oldest turns until the prompt fits and begins with a turn of role `user`",
+    ),
+    "metadata": Applied(
+        f"up to {MAX_METADATA_ENTRIES} texts",
+        f"Keys of up to {MAX_METADATA_KEY_CHARS}, values of up to {MAX_METADATA_VALUE_CHARS} characters; returned",
+    ),
+    "max_tool_calls": Applied("1 or more", "Returned. It limits hosted tools, and there are none"),
+    "user": Applied("text", "Returned"),
+    "safety_identifier": Applied("text", "Returned"),
+    "service_tier": Hint("there is one tier, which the response names", ("auto", "default")),
+    "client_metadata": Hint("it is for the provider's monitoring"),
+    "context_management": Hint("the server does not compact conversations", ([],)),
+    "prompt_cache_options": Hint(_CACHE, ({"mode": "implicit"}, {})),
+    "prompt_cache_retention": Hint(_CACHE, ("in_memory", "in-memory")),
+    "access_programs": Hint(_OF_PROVIDER),
+    "conversation": Refused("use previous_response_id"),
+    "prompt": Refused("send its text as instructions and input"),
+    "moderation": Refused("moderate the answer in your program"),
+    **{name: Refused("leave it out", neutral) for name, neutral in NEUTRAL.items()},
+}
+FIELDS = FieldTable(
+    "POST /v1/responses",
+    (ResponsesRequest,),
+    {
+        **_ROWS,
+        **lacking(
+            (ResponsesRequest,),
+            {
+                "messages": "use input",
+                "max_tokens": "use max_output_tokens",
+                "max_completion_tokens": "use max_output_tokens",
+                "logprobs": f"use include with {LOGPROBS}",
+                "response_format": "use text.format",
+                "verbosity": "use text.verbosity",
+                "reasoning_effort": "use reasoning.effort",
+                "enable_thinking": "use reasoning.effort",
+                "thinking": "use reasoning.effort",
+            },
+        ),
+    },
+)
