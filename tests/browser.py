@@ -44,7 +44,7 @@ def chromium() -> tuple[str, str]:
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if binary is None or driver is None:
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+        pytest.skip("Chromium and its driver are not installed, and make test could not fetch them")
     return binary, driver
 
 

@@ -5,6 +5,7 @@ Also that no example of a property is timed, and fixtures of several folders.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import last_words
+from tests.fetch_tools import FETCHED
 from tests.patience import patience, session_slowness
 from tests.redis_server import RedisServer
 from tests.time_limits import pytest_timeout_set_timer
@@ -35,7 +37,9 @@ class _ByFleets(LoadScopeScheduling):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the machine before other processes of the session are made, and watch how they end."""
+    """Measure the machine before other processes of the session are made, watch how they end, and let tests find the
+    programs that were fetched for them."""
+    os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), str(FETCHED)))
     session_slowness()
     last_words.pytest_configure(config)
 

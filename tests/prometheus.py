@@ -26,7 +26,7 @@ RATE_INTERVAL_S = 4 * SCRAPE_INTERVAL_S
 
 
 def is_installed() -> bool:
-    """Whether there is a server to run (Debian: apt install prometheus)."""
+    """Whether there is a server to run: make test fetches one."""
     return shutil.which("prometheus") is not None
 
 
