@@ -4,39 +4,31 @@ ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help serve lock image pin-images test test-architectures test-clients test-avx2 test-numa soak soak-chaos soak-gateway soak-models soak-speculation soak-step-cost check protos release-protos screenshots docs docs-walk bench bench-engine bench-router bench-gateway bench-speculation bench-kv bench-lora bench-embeddings dev clean
+.PHONY: help serve test test-clients test-architectures test-avx2 test-numa check docs docs-walk dev protos release-protos lock image bench-peers clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve [ARGS="--port 8000 --workers 2"]   set up, fetch the demo model, serve it'
-	@echo 'make test  [ARGS="-k router"]                  set up, run every test'
-	@echo 'make test-clients                             of these, only the clients of other makers'
-	@echo 'make test-avx2 [ARGS="tests/worker"]           the tests as on a CPU without AVX-512; needs gcc and objdump'
-	@echo 'make test-architectures                       small models of every architecture, beside transformers'
-	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
-	@echo 'make soak  [ARGS="-k cancels"]                 the tests of survival again and again, for about an hour'
-	@echo 'make soak-step-cost                           what a worker learns of its steps, over days of virtual time'
-	@echo 'make soak-chaos                               an hour of random faults under random clients'
-	@echo 'make soak-models                              ten minutes of three models in memory for two, and kills'
-	@echo 'make soak-gateway                             20,000 made-up requests, and long runs of properties'
-	@echo 'make soak-speculation [ARGS="-k ngram"]        500 prompts with each proposer, up to 64 at once; hours'
-	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests'
-	@echo 'make bench                                    compare with peers (see benchmarks/RESULTS.md)'
-	@echo 'make bench-engine                             of these, only the engine beside openvino-genai'
-	@echo 'make bench-router                             placement and forwarding, beside peers'
-	@echo 'make bench-gateway                            CPU per streamed token, idle streams, open connections'
-	@echo 'make bench-speculation                        speculative decoding, with and without, and beside a peer'
-	@echo 'make bench-kv                                 cached prefixes after a worker died'
-	@echo 'make bench-embeddings                         embeddings, beside openvino-genai and sentence-transformers'
-	@echo 'make bench-lora                               LoRA adapters in one batch, and more of them than fit into memory'
-	@echo 'make protos                                   regenerate protos/*_pb2*'
-	@echo 'make lock                                     write requirements.lock, what the image installs'
-	@echo 'make image                                    build the image, on a base image held by digest'
-	@echo 'make pin-images                               renew the digests of images that are not built here'
-	@echo 'make screenshots                              the pictures of console and dashboard, in docs/images'
-	@echo 'make docs-walk                                the picture of the walk, in docs/architecture.md'
+	@echo 'make test  [ARGS="-k router"]                  set up, fetch what tests need, run every test'
+	@echo 'make check                                    types, lint, protos, Dockerfile, compose files, manifests, workflows'
 	@echo 'make docs                                     the documentation site, in .make/site; links are checked'
 	@echo 'make dev                                      set up only'
+	@echo
+	@echo 'make test-clients                             of the tests, only the clients of other makers'
+	@echo 'make test-architectures                       small models of every architecture, beside transformers'
+	@echo 'make test-avx2 [ARGS="tests/worker"]           the tests as on a CPU without AVX-512; needs gcc and objdump'
+	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
+	@echo 'make protos                                   regenerate protos/*_pb2*'
+	@echo 'make release-protos                           make the protos as they are a promise, at a release'
+	@echo 'make lock                                     write requirements.lock, what the image installs'
+	@echo 'make image                                    build the image, on a base image held by digest'
+	@echo 'make docs-walk                                the picture of the walk, in docs/architecture.md'
+	@echo 'make bench-peers                              install what benchmarks compare with'
+	@echo 'make clean                                    remove what was set up and made'
+	@echo
+	@echo 'after make dev:'
+	@echo '.venv/bin/python -m tests.soak                the tests of survival again and again; --help lists others'
+	@echo '.venv/bin/python -m benchmarks                compare with peers (benchmarks/RESULTS.md); --help lists them'
 
 # Setting up writes to standard error: what `make serve` writes to standard output is the ready line.
 .venv/pyvenv.cfg:
@@ -64,8 +56,18 @@ serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
 # One process starts fleets with the real model, the other runs all else. ARGS="-n 0" runs all in one.
-test: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done
+test: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done .make/tools/.done
 	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
+
+# Programs that pip does not bring, unpacked from Debian's packages unless they are installed. A machine without apt-get
+# skips the tests that need them.
+.make/tools/.done: tests/fetch_tools.py
+	@$(PYTHON) -m tests.fetch_tools .make/tools prometheus redis chromium
+	@touch $@
+
+.make/tools/.emulator: tests/fetch_tools.py
+	@$(PYTHON) -m tests.fetch_tools .make/tools qemu
+	@touch $@
 
 # A minute of installing, and not all clients agree with our own pins: they get an environment of their own.
 .make/clients/.done: tests/e2e/clients/requirements.txt tests/e2e/clients/package.json
@@ -101,44 +103,20 @@ test-architectures: .venv/.dev .links/headrace .make/transformers-5.2.0/.done .m
 	    apt-get download -qq "$$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/.*Depends: \(linux-image-\)/\1/p' | head -1)" && \
 	    dpkg-deb --fsys-tarfile linux-image-*.deb | tar -x --wildcards './boot/vmlinuz-*' && mv boot/vmlinuz-* vmlinuz && rm -rf boot *.deb
 
-test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz
+test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz .make/tools/.emulator
 	HEADRACE_NUMA_KERNEL=.make/numa/vmlinuz $(BIN)/pytest tests/infra/test_two_nodes.py $(ARGS)
 
 # OpenVINO then chooses the kernels of such a CPU, which are not exact in steps of every size.
-test-avx2: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done
+test-avx2: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done .make/tools/.done
 	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done
 	$(BIN)/pytest tests/e2e/test_clients.py $(ARGS)
 
-soak: .venv/.dev .links/headrace
-	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_survival.py tests/e2e/test_cancels.py tests/e2e/test_redis.py tests/e2e/test_structured.py \
-	    tests/e2e/test_engine_exact.py tests/e2e/test_warm_restart.py tests/worker/kv/test_warm_restart.py $(ARGS)
-
-# HEADRACE_SEED repeats a run's choices.
-soak-chaos: .venv/.dev .links/headrace
-	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/e2e/test_chaos.py $(ARGS)
-
-# Each answer is compared with that without drafts, bit for bit. ARGS="-k '64 and plain'" runs some of it.
-soak-speculation: .venv/.dev .links/headrace
-	HEADRACE_SOAK=1 $(BIN)/pytest -n 0 -s tests/e2e/test_speculation_exact.py --timeout 14400 $(ARGS)
-
 # What checks images, compose files and manifests: large, and of no use to tests.
 .venv/.check: .venv/.dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[check]' >&2
 	@touch $@
-
-# A day of virtual time under each of four loads: about an hour of one core.
-soak-step-cost: .venv/.dev .links/headrace
-	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/sim/test_soak.py --timeout 7200 $(ARGS)
-
-# HEADRACE_SEED repeats a run's choices.
-soak-models: .venv/.dev .links/headrace
-	HEADRACE_SOAK=1 $(BIN)/pytest -n 0 -s tests/infra/test_model_budget.py $(ARGS)
-
-# About 20,000 requests made up from the OpenAPI document, and long runs of the properties of streams.
-soak-gateway: .venv/.dev .links/headrace
-	HEADRACE_SOAK=1 $(BIN)/pytest -s tests/gateway/operations/test_schemathesis.py tests/gateway/chat/test_stream_equals_unary.py --timeout 7200 $(ARGS)
 
 check: .venv/.check .links/headrace
 	$(BIN)/ruff check .
@@ -148,6 +126,10 @@ check: .venv/.check .links/headrace
 	$(BIN)/buf breaking --against protos/released.binpb
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml deploy/compose/*.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/actionlint
 	$(BIN)/pytest --quiet tests/deploy tests/test_docs.py
 
 # For CPython 3.11 on x86-64, the interpreter and machine of the image.
@@ -158,9 +140,6 @@ lock: .venv/.dev
 image:
 	docker compose build pull
 
-pin-images:
-	@$(PYTHON) deploy/pin_images.py
-
 # What `make check` holds changes of the protos to. Said at a release, when what is then served becomes a promise.
 release-protos: .venv/.dev .links/headrace
 	$(BIN)/buf build --exclude-source-info -o protos/released.binpb
@@ -170,11 +149,6 @@ protos: .venv/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iheadrace/protos=protos --python_out=.make/protos --pyi_out=.make/protos \
 	    --grpc_python_out=.make/protos $(addprefix headrace/,$(PROTOS))
 	@cp .make/protos/headrace/protos/* protos/
-
-# Needs Chromium and its driver, as the tests of the console do.
-screenshots: .venv/.dev .links/headrace
-	$(BIN)/python -m tests.screenshots
-	$(BIN)/python -m tests.dashboard_picture
 
 # mkdocs advertises its successor unless it is told not to.
 docs: .venv/.docs .links/headrace
@@ -190,28 +164,10 @@ docs-walk: .venv/.dev .links/headrace
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' >&2
 	@touch $@
 
-bench: .venv/.dev
-	$(BIN)/python -m benchmarks
-
-bench-engine: .venv/.dev
-	$(BIN)/python -m benchmarks engine
-
 # Without dependencies: what the peer wants besides is either there or not needed for what is measured.
 .venv/.bench: .venv/.dev
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt ai-dynamo-runtime pyzmq
 	@touch $@
-
-bench-router: .venv/.bench
-	DYN_LOG=error $(BIN)/python -m benchmarks.router.decision
-	$(BIN)/python -m benchmarks.router.fleet
-	$(BIN)/python -m benchmarks.router.overhead
-
-bench-gateway: .venv/.dev
-	$(BIN)/python -m benchmarks.gateway.tokens
-
-# Alternating pairs, with and without, and beside openvino-genai's prompt lookup.
-bench-speculation: .venv/.dev .links/headrace
-	$(BIN)/python -m benchmarks speculation
 
 # Peers beside the environment that exports models, so that its tests do not see them.
 .make/sentence-transformers/.done: .make/architectures/.done benchmarks/models/sentence_transformers.txt
@@ -219,15 +175,7 @@ bench-speculation: .venv/.dev .links/headrace
 	    --upgrade -r benchmarks/models/sentence_transformers.txt
 	@touch $@
 
-bench-embeddings: .venv/.dev .links/headrace .make/sentence-transformers/.done
-	$(BIN)/python -m benchmarks.models.embeddings $(ARGS)
-
-bench-kv: .venv/.dev
-	$(BIN)/python -m benchmarks.cache.restart $(ARGS)
-
-# Alternating runs of one batch, the base model alone and one adapter at a time; then 1,000 adapters, 16 in memory.
-bench-lora: .venv/.dev .links/headrace
-	$(BIN)/python -m benchmarks lora
+bench-peers: .venv/.bench .make/sentence-transformers/.done
 
 dev: .venv/.dev .links/headrace
 

@@ -1,4 +1,4 @@
-"""`make pin-images`: hold the images that are not built here to what their tags stand for now.
+"""`python deploy/pin_images.py`: hold the images that are not built here to what their tags stand for now.
 
 Every NAME:TAG@sha256:DIGEST in the compose files and manifests gets the digest that the registry has for NAME:TAG, as
 `docker buildx imagetools inspect` tells it: that of the index of all platforms.

@@ -1,4 +1,4 @@
-"""Make the pictures of the console in docs/images, of a real system under a little load: `make screenshots`."""
+"""Make the pictures of the console in docs/images, of a real system under a little load."""
 
 from __future__ import annotations
 

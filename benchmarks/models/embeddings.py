@@ -6,7 +6,7 @@
 call has 16. headrace answers over HTTP, with gateway, router and worker on the same cores as the client; the peers are
 called in their own process. Every round runs each side once, in a changing order. A ratio is the median over the rounds
 (min to max) of texts a second, ours over theirs. The model is exported, and the peers are installed, by
-`make bench-embeddings`.
+`python -m benchmarks embeddings`.
 """
 
 from __future__ import annotations

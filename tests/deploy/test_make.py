@@ -1,11 +1,18 @@
-"""The Makefile."""
+"""The Makefile, the programs beside it, and the workflow that runs what CI runs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-MAKEFILE = (Path(__file__).parents[2] / "Makefile").read_text()
+import pytest
+import yaml
+
+from benchmarks.__main__ import BENCHMARKS, command_of
+from tests import soak
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def test_every_target_that_is_told_has_one_rule() -> None:
@@ -14,4 +21,34 @@ def test_every_target_that_is_told_has_one_rule() -> None:
     assert phony is not None
     rules = re.findall(r"^([a-z0-9-]+):(?!=)", MAKEFILE, re.MULTILINE)
     assert {name for name in rules if rules.count(name) > 1} == set()
-    assert set(told) | set(phony[1].split()) <= set(rules)
+    assert set(told) | {"help"} == set(phony[1].split())
+    assert set(phony[1].split()) == set(rules)
+
+
+@pytest.mark.parametrize("name", soak.SOAKS)
+def test_a_soak_runs_tests_that_there_are_and_that_soak(name: str) -> None:
+    assert "HEADRACE_SOAK" in "".join((ROOT / path).read_text() for path in soak.SOAKS[name].paths)
+    assert soak.command_of(name, ["-k", "x"])[-2:] == ["-k", "x"]
+
+
+def test_options_of_pytest_come_after_two_dashes() -> None:
+    assert soak.split(["chaos", "--", "-k", "x"]) == (["chaos"], ["-k", "x"])
+    assert soak.split(["chaos"]) == (["chaos"], [])
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_runs_programs_that_there_are(name: str) -> None:
+    benchmark = BENCHMARKS[name]
+    for run in benchmark.runs:
+        _, _, module, *arguments = command_of(run, benchmark, ["--rounds", "3"])
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+        assert arguments[-2:] == ["--rounds", "3"]
+
+
+def test_the_workflow_runs_what_ci_runs_on_the_oldest_python() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    # YAML 1.1 reads the key `on` as true.
+    assert set(workflow[True]) == {"pull_request", "push"}
+    steps = workflow["jobs"]["run"]["steps"]
+    assert steps[-1]["run"] == ".ci/run"
+    assert next(step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")) == "3.11"

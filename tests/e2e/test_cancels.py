@@ -1,6 +1,6 @@
 """Clients disconnect at any moment and in every way, through the whole system. Nothing of their requests may remain.
 
-`make test` runs some hundreds, and HEADRACE_SOAK=1 (`make soak`) ten thousand. HEADRACE_SEED repeats a run.
+`make test` runs some hundreds, and `python -m tests.soak survival` ten thousand. HEADRACE_SEED repeats a run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The workers have everything that could spoil a text: drafts, KV caches that outlive them, and so little memory that
 prompts drive out one another, to a disk that all workers share. Two minutes in `make test`; an hour with
-`make soak-chaos`. HEADRACE_SEED repeats a run's choices.
+`python -m tests.soak chaos`. HEADRACE_SEED repeats a run's choices.
 """
 
 from __future__ import annotations

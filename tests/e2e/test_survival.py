@@ -1,6 +1,6 @@
 """Processes die, hang or restart under load. Clients may see only a pause.
 
-`make test` runs each case once. HEADRACE_SOAK=1 (`make soak`) repeats them for minutes with twice the streams.
+`make test` runs each case once. `python -m tests.soak survival` repeats them for minutes with twice the streams.
 """
 
 from __future__ import annotations

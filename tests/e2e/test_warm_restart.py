@@ -1,6 +1,7 @@
 """A worker that is killed has its cached prefixes when it is back, and never a wrong token.
 
-`make test` kills a few times; with HEADRACE_SOAK=1 (`make soak`) it is 1,000 times. HEADRACE_SEED repeats the choices.
+`make test` kills a few times; with `python -m tests.soak survival` it is 1,000 times.
+HEADRACE_SEED repeats the choices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Three models with memory for two, under Poisson load: nobody is refused, and memory stays within the budget.
 
-HEADRACE_SOAK=1 (`make soak-models`) takes ten minutes instead of half a minute. The models then have different weights,
+`python -m tests.soak models` takes ten minutes instead of half a minute. The models then have different weights,
 workers are killed while they load and while they serve, an alias is split 90 to 10, and one model cannot be loaded.
 HEADRACE_SEED repeats a run's choices.
 """

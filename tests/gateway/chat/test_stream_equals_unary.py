@@ -1,6 +1,6 @@
 """The concatenation of a stream equals the whole answer, for every answer and every cut into messages.
 
-Thousands of requests are made up; HEADRACE_SOAK=1 makes two hundred times as many (`make soak-gateway`).
+Thousands of requests are made up; HEADRACE_SOAK=1 makes two hundred times as many (`python -m tests.soak gateway`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Many connections and many idle streams at once. `make bench-gateway` has 5,000 and 1,000 of them, and their cost."""
+"""Many connections and many idle streams at once. `python -m benchmarks gateway` has more of them, and their cost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Requests made up from the OpenAPI document: no server error, every failure in the one shape, answers as described.
 
-A few hundred requests here; HEADRACE_SOAK=1 makes about 20,000 (`make soak-gateway`).
+A few hundred requests here; HEADRACE_SOAK=1 makes about 20,000 (`python -m tests.soak gateway`).
 """
 
 from __future__ import annotations

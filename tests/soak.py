@@ -1,0 +1,95 @@
+"""Long runs of tests: `python -m tests.soak NAME... [-- OPTIONS OF PYTEST]`
+
+Nothing else should run on the machine meanwhile. HEADRACE_SEED repeats the choices of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Soak:
+    """Tests that HEADRACE_SOAK=1 makes long."""
+
+    about: str
+    paths: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+SOAKS = {
+    "survival": Soak(
+        "the tests of survival and cancels again and again, for about an hour",
+        (
+            "tests/e2e/test_survival.py",
+            "tests/e2e/test_cancels.py",
+            "tests/e2e/test_redis.py",
+            "tests/e2e/test_structured.py",
+            "tests/e2e/test_engine_exact.py",
+            "tests/e2e/test_warm_restart.py",
+            "tests/worker/kv/test_warm_restart.py",
+        ),
+    ),
+    "chaos": Soak("an hour of random faults under random clients", ("tests/e2e/test_chaos.py",)),
+    "models": Soak(
+        "ten minutes of three models in memory for two, and kills",
+        ("tests/infra/test_model_budget.py",),
+        ("-n", "0"),
+    ),
+    "gateway": Soak(
+        "20,000 requests made up from the OpenAPI document, and long runs of the properties of streams",
+        ("tests/gateway/operations/test_schemathesis.py", "tests/gateway/chat/test_stream_equals_unary.py"),
+        ("--timeout", "7200"),
+    ),
+    "speculation": Soak(
+        "500 prompts with each proposer, up to 64 at once, compared with answers without drafts bit for bit; for hours",
+        ("tests/e2e/test_speculation_exact.py",),
+        ("-n", "0", "--timeout", "14400"),
+    ),
+    "step-cost": Soak(
+        "what a worker learns of its steps, over a day of virtual time under each of four loads; about an hour",
+        ("tests/sim/test_soak.py",),
+        ("--timeout", "7200"),
+    ),
+}
+
+
+def command_of(name: str, more: list[str]) -> list[str]:
+    """The pytest command of a soak, one of SOAKS, with more options for pytest."""
+    soak = SOAKS[name]
+    return [sys.executable, "-m", "pytest", "-s", *soak.options, *soak.paths, *more]
+
+
+def main() -> int:
+    """Run soaks, one after the other. Returns the number of those that failed."""
+    about = "\n".join(f"  {name:12} {soak.about}" for name, soak in SOAKS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak",
+        description=__doc__,
+        epilog=f"soaks:\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="+", metavar="NAME", choices=SOAKS, help="which to run")
+    arguments, more = split(sys.argv[1:])
+    names = parser.parse_args(arguments).names
+    environment = {**os.environ, "HEADRACE_SOAK": "1"}
+    return sum(
+        subprocess.run(command_of(name, more), cwd=ROOT, env=environment, check=False).returncode != 0 for name in names
+    )
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Our own arguments, and those after "--"."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
