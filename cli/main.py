@@ -26,6 +26,7 @@ class _Subcommand(NamedTuple):
 _SUBCOMMANDS = {
     "pull": _Subcommand("models.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
     "serve": _Subcommand("serving.serve:serve", "Serve models on this host: workers, router and gateway."),
+    "ovms": _Subcommand("serving.ovms_command:ovms", "Serve with the command line of OpenVINO Model Server."),
     "run": _Subcommand("serving.run:run", "Chat with a model; start and stop a server for it if none runs."),
     "models": _Subcommand("hosting.models:models", "List, show and remove models of the cache; load and unload."),
     "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host."),

@@ -93,6 +93,11 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     "are then those that routers list.",
 )
 @click.option(
+    "--await-model-host",
+    is_flag=True,
+    help="Let requests wait until the models of --model-host are known, because it sets parsers and limits of models.",
+)
+@click.option(
     "--alias",
     "aliases",
     multiple=True,

@@ -68,6 +68,8 @@ class Settings:
     """Whether each request is a separate RPC."""
     model_host: str | None
     """Address of the host that loads and unloads models."""
+    await_model_host: bool
+    """Whether requests wait until the host's models are known."""
     aliases: Aliases
     """Other names of models."""
     security: SecuritySettings
@@ -121,6 +123,7 @@ def _services(settings: Settings, security: Security, threads: Threads) -> Servi
         threads,
         transport=security.transport,
         model_host=settings.model_host,
+        await_model_host=settings.await_model_host,
         worker_wait_s=settings.worker_wait_s,
         plain_grpc=settings.plain_grpc,
         aliases=settings.aliases,
@@ -134,6 +137,7 @@ def services_behind(
     *,
     transport: Transport = PLAIN,
     model_host: str | None = None,
+    await_model_host: bool = False,
     worker_wait_s: float | None = None,
     plain_grpc: bool = False,
     aliases: Aliases | None = None,
@@ -142,7 +146,7 @@ def services_behind(
     """The services of a gateway, connected with each other."""
     metrics = Metrics()
     in_use = Counter[str]()
-    host = ModelHost(model_host, transport, in_use=in_use)
+    host = ModelHost(model_host, transport, in_use=in_use, is_awaited=await_model_host)
     upstream = Upstream(
         routers,
         transport,

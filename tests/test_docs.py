@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from headrace.protos.status import TABLE, Reason
-from tests import field_reference
+from tests import field_reference, ovms_reference
 from tests.cli_reference import PAGE, commands, page
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +91,10 @@ def test_the_tables_of_fields_are_those_of_the_gateway() -> None:
     assert field_reference.PAGE.read_text() == field_reference.page(), "make docs writes it anew"
 
 
+def test_the_tables_of_ovmss_options_are_those_of_the_code() -> None:
+    assert ovms_reference.PAGE.read_text() == ovms_reference.page(), "make docs writes it anew"
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +157,7 @@ def refuse_unknown(args: list[str]) -> None:
 def inline_flags(markdown: str) -> set[str]:
     """Long options in inline code."""
     code = " ".join(re.findall(r"`([^`\n]+)`", prose(markdown)))
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", code))
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]", code))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=identified(DOCUMENTS))

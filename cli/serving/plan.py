@@ -124,6 +124,8 @@ class ServeOptions:
     adapters: tuple[str, ...] = ()
     max_adapters: int | None = None
     files: SecurityFiles = field(default_factory=SecurityFiles)
+    has_rules: bool = False
+    """Whether models have parsers and limits of their own, without which no request may be answered."""
 
     @property
     def url(self) -> str:
@@ -246,6 +248,7 @@ def _router(options: ServeOptions, python: str) -> ProcessSpec:
 def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv = [python, "-m", "headrace.gateway", "--host", options.host, "--port", str(options.port)]
     argv += ["--router", router_address(options), "--model-host", host_address(options)]
+    argv += ["--await-model-host"] if options.has_rules else []
     argv += [part for alias in options.aliases for part in ("--alias", alias)]
     argv += [part for shadow in options.shadows for part in ("--shadow", shadow)]
     argv += _given("--grpc-port", options.grpc_port or None)

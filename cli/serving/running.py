@@ -128,7 +128,7 @@ class Serving:
         await asyncio.sleep(0)  # the workers start first, because they take longest
         self.supervisor.add(front_specs(self.options, sys.executable))
         try:
-            if self._is_one:
+            if self._is_one and not self.options.has_rules:
                 # Until a single model is ready, there are no calls. Importing gRPC earlier would only take CPU from its
                 # worker.
                 await self._announced.wait()

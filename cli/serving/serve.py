@@ -22,7 +22,7 @@ from headrace.cli.hosting.cache_eviction import cache_eviction_option
 from headrace.cli.hosting.draft_model import draft_model_option, find_draft_model
 from headrace.cli.hosting.finding import check_memory
 from headrace.cli.hosting.memory import budget_of
-from headrace.cli.hosting.settings import HostSettings, ModelSettings, check_names, read_settings
+from headrace.cli.hosting.settings import HostSettings, ModelRules, ModelSettings, check_names, read_settings
 from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.offline import offline_option
 from headrace.cli.serving.configured import ModelsFile
@@ -328,6 +328,7 @@ class Run:
                 socket_directory=make_socket_directory(port),
                 aliases=aliases,
                 shadows=shadows,
+                has_rules=self.file is not None or any(plan.rules != ModelRules() for plan in plans),
                 **given,
             )
             serving = Serving(options, plans, sizing, log, self.begun_s, offline=offline, file=self.file)

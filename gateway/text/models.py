@@ -155,7 +155,7 @@ class Models:
             model.is_on_demand and model.state != HOSTED_MODEL_STATE_FAILED for model in self._hosted.values()
         )
         live = any(self._model_of(entry) is not None for entry in self._entries.values() if entry.live)
-        return fresh and (live or loadable)
+        return fresh and (live or loadable) and not self._host.is_missing
 
     @property
     def cards(self) -> list[ModelCard]:
@@ -300,6 +300,8 @@ class Models:
         self._entries.clear()
 
     def _find(self, name: str) -> Model | None:
+        if self._host.is_missing:
+            return None
         entry = self._entries.get(name or self._only_name())
         return None if entry is None else self._model_of(entry)
 

@@ -54,10 +54,15 @@ class ModelHost:
     """The models of a host, kept up to date by `run`. Used in one event loop."""
 
     def __init__(
-        self, address: str | None = None, transport: Transport = PLAIN, *, in_use: Collection[str] = ()
+        self,
+        address: str | None = None,
+        transport: Transport = PLAIN,
+        *,
+        in_use: Collection[str] = (),
+        is_awaited: bool = False,
     ) -> None:
         """Without an address, there are no models. `in_use` has, at any time, the names of models that running requests
-        need."""
+        need. If the host is awaited, requests wait until its models are known, because it has rules for them."""
         self._address = address
         self._transport = transport
         self._loading: dict[str, _Loading] = {}
@@ -72,6 +77,12 @@ class ModelHost:
         self.changes: Observers[Mapping[str, HostedModel]] = Observers()
         """Told of `models` when it has changed."""
         self._in_use = in_use
+        self._is_awaited = is_awaited
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether requests have to wait for the host."""
+        return self._is_awaited and not self.is_known
 
     async def run(self) -> None:
         """Follow the host's models until cancelled."""

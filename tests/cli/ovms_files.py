@@ -85,8 +85,10 @@ def model(path: Path, task: str = "text_generation") -> Path:
     (path / "config.json").write_text(json.dumps({"architectures": [kind]}))
     ports = "".join(f'<port names="{name}"/>' for name in names.split(","))
     (path / "openvino_model.xml").write_text(f"<net>{ports}</net>")
-    for name in ("openvino_model.bin", "openvino_tokenizer.xml", "openvino_tokenizer.bin"):
-        (path / name).write_text("x")
+    (path / "openvino_model.bin").write_text("x")
+    for stem in ("openvino_tokenizer", "openvino_detokenizer"):
+        for suffix in ("xml", "bin"):
+            (path / f"{stem}.{suffix}").write_text("x")
     return path
 
 

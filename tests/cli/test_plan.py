@@ -232,6 +232,12 @@ def test_options_of_one_model_take_the_place_of_those_of_all() -> None:
     assert (argument(other.argv, "--max-num-seqs"), argument(other.argv, "--kv-precision")) == ("9", "u4")
 
 
+def test_gateways_wait_for_the_rules_of_models() -> None:
+    for has_rules in (False, True):
+        gateway, _ = front_specs(replace(OPTIONS, has_rules=has_rules), "python")
+        assert ("--await-model-host" in gateway.argv) == has_rules
+
+
 def test_an_encoders_pooling_and_normalisation_reach_its_worker() -> None:
     plan = ModelPlan("m", Path("/m"), ONE_PLACE, is_encoder=True, options=ModelOptions(pooling="last"))
     (worker,) = worker_specs(OPTIONS, replace(plan, options=ModelOptions(pooling="last", normalizes=False)), "python")

@@ -375,6 +375,7 @@ async def serving_gateway(
     plain_grpc: bool = False,
     flags: Mapping[str, Any] | None = None,
     model_host: str | None = None,
+    await_model_host: bool = False,
     aliases: Aliases | None = None,
 ) -> AsyncIterator[Gateway]:
     """A ready gateway in front of the routers, over real HTTP and gRPC.
@@ -383,7 +384,14 @@ async def serving_gateway(
     """
     security = security or Security(SecuritySettings())
     threads = Threads()
-    services = services_behind(routers, threads, plain_grpc=plain_grpc, model_host=model_host, aliases=aliases)
+    services = services_behind(
+        routers,
+        threads,
+        plain_grpc=plain_grpc,
+        model_host=model_host,
+        await_model_host=await_model_host,
+        aliases=aliases,
+    )
     models, metrics, shadows = services.models, services.metrics, services.shadows
     upstream, host = services.upstream, services.host
     following = asyncio.create_task(host.run())

@@ -29,6 +29,8 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.operators: list[tuple[str, str]] = []
         self.reloaded: host_pb2.ReloadConfigurationResponse | StatusError = host_pb2.ReloadConfigurationResponse()
         """The answer to a reload."""
+        self.is_silent = False
+        """Whether watchers are told nothing."""
         self._changed = asyncio.Event()
 
     def set(self, name: str, state: str, **fields: Any) -> None:
@@ -45,6 +47,9 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
     async def WatchModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
         while True:
             changed = self._changed
+            if self.is_silent:
+                await changed.wait()
+                continue
             yield host_pb2.WatchModelsResponse(models=self.models.values(), aliases=self.aliases, shadows=self.shadows)
             await changed.wait()
 

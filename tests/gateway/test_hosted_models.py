@@ -199,6 +199,28 @@ async def test_a_model_that_its_host_has_no_more_is_not_found(system: System) ->
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
+async def test_requests_wait_for_a_host_with_rules(kit: Any, tiny_bundle: bytes) -> None:
+    """Without it, they would be answered without the rules."""
+    router = kit.FakeRouter(tiny_bundle)
+    router.cards = [router.card(name="a")]
+    async with serving_host() as host, kit.serving_router(router):
+        host.is_silent = True
+        async with kit.serving_gateway(router.address, model_host=host.address, await_model_host=True) as gateway:
+            await gateway.models.refresh()
+            assert not gateway.models.ready
+            body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+            asked = asyncio.create_task(gateway.http.post("/v1/chat/completions", json=body))
+            for _ in range(5):
+                await gateway.models.refresh()
+            assert not asked.done()
+            host.set("a", "LOADED", rules=ServingRules(max_tokens_limit=8))
+            host.is_silent = False
+            host.tell()
+            answer = await asyncio.wait_for(asked, BOUND_S)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+            assert gateway.models.ready
+
+
 async def test_limits_of_a_model_are_those_that_its_host_says(system: System) -> None:
     rules = ServingRules(max_tokens_limit=9, best_of_limit=2)
     system.host.set("a", "LOADED", rules=rules, adapters=[])
