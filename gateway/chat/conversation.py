@@ -16,7 +16,7 @@ from headrace.gateway.text.chat_template import Arguments, ChatTemplate, RawArgu
 from headrace.protos.status import StatusError
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
+_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 # Variables that turn reasoning on and off in templates without an effort.
 _SWITCHES = ("enable_thinking", "thinking")
 # The types of parts of text, in chats and in the Responses API, whose parts some clients send to both.
@@ -71,7 +71,7 @@ def can_switch_reasoning(template: ChatTemplate) -> bool:
 
 
 def _effort(effort: str, template: ChatTemplate, reasons: bool) -> dict[str, Any]:
-    """The template's variables for an effort. For a model that does not reason, all efforts are the same."""
+    """The template's variables for an effort. One that changes nothing is a hint."""
     if effort not in _EFFORTS:
         raise invalid("reasoning_effort", f"reasoning_effort must be one of {', '.join(sorted(_EFFORTS))}")
     if template.uses("reasoning_effort"):
@@ -79,8 +79,13 @@ def _effort(effort: str, template: ChatTemplate, reasons: bool) -> dict[str, Any
     for switch in _SWITCHES:
         if template.uses(switch):
             return {switch: effort != "none"}
-    if reasons:
-        raise unsupported("reasoning_effort", "reasoning_effort is not supported: the model's template has none")
+    if effort == "none":
+        if reasons:
+            problem = "reasoning_effort is not supported: the model always reasons; leave it out"
+            raise unsupported("reasoning_effort", problem)
+    else:
+        why = "reasons in one way only" if reasons else "does not reason"
+        ignored("reasoning_effort", f"the model {why}")
     return {}
 
 

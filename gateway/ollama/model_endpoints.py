@@ -21,7 +21,7 @@ from headrace.protos.inference_pb2 import TASK_EMBED
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
-API_VERSION = "0.12.11"
+API_VERSION = "0.13.4"
 """The version of Ollama whose API is served. Clients compare it with the minimum that they need."""
 _NEVER = "9999-12-31T23:59:59Z"
 _MOST_IDLE_MS = 1000 * 366 * 24 * 3600 * 1000

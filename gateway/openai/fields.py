@@ -218,10 +218,10 @@ CHAT = FieldTable(
         "continue_final_message": Applied("bool", "The model continues the last message"),
         "chat_template_kwargs": Applied("object", "Additional variables for the template"),
         "reasoning_effort": Applied(
-            "`none`, `minimal`, `low`, `medium`, `high`, `xhigh`",
+            "`none`, `minimal`, `low`, `medium`, `high`, `xhigh`, `max`",
             "Sets the template's `reasoning_effort`, or its `enable_thinking` or `thinking` (false for `none`,"
-            " otherwise true). If the template has none of these, the field is refused for reasoning models and has no"
-            " effect for others",
+            " otherwise true). If the template has none of these, the field is a hint; but `none` is refused for models"
+            " that reason",
         ),
         "thinking": Applied(
             '`{"type": "disabled"}`, `{"type": "enabled"}`',

@@ -55,6 +55,8 @@ _ROWS: dict[str, Row] = {
     "reasoning.effort": Applied("as `reasoning_effort`", "As for chats"),
     "reasoning.summary": Hint("reasoning is shown whole, in content", ("auto",)),
     "reasoning.generate_summary": Hint("reasoning is shown whole, in content", ("auto",)),
+    "reasoning.context": Hint("the template decides which earlier reasoning the model sees", ("auto",)),
+    "reasoning.mode": Hint("there is one mode", ("standard",)),
     "include": Applied(f"`{LOGPROBS}`, `{ENCRYPTED_REASONING}`", "Other values are hints"),
     "top_logprobs": Applied(
         f"0 to {MAX_LOGPROBS}",

@@ -36,6 +36,8 @@ class ReasoningFields(msgspec.Struct, kw_only=True):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
 
 
 class TextFields(msgspec.Struct, kw_only=True):
@@ -103,6 +105,10 @@ def check_response(request: ResponsesRequest) -> None:
         # auto means the best summary that the model offers, and this server offers none.
         if value not in (None, "auto"):
             ignored(f"reasoning.{name}", "reasoning is shown whole, in content")
+    if reasoning.context not in (None, "auto"):
+        ignored("reasoning.context", "the template decides which earlier reasoning the model sees")
+    if reasoning.mode not in (None, "standard"):
+        ignored("reasoning.mode", "there is one mode")
     _check_metadata(request.metadata)
 
 

@@ -86,6 +86,25 @@ assert client.responses.cancel(events[0].response.id).status in ("completed", "i
 client.responses.delete(asked.id)
 refusal(openai.NotFoundError, lambda: client.responses.retrieve(asked.id))
 refusal(openai.NotFoundError, lambda: client.responses.create(model="no-such-model", input=QUESTION))
+
+# A custom tool, whole and streamed; hosted tools beside it, and alone.
+custom = {
+    "type": "custom",
+    "name": "note",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "+" /[a-z]+/ LF\n%import common.LF'},
+}
 search = [{"type": "web_search"}]
+noting = {**room, "input": "Note it.", "tools": [custom, *search], "tool_choice": "required"}
+raw = client.responses.with_raw_response.create(**noting)
+assert raw.headers["x-headrace-ignored"] == "tools.web_search"
+call = raw.parse().output[0]
+assert call.type == "custom_tool_call"
+assert call.input[0] == "+"
+with client.responses.stream(**noting) as stream:
+    deltas = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+    final = stream.get_final_response()
+assert final.output[0].input == call.input == "".join(deltas)
+told = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "noted"}
+assert client.responses.create(**{**noting, "input": [call, told], "tool_choice": "auto"}).output
 error = refusal(openai.BadRequestError, lambda: client.responses.create(**fields, input=QUESTION, tools=search))
 assert error.param == "tools[0].type"

@@ -26,6 +26,7 @@ from headrace.gateway.chat.request import Chat, ChatMessage
 from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.chat.tools import ToolUse, tool_use_of
 from headrace.gateway.edge.wire import decode_body
+from headrace.gateway.hints import Hints, hints_var
 from headrace.gateway.openai.types import ChatRequest
 from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.protos.host_pb2 import ServingRules
@@ -193,16 +194,20 @@ def test_tools_go_into_the_system_message_where_the_template_looks_there() -> No
     assert render(template, tools=[TOOL], messages=messages) == f"system:{functions};user:;"
 
 
-@pytest.mark.parametrize(("reasons", "expected"), [(False, ""), (True, "reasoning_effort")])
-def test_an_effort_is_refused_only_where_it_would_change_something(reasons: bool, expected: str) -> None:
-    request = ChatRequest(messages=[ChatMessage(role="user", content="hi")], reasoning_effort="low")
+@pytest.mark.parametrize("reasons", [False, True])
+@pytest.mark.parametrize("effort", ["none", "low", "max"])
+def test_an_effort_is_refused_only_where_it_would_change_something(reasons: bool, effort: str) -> None:
+    request = ChatRequest(messages=[ChatMessage(role="user", content="hi")], reasoning_effort=effort)
     compiled = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
-    if not reasons:
-        assert conversation_of(request, compiled).variables == {}
+    hints = Hints()
+    hints_var.set(hints)
+    if reasons and effort == "none":
+        with pytest.raises(StatusError) as caught:
+            conversation_of(request, compiled, reasons=True)
+        assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "reasoning_effort")
         return
-    with pytest.raises(StatusError) as caught:
-        conversation_of(request, compiled, reasons=True)
-    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, expected)
+    assert conversation_of(request, compiled, reasons=reasons).variables == {}
+    assert [value for _, value in hints.headers()] == ([] if effort == "none" else [b"reasoning_effort"])
 
 
 def test_verbosity_reaches_templates_that_know_it() -> None:

@@ -450,7 +450,7 @@ async def test_models_are_listed_and_run(front: Any, model: Any) -> None:
     (running,) = (await front.http.get("/api/ps")).json()["models"]
     assert (running["name"], running["context_length"]) == ("tiny", 4096)
     assert datetime.fromisoformat(running["expires_at"]).year == 9999
-    assert (await front.http.get("/api/version")).json() == {"version": "0.12.11"}
+    assert (await front.http.get("/api/version")).json() == {"version": "0.13.4"}
 
 
 async def test_a_model_is_shown(front: Any, model: Any) -> None:

@@ -461,6 +461,8 @@ async def test_a_response_says_how_it_was_asked_for(ask: Any) -> None:
         ({"include": ["file_search_call.results"]}, "include.file_search_call.results"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"conversation": None, "some_day": 1}, "some_day"),
     ],
 )
@@ -476,7 +478,7 @@ async def test_what_asks_for_nothing_is_not_named(front: Any) -> None:
         "service_tier": "auto",
         "context_management": [],
         "prompt_cache_retention": "in_memory",
-        "reasoning": {"summary": "auto"},
+        "reasoning": {"summary": "auto", "context": "auto", "mode": "standard"},
         "tools": [],
         "tool_choice": "auto",
         "conversation": None,
