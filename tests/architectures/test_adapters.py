@@ -12,6 +12,9 @@ import pytest
 from headrace.worker.adapters.peft import _tensors, read_peft
 from headrace.worker.adapters.reader import Layers, read_adapter
 from headrace.worker.engine.build import build_engine
+from headrace.worker.kv.cache import GroupBudget
+from headrace.worker.kv.groups.recurrent import StateBudget
+from headrace.worker.kv.groups.window import WindowBudget
 from headrace.worker.model.adapter_memory import floats_of
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import step_limits
@@ -23,11 +26,13 @@ from tests.architectures.gguf_model import HEADS, KV_HEADS, write_converted
 from tests.worker.adapters.gguf_files import write_gguf_adapter
 from tests.worker.conftest import CHEAP_STEPS
 
-NAMES = ["llama", "qwen2", "gpt2", "phi3-longrope"]
+# Some keep states of recurrent layers, or only the windows of some layers.
+NAMES = ["llama", "qwen2", "gpt2", "phi3-longrope", "lfm2", "qwen3_next", "gemma3_text"]
 TOLERANCE = 1e-4
 # Of a model whose weights are in half precision.
 HALF_TOLERANCE = 0.05
 NUM_BLOCKS, NUM_SLOTS, MAX_RANK = 400, 13, 64
+NUM_PARTS, STATES = 200, StateBudget(160, 64)
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
@@ -46,8 +51,15 @@ class Adapted:
             kv_precision="f32",
             execution_mode="accuracy",
             max_adapters=NUM_SLOTS,
+            has_parts=True,
         )
-        self.runner.allocate(NUM_BLOCKS)
+        self.groups: list[GroupBudget] = []
+        if self.runner.has_parts:
+            self.groups.append(WindowBudget(self.runner.windows.num_tokens, NUM_PARTS, NUM_PARTS // 2))
+        self.runner.allocate(NUM_BLOCKS, NUM_PARTS if self.runner.has_parts else 0)
+        if self.runner.state_tables is not None:
+            self.groups.append(STATES)
+            self.runner.allocate_states(STATES.num_slots)
         with np.load(directory / "reference.npz") as reference:
             self.reference: dict[str, npt.NDArray[np.float32]] = dict(reference)
         self.tokens: list[int] = self.reference.pop("tokens").tolist()
@@ -67,7 +79,9 @@ class Adapted:
     def run(self, requests: list[Request], budget: int) -> dict[str, float]:
         """Run them together; the log-probability of each one's first token, which is the best."""
         limits = step_limits(64, budget, budget, exact_rows=self.runner.exact_rows)
-        engine = build_engine(self.runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS)
+        engine = build_engine(
+            self.runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, groups=self.groups
+        )
         for request in requests:
             engine.scheduler.add(request)
         outputs = []

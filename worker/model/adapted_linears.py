@@ -36,12 +36,18 @@ def find_linears(model: ov.Model) -> list[Linear]:
 
 
 def _is_linear(node: ov.Node) -> bool:
-    """Whether the node multiplies the states of tokens, `[tokens, inputs]` or `[tokens, 1, inputs]`, with weights."""
+    """Whether the node multiplies the states of tokens with weights: `[tokens, inputs]`, `[tokens, 1, inputs]`, or, if
+    it transposes them, `[tokens, inputs, 1]`. Some exports leave the size of the axis of 1 open."""
     if node.get_type_name() != "MatMul" or not is_constant(node.input_value(1)):
         return False
-    shape, weights = list(node.get_output_partial_shape(0)), node.input_value(1).get_shape()
-    is_plain = not node.get_attributes()["transpose_a"] and len(weights) == 2
-    return is_plain and shape[0].is_dynamic and (len(shape) == 2 or (len(shape) == 3 and shape[1] == 1))
+    if len(node.input_value(1).get_shape()) != 2:
+        return False
+    states = list(node.input_value(0).get_partial_shape())
+    if not states[0].is_dynamic or len(states) not in (2, 3):
+        return False
+    if node.get_attributes()["transpose_a"]:
+        return len(states) == 3 and states[2] == 1
+    return len(states) == 2 or states[1] == 1 or states[1].is_dynamic
 
 
 def _linear(name: str, node: ov.Node) -> Linear:
