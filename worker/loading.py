@@ -37,7 +37,6 @@ from headrace.worker.kv.exclusions import refuse_flags, refuse_for_model
 from headrace.worker.kv.groups.recurrent import StateBudget
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
-from headrace.worker.kv.layers import LayerKind, group_of
 from headrace.worker.kv.memory import GIB, available_bytes, kv_cache_budget
 from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import ModelDir, read_model_dir
@@ -124,8 +123,6 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
         config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
     )
     refuse_for_model(config, runner.layer_groups)
-    if group_of(runner.layer_groups, LayerKind.RECURRENT) is not None:
-        speculation = "off"
     draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
     num_blocks, region, limits, kept, groups = allocate(config, runner, limits, kept, draft_runner)
     log_loaded(config.name, runner, num_blocks, region.size_bytes, threads, time.monotonic() - start)

@@ -83,7 +83,7 @@ class Served:
             self.greedy: list[int] = reference["greedy"].tolist()
             self.greedy_logprobs = reference["greedy_logprobs"]
 
-    def engine(self, budget: int, num_blocks: int = NUM_BLOCKS) -> Engine:
+    def engine(self, budget: int, num_blocks: int = NUM_BLOCKS, speculation: str = "off") -> Engine:
         """An engine with steps of up to `budget` tokens."""
         limits = step_limits(8, budget, budget, exact_rows=self.runner.exact_rows)
         groups: list[GroupBudget] = [] if self.states is None else [self.states]
@@ -97,6 +97,7 @@ class Served:
             limits,
             step_costs=CHEAP_STEPS,
             groups=groups,
+            speculation=speculation,
         )
 
     def run(self, engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
@@ -201,6 +202,38 @@ def test_states_of_preempted_and_resumed_requests_are_those_of_the_unpaged_model
         of_tokens = np.take_along_axis(expected, np.array(tokens)[:, None], 1)[:, 0]
         np.testing.assert_allclose([logprob for _, logprob in answer], of_tokens, rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(of_tokens, expected.max(1), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_drafts_change_no_bit_of_answers_with_recurrent_states(name: str) -> None:
+    """A step writes the state after each token of a draft, and the request continues from that of the last accepted
+    one. Every eleventh token of the drafts is wrong."""
+    model = served(name)
+    answers: list[list[list[tuple[int, float]]]] = []
+    for speculation in ("off", "ngram"):
+        requests = []
+        for number in range(3):
+            prediction = [token for token, _ in answers[0][number]] if answers else []
+            for place in range(5, len(prediction), 11):
+                prediction[place] = (prediction[place] + 1) % 500
+            sampling = SamplingParams(40, seed=number, temperature=0.8 * (number == 2), num_logprobs=1)
+            prompt = model.tokens[40 * number :][:90]
+            requests.append(Request(f"r{number}", prompt, sampling, 1, prediction=prediction))
+        outputs = model.run(model.engine(64, speculation=speculation), requests)
+        answers.append(
+            [
+                [
+                    (token, entry.logprob)
+                    for output in outputs
+                    if output.request is request
+                    for token, entry in zip(output.token_ids, output.logprobs, strict=True)
+                ]
+                for request in requests
+            ]
+        )
+        if speculation == "ngram":
+            assert all(0 < request.num_accepted < request.num_drafted for request in requests)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("name", RECURRENT[:1])

@@ -80,7 +80,7 @@ def build_engine(
     groups: Sequence[GroupBudget] = (),
 ) -> Engine:
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and what the `groups` of layers
-    have beside them. A model with recurrent layers cannot speculate. See `build_scheduler`.
+    have beside them. See `build_scheduler`.
 
     `speculation` is "off", "auto" (as many draft tokens as make the worker faster), "ngram" (drafts of a fixed length),
     or "draft", "eagle3" or "medusa" (as "auto", with the smaller model or heads in `draft`).
@@ -95,7 +95,6 @@ def build_engine(
         groups=groups,
     )
     num_rows = scheduler.max_prompt_rows = max_logits_rows(runner.vocab_size)
-    assert scheduler.kv_cache.states is None or speculation == "off", "states of recurrent layers cannot be cut back"
     if speculation != "off":
         scheduler.speculation = build_speculation(
             scheduler,

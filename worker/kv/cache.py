@@ -11,6 +11,7 @@ it. Scheduler, tiers, speculation and handover talk to the coordinator alone.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -112,6 +113,16 @@ class KVCache:
     def take_changes(self) -> CacheChanges:
         """What has changed since the last call."""
         return CacheChanges(*self.pool.take_events(), {} if self.states is None else self.states.slots.take_changes())
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """How many tokens the drafts of a step may have in all. Each needs a slot for the state after it."""
+        return sys.maxsize if self.states is None else self.states.num_for_drafts
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether drafts may have branches. States have none."""
+        return self.states is None
 
     def has_room(self, request: Request, num_blocks: int) -> bool:
         """Whether a waiting request may run, so that running requests can take `num_blocks` more blocks."""

@@ -28,12 +28,6 @@ class Exclusion(NamedTuple):
     why: str
 
 
-def _drafts(config: WorkerConfig) -> str | None:
-    if config.draft_model is not None:
-        return "--draft-model"
-    return None if config.speculation in (None, "auto", "off") else f"--speculation {config.speculation}"
-
-
 def _eviction(config: WorkerConfig) -> str | None:
     return None if config.cache_eviction in (None, "off") else "--cache-eviction"
 
@@ -41,7 +35,6 @@ def _eviction(config: WorkerConfig) -> str | None:
 KV_DISK = Setting("--kv-disk", lambda config: None if config.kv_disk is None else "--kv-disk")
 ROLE = Setting("--role", lambda config: None if config.role == "both" else f"--role {config.role}")
 DECODE_GRAPH = Setting("--decode-graph on", lambda config: "--decode-graph on" if config.decode_graph else None)
-SPECULATION = Setting("--speculation ngram, --draft-model", _drafts)
 DRAFT_MODEL = Setting("--draft-model", lambda config: None if config.draft_model is None else "--draft-model")
 TRIM = Setting("--window-cache trim", lambda config: "--window-cache trim" if config.trims_windows else None)
 EVICTION = Setting("--cache-eviction", _eviction)
@@ -55,11 +48,6 @@ EXCLUSIONS = (
     Exclusion(ROLE, TRIM, "blocks that workers exchange have all their layers"),
     Exclusion(KV_DISK, LayerKind.RECURRENT, _STATES_STAY),
     Exclusion(ROLE, LayerKind.RECURRENT, _STATES_STAY),
-    Exclusion(
-        SPECULATION,
-        LayerKind.RECURRENT,
-        "the states of its recurrent layers cannot be cut back when a draft is rejected",
-    ),
     Exclusion(DECODE_GRAPH, LayerKind.RECURRENT, "the two graphs would need states of different precisions"),
 )
 

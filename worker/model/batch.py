@@ -115,8 +115,10 @@ class Graph(enum.Enum):
 
 class StateInputs(NamedTuple):
     """Inputs of OpenVINO's operators for recurrent layers. Each sequence has a row of slots: the one to read, then
-    those to write; see `StateStep`."""
+    those to write; see `StateStep`. Here the tokens of a draft are in the sequence of their request, because each of
+    them needs the state after the one before it."""
 
+    subsequence_begins: IntArray
     block_indices: IntArray
     block_indices_begins: IntArray
     past_lens: IntArray
@@ -177,7 +179,7 @@ def build_batch(
         adapter_slots=_adapter_slots(scheduled),
         part_copies=plan.part_copies,
         moves=plan.moves,
-        states=None if plan.states is None else _state_inputs(plan.states),
+        states=None if plan.states is None else _state_inputs(plan.states, scheduled),
         part_slots=plan.part_slots,
     )
 
@@ -340,9 +342,10 @@ def sums_for(sampled: Sequence[Request]) -> Sums:
     return sums
 
 
-def _state_inputs(steps: Sequence[StateStep]) -> StateInputs:
+def _state_inputs(steps: Sequence[StateStep], scheduled: Sequence[Scheduled]) -> StateInputs:
     rows = [(step.source, *step.destinations) for step in steps]
     return StateInputs(
+        np.cumsum([0, *(num_tokens for _, num_tokens in scheduled)], dtype=np.int32),
         np.array([slot for row in rows for slot in row], np.int32),
         np.cumsum([0, *map(len, rows)], dtype=np.int32),
         np.array([step.past for step in steps], np.int32),
@@ -354,7 +357,9 @@ def _padded_states(states: StateInputs, num_tokens: int) -> StateInputs:
     nothing = np.zeros(num_tokens, np.int32)
     row = np.array([ZERO_SLOT, PADDING_SLOT], np.int32)
     ends = states.block_indices_begins[-1] + len(row) * np.arange(1, num_tokens + 1, dtype=np.int32)
+    ones = np.arange(1, num_tokens + 1, dtype=np.int32)
     return StateInputs(
+        np.concatenate([states.subsequence_begins, states.subsequence_begins[-1] + ones]),
         np.concatenate([states.block_indices, np.tile(row, num_tokens)]),
         np.concatenate([states.block_indices_begins, ends]),
         np.concatenate([states.past_lens, nothing]),

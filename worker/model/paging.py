@@ -21,7 +21,7 @@ from headrace.worker.model.batch import StateInputs
 from headrace.worker.model.directory import context_of, has_windows, read_config, uses_alibi
 from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, TRANSFORMATION, merge_layers
 from headrace.worker.model.positions import UnservableError, settle_positions, take_positions
-from headrace.worker.model.state_tables import STATE_TABLES, set_table_types
+from headrace.worker.model.state_tables import STATE_TABLES, give_own_sequences, set_table_types
 from headrace.worker.multimodal.joining import JoiningError, join, settle_types
 
 # Inputs of the operators that replace recurrent layers, and the beginnings of the names of their tables of states.
@@ -118,6 +118,7 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any], *, evicts: bool) -> 
         merge_layers(model)
     settle_types(model)
     set_table_types(model)
+    give_own_sequences(model)
     attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
     unknown = [port.any_name for port in model.inputs if not _is_own(port)]
     if unknown:

@@ -127,7 +127,7 @@ class OpenVINOModelRunner:
         if of_adapters is not None:
             self._make_adapters(core, of_adapters, asked, max_adapters, is_bfloat16=is_bfloat16)
         self.small_decode = 0 if of_decode is None else SMALL_DECODE
-        self.least_decode = 2 if execution_mode == "accuracy" or (speculates and not has_states(model)) else 1
+        self.least_decode = 2 if execution_mode == "accuracy" or speculates else 1
         self._describe(core, main, execution_mode, evicts=evicts)
 
     def _describe(self, core: ov.Core, main: _Graph, execution_mode: str, *, evicts: bool) -> None:

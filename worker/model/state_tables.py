@@ -11,12 +11,15 @@ import math
 from collections.abc import Iterable, Sequence
 
 import openvino as ov
+from openvino import opset13
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.request.step import FIRST_STATE_SLOT
 
 _SUMS = ("gated_delta_state_table.", "selective_ssm_state_table.")
+_OPERATORS = ("PagedCausalConv1D", "PagedGatedDeltaNet", "PagedSelectiveSSM")
+_BEGINS = "subsequence_begins"
 STATE_TABLES = ("conv_state_table.", *_SUMS)
 
 
@@ -27,6 +30,23 @@ def set_table_types(model: ov.Model) -> None:
         parameter.set_element_type(ov.Type.f32)
     if tables:
         model.validate_nodes_and_infer_types()
+
+
+def give_own_sequences(model: ov.Model) -> None:
+    """Give the operators of recurrent layers their own division of a step's tokens into sequences. That of attention
+    has a sequence for each token of a draft."""
+    shared = next((node for node in model.get_parameters() if _BEGINS in node.output(0).get_names()), None)
+    readers = [node for node in model.get_ordered_ops() if node.get_type_name() in _OPERATORS]
+    if shared is None or not readers:
+        return
+    own = opset13.parameter([-1], ov.Type.i32, f"la.{_BEGINS}")
+    own.output(0).get_tensor().set_names({f"la.{_BEGINS}"})
+    model.add_parameters([own])
+    for node in readers:
+        for port in node.inputs():
+            if port.get_source_output().get_node().get_friendly_name() == shared.get_friendly_name():
+                port.replace_source_output(own.output(0))
+    model.validate_nodes_and_infer_types()
 
 
 def has_states(model: ov.Model) -> bool:

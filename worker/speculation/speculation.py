@@ -217,7 +217,7 @@ class Speculation:
         """The part of each draft that a step should verify."""
         line = self._steps([request.num_computed_tokens for request in streams]) if self._steps is not None else None
         branches = [] if line is None else self._branches(streams, drafts, kv_cache)
-        counts = self._counts(streams, drafts, line, branches)
+        counts = self._counts(streams, drafts, line, branches, kv_cache.most_draft_tokens)
         drafts = [
             draft._replace(token_ids=draft.token_ids[:count]) for draft, count in zip(drafts, counts, strict=False)
         ]
@@ -236,7 +236,7 @@ class Speculation:
         """The branches that drafts may have. The learned rate of a branch's first token counts only cases in which the
         draft's first token is wrong."""
         model = self.model_drafts
-        if model is None or not model.has_branches:
+        if model is None or not model.has_branches or not kv_cache.has_branches:
             return []
         found = []
         for stream, (request, draft) in enumerate(zip(streams, drafts, strict=True)):
@@ -253,10 +253,13 @@ class Speculation:
         drafts: Sequence[Draft],
         line: StepLine | None,
         branches: Sequence[BranchChance],
+        most_draft_tokens: int,
     ) -> Sequence[int]:
-        """The number of tokens of each draft to verify, then that of each branch."""
+        """The number of tokens of each draft to verify, at most `most_draft_tokens` in all, then that of each
+        branch."""
         num_streams = len(streams)
         most = self._small_decode if num_streams <= self._small_decode else self._most_tokens
+        most = min(most, num_streams + most_draft_tokens)
         if self._steps is None:
             return _fixed_counts(drafts, most - num_streams)
         if line is None:

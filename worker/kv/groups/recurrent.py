@@ -13,6 +13,9 @@ prefix only where a state was saved. States are saved at block borders:
 
 A request writes to its own slot. It reads a saved state from that state's slot and never copies it.
 
+A step that verifies a draft writes a state after each of its tokens. The request continues from the one after the last
+token that is accepted, and the others are given back.
+
 The memory is divided between blocks and slots in advance (`divide`).
 """
 
@@ -70,7 +73,8 @@ def divide(budget: int, sizes: StateSizes, max_num_seqs: int) -> tuple[int, Stat
 
 
 class _Plan(NamedTuple):
-    """The slots that a step writes, with the numbers of tokens before each; the last is the request's next state."""
+    """The slots that a step writes, with the numbers of tokens before each. That after the computed tokens has the
+    request's next state; those after it belong to rejected tokens of a draft."""
 
     ends: Sequence[tuple[int, int]]
     ends_prompt: bool
@@ -100,6 +104,13 @@ class RecurrentStates:
         # A chunk ends up to a block and MIN_TOKENS_LEFT tokens after the last state that is saved in it.
         self.interval = max(interval // pool.block_size, 2) * pool.block_size
         self._progress: dict[Request, _Progress] = {}
+        self._promised: dict[Request, int] = {}
+        """The slots for the drafts of the next step."""
+
+    @property
+    def num_for_drafts(self) -> int:
+        """How many slots drafts may use: those that no running request needs. Each token of a draft needs one."""
+        return max(0, self.slots.num_available - len(self._progress))
 
     def usable(self, request: Request, end: int, block_at: BlockAt) -> int:
         """See `CacheGroup`: a state is saved after the last block."""
@@ -122,8 +133,14 @@ class RecurrentStates:
             progress.slot = slot
 
     def fits(self, request: Request, num_tokens: int) -> bool:
-        """See `CacheGroup`. There are slots for all running requests."""
-        del request, num_tokens
+        """See `CacheGroup`. There are slots for all running requests; drafts get what is left."""
+        del num_tokens
+        self._promised.pop(request, None)
+        if not request.draft:
+            return True
+        if sum(self._promised.values()) + len(request.draft) > self.num_for_drafts:
+            return False
+        self._promised[request] = len(request.draft)
         return True
 
     def is_worth_waiting(self, request: Request) -> bool:
@@ -143,9 +160,15 @@ class RecurrentStates:
     def plan(self, scheduled: Sequence[Scheduled]) -> Sequence[StateStep]:
         """Take the slots that a step writes."""
         steps = []
+        num_promised = sum(self._promised.values())
         for left, (request, num_tokens) in enumerate(reversed(scheduled)):
-            spare = self.slots.num_available - len(scheduled) + left
+            if request.draft:
+                steps.append(self._plan_draft(request))
+                num_promised -= len(request.draft)
+                continue
+            spare = self.slots.num_available - num_promised - len(scheduled) + left
             steps.append(self._plan(request, request.num_computed_tokens + num_tokens, spare))
+        self._promised.clear()
         return steps[::-1]
 
     def publish(self, request: Request, exchanges: Sequence[Exchange]) -> None:
@@ -156,17 +179,20 @@ class RecurrentStates:
             return
         ends, ends_prompt = progress.plan
         progress.plan = None
-        slots = [slot for _, slot in ends]
-        if progress.slot != ZERO_SLOT and progress.slot not in slots:
+        if progress.slot != ZERO_SLOT and all(slot != progress.slot for _, slot in ends):
             self.slots.release(progress.slot)
-        progress.slot = slots[-1]
         for num_tokens, slot in ends:
-            self._save(request, progress, slot, num_tokens, ends_prompt=ends_prompt)
-        for slot in slots[:-1]:
-            self.slots.release(slot)
+            if num_tokens <= request.num_computed_tokens:
+                self._save(request, progress, slot, num_tokens, ends_prompt=ends_prompt)
+            if num_tokens == request.num_computed_tokens:
+                progress.slot = slot
+        for num_tokens, slot in ends:
+            if num_tokens != request.num_computed_tokens:
+                self.slots.release(slot)
 
     def free(self, request: Request) -> None:
         """See `CacheGroup`."""
+        self._promised.pop(request, None)
         progress = self._progress.pop(request, None)
         if progress is not None:
             held = {progress.slot, *(slot for _, slot in (progress.plan.ends if progress.plan else ()))}
@@ -196,20 +222,33 @@ class RecurrentStates:
         """Take the slots for a step that computes the request up to `end`, up to `spare` of them for states that are
         saved on the way."""
         progress, past = self._of(request), request.num_computed_tokens
-        is_own = progress.slot != ZERO_SLOT and self.slots.is_free_to_change(progress.slot)
         last = self._last_border(request, end)
         borders = [border for border in range(last, past, -self.interval) if border < end][::-1]
         interval = self.interval
         if len(borders) > spare:
             borders = [last] if spare > 0 and past < last < end else []
             interval = max(last - past, end - last)
-        slots = [progress.slot] if is_own else []
-        slots += [self.slots.take() for _ in range(len(borders) + 1 - len(slots))]
+        slots = self._take(progress, len(borders) + 1)
         ends_prompt = past < request.num_prompt_tokens <= end
         progress.plan = _Plan(list(zip([*borders, end], slots, strict=True)), ends_prompt)
         if not borders:
             return StateStep(progress.slot, slots)
         return StateStep(progress.slot, slots, interval - (borders[0] - past), interval)
+
+    def _plan_draft(self, request: Request) -> StateStep:
+        """Take the slots for a step that verifies the request's draft: one for the state after each token, because any
+        of them may be the last that is accepted."""
+        progress, past = self._of(request), request.num_computed_tokens
+        count = 1 + len(request.draft)
+        slots = self._take(progress, count)
+        progress.plan = _Plan(list(zip(range(past + 1, past + count + 1), slots, strict=True)), ends_prompt=False)
+        return StateStep(progress.slot, slots, 0, 1)
+
+    def _take(self, progress: _Progress, count: int) -> list[int]:
+        """Slots for a step to write. The first may be the one that it reads."""
+        is_own = progress.slot != ZERO_SLOT and self.slots.is_free_to_change(progress.slot)
+        slots = [progress.slot] if is_own else []
+        return slots + [self.slots.take() for _ in range(count - len(slots))]
 
     def _last_border(self, request: Request, end: int) -> int:
         """The last border in a chunk up to `end` from which a request with the same tokens could continue."""

@@ -26,11 +26,15 @@ class StatefulRunner(FakeRunner):
         super().bind(batch, keeps_logits=keeps_logits)
         assert batch.states is not None
         self._check_slots(batch.states)
-        states = [self._run(batch, batch.states, sequence) for sequence in range(len(batch.past_lens))]
+        begins = batch.states.subsequence_begins.tolist()
+        assert begins[-1] == len(batch.input_ids)
+        states = [self._run(batch, batch.states, sequence) for sequence in range(len(begins) - 1)]
         for sequence, state in enumerate(states):
             own_slots = batch.states.block_indices[batch.states.block_indices_begins[sequence] :]
             if own_slots[1] != PADDING_SLOT:
-                assert state == self._read(batch, sequence), "a sequence continued from another state"
+                # Attention has a sequence of its own for each token of a draft.
+                last = int(np.searchsorted(batch.subsequence_begins, begins[sequence + 1] - 1, side="right")) - 1
+                assert state == self._read(batch, last), "a sequence continued from another state"
 
     def _run(self, batch: Batch, states: StateInputs, sequence: int) -> list[int]:
         """The state after a sequence's tokens."""
@@ -40,7 +44,7 @@ class StatefulRunner(FakeRunner):
             assert slots == [PADDING_SLOT], "without an interval, states of state spaces are not written"
             return []
         begun = int(states.past_lens[sequence]) % interval
-        tokens = batch.input_ids[slice(*batch.subsequence_begins[sequence : sequence + 2])].tolist()
+        tokens = batch.input_ids[slice(*states.subsequence_begins[sequence : sequence + 2])].tolist()
         before = self.slots[source]
         assert before is not None, "a slot is read that nobody wrote"
         state = list(before)

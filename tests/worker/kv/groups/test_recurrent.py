@@ -13,18 +13,25 @@ from headrace.worker.kv.groups.recurrent import StateBudget
 from headrace.worker.kv.groups.state_slots import StateSlots
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.sampling.sampler import BatchSampler
-from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnderTest, run_random_load
+from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnderTest, RandomRequests, run_random_load
 from tests.worker.fake_runner import expected_tokens
 from tests.worker.kv.groups.stateful_runner import StatefulRunner
 
 
 def make_engine(
-    num_blocks: int = 64, num_slots: int = 32, max_num_seqs: int = 8, step_tokens: int = 32, interval: int = 8
+    num_blocks: int = 64,
+    num_slots: int = 32,
+    max_num_seqs: int = 8,
+    step_tokens: int = 32,
+    interval: int = 8,
+    speculation: str = "off",
 ) -> EngineUnderTest:
     limits = StepLimits(max_num_seqs, step_tokens, step_tokens, is_exact=True)
     runner = StatefulRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_slots)
     budget = StateBudget(num_slots, interval)
-    engine = build_engine(runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, groups=[budget])
+    engine = build_engine(
+        runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, groups=[budget], speculation=speculation
+    )
     return EngineUnderTest(engine, runner)
 
 
@@ -207,6 +214,51 @@ def test_a_random_load_keeps_every_promise(seed: int) -> None:
     assert engine.scheduler.stats.prompt_tokens_cached > 0
     slots = slots_of(engine)
     assert slots.num_available == slots.num_slots
+
+
+def test_a_draft_continues_from_the_state_after_its_last_accepted_token() -> None:
+    """Whether all of its tokens are right, or none, or some."""
+    engine = make_engine(num_blocks=200, num_slots=40, speculation="ngram")
+    prompt = tokens(1, 19)
+    right = expected_tokens(prompt, 60, VOCAB_SIZE)
+    wrong = [token + 1 if number % 7 == 3 else token for number, token in enumerate(right)]
+    requests = [engine.request(prompt, 60, prediction=prediction) for prediction in (right, wrong)]
+    engine.run()
+    assert requests[0].num_accepted > 40
+    assert 0 < requests[1].num_accepted < requests[1].num_drafted
+    assert_answers(engine)
+    following = engine.request([*requests[0].token_ids, *tokens(2, 9)], 3)
+    engine.run()
+    assert following.num_cached_tokens == (19 + 60 - 1) // BLOCK_SIZE * BLOCK_SIZE, "a state at each border is saved"
+    assert_answers(engine)
+
+
+def test_without_slots_for_states_there_are_no_drafts() -> None:
+    engine = make_engine(num_slots=4, max_num_seqs=2, speculation="ngram")
+    prompt = tokens(1, 19)
+    right = expected_tokens(prompt, 30, VOCAB_SIZE)
+    requests = [engine.request([*prompt, number], 30, prediction=right) for number in range(2)]
+    requests.append(engine.request(prompt, 30, prediction=right))
+    engine.run()
+    assert_answers(engine)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_drafts_keep_every_promise(seed: int) -> None:
+    """With cancelled, resumed and preempted requests, and shared prefixes."""
+    rng = random.Random(seed)
+    seqs = rng.randint(1, 6)
+    num_slots = 2 * seqs + rng.choice([0, 5, 40])
+    engine = make_engine(
+        num_blocks=rng.choice([24, 40, 80]),
+        num_slots=num_slots,
+        max_num_seqs=seqs,
+        interval=rng.choice([4, 8, 64]),
+        speculation="ngram",
+    )
+    requests = RandomRequests(engine, rng)
+    requests.check(run_random_load(engine, rng, requests.arrive))
+    assert slots_of(engine).num_available == num_slots
 
 
 def test_a_state_of_other_tokens_with_the_same_hash_is_not_found() -> None:

@@ -50,8 +50,6 @@ def test_requests_are_as_many_as_half_of_the_memory_has_slots_for() -> None:
         ({"kv_disk": Path("disk")}, "--kv-disk"),
         ({"role": "prefill"}, "--role prefill"),
         ({"decode_graph": True}, "--decode-graph on"),
-        ({"speculation": "ngram"}, "--speculation ngram"),
-        ({"draft_model": Path("draft")}, "--draft-model"),
     ],
 )
 def test_flags_that_such_a_model_cannot_have_are_named(flags: dict[str, object], named: str) -> None:
@@ -59,6 +57,7 @@ def test_flags_that_such_a_model_cannot_have_are_named(flags: dict[str, object],
         refuse_for_model(replace(CONFIG, **flags), GROUPS)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("speculation", [None, "auto", "off"])
-def test_speculation_is_off_unless_asked_for(speculation: str | None) -> None:
+@pytest.mark.parametrize("speculation", [None, "auto", "off", "ngram"])
+def test_such_a_model_may_speculate(speculation: str | None) -> None:
     refuse_for_model(replace(CONFIG, speculation=speculation, decode_graph=False), GROUPS)
+    refuse_for_model(replace(CONFIG, draft_model=Path("draft")), GROUPS)
