@@ -134,8 +134,8 @@ class MessageAnswer:
             "stop_reason": None,
             "stop_sequence": None,
             "stop_details": None,
-            "usage": {**_usage_value(Usage(num_prompt_tokens, 0, 0)), **_SERVICE},
         }
+        self._num_prompt_tokens = num_prompt_tokens
         self._num_id_chars = num_id_chars
         self._showing = showing
         edits: dict[str, Any] = {"context_management": {"applied_edits": []}}
@@ -147,8 +147,11 @@ class MessageAnswer:
 
     def piece(self, index: int, piece: ChatPiece) -> bytes:
         """Events for a piece."""
-        events = b"" if self._begun else _event("message_start", message=self._message) + PING
-        self._begun = True
+        events = b""
+        if not self._begun:
+            self._begun = True
+            usage = _usage_value(Usage(self._num_prompt_tokens, 0, piece.num_cached_tokens))
+            events = _event("message_start", message={**self._message, "usage": {**usage, **_SERVICE}}) + PING
         for delta in piece.deltas if self._showing.anything else ():
             events += self._delta(delta)
         if piece.ending is not None:

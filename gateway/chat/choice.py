@@ -77,6 +77,8 @@ class Piece(msgspec.Struct, frozen=True):
     """The tokens that arrived."""
     prompt_logprobs: Sequence[TokenLogprob] = ()
     """With the first piece, if requested: the prompt's tokens from the second on."""
+    num_cached_tokens: int = 0
+    """With the first piece: prompt tokens that were cached."""
 
 
 class Choice:
@@ -151,8 +153,11 @@ class Choice:
             of_prompt, self._prompt = self._prompt.logprobs(message.prompt_logprobs), None
         if not self._wants_tokens:
             return Piece("", 0, (), Ending("length", None, 0, self.num_cached_tokens), prompt_logprobs=of_prompt)
+        is_first = self._num_tokens == 0
         piece = self._push_tokens(message)
-        return structs.replace(piece, prompt_logprobs=of_prompt) if of_prompt else piece
+        if is_first and (of_prompt or self.num_cached_tokens):
+            return structs.replace(piece, prompt_logprobs=of_prompt, num_cached_tokens=self.num_cached_tokens)
+        return piece
 
     def _push_tokens(self, message: GenerateResponse) -> Piece:
         finish = message.finish if message.HasField("finish") else None

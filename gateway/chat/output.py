@@ -32,6 +32,8 @@ class ChatPiece(msgspec.Struct, frozen=True):
     ending: Ending | None
     token_ids: Sequence[int] = ()
     prompt_logprobs: Sequence[TokenLogprob] = ()
+    num_cached_tokens: int = 0
+    """With the first piece: prompt tokens that were cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class ChatChoice:
 
 
 def _chat_piece(deltas: Sequence[Delta], piece: Piece, ending: Ending | None) -> ChatPiece:
-    return ChatPiece(deltas, piece.logprobs, ending, piece.token_ids, piece.prompt_logprobs)
+    return ChatPiece(deltas, piece.logprobs, ending, piece.token_ids, piece.prompt_logprobs, piece.num_cached_tokens)
 
 
 @dataclass(slots=True)
