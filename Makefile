@@ -111,7 +111,7 @@ test-avx2: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.d
 	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done
-	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_codex.py $(ARGS)
+	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py tests/e2e/test_codex.py $(ARGS)
 
 # What checks images, compose files and manifests: large, and of no use to tests.
 .venv/.check: .venv/.dev
