@@ -14,7 +14,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import last_words
+from tests import last_words, memory
 from tests.fetch_tools import FETCHED
 from tests.patience import patience, session_slowness
 from tests.redis_server import RedisServer
@@ -37,11 +37,12 @@ class _ByFleets(LoadScopeScheduling):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the machine before other processes of the session are made, watch how they end, and let tests find the
-    programs that were fetched for them."""
+    """Measure the machine before other processes of the session are made, watch how they end, give memory back,
+    and let tests find the programs that were fetched for them."""
     os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), str(FETCHED)))
     session_slowness()
     last_words.pytest_configure(config)
+    config.pluginmanager.register(memory)
 
 
 def pytest_report_header() -> str:

@@ -71,6 +71,12 @@ class System:
     def process(self, name: str) -> SupervisedProcess:
         return next(process for process in self.supervisor.processes if process.spec.name == name)
 
+    def pid_of(self, name: str) -> int:
+        """The id of a process that runs. A signal to process 0 would end these tests."""
+        pid = self.process(name).pid
+        assert pid, f"{name} does not run"
+        return pid
+
     async def until(self, condition: Callable[[], bool]) -> None:
         await until(condition)
 
@@ -305,9 +311,9 @@ async def test_the_next_process_gets_the_memory_of_the_one_before_and_no_other_g
     async with running(*with_memory) as system:
         await system.until_logged("one | --memory nothing")
         await system.until_logged("two | --memory nothing")
-        os.kill(system.process("one").pid or 0, signal.SIGKILL)
+        os.kill(system.pid_of("one"), signal.SIGKILL)
         await system.until_logged("one | --memory x")
-        os.kill(system.process("one").pid or 0, signal.SIGKILL)
+        os.kill(system.pid_of("one"), signal.SIGKILL)
         await system.until_logged("one | --memory xx")
         descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
         assert sum("memfd:headrace-" in name for name in descriptors) == 2

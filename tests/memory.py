@@ -1,0 +1,33 @@
+"""Gives memory back between tests.
+
+Models that tests compile are often in circles of references, which Python frees at a time of its own choosing: by then
+one process could hold several gigabytes, and be what the kernel kills when another program needs memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+import pytest
+
+# More than this since the last time, and what nothing refers to any more is looked for.
+_GROWTH_BYTES = 256 << 20
+_PAGE_BYTES = 4096
+_kept_bytes = 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    """After a test and the fixtures that ended with it, free what it left if that is much."""
+    global _kept_bytes
+    if resident_bytes() - _kept_bytes > _GROWTH_BYTES:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        _kept_bytes = resident_bytes()
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES

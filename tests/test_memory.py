@@ -1,0 +1,33 @@
+"""Memory that a test leaves in a circle of references is given back before the next test."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from tests import memory
+
+
+class Circle:
+    """Refers to itself, and holds memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.own = self
+        self.data = np.ones(num_bytes, np.uint8)
+
+
+def test_what_is_much_is_freed_and_little_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_GROWTH_BYTES", 64 << 20)
+    monkeypatch.setattr(memory, "_kept_bytes", memory.resident_bytes())
+    gc.disable()
+    try:
+        Circle(128 << 20)
+        before = memory.resident_bytes()
+        memory.pytest_runtest_logfinish()
+        assert memory.resident_bytes() < before - (100 << 20)
+        monkeypatch.setattr(memory.gc, "collect", lambda: pytest.fail("nothing has grown"))
+        memory.pytest_runtest_logfinish()
+    finally:
+        gc.enable()
