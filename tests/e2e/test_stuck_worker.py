@@ -38,7 +38,7 @@ class TwoWorkers:
                 f"worker-{index}",
                 [
                     *("-m", "tests.worker.fake_worker", str(self.hangs[index]), "--model", str(directory)),
-                    *("--listen", address, "--worker-id", f"worker-{index}", "--stuck-after-s", "2"),
+                    *("--listen", address, "--worker-id", f"worker-{index}", "--stuck-after-s", f"{patience(2):.1f}"),
                 ],
             )
             for index, address in enumerate(self.addresses)
