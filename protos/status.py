@@ -50,6 +50,7 @@ class Reason(enum.Enum):
     MODEL_CHANGED = enum.auto()
     DEADLINE = enum.auto()
     CANCELLED = enum.auto()
+    SCHEMA_VIOLATED = enum.auto()
     INTERNAL = enum.auto()
 
 
@@ -86,6 +87,8 @@ TABLE: dict[Reason, StatusRow] = {
     Reason.MODEL_CHANGED: StatusRow(_Code.UNAVAILABLE, 503, "server_error", "model_changed"),
     Reason.DEADLINE: StatusRow(_Code.DEADLINE_EXCEEDED, 504, "timeout_error", "deadline_exceeded"),
     Reason.CANCELLED: StatusRow(_Code.CANCELLED, 499, "invalid_request_error", "cancelled"),
+    # Not a 5xx: clients would repeat the request unasked.
+    Reason.SCHEMA_VIOLATED: StatusRow(_Code.FAILED_PRECONDITION, 422, "invalid_request_error", "schema_violated"),
     Reason.INTERNAL: StatusRow(_Code.INTERNAL, 500, "server_error", "internal_error"),
 }
 

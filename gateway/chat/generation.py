@@ -261,6 +261,8 @@ class Generator:
         )
         first_s = last_s = 0.0
         num_tokens = 0
+        check = None if job.sampling.structure is None else job.sampling.structure.check
+        texts: list[str] = []
         try:
             generation = self._upstream.generate(
                 request,
@@ -274,6 +276,8 @@ class Generator:
                 async for message in messages:
                     piece = choice.push(message)
                     num_tokens += piece.num_tokens
+                    if check is not None:
+                        texts.append(piece.text)
                     last_s = time.monotonic()
                     self._metrics.recent.delivered(piece.num_tokens)
                     if not first_s:
@@ -285,6 +289,8 @@ class Generator:
                         self._metrics.timed(message.finish)
                         break
                     yield piece
+            if check is not None and piece.ending is not None and piece.ending.reason == "stop":
+                check("".join(texts))
             yield piece  # if a stop string ended the choice, the generation has been cancelled
         except StatusError as error:
             raise in_callers_terms(error, job.sampling.structure) from error

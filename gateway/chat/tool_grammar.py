@@ -19,7 +19,9 @@ from headrace.gateway.chat.formats import ModelFormat
 from headrace.gateway.chat.output_parsers import deepseek, harmony, hermes, mistral, phi4
 from headrace.gateway.chat.tools import ToolUse
 from headrace.gateway.checks import invalid, json_of, unsupported
+from headrace.gateway.hints import ignored
 from headrace.gateway.structure.fields import Structure
+from headrace.gateway.structure.relaxed import relaxed
 from headrace.protos.inference_pb2 import Constraint
 
 # The spacing of the models' own examples. It is fixed, because small models would otherwise write only spaces.
@@ -64,7 +66,7 @@ def tool_structure(
     start = answer(writer)
     if name != "gpt-oss":
         start = f"{writer.reasoning(prompt_ending, inside_reasoning)}({start})"
-    return Structure(Constraint(grammar=writer.text(start)), field)
+    return Structure(Constraint(grammar=writer.text(start)), field, rules=writer.names_of_rules(content))
 
 
 class _Writer:
@@ -86,6 +88,11 @@ class _Writer:
     def text(self, start: str) -> str:
         """The grammar."""
         return "\n".join([f"start: {start}", *self._rules, ""])
+
+    def names_of_rules(self, content: Structure | None) -> dict[str, str]:
+        """What a caller calls the rules that hold JSON schemas."""
+        tools = {f"{rule}_{i}": f"the tool {name}" for i, name in enumerate(self.names) for rule in ("args", "call")}
+        return tools if content is None else {**tools, "content": content.field}
 
     def markup(self, text: str) -> str:
         """Markup: as its special token, if it has one."""
@@ -198,6 +205,10 @@ def literal(text: str) -> str:
 
 def _arguments_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, for the compiler. Properties that the tool does not name are left out."""
+    if (found := relaxed(schema)) is not None:
+        for keyword in found.dropped:
+            ignored(f"tools:{keyword}", "no grammar can express it, so calls may violate it")
+        schema = found.schema
     whole: dict[str, Any] = {"type": "object", **schema}
     if "properties" in whole and "patternProperties" not in whole:
         whole.setdefault("additionalProperties", False)

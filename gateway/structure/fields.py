@@ -7,18 +7,24 @@ grammars, so only it can tell whether they are usable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
 
 from headrace.gateway.checks import invalid
+from headrace.gateway.hints import ignored
 from headrace.gateway.structure.gbnf import GrammarError, is_gbnf
 from headrace.gateway.structure.lark import lark_of
+from headrace.gateway.structure.relaxed import checker, may_need_relaxing, relaxed
 from headrace.protos.inference_pb2 import Choices, Constraint, JsonObject
 from headrace.protos.status import Reason, StatusError
 
+# The place of a fault, as workers write it.
+_RULE = re.compile(r"\b(\w+)( at #)")
 _GUIDED = ("json", "regex", "choice", "grammar")
 # Fields of llama.cpp's server and of SGLang, and their kind of constraint.
 _BARE = {"json_schema": "json", "regex": "regex", "grammar": "gbnf", "ebnf": "gbnf"}
@@ -57,6 +63,10 @@ class Structure:
 
     constraint: Constraint
     field: str
+    check: Callable[[str], None] | None = None
+    """Checks a whole answer for what the constraint cannot express. Raises `StatusError` (SCHEMA_VIOLATED)."""
+    rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What a caller calls the rules of the grammar that hold JSON schemas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,7 @@ def in_callers_terms(error: StatusError, structure: Structure | None) -> StatusE
     if structure is None or not wire_field.startswith("sampling.constraint"):
         return error
     message = error.message.replace(wire_field, structure.field)
+    message = _RULE.sub(lambda found: structure.rules.get(found[1], found[1]) + found[2], message)
     return StatusError(error.reason, message, field=structure.field, retry_after_s=error.retry_after_s)
 
 
@@ -184,4 +195,16 @@ def _json_schema(value: Any, field: str) -> Structure:
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     if not text:
         raise invalid(field, f"{field}: the JSON schema is empty")
-    return Structure(Constraint(json_schema=text), field)
+    if not may_need_relaxing(text):
+        return Structure(Constraint(json_schema=text), field)
+    try:
+        schema = msgspec.json.decode(text)
+        found = relaxed(schema)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        found = None  # the worker says what is wrong
+    if found is None:
+        return Structure(Constraint(json_schema=text), field)
+    for keyword in found.dropped:
+        ignored(f"{field}:{keyword}", "no grammar can express it; the answer is checked at its end")
+    constraint = Constraint(json_schema=msgspec.json.encode(found.schema).decode())
+    return Structure(constraint, field, checker(schema, field))

@@ -23,7 +23,13 @@ from headrace.common.fair_queue import Entry, FairQueue
 from headrace.common.threads import in_thread
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import Bits, CompiledGrammar, Constraint, ConstraintSource, reason_of
-from headrace.worker.grammar.json_schema import UnsupportedSchema, prepared, prepared_within
+from headrace.worker.grammar.json_schema import (
+    UnsupportedSchema,
+    path_at_fault,
+    prepared,
+    prepared_within,
+    schemas_within,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +40,8 @@ NUM_THREADS = 2
 # grammars, and for those that are cached or in use.
 MAX_CACHED_S, MAX_KEPT_S = 5.0, 15.0
 COMPILE_TIMEOUT_S = 10.0
+# Of the path of a fault in a schema.
+MAX_PATH_CHARS = 100
 # A state of a lexer takes about 2 kB.
 MAX_LEXER_STATES = 25_000
 # llguidance follows rules and references recursively, and a stack that overflows ends the process. It was seen to take
@@ -286,19 +294,55 @@ def _tokenizer_of(vocabulary: Vocabulary, vocab_size: int, eos_token_ids: Sequen
 
 
 def _compiled(tokenizer: Any, source: ConstraintSource) -> Any:
-    """An LLMatcher at the beginning of the grammar. StatusError if the constraint is not supported."""
+    """An LLMatcher at the beginning of the grammar. StatusError if the constraint is not supported; it names the schema
+    at fault and its path."""
+    matcher, problem = _tried(tokenizer, source)
+    if problem:
+        raise _refusal(source, f"{_place_at_fault(tokenizer, source)}{problem}")
+    return matcher
+
+
+def _tried(tokenizer: Any, source: ConstraintSource) -> tuple[Any, str]:
+    """An LLMatcher at the beginning of the grammar, or the reason why the constraint is not supported."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     try:
         matcher = LLMatcher(tokenizer, _grammar_text(source), log_level=0, limits=limits)
     except (ValueError, UnsupportedSchema) as error:
-        raise _refusal(source, str(error)) from error
+        return None, str(error)
     # A warning says which part of the constraint would be ignored.
-    for complaint in (matcher.get_error(), *matcher.get_grammar_warnings()):
-        if complaint:
-            raise _refusal(source, reason_of(complaint))
-    return matcher
+    complaints = (reason_of(one) for one in (matcher.get_error(), *matcher.get_grammar_warnings()) if one)
+    return matcher, next(complaints, "")
+
+
+def _place_at_fault(tokenizer: Any, source: ConstraintSource) -> str:
+    """Where in a schema the fault is, such as "args_0 at #/properties/a: "; empty if that cannot be told."""
+
+    def is_supported(schema: str) -> bool:
+        return not _tried(tokenizer, ConstraintSource("json_schema", (schema,)))[1]
+
+    if source.kind == "json_schema":
+        try:
+            root = json.loads(source.texts[0])
+        except (ValueError, RecursionError):
+            return ""
+        named = [("", root)] if isinstance(root, dict) else []
+    elif source.kind == "grammar":
+        named = list(schemas_within(source.texts[0]))
+    else:
+        return ""
+    for rule, schema in named:
+        schema.pop("x-guidance", None)
+        try:
+            if not is_supported(json.dumps(schema)):
+                path = path_at_fault(schema, is_supported)
+                if len(path) > MAX_PATH_CHARS:
+                    path = f"{path[:20]}...{path[-MAX_PATH_CHARS:]}"
+                return f"{rule} at {path}: ".lstrip() if rule or path != "#" else ""
+        except RecursionError:
+            return ""
+    return ""
 
 
 def _grammar_text(source: ConstraintSource) -> str:

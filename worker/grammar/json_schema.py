@@ -3,6 +3,10 @@
 Where the compiler would accept answers that violate the schema, the schema is narrowed or refused:
 
 - Dates must be in the calendar, in the years 1 to 9999, and times have no leap seconds, so any parser accepts them.
+- Bounds of numbers that the compiler cannot express, such as those of floats and of integers with 64 bits, become the
+  next ones that it can. Bounds that leave no number are refused; the compiler would end the process.
+- `propertyNames` becomes `patternProperties` or `properties`, unless it names keywords that these cannot express.
+- Unknown formats are annotations, as the standard has it.
 - `minProperties` is refused if only names chosen by the model could reach it, because it may choose a name twice.
 - A schema cannot set the compiler's own options.
 - `$ref` must name a schema in a place that is narrowed and counted too: by a JSON pointer, below keywords that hold
@@ -17,7 +21,9 @@ Answers are compact, without white space between tokens: docs/decisions/0007.
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 from urllib.parse import quote, unquote
 
@@ -31,6 +37,17 @@ _DATE = (
     f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+# Formats that the compiler enforces.
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
+)
+# The compiler reads bounds of integers as floats and as 64 bits, and those of other numbers with 18 digits.
+_MOST_INTEGER = 2**63 - 2**11
+_MOST_NUMBER = 10**18
+_LEAST_FRACTION = 1e-60
+_LOWER_BOUNDS, _UPPER_BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+# Keywords of propertyNames that say nothing about a name, which is a string.
+_OF_ANY_NAME = frozenset({"type", "title", "description", "$comment", "examples", "default", "deprecated"})
 _NARROWER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 # Keywords by the form in which their value holds subschemas.
@@ -47,7 +64,12 @@ _SPACE = re.compile(r"\s*")
 # The parts of a grammar that may contain %json as text, as the compiler reads them: strings, comments, expressions and
 # names of special tokens; and %json itself. The time is linear: no part is read twice, even if its end is missing.
 _LEXEMES = re.compile(r'"(?:\\.|[^"\\])*+"?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])++/?|<[^<>\s]++|(?P<json>%json)', re.DOTALL)
+_RULE = re.compile(r"^(\w+)(?:\[[^\]]*\])?:", re.MULTILINE)
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
+
+
+# Schemas that are looked at to find the one at fault.
+MAX_SEARCHED = 200
 
 
 class UnsupportedSchema(Exception):
@@ -91,6 +113,55 @@ def prepared_within(grammar: str) -> str:
     return "".join(parts) + grammar[position:]
 
 
+def schemas_within(grammar: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON schemas of a Lark grammar that can be read, each with the name of its rule."""
+    position, rule = 0, ""
+    while (found := _LEXEMES.search(grammar, position)) is not None:
+        names = _RULE.findall(grammar, position, found.end())
+        rule = names[-1] if names else rule
+        position = found.end()
+        if found["json"] is None:
+            continue
+        start = cast(re.Match[str], _SPACE.match(grammar, position)).end()
+        try:
+            schema, position = _DECODER.raw_decode(grammar, start)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(schema, dict):
+            yield rule, schema
+
+
+def path_at_fault(root: dict[str, Any], is_supported: Callable[[str], bool]) -> str:
+    """The path, such as #/properties/a, of the smallest part of an unsupported schema that is not supported by itself;
+    empty if that cannot be told. `is_supported` is given schemas as JSON text, at most `MAX_SEARCHED`."""
+    shared = {name: root[name] for name in ("$defs", "definitions", "components") if name in root}
+    num_searched, path, schema = 0, "#", root
+    while True:
+        for place, child in _children(schema):
+            if not isinstance(child, dict):
+                continue
+            num_searched += 1
+            if num_searched > MAX_SEARCHED:
+                return path
+            if not is_supported(json.dumps({**shared, **child})):
+                path, schema = f"{path}/{place}", child
+                break
+        else:
+            return path
+
+
+def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas inside of a schema, by their place in it. Definitions come last: others refer to them."""
+    for keyword in ("properties", "patternProperties", *_LISTS, *_SINGLES, "$defs", "definitions"):
+        held = schema.get(keyword)
+        if keyword in _MAPS and isinstance(held, dict):
+            yield from ((f"{keyword}/{name.replace('~', '~0').replace('/', '~1')}", held[name]) for name in held)
+        elif keyword in _LISTS and isinstance(held, list):
+            yield from ((f"{keyword}/{i}", child) for i, child in enumerate(held))
+        elif keyword in _SINGLES and isinstance(held, dict):
+            yield keyword, held
+
+
 def _narrowed_at(grammar: str, start: int) -> tuple[str, int, int]:
     """The narrowed schema whose JSON begins at `start`, its pairs of patterns, and where its JSON ends."""
     try:
@@ -123,6 +194,9 @@ def _narrowed(schema: Any, root: dict[str, Any], base_id: str = "") -> Any:
         ids = [own_id for name in _IDS if isinstance(own_id := schema.get(name), str) and not own_id.startswith("#")]
         base_id = next(filter(None, ids), base_id)
     narrowed = {name: value for name, value in schema.items() if name not in _IDS or not isinstance(value, str)}
+    if narrowed.get("uniqueItems") is False:
+        del narrowed["uniqueItems"]
+    _narrow_bounds(narrowed)
     if isinstance(reference := schema.get("$ref"), str):
         if base_id:
             raise UnsupportedSchema(f"it has a $ref below $id {base_id[:100]}; leave out this $id")
@@ -137,12 +211,19 @@ def _narrowed(schema: Any, root: dict[str, Any], base_id: str = "") -> Any:
         if isinstance(schema.get(keyword), list):
             narrowed[keyword] = [_narrowed(child, root, base_id) for child in schema[keyword]]
     _check_min_properties(schema)
+    _narrow_property_names(narrowed)
     _narrow_format(narrowed)
     return narrowed
 
 
+def _has_known_format(schema: dict[str, Any]) -> bool:
+    return isinstance(schema.get("format"), str) and schema["format"] in _FORMATS
+
+
 def _narrow_format(schema: dict[str, Any]) -> None:
-    """Replace a format by a pattern."""
+    """Replace a format by a pattern, and remove one that is unknown."""
+    if isinstance(schema.get("format"), str) and not _has_known_format(schema):
+        del schema["format"]
     pattern = _NARROWER.get(schema["format"]) if isinstance(schema.get("format"), str) else None
     if pattern is None:
         return
@@ -153,6 +234,55 @@ def _narrow_format(schema: dict[str, Any]) -> None:
         schema["allOf"] = [*others, {"pattern": pattern}]
     else:
         raise UnsupportedSchema("allOf must be an array")
+
+
+def _narrow_bounds(schema: dict[str, Any]) -> None:
+    """Move bounds that the compiler cannot express to the next ones that it can. Raises `UnsupportedSchema` if no
+    number is left between them."""
+    is_integer = schema.get("type") == "integer"
+    most = _MOST_INTEGER if is_integer else _MOST_NUMBER
+    for name in (*_LOWER_BOUNDS, *_UPPER_BOUNDS):
+        bound = schema.get(name)
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            continue
+        is_lower = name in _LOWER_BOUNDS
+        if (bound > most) if is_lower else (bound < -most):
+            raise UnsupportedSchema(f"{name} is beyond {most if is_lower else -most}")
+        if not is_integer and 0 < abs(bound) < _LEAST_FRACTION:
+            away_from_zero = (bound > 0) is is_lower
+            bound = math.copysign(_LEAST_FRACTION, bound) if away_from_zero else 0
+        schema[name] = max(-most, min(most, bound))
+
+
+def _narrow_property_names(schema: dict[str, Any]) -> None:
+    """Express `propertyNames` by other keywords. Raises `UnsupportedSchema` if there are none."""
+    if "propertyNames" not in schema:
+        return
+    names = schema.pop("propertyNames")
+    if names is True:
+        return
+    said = {} if not isinstance(names, dict) else {k: v for k, v in names.items() if k not in _OF_ANY_NAME}
+    if not isinstance(names, dict) or names.get("type", "string") != "string" or len(said) > 1:
+        raise UnsupportedSchema("propertyNames may be strings with one pattern or an enum")
+    if not said:
+        return
+    ((keyword, value),) = said.items()
+    others = schema.get("additionalProperties", True)
+    if others is False:
+        raise UnsupportedSchema("propertyNames beside additionalProperties false; leave propertyNames out")
+    if keyword == "enum" and isinstance(value, list) and all(isinstance(name, str) for name in value):
+        if "patternProperties" in schema:
+            raise UnsupportedSchema("propertyNames with an enum beside patternProperties; leave one of them out")
+        known = schema.get("properties")
+        known = known if isinstance(known, dict) else {}
+        schema["properties"] = {name: known.get(name, others) for name in dict.fromkeys(value)}
+    elif keyword == "pattern" and isinstance(value, str):
+        if "properties" in schema or "patternProperties" in schema:
+            raise UnsupportedSchema("propertyNames with a pattern beside properties; leave one of them out")
+        schema["patternProperties"] = {value: others}
+    else:
+        raise UnsupportedSchema("propertyNames may be strings with one pattern or an enum")
+    schema["additionalProperties"] = False
 
 
 def _check_min_properties(schema: dict[str, Any]) -> None:
@@ -184,7 +314,7 @@ def _num_pairs(root: dict[str, Any]) -> int:
         together = [*_listed(schema, "allOf"), target]
         either = [*_listed(schema, "anyOf"), *_listed(schema, "oneOf")]
         if is_ready:
-            own = isinstance(schema.get("pattern"), str) + isinstance(schema.get("format"), str)
+            own = isinstance(schema.get("pattern"), str) + _has_known_format(schema)
             of_one = max((counts.get(id(child), 0) for child in either), default=0)
             counts[id(schema)] = own + of_one + sum(counts.get(id(child), 0) for child in together)
             continue

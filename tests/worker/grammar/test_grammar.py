@@ -232,12 +232,17 @@ def test_a_grammar_is_read_in_linear_time(unit: str) -> None:
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "array", "contains": {"type": "string"}}, "contains"),
         ({"type": "object", "if": {}, "then": {}}, "if"),
-        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"pattern": "a", "maxLength": 3}}, "propertyNames"),
+        ({"type": "object", "properties": {"b": {}}, "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"properties": {"a": {"items": {"not": {}}}}}, "at #/properties/a/items: "),
+        ({"$defs": {"x": {"type": "text"}}, "$ref": "#/$defs/x"}, "at #/$defs/x: "),
+        ({"type": "integer", "minimum": -(2**70), "maximum": -(2**65)}, "maximum"),
+        ({"type": "integer", "minimum": 2**63}, "minimum"),
+        ({"type": "number", "exclusiveMaximum": -1e300}, "exclusiveMaximum"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
         ({"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}, "minProperties"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
         ({"type": "string", "pattern": "("}, "unclosed"),
-        ({"type": "string", "format": "regex"}, "regex"),
         ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}, "oneOf"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
         ({"type": "text"}, "text"),
@@ -269,6 +274,61 @@ async def test_a_schema_that_cannot_be_kept_is_refused_with_the_reason(
         await constraint_of(compiler, schema_source(schema))
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "sampling.constraint.json_schema")
     assert "\n" not in caught.value.message
+
+
+async def test_the_tool_and_the_path_of_a_fault_are_named(compiler: Grammars) -> None:
+    rules = ["start: args_0 | args_1", 'args_0: %json {"type": "string"}']
+    rules.append(f"args_1: %json {json.dumps({'properties': {'q': {'anyOf': [{}, {'not': {}}]}}})}")
+    with pytest.raises(StatusError, match=r"args_1 at #/properties/q/anyOf/1: ") as caught:
+        await constraint_of(compiler, ConstraintSource("grammar", ("\n".join(rules),)))
+    assert caught.value.reason is Reason.INVALID_FIELD
+
+
+FLOAT, DOUBLE = 3.4028234663852886e38, 1.7976931348623157e308
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "number", "minimum": -FLOAT, "maximum": FLOAT}, ["1.5", "-7", "123456789.25"], ["1e39"]),
+        ({"type": "number", "minimum": -DOUBLE, "exclusiveMaximum": DOUBLE}, ["0.001"], []),
+        ({"type": "number", "minimum": 1e-300}, ["0.5"], ["0", "-1"]),
+        ({"type": "number", "maximum": -1e-300}, ["-0.5"], ["0", "1"]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-5", "1234567890123456789"], ["9" * 20]),
+        ({"type": "integer", "exclusiveMinimum": -(10**400), "maximum": 5}, ["5", "-6"], ["6"]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["0", "18"], ["-1"]),
+        ({"type": "object", "propertyNames": {"type": "string"}}, ['{"a":1}'], ["1"]),
+        ({"type": "object", "propertyNames": True, "uniqueItems": False}, ['{"a":1}'], ["1"]),
+        ({"type": "object", "propertyNames": {"pattern": "^a+$"}}, ['{"aa":1}'], ['{"b":1}']),
+        (
+            {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+            ['{"b":1}', '{"a":1,"b":2}'],
+            ['{"c":1}', '{"a":"x"}'],
+        ),
+        ({"type": "string", "format": "int32"}, ['"anything"'], ["1"]),
+        ({"type": "string", "format": "no-such", "maxLength": 2}, ['"ab"'], ['"abc"']),
+    ],
+)
+async def test_bounds_names_and_formats_that_the_compiler_lacks_are_expressed_otherwise(
+    compiler: Grammars, schema: Schema, valid: list[str], invalid: list[str]
+) -> None:
+    constraint = await constraint_of(compiler, schema_source(schema))
+
+    def accepts(text: str) -> bool:
+        rest, tokens = text.encode(), ()
+        while rest:
+            allowed = allowed_ids(constraint, tokens)
+            ids = [i for i, raw in enumerate(TOKEN_BYTES) if i in allowed and raw and rest.startswith(raw)]
+            if not ids:
+                return False
+            longest = max(ids, key=lambda i: len(TOKEN_BYTES[i]))
+            rest, tokens = rest[len(TOKEN_BYTES[longest]) :], (*tokens, longest)
+        return EOS in allowed_ids(constraint, tokens)
+
+    assert [text for text in valid if not accepts(text)] == []
+    assert [text for text in invalid if accepts(text)] == []
+    for text in valid:
+        validate(json.loads(text), schema)
 
 
 DATE: Schema = {"type": "string", "format": "date"}
