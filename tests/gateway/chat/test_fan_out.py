@@ -12,6 +12,7 @@ from headrace.common.transport.wire_request import WireRequest
 from headrace.gateway.chat.generation import Common, Job, Plan, plan_job
 from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.structure.fields import Structure
+from headrace.protos.host_pb2 import ServingRules
 from headrace.protos.inference_pb2 import Constraint, GenerateRequest
 from headrace.protos.worker_pb2 import ModelCard
 from tests.patience import patience
@@ -21,7 +22,7 @@ SCHEMA = Structure(Constraint(json_schema='{"description": "' + "x" * 200_000 + 
 
 
 def planned(num_choices: int, **fields: Any) -> Plan:
-    model: Any = SimpleNamespace(card=CARD)
+    model: Any = SimpleNamespace(card=CARD, rules=ServingRules())
     values = {"token_ids": range(32_000), "sampling": Sampling(seed=7, structure=SCHEMA, logit_bias={5: 1.0})} | fields
     return plan_job(Job(model=model, num_choices=num_choices, **values))
 

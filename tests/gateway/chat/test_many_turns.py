@@ -16,6 +16,7 @@ from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.openai.types import EmbeddingRequest
 from headrace.gateway.responses import types as responses
 from headrace.gateway.responses.items import input_items, turns_of
+from headrace.gateway.responses.tools import Offer
 from headrace.protos.status import StatusError
 
 NUMBER = 40_000
@@ -87,7 +88,7 @@ def test_names_of_fields_do_not_cost_more_with_every_turn() -> None:
     _, names = anthropic.chat_of(request, None)
     body = {"input": [{"role": "user", "content": "hi"}] * 9_000, "instructions": "be kind"}
     asked = decode_body(encode(body), responses.ResponsesRequest)
-    chat = responses.chat_of(asked, turns_of((), input_items(asked.input)))
+    chat = responses.chat_of(asked, turns_of((), input_items(asked.input)), Offer())
     assert time.process_time() - began_s < MAX_CPU_S
     for one, named, expected in (
         (names, "messages[7].content", "messages[7].content"),

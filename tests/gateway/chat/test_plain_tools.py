@@ -163,9 +163,12 @@ async def test_turns_without_calls_stay_as_they_are() -> None:
 def model_of(source: str) -> Any:
     from types import SimpleNamespace
 
+    from headrace.protos.host_pb2 import ServingRules
+
     tokenizer = SimpleNamespace(token_bytes=[b"<tool_call>"], special_ids=frozenset({0}))
     text = SimpleNamespace(template=template(source), tokenizer=tokenizer)
-    return SimpleNamespace(name="m", text=text, card=SimpleNamespace(tokenizer_sha256="0"))
+    card = SimpleNamespace(tokenizer_sha256="0")
+    return SimpleNamespace(name="m", text=text, card=card, rules=ServingRules())
 
 
 async def test_the_operator_may_want_no_tools() -> None:
