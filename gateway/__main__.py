@@ -23,6 +23,7 @@ from headrace.common.parser_names import (
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.gateway.chat.formats import parse_parsers
+from headrace.gateway.chat.prompts import SpecialTokensInText
 from headrace.gateway.edge.security import SecurityError, security_options
 from headrace.gateway.edge.spans import ACCESS
 from headrace.gateway.protocol import CannotServeError
@@ -86,6 +87,14 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     metavar="[MODEL=]NAME",
     help="Format of reasoning, instead of the one detected from the chat template: "
     f"{', '.join((AUTO, NONE, *REASONING_FORMAT_NAMES))}. The names of OVMS and vLLM, such as qwen3, mean the same.",
+)
+@click.option(
+    "--special-tokens-in-text",
+    type=click.Choice([where.value for where in SpecialTokensInText]),
+    default=SpecialTokensInText.PROMPTS.value,
+    callback=lambda context, parameter, value: SpecialTokensInText(value),
+    help="Where the text of a special token in a request becomes the token: in prompts that callers write whole, as "
+    "for /v1/completions; also anywhere in chats; or never.",
 )
 @click.option(
     "--model-host",

@@ -23,7 +23,7 @@ from headrace.gateway.chat.answering import Answering
 from headrace.gateway.chat.formats import Formats
 from headrace.gateway.chat.generation import Generator
 from headrace.gateway.chat.planning import Chats
-from headrace.gateway.chat.prompts import Prompts
+from headrace.gateway.chat.prompts import Prompts, SpecialTokensInText
 from headrace.gateway.chat.shadowing import ChatCopies, Shadows
 from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import GrpcService, start_grpc_server
@@ -62,6 +62,7 @@ class Settings:
     tool_parsers: Mapping[str, str]
     """Names of formats by model; see `Formats`."""
     reasoning_parsers: Mapping[str, str]
+    special_tokens_in_text: SpecialTokensInText
     worker_wait_s: float | None
     """How long a new request waits if no worker is reachable; None: as long as its client."""
     plain_grpc: bool
@@ -128,6 +129,7 @@ def _services(settings: Settings, security: Security, threads: Threads) -> Servi
         plain_grpc=settings.plain_grpc,
         aliases=settings.aliases,
         formats=Formats(settings.tool_parsers, settings.reasoning_parsers),
+        special_tokens_in_text=settings.special_tokens_in_text,
     )
 
 
@@ -142,6 +144,7 @@ def services_behind(
     plain_grpc: bool = False,
     aliases: Aliases | None = None,
     formats: Formats | None = None,
+    special_tokens_in_text: SpecialTokensInText = SpecialTokensInText.PROMPTS,
 ) -> Services:
     """The services of a gateway, connected with each other."""
     metrics = Metrics()
@@ -157,7 +160,7 @@ def services_behind(
         in_use=in_use,
     )
     models = Models(upstream, threads.loading, host=host, aliases=aliases)
-    prompts = Prompts(threads.tokenizing)
+    prompts = Prompts(threads.tokenizing, special_tokens_in_text)
     generator = Generator(upstream, metrics)
     chats = Chats(models, prompts, Constraints(threads.translating), formats)
     encodings, runner = Encodings(models, prompts), EncodingRunner(upstream, metrics)

@@ -25,12 +25,12 @@ from pathlib import Path
 from headrace.cli.errors import CommandError
 from headrace.common.model_files import cache
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
+from headrace.common.model_files.names import TEMPLATES
 from headrace.common.model_files.networks import TEXT_NETWORK, empty_files, has_network, missing_files
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 OPTIONAL_FILES = (
-    "chat_template.jinja",
-    "chat_template.json",
+    *TEMPLATES,
     "config.json",
     GENERATION_CONFIG_NAME,
     "special_tokens_map.json",

@@ -12,6 +12,7 @@ from headrace.cli.export.weights import EXPORTED
 from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES
 from headrace.cli.models.reference import HubReference
 from headrace.common.model_files.heads import HEADS_CONFIG, HeadsKind
+from headrace.common.model_files.names import TEMPLATES
 from headrace.common.model_files.networks import networks_among, required_files
 
 # Default quantisations, best first: good answers with few bytes, then larger ones.
@@ -27,9 +28,8 @@ _NOT_THE_MODEL = ("mmproj", "imatrix", "ggml-vocab")
 _MOST_NAMED = 12
 # Files that an export reads besides the weights.
 _CHECKPOINT_FILES = (
+    *TEMPLATES,
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
     "config.json",
     GENERATION_CONFIG_NAME,
     "merges.txt",

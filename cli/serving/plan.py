@@ -109,6 +109,7 @@ class ServeOptions:
     stuck_after_s: float | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    special_tokens_in_text: str | None = None
     cors_origins: tuple[str, ...] = ()
     redis_url: str | None = None
     log_level: str | None = None
@@ -253,6 +254,7 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv += [part for shadow in options.shadows for part in ("--shadow", shadow)]
     argv += _given("--grpc-port", options.grpc_port or None)
     argv += _given("--tool-parser", options.tool_parser) + _given("--reasoning-parser", options.reasoning_parser)
+    argv += _given("--special-tokens-in-text", options.special_tokens_in_text)
     argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
     argv += _given("--redis", options.redis_url)
     argv += _observation(options) + _membership(options) + _calls(options)

@@ -165,6 +165,12 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 )
 @click.option("--reasoning-parser", help="Format of the model's reasoning.  [default: detected]")
 @click.option(
+    "--special-tokens-in-text",
+    type=click.Choice(("never", "prompts", "anywhere")),
+    help="Where the text of a special token in a request becomes the token.  [default: prompts that callers write "
+    "whole, as for /v1/completions]",
+)
+@click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+TEMPLATE_FILES = ("chat_template.jinja", "template.jinja", "tokenizer.jinja")
+"""Files that are a chat template as they are. The first one that exists counts. OVMS reads template.jinja."""
+NAMED_TEMPLATE_FILES = {
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+    "rag": "additional_chat_templates/rag.jinja",
+}
+"""Chat templates for some requests only, by name. Transformers saves them in files of their own."""
+TEMPLATES = (*TEMPLATE_FILES, *NAMED_TEMPLATE_FILES.values(), "chat_template.json")
+"""All files that may have chat templates, besides tokenizer_config.json."""
 BUNDLE_FILES = (
-    "chat_template.jinja",
-    "chat_template.json",
+    *TEMPLATES,
     "config.json",
     "generation_config.json",
     "openvino_detokenizer.bin",

@@ -42,6 +42,8 @@ def conversation_of(
     if goes_on and request.add_generation_prompt:
         raise invalid("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
     variables = dict(request.chat_template_kwargs or {})
+    _check_documents(variables.get("documents"))
+    template = template.chosen(tools=bool(tools), documents=bool(variables.get("documents")))
     if isinstance(request, Chat) and request.reasoning_effort is not None:
         variables = {**_effort(request.reasoning_effort, template, reasons), **variables}
     if isinstance(request, Chat) and request.verbosity is not None and template.uses("verbosity"):
@@ -61,8 +63,18 @@ def conversation_of(
         add_generation_prompt=not goes_on and request.add_generation_prompt is not False,
         continue_final_message=goes_on,
         variables=variables,
-        add_special_tokens=bool(request.add_special_tokens),
+        add_special_tokens=template.takes_one_text
+        if request.add_special_tokens is None
+        else request.add_special_tokens,
+        template=template,
     )
+
+
+def _check_documents(documents: object) -> None:
+    """Raise `StatusError` for documents that no template could read."""
+    if documents is None or (isinstance(documents, list) and all(isinstance(one, dict) for one in documents)):
+        return
+    raise invalid("chat_template_kwargs", "chat_template_kwargs.documents must be a list of objects")
 
 
 def can_switch_reasoning(template: ChatTemplate) -> bool:

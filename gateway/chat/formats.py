@@ -60,6 +60,7 @@ class Formats:
 
     def _told(self, model: Model) -> ModelFormat:
         template, tool_parser = model.text.template, self._tool_parser(model)
+        template = None if template is None else template.chosen(tools=True)
         source = "" if template is None else template.source
         output = detect(source, tool_parser, self._reasoning_parser(model))
         form = ModelFormat(output, _marker_ids(output, model.text))

@@ -115,7 +115,10 @@ class Chats:
         use = tool_use_of(request)
         model = await self._generating(request)
         _check_number(len(request.messages), model.card.max_context_tokens)
-        conversation = conversation_of(request, model.chat_template(), use.listed, self.reasons(model))
+        template = model.chat_template()
+        if use.listed and template.chosen(tools=True).takes_one_call:
+            use = replace(use, parallel=False)
+        conversation = conversation_of(request, template, use.listed, self.reasons(model))
         return model, use, conversation, await self._prompts.of_conversation(model, conversation)
 
     async def plan_completion(self, request: Completion) -> CompletionPlan:
@@ -130,7 +133,7 @@ class Chats:
         for prompt in prompts:
             if isinstance(prompt, str):
                 add_special_tokens = request.add_special_tokens is not False
-                token_ids = await self._prompts.of_text(model, prompt, add_special_tokens=add_special_tokens)
+                token_ids = await self._prompts.of_prompt(model, prompt, add_special_tokens=add_special_tokens)
             elif request.add_special_tokens:
                 problem = "add_special_tokens is for texts: a prompt of tokens is taken as it is; leave it out"
                 raise invalid("add_special_tokens", problem)
@@ -155,7 +158,7 @@ class Chats:
         model = await self._models.find(request.model or "")
         if request.prompt is not None:
             add_special_tokens = request.add_special_tokens is not False
-            return model, await self._prompts.of_text(model, request.prompt, add_special_tokens=add_special_tokens)
+            return model, await self._prompts.of_prompt(model, request.prompt, add_special_tokens=add_special_tokens)
         tools = functions_of(request.tools or ())
         conversation = conversation_of(request, model.chat_template(), tools)
         prompt = await self._prompts.of_conversation(model, conversation)

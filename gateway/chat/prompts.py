@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.common.telemetry.tracing import current_span
+from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.gateway.text.models import Model
 from headrace.protos.status import Reason, StatusError
 
@@ -43,6 +45,8 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
     """Whether to add special tokens around the template's text, which usually has its own."""
+    template: ChatTemplate | None = None
+    """The template for this conversation; by default the model's."""
 
     @property
     def num_chars(self) -> int:
@@ -64,26 +68,48 @@ class ChatPrompt:
     """The end of the prompt's text, which the answer continues; the content of a message that is continued."""
 
 
+class SpecialTokensInText(enum.StrEnum):
+    """Where the text of a special token in what callers write becomes the token."""
+
+    NEVER = "never"
+    PROMPTS = "prompts"
+    """In prompts that the caller writes whole, as for /v1/completions, instead of having a template write them."""
+    ANYWHERE = "anywhere"
+
+
 class Prompts:
     """Makes token ids. At most `MAX_PENDING` long texts wait for the threads; more are refused."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(
+        self, executor: Executor, special_tokens_in_text: SpecialTokensInText = SpecialTokensInText.PROMPTS
+    ) -> None:
         self._executor = executor
+        self._special_tokens_in_text = special_tokens_in_text
         self._num_pending = 0
 
+    async def of_prompt(self, model: Model, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt that the caller wrote whole, with the markup of the model's turns."""
+        is_text = self._special_tokens_in_text is SpecialTokensInText.NEVER
+        return await self._of_text(model, text, is_text, add_special_tokens)
+
     async def of_text(self, model: Model, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, without special tokens or a template."""
+        """Token ids of a text without a template. The texts of special tokens stay text."""
+        return await self._of_text(model, text, self._stays_text, add_special_tokens)
 
-        def encode() -> list[int]:
-            return model.text.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    @property
+    def _stays_text(self) -> bool:
+        return self._special_tokens_in_text is not SpecialTokensInText.ANYWHERE
 
-        return await self._run(encode, len(text))
+    async def _of_text(self, model: Model, text: str, is_text: bool, add_special_tokens: bool) -> list[int]:
+        encode = model.text.encoding.plain if is_text else model.text.tokenizer.encode
+        return await self._run(lambda: encode(text, add_special_tokens=add_special_tokens), len(text))
 
     async def of_texts(self, model: Model, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts as they are."""
+        """Token ids of several texts as `of_text` gives them."""
 
         def encode() -> list[list[int]]:
-            return model.text.tokenizer.encode_many(texts, add_special_tokens=add_special_tokens)
+            several = model.text.encoding.plain_many if self._stays_text else model.text.tokenizer.encode_many
+            return several(texts, add_special_tokens=add_special_tokens)
 
         return await self._run(encode, sum(map(len, texts)) + len(texts) * _TEXT_CHARS)
 
@@ -91,31 +117,47 @@ class Prompts:
         """Token ids of words, each at the beginning of a text and after a space."""
 
         def encode() -> list[list[int]]:
+            one = model.text.encoding.plain if self._stays_text else model.text.tokenizer.encode
             found: dict[tuple[int, ...], None] = {}
             for word in words:
                 for text in (word, " " + word.lstrip(" ")):
-                    found[tuple(model.text.tokenizer.encode(text, add_special_tokens=False))] = None
+                    found[tuple(one(text, add_special_tokens=False))] = None
             return [list(token_ids) for token_ids in found if token_ids]
 
         return await self._run(encode, len(words) * _WORD_CHARS)
 
     async def of_conversation(self, model: Model, conversation: Conversation) -> ChatPrompt:
         """The prompt of a conversation. Raises `StatusError` if the model's template refuses it."""
-        template = model.chat_template()
+        return await self._run(lambda: self._rendered(model, conversation), conversation.num_chars)
 
-        def render_and_encode() -> ChatPrompt:
-            text = template.render(
-                conversation.messages,
-                add_generation_prompt=conversation.add_generation_prompt,
-                continue_final_message=conversation.continue_final_message,
-                variables=conversation.variables,
-                tools=conversation.tools,
-            )
-            token_ids = model.text.tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
-            goes_on = conversation.continue_final_message
-            return ChatPrompt(token_ids, conversation.messages[-1]["content"] if goes_on else text[-_ENDING_CHARS:])
-
-        return await self._run(render_and_encode, conversation.num_chars)
+    def _rendered(self, model: Model, conversation: Conversation) -> ChatPrompt:
+        side, template = model.text, conversation.template or model.chat_template()
+        messages, tools, variables = conversation.messages, conversation.tools, conversation.variables
+        marking = None
+        if self._stays_text:
+            marking = side.controls.marking_for(messages, tools, variables, also=[template.source])
+        if marking is not None:
+            messages = [
+                {name: value if name == "role" else marking.value(value) for name, value in message.items()}
+                for message in messages
+            ]
+            tools, variables = marking.value(tools), marking.value(variables)
+        text = template.render(
+            messages,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            variables=variables,
+            tools=tools,
+            marking=marking,
+        )
+        if not self._stays_text:
+            token_ids = side.tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
+        else:
+            mark = "" if marking is None else marking.mark
+            token_ids = side.encoding.marked(text, mark, add_special_tokens=conversation.add_special_tokens)
+            text = text.replace(mark, "") if mark else text
+        goes_on = conversation.continue_final_message
+        return ChatPrompt(token_ids, conversation.messages[-1]["content"] if goes_on else text[-_ENDING_CHARS:])
 
     async def _run(self, work: Callable[[], _T], num_chars: int) -> _T:
         with current_span().child("tokenize"):

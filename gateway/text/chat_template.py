@@ -2,17 +2,19 @@
 
 Templates run in an immutable sandbox with `trim_blocks` and `lstrip_blocks`, loop controls, `{% generation %}` blocks,
 `raise_exception(text)`, `strftime_now(format)` and a `tojson` that does not escape HTML. Their variables are
-`messages`, `tools`, `documents` (none), `add_generation_prompt`, the texts of the special tokens, and the variables
-that the caller passes. (https://huggingface.co/docs/transformers/chat_templating)
+`messages`, `tools`, `documents`, `add_generation_prompt`, the texts of the special tokens, and the variables that the
+caller passes. (https://huggingface.co/docs/transformers/chat_templating)
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -23,12 +25,29 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from headrace.gateway.text.control_text import Marking
+from headrace.gateway.text.turns import Shape, shapes_of, skeleton_of, traits_of
 from headrace.gateway.upstream.bundle import BundleError
 from headrace.protos.status import Reason, StatusError
 
 MAX_TEXT_CHARS = 16 * 1024 * 1024
 MAX_RENDER_S = 5.0
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
+_NAMED = ("tool_use", "rag")
+_MAX_SHAPES = 512
+# Methods and filters whose first argument is looked for in a text.
+_SEARCHES = frozenset(
+    (
+        *("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "rindex"),
+        *("count", "replace", "removeprefix", "removesuffix"),
+    )
+)
+_CHANGES_OF_CASE = ("upper", "lower", "title", "capitalize", "swapcase", "casefold")
+_LOG = logging.getLogger(__name__)
+
+
+class TemplateRefusal(StatusError):
+    """A template raised an error, which may have to do with the shape of the conversation."""
 
 
 class Arguments(dict[str, Any]):
@@ -61,26 +80,61 @@ class RawArguments(Arguments):
 class ChatTemplate:
     """The template of one model, compiled."""
 
+    takes_one_text = False
+    """Whether this is no template of the model's own; see `NoTemplate`."""
+
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Compile the source named `default`, or the only one. Raises `BundleError` if that cannot be done."""
+        """Compile the source named `default`, or the only one. Raises `BundleError` if that cannot be done.
+
+        Templates named `tool_use` and `rag` are for conversations with tools and with documents.
+        """
         if "default" in sources:
             self._source = sources["default"]
         elif len(sources) == 1:
             (self._source,) = sources.values()
         else:
             raise BundleError(f"none of the {len(sources)} chat templates is named 'default'")
-        environment = _environment()
+        self._environment = _environment()
         try:
-            self._template = environment.from_string(self._source)
-            self._variables = jinja2.meta.find_undeclared_variables(environment.parse(self._source))
+            self._template = self._environment.from_string(self._source)
+            parsed = self._environment.parse(self._source)
+            self._variables = jinja2.meta.find_undeclared_variables(parsed)
         except (jinja2.TemplateError, RecursionError) as error:
             raise BundleError(f"the chat template is not valid Jinja: {error}") from error
+        self.looks_for = frozenset(str(constant.value) for constant in _looked_for(parsed))
+        """Texts that the template looks for in what callers write."""
         self._special_tokens = dict(special_tokens)
+        self._marked_templates: dict[str, jinja2.Template] = {}
+        self._shapes: dict[Hashable, Shape] = {}
+        self._named: dict[str, ChatTemplate] = {}
+        for name in _NAMED:
+            if sources.get(name, self._source) != self._source:
+                try:
+                    self._named[name] = ChatTemplate({"default": sources[name]}, special_tokens)
+                except BundleError as error:
+                    _LOG.warning("the chat template named %s is not used: %s", name, error)
+
+    def chosen(self, *, tools: bool = False, documents: bool = False) -> ChatTemplate:
+        """The template for a conversation with these: the one named for it, if there is one."""
+        for name, wanted in zip(_NAMED, (tools, documents), strict=True):
+            if wanted and name in self._named:
+                return self._named[name]
+        return self
+
+    @property
+    def all(self) -> Sequence[ChatTemplate]:
+        """This template and the named ones."""
+        return [self, *self._named.values()]
 
     @property
     def source(self) -> str:
         """The template's source."""
         return self._source
+
+    @property
+    def changes_case(self) -> bool:
+        """Whether the template may change the case of letters."""
+        return any(word in self._source for word in _CHANGES_OF_CASE)
 
     def uses(self, variable: str) -> bool:
         """Whether the template reads this variable."""
@@ -108,6 +162,30 @@ class ChatTemplate:
         shows_text, shows_part = (self._shows([{"role": "user", "content": content}], marker) for content in contents)
         return shows_part and not shows_text
 
+    @functools.cached_property
+    def takes_one_call(self) -> bool:
+        """Whether the template takes a turn with one tool call, but refuses two in one."""
+        if not self.mentions("tool_calls"):
+            return False
+        calls = [
+            {"id": f"call{i:05}", "type": "function", "function": {"name": f"call{i}", "arguments": {"a": "b"}}}
+            for i in range(2)
+        ]
+        results = [
+            {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": "c"}  # type: ignore[index]
+            for call in calls
+        ]
+        user = {"role": "user", "content": "hi"}
+        one, two = ([user, {"role": "assistant", "content": "", "tool_calls": calls[:n]}, *results[:n]] for n in (1, 2))
+        return self._accepts(one) and not self._accepts(two)
+
+    def _accepts(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            self._text_of(_in_parts(messages) if self.takes_parts else messages, {}, (), add_generation_prompt=True)
+        except StatusError:
+            return False
+        return True
+
     def _shows(self, messages: Sequence[Mapping[str, Any]], marker: str) -> bool:
         """Whether the text of a conversation contains a marker."""
         try:
@@ -123,14 +201,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        marking: Marking | None = None,
     ) -> str:
         """The text of the conversation.
 
         `add_generation_prompt` ends it with the beginning of an answer. `continue_final_message` leaves the last
-        message open, so that the model continues it. Raises `StatusError` if the template refuses the conversation or
-        takes too long, or if its text is too large.
+        message open, so that the model continues it. A conversation that the template refuses is tried in other shapes
+        (`turns`). `marking` marked the messages, the tools and the variables; the text then has its marks. Raises
+        `StatusError` if the template refuses the conversation in every shape or takes too long, or if its text is too
+        large.
         """
-        clash = _RESERVED.intersection(variables or ())
+        variables = dict(variables or {})
+        clash = _RESERVED.intersection(variables)
         if clash:
             name = min(clash)
             raise StatusError(
@@ -138,12 +220,83 @@ class ChatTemplate:
                 f"chat_template_kwargs must not set '{name}': the gateway sets it itself",
                 field="chat_template_kwargs",
             )
+        self._check_number(messages)
+        deadline = time.monotonic() + MAX_RENDER_S
+
+        def attempt(shaped: Sequence[Mapping[str, Any]]) -> str:
+            return self._attempt(
+                shaped,
+                variables,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                marking=marking,
+                deadline=deadline,
+            )
+
+        def key() -> Hashable:
+            context = json.dumps(variables, sort_keys=True, default=repr)
+            return traits_of(messages), context, bool(tools), add_generation_prompt, continue_final_message
+
+        if self._shapes and (shape := self._shapes.get(key())) is not None:
+            with contextlib.suppress(StatusError):
+                return attempt(shape.of(messages))
+        try:
+            return attempt(messages)
+        except TemplateRefusal as refusal:
+            for shape, shaped in shapes_of(messages):
+                try:
+                    text = attempt(shaped)
+                except StatusError:
+                    continue
+                self._remember(key(), shape, messages, attempt)
+                return text
+            raise refusal from None
+
+    def _check_number(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `StatusError` if the template can never take this number of messages."""
+
+    def _remember(
+        self,
+        key: Hashable,
+        shape: Shape,
+        messages: Sequence[Mapping[str, Any]],
+        attempt: Callable[[Sequence[Mapping[str, Any]]], str],
+    ) -> None:
+        """Begin with this shape from now on, unless it is the texts of the conversation that the template refused."""
+        with contextlib.suppress(TemplateRefusal):
+            attempt(skeleton_of(messages))
+            return
+        if len(self._shapes) >= _MAX_SHAPES:
+            self._shapes.clear()
+        if not self._shapes:
+            _LOG.info("the chat template refuses some conversations, which are rendered in other shapes: %s", shape)
+        self._shapes[key] = shape
+
+    def _attempt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        marking: Marking | None,
+        deadline: float,
+    ) -> str:
         marker = ""
         if continue_final_message:
             messages, marker = _marked(messages)
         if self.takes_parts:
             messages = _in_parts(messages)
-        text = self._text_of(messages, variables or {}, tools, add_generation_prompt=add_generation_prompt)
+        text = self._text_of(
+            messages,
+            variables,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            marking=marking,
+            deadline=deadline,
+        )
         if continue_final_message:
             end = text.rfind(marker)
             if end < 0:
@@ -158,24 +311,45 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        marking: Marking | None = None,
+        deadline: float | None = None,
     ) -> str:
-        return self._run(
-            {
-                **self._special_tokens,
-                **variables,
-                "messages": messages,
-                "tools": list(tools) or None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        values = {
+            "documents": None,
+            **self._special_tokens,
+            **variables,
+            "messages": messages,
+            "tools": list(tools) or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        deadline = time.monotonic() + MAX_RENDER_S if deadline is None else deadline
+        if marking is None:
+            return self._run(self._template, values, deadline)
+        try:
+            text = self._run(self._marked_template(marking), values, deadline)
+        except StatusError as error:
+            raise type(error)(
+                error.reason, error.message.replace(marking.mark, ""), field=error.field
+            ) from error.__cause__
+        return text.replace(json.dumps(marking.mark)[1:-1], marking.mark)  # as a template that wants ASCII wrote it
 
-    def _run(self, variables: dict[str, Any]) -> str:
-        deadline = time.monotonic() + MAX_RENDER_S
+    def _marked_template(self, marking: Marking) -> jinja2.Template:
+        """The template that looks for marked texts. Its own texts are unchanged."""
+        found = self._marked_templates.get(marking.mark)
+        if found is None:
+            parsed = self._environment.parse(self._source)
+            for constant in _looked_for(parsed):
+                constant.value = marking.text(constant.value)
+            code = self._environment.compile(parsed)
+            found = jinja2.Template.from_code(self._environment, code, self._environment.make_globals(None))
+            self._marked_templates[marking.mark] = found
+        return found
+
+    def _run(self, template: jinja2.Template, variables: dict[str, Any], deadline: float) -> str:
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate(variables):
+            for piece in template.generate(variables):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > MAX_TEXT_CHARS:
@@ -185,15 +359,61 @@ class ChatTemplate:
         except StatusError:
             raise
         except jinja2.TemplateError as error:
-            raise _refusal(str(error)) from error
+            raise _refusal(str(error), TemplateRefusal) from error
         except Exception as error:  # a template's expressions can raise anything Python can
-            raise _refusal(f"{type(error).__name__}: {error}") from error
+            raise _refusal(f"{type(error).__name__}: {error}", TemplateRefusal) from error
         return "".join(pieces)
 
 
-def _refusal(why: str) -> StatusError:
+class NoTemplate(ChatTemplate):
+    """Stands for the template of a model that has none: the only message is the prompt, as with OVMS."""
+
+    takes_one_text = True
+
+    def __init__(self) -> None:
+        super().__init__({"default": "{{ messages[0]['content'] }}"}, {})
+
+    @property
+    def shows_system(self) -> bool:
+        """There is no room for a system message beside the user's."""
+        return False
+
+    def _check_number(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        if len(messages) != 1:
+            raise StatusError(
+                Reason.INVALID_FIELD,
+                f"the model has no chat template, so it takes a single message, which is its prompt, not "
+                f"{len(messages)}: write all of them into one message, send the prompt to /v1/completions, or put a "
+                "chat_template.jinja beside the model",
+                field="messages",
+            )
+
+
+def _looked_for(parsed: jinja2.nodes.Template) -> Iterator[jinja2.nodes.Const]:
+    """The texts with which a template compares others, or which it looks for in others."""
+
+    def constants(nodes: Iterable[jinja2.nodes.Node]) -> Iterator[jinja2.nodes.Const]:
+        for node in nodes:
+            if isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str):
+                yield node
+            elif isinstance(node, jinja2.nodes.List | jinja2.nodes.Tuple):
+                yield from constants(node.items)
+
+    for comparison in parsed.find_all(jinja2.nodes.Compare):
+        yield from constants([comparison.expr, *(operand.expr for operand in comparison.ops)])
+    for call in parsed.find_all(jinja2.nodes.Call):
+        if isinstance(call.node, jinja2.nodes.Getattr) and call.node.attr in _SEARCHES:
+            yield from constants(call.args[:1])
+    for filtered in parsed.find_all(jinja2.nodes.Filter):
+        if filtered.name in _SEARCHES:
+            yield from constants(filtered.args[:1])
+    for test in parsed.find_all(jinja2.nodes.Test):
+        yield from constants([test.node, *test.args])
+
+
+def _refusal(why: str, kind: type[StatusError] = StatusError) -> StatusError:
     message = f"the model's chat template does not accept this conversation: {why}"
-    return StatusError(Reason.INVALID_FIELD, message, field="messages")
+    return kind(Reason.INVALID_FIELD, message, field="messages")
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:

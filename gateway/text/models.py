@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING
 from headrace.common.aliases import Aliases
 from headrace.common.telemetry.logs import request_id_var
 from headrace.gateway.access.caller import authorization_var, deadline_var
-from headrace.gateway.text.chat_template import ChatTemplate
+from headrace.gateway.text.chat_template import ChatTemplate, NoTemplate
+from headrace.gateway.text.control_text import ControlTexts
 from headrace.gateway.text.listing import ListedModel, word_for
 from headrace.gateway.text.outage import Outage
+from headrace.gateway.text.plain_encoding import PlainEncoding
 from headrace.gateway.upstream import bundle
 from headrace.gateway.upstream.bundle import BundleError
 from headrace.gateway.upstream.model_host import ModelHost
@@ -61,6 +63,10 @@ class TextSide:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     template_problem: str
+    controls: ControlTexts
+    """Texts of the control tokens."""
+    encoding: PlainEncoding
+    """Tokenizes texts of callers, in which control tokens are text."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of special tokens by their names in templates, such as `bos_token`."""
 
@@ -405,11 +411,18 @@ def load_text_side(raw: bytes) -> TextSide:
     special_tokens = {**tokenizer.special_tokens, **bundle.special_tokens(files)}
     sources = bundle.template_sources(files)
     if not sources and tokenizer.chat_template is not None:
-        sources = {"default": tokenizer.chat_template}
-    if not sources:
-        return TextSide(tokenizer, None, "it has no chat template", special_tokens)
+        sources = {"default": bundle.plain_lines(tokenizer.chat_template)}
+    template: ChatTemplate | None = None
+    problem = ""
     try:
-        return TextSide(tokenizer, ChatTemplate(sources, special_tokens), "", special_tokens)
+        template = ChatTemplate(sources, special_tokens) if sources else NoTemplate()
     except BundleError as error:
         _LOG.error("%s", error)
-        return TextSide(tokenizer, None, str(error), special_tokens)
+        problem = str(error)
+    templates = () if template is None else template.all
+    controls = ControlTexts(
+        tokenizer.control_texts(bundle.eos_token_ids(files), special_tokens),
+        cuts=[text for one in templates for text in one.looks_for],
+        any_case=any(one.changes_case for one in templates),
+    )
+    return TextSide(tokenizer, template, problem, controls, PlainEncoding(tokenizer, controls), special_tokens)

@@ -9,9 +9,13 @@ thread.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
+import re
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +29,12 @@ _NO_LIMIT = 2**31 - 1
 _GRAPHS = ("openvino_tokenizer", "openvino_detokenizer")
 # Number of texts that the graph tokenizes together.
 _AT_ONCE = 64
+# Begins and ends of rows, begins and ends of pieces, their bytes, and whether a piece is an added token.
+_NUM_SPLIT_OUTPUTS = 6
+# What \s means in the graph: not the separators of files, groups, records and units, as in Python.
+_WHITE_SPACE = r"[^\S\x1c-\x1f]"
 _the_core: Any = None
+_LOG = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -39,8 +48,10 @@ class Tokenizer:
         special_ids: frozenset[int],
         chat_template: str | None,
         special_tokens: dict[str, str],
+        pieces: _PieceEncoder,
     ) -> None:
         self._encoder = encoder
+        self._pieces = pieces
         self._plain_encoder = plain_encoder
         self.token_bytes = token_bytes
         """Bytes of each token, by id; not always whole UTF-8 sequences."""
@@ -67,6 +78,35 @@ class Tokenizer:
             found += encoder.encode_many(texts[start : start + _AT_ONCE])
         return found
 
+    @property
+    def added_tokens(self) -> re.Pattern[str] | None:
+        """Finds the tokens that are recognised in a text before it is tokenized, the special ones among them; None if
+        there are none. The group that matches is the token; white space around it that is stripped is no part of the
+        group."""
+        return self._pieces.pattern
+
+    def encode_pieces(self, texts: Sequence[Sequence[tuple[str, bool]]]) -> list[list[int]]:
+        """The token ids of texts in pieces, without special tokens around them. Each piece is a token that
+        `added_tokens` finds (True), or a text in which nothing is recognised (False)."""
+        found = self._pieces.encode(texts)
+        if found is None:  # its graph is of another kind
+            one = self._plain_encoder.encode
+            return [[token_id for text, _ in pieces for token_id in one(text)] for pieces in texts]
+        return found
+
+    def control_texts(self, eos_token_ids: Iterable[int], special_tokens: Mapping[str, str]) -> dict[str, int]:
+        """The ids of control tokens by their texts: special tokens and those that end an answer. The token for what is
+        unknown is none of them: any text may contain it."""
+        table = self.token_bytes
+        ids = {token_id for token_id in (*self.special_ids, *eos_token_ids) if token_id < len(table)}
+        unknown = set(self._plain_encoder.encode("\U0010fffd"))
+        found = {}
+        for token_id in sorted(ids - unknown, reverse=True):
+            with contextlib.suppress(UnicodeDecodeError):
+                found[table[token_id].decode()] = token_id
+        found.pop(special_tokens.get("unk_token", ""), None)
+        return {text: token_id for text, token_id in found.items() if text.strip()}
+
     @cached_property
     def special_around(self) -> tuple[list[int], list[int]]:
         """The special tokens before and after a text."""
@@ -78,6 +118,7 @@ class Tokenizer:
         """Release the OpenVINO objects before the interpreter ends. No `encode` may follow or be running."""
         self._encoder.close()
         self._plain_encoder.close()
+        self._pieces.close()
         gc.collect()
 
 
@@ -100,7 +141,8 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         raise BundleError(str(error)) from error
     except RuntimeError as error:
         raise BundleError(f"the tokenizer's OpenVINO graphs cannot be used: {error}") from error
-    return Tokenizer(encoder, plain, token_bytes, special_ids, chat_template, tokens)
+    pieces = _PieceEncoder(files["openvino_tokenizer.xml"], files["openvino_tokenizer.bin"])
+    return Tokenizer(encoder, plain, token_bytes, special_ids, chat_template, tokens, pieces)
 
 
 class _Encoder:
@@ -129,8 +171,7 @@ class _Encoder:
             request = self._compiled.create_infer_request()
         try:
             raws = [text.encode() for text in texts]
-            ends = np.cumsum([len(raw) for raw in raws], dtype=np.int32)
-            begins = np.concatenate([np.zeros(1, np.int32), ends[:-1]])
+            begins, ends = _spans([len(raw) for raw in raws])
             request.infer([begins, ends, np.frombuffer(b"".join(raws), np.uint8)], share_inputs=True)
             rows = request.get_output_tensor(self._ids).data
             if self._mask is None:
@@ -143,6 +184,94 @@ class _Encoder:
     def close(self) -> None:
         self._idle.clear()
         self._compiled = None
+
+
+class _PieceEncoder:
+    """Tokenizes texts that are already split at added tokens. Its graph is the tokenizer's without the node that
+    splits; it is compiled when it is first needed, because few texts need it."""
+
+    def __init__(self, xml: bytes, weights: bytes) -> None:
+        self._files = xml, weights
+        self._lock = threading.Lock()
+        self._compiled: Any = None
+        self._is_of_another_kind = False
+        self._ids = 0
+        self._mask: int | None = None
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str] | None:
+        """Finds added tokens, as the node that splits does."""
+        split = _splitting(_core().read_model(*self._files))
+        if split is None:
+            return None
+        raw = split.input_value(split.get_input_size() - 1).get_node().get_data().tobytes()
+        try:
+            return re.compile(raw.decode().replace(r"\s", _WHITE_SPACE))
+        except (UnicodeDecodeError, re.error) as error:
+            _LOG.warning("added tokens are not recognised beside texts that look like special ones: %s", error)
+            return None
+
+    def encode(self, texts: Sequence[Sequence[tuple[str, bool]]]) -> list[list[int]] | None:
+        """Token ids of texts in pieces; None if the graph does not split texts."""
+        with self._lock:
+            if self._compiled is None and not self._is_of_another_kind:
+                self._compile()
+            if self._compiled is None:
+                return None
+            request = self._compiled.create_infer_request()
+        at_once = 1 if self._mask is None else _AT_ONCE
+        found: list[list[int]] = []
+        for start in range(0, len(texts), at_once):
+            found += self._run(request, texts[start : start + at_once])
+        return found
+
+    def _run(self, request: Any, texts: Sequence[Sequence[tuple[str, bool]]]) -> list[list[int]]:
+        rows = [[(text.encode(), is_added) for text, is_added in pieces if text] for pieces in texts]
+        if not any(rows):
+            return [[] for _ in rows]
+        raws = [raw for row in rows for raw, _ in row]
+        inputs = [*_spans([len(row) for row in rows]), *_spans([len(raw) for raw in raws])]
+        chars = np.frombuffer(b"".join(raws), np.uint8)
+        request.infer([*inputs, chars, np.array([is_added for row in rows for _, is_added in row], np.bool_)])
+        ids = request.get_output_tensor(self._ids).data
+        if self._mask is None:
+            return [list(map(int, row.tolist())) for row in ids]
+        mask = request.get_output_tensor(self._mask).data != 0
+        return [list(map(int, row[kept].tolist())) for row, kept in zip(ids, mask, strict=True)]
+
+    def _compile(self) -> None:
+        graph = _core().read_model(*self._files)
+        split = _splitting(graph)
+        if split is None:
+            self._is_of_another_kind = True
+            return
+        _lift_truncation(graph)
+        _drop_added_tokens(graph)
+        inputs = []
+        for output in split.outputs():
+            parameter = openvino.op.Parameter(output.get_element_type(), openvino.PartialShape([-1]))
+            output.replace(parameter.output(0))
+            inputs.append(parameter)
+        graph = openvino.Model(graph.get_results(), graph.get_sinks(), inputs, "tokenizer_of_pieces")
+        names = [output.get_names() for output in graph.outputs]
+        self._ids = next((i for i, name in enumerate(names) if "input_ids" in name), 0)
+        self._mask = next((i for i, name in enumerate(names) if "attention_mask" in name), None)
+        self._compiled = _core().compile_model(graph, "CPU", COMPILE_OPTIONS)
+
+    def close(self) -> None:
+        self._compiled = None
+
+
+def _spans(sizes: Sequence[int]) -> tuple[Any, Any]:
+    """Begins and ends of things with these sizes, one after the other."""
+    ends = np.cumsum(sizes, dtype=np.int32)
+    return np.concatenate([np.zeros(1, np.int32), ends[:-1]]), ends
+
+
+def _splitting(graph: Any) -> Any:
+    """The node that splits texts at added tokens; None if there is none."""
+    nodes = [node for node in graph.get_ordered_ops() if node.get_type_name() == "SpecialTokensSplit"]
+    return nodes[0] if len(nodes) == 1 and nodes[0].get_output_size() == _NUM_SPLIT_OUTPUTS else None
 
 
 def _core() -> Any:

@@ -5,6 +5,8 @@ Only members with the names below are read, and nothing is written to disk.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import io
 import tarfile
 from collections.abc import Mapping
@@ -12,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.common.model_files.names import BUNDLE_FILES
+from headrace.common.model_files.names import BUNDLE_FILES, NAMED_TEMPLATE_FILES, TEMPLATE_FILES
 
 MAX_BUNDLE_BYTES = 256 * 1024 * 1024
 MAX_MEMBERS = 64
@@ -59,9 +61,21 @@ def json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if raw is None:
         return {}
     try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
+        return msgspec.json.decode(text_of(raw), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BundleError(f"{name} in the tokenizer bundle is not a JSON object: {error}") from error
+
+
+def text_of(raw: bytes) -> str:
+    """The text of a file as editors on any system write it: without a byte order mark, with line feeds between lines.
+    Raises `UnicodeDecodeError`."""
+    is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return plain_lines(raw.decode("utf-16" if is_wide else "utf-8"))
+
+
+def plain_lines(text: str) -> str:
+    """A text without a byte order mark, with line feeds between its lines."""
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -78,30 +92,43 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     return found
 
 
+def eos_token_ids(files: Mapping[str, bytes]) -> frozenset[int]:
+    """The tokens that end an answer, as far as the bundle's files name them."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = None
+        with contextlib.suppress(BundleError):  # the worker has checked the files, and reads more kinds of numbers
+            value = json_file(files, name).get("eos_token_id")
+        found.update(one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
+    return frozenset(found)
+
+
 def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
     """Chat templates by name; the one to use is `default`. Empty if the bundle's files have none.
 
-    `chat_template.jinja` takes precedence over `chat_template` of chat_template.json, and that over the one of
-    tokenizer_config.json. In JSON it is a text or a list of `{"name", "template"}`. Raises `BundleError` for anything
-    else.
+    Files with nothing but a template (`TEMPLATE_FILES`) take precedence over `chat_template` of chat_template.json, and
+    that over the one of tokenizer_config.json. In JSON it is a text or a list of `{"name", "template"}`. Raises
+    `BundleError` for anything else.
     """
     named: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         named.update(_templates_in(json_file(files, name).get("chat_template")))
-    if "chat_template.jinja" in files:
-        try:
-            named["default"] = files["chat_template.jinja"].decode()
-        except UnicodeDecodeError as error:
-            raise BundleError(f"chat_template.jinja in the tokenizer bundle is not UTF-8: {error}") from error
+    own = next((name for name in TEMPLATE_FILES if name in files), None)
+    for name, file in {**NAMED_TEMPLATE_FILES, "default": own}.items():
+        if file is not None and file in files:
+            try:
+                named[name] = text_of(files[file])
+            except UnicodeDecodeError as error:
+                raise BundleError(f"{file} in the tokenizer bundle is not UTF-8: {error}") from error
     return named
 
 
 def _templates_in(value: object) -> dict[str, str]:
     if isinstance(value, str):
-        return {"default": value}
-    if isinstance(value, list):
+        value = {"default": value}
+    elif isinstance(value, list):
         entries = [entry for entry in value if isinstance(entry, dict)]
-        return {str(e.get("name", "default")): e["template"] for e in entries if isinstance(e.get("template"), str)}
-    if isinstance(value, dict):
-        return {str(name): source for name, source in value.items() if isinstance(source, str)}
-    return {}
+        value = {str(entry.get("name", "default")): entry.get("template") for entry in entries}
+    if not isinstance(value, dict):
+        return {}
+    return {str(name): plain_lines(source) for name, source in value.items() if isinstance(source, str)}
