@@ -21,6 +21,7 @@ from headrace.cli.serving.plan import ModelPlan
 from tests.cli import ovms_files
 from tests.cli.ovms_files import llm_graph
 from tests.cli.test_host import ALL, BOUND_S, GOOD, PLACE, REFUSING, System, hosting
+from tests.patience import patience
 
 
 class Configured:
@@ -51,7 +52,7 @@ class Configured:
         (self.config.parent / name / "graph.pbtxt").write_text(llm_graph(f'models_path: "./" {options}'))
 
     async def reload(self) -> Reloaded:
-        return await asyncio.wait_for(self.models.reload(), BOUND_S)
+        return await asyncio.wait_for(self.models.reload(), patience(BOUND_S))
 
 
 @asynccontextmanager

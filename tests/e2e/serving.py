@@ -33,7 +33,7 @@ _ASK_TIMEOUT_S = 2.0
 _HEADRACE = (sys.executable, "-m", "headrace.cli")
 # Tests ask again and again. Reading the certificates of authorities takes httpx 35 ms each time, which no test needs,
 # and a connection that is kept may be to a process that is gone.
-HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=BOUND_S)
+HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=4 * BOUND_S)
 
 
 def headrace(*args: str, stdin: str = "", timeout_s: float = BOUND_S) -> subprocess.CompletedProcess[str]:

@@ -31,6 +31,7 @@ from tests.gateway.conftest import (
     tiny_graphs,
     tokens_of,
 )
+from tests.patience import patience
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
 CODEX = Path(__file__).parents[2] / ".make" / "clients" / "node_modules" / ".bin" / "codex"
@@ -133,7 +134,7 @@ class Codex:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            async with asyncio.timeout(BOUND_S):
+            async with asyncio.timeout(patience(BOUND_S)):
                 out, errors = await process.communicate()
         finally:
             if process.returncode is None:

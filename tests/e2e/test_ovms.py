@@ -17,6 +17,7 @@ from tests.architectures.texts import made_up_texts
 from tests.cli.ovms_files import embeddings_graph, llm_graph
 from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace
 from tests.e2e.small_model import small_model
+from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
@@ -47,15 +48,15 @@ def write(config: Path, names: dict[str, str], **more: Any) -> None:
 
 def ask(serve: Serve, model: str, **fields: Any) -> httpx.Response:
     body = {"model": model, "messages": [{"role": "user", "content": "Once"}], "temperature": 0, **fields}
-    return httpx.post(f"{serve.base_url}/v3/chat/completions", json=body, timeout=READY_BOUND_S)
+    return httpx.post(f"{serve.base_url}/v3/chat/completions", json=body, timeout=patience(READY_BOUND_S))
 
 
 def reload(serve: Serve) -> httpx.Response:
-    return httpx.post(f"{serve.base_url}/v1/config/reload", timeout=4 * READY_BOUND_S)
+    return httpx.post(f"{serve.base_url}/v1/config/reload", timeout=patience(4 * READY_BOUND_S))
 
 
 def states(serve: Serve) -> dict[str, str]:
-    answer = HTTP.get(f"{serve.base_url}/v1/config", timeout=BOUND_S).json()
+    answer = HTTP.get(f"{serve.base_url}/v1/config", timeout=patience(BOUND_S)).json()
     return {name: model["model_version_status"][0]["state"] for name, model in answer.items()}
 
 

@@ -59,7 +59,7 @@ class System:
         return {model["id"]: model for model in answer.json()["data"]}
 
     async def until_ruled(self, name: str, rules: ServingRules) -> None:
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(patience(BOUND_S)):
             while (await self.gateway.models.find(name)).rules != rules:
                 await asyncio.sleep(0.01)
 
@@ -191,7 +191,7 @@ async def test_a_model_that_its_host_has_no_more_is_not_found(system: System) ->
     system.router.cards = []
     del system.host.models["a"]
     system.host.tell()
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(patience(BOUND_S)):
         while "a" in await system.listed():
             await asyncio.sleep(0.01)
         while (answer := await system.chat("a")).status_code != 404:
@@ -216,7 +216,7 @@ async def test_requests_wait_for_a_host_with_rules(kit: Any, tiny_bundle: bytes)
             host.set("a", "LOADED", rules=ServingRules(max_tokens_limit=8))
             host.is_silent = False
             host.tell()
-            answer = await asyncio.wait_for(asked, BOUND_S)
+            answer = await asyncio.wait_for(asked, patience(BOUND_S))
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
             assert gateway.models.ready
 
