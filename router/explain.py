@@ -48,7 +48,7 @@ async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb
     placement = fleet.weigh(routed, card)
     links = [link for link in fleet.links() if link.card is not None and link.card.name == card.name]
     response = router_pb2.ExplainResponse(num_prompt_tokens=len(request.token_ids))
-    costs: dict[str, CostTerms] = {}
+    costs: dict[str, CostTerms[float]] = {}
     described: dict[str, Weighed] = {}
     if placement is not None:
         costs = placement.costs
@@ -67,7 +67,7 @@ async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb
     return response
 
 
-def _rank(cost: CostTerms | None) -> tuple[bool, float]:
+def _rank(cost: CostTerms[float] | None) -> tuple[bool, float]:
     """Sort key: weighed workers first, by cost."""
     return (True, 0.0) if cost is None else (False, cost.total_ms)
 
@@ -79,16 +79,5 @@ def _described(link: WorkerLink) -> router_pb2.ExplainedWorker:
     )
 
 
-def _terms(cost: CostTerms) -> router_pb2.CostTerms:
-    return router_pb2.CostTerms(
-        queue_ms=cost.queue_ms,
-        backlog_ms=cost.backlog_ms,
-        prefill_ms=cost.prefill_ms,
-        decode_ms=cost.decode_ms,
-        eviction_ms=cost.eviction_ms,
-        pressure_ms=cost.pressure_ms,
-        adapter_ms=cost.adapter_ms,
-        transfer_ms=cost.transfer_ms,
-        total_ms=cost.total_ms,
-        ttft_ms=cost.ttft_ms,
-    )
+def _terms(cost: CostTerms[float]) -> router_pb2.CostTerms:
+    return router_pb2.CostTerms(**cost._asdict(), total_ms=cost.total_ms, ttft_ms=cost.ttft_ms)

@@ -23,7 +23,16 @@ from headrace.protos.status import error_of
 
 _TIMEOUT_S = 10.0
 _WIDTH_OF_A_PIPE = 160
-_TERMS = ("queue", "backlog", "prefill", "decode", "eviction", "pressure", "adapter", "transfer", "total", "ttft")
+# The terms of the policy, and then the sums.
+_SUMS = ("total", "ttft")
+_TERMS = (
+    *(
+        name
+        for field in router_pb2.CostTerms.DESCRIPTOR.fields
+        if (name := field.name.removesuffix("_ms")) not in _SUMS
+    ),
+    *_SUMS,
+)
 _REASONS = {
     router_pb2.PLACEMENT_REASON_UNSPECIFIED: "no worker takes requests",
     router_pb2.PLACEMENT_REASON_ONLY: "there is no other worker",

@@ -238,8 +238,8 @@ class Pool:
         for link in self._cards:
             assert link.is_ready
             assert _has_room(link) == (link in self._with_room)
-        values = Candidates.of([link.candidate() for link, _ in self.members().links]).values
-        assert np.array_equal(values, self._table.at(self.members().slots)), "the table's loads are out of date"
+        current = Candidates.of([link.candidate() for link, _ in self.members().links]).columns
+        assert np.array_equal(current, self._table.at(self.members().slots)), "the table's loads are out of date"
 
 
 class Pools:

@@ -160,5 +160,6 @@ class PlacedRequest:
             span.event("candidate", {**attributes, **_terms(weighed.cost)})
 
 
-def _terms(cost: CostTerms) -> dict[str, float]:
-    return {f"headrace.cost.{name}": getattr(cost, name) for name in CostTerms.__struct_fields__}
+def _terms(cost: CostTerms[float]) -> dict[str, float]:
+    terms = {**cost._asdict(), "total_ms": cost.total_ms}
+    return {f"headrace.cost.{name}": milliseconds for name, milliseconds in terms.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,26 +24,30 @@ Places: TypeAlias = npt.NDArray[np.intp]
 # The weight of a worker's own rates against the median of all workers.
 OWN_SHARE = 0.1
 
-# The columns. Rates are stored raised to OWN_SHARE, as the policy needs them; 0 means unknown.
-(
-    RUNNING,
-    WAITING,
-    UNCACHED_TOKENS,
-    BLOCKS,
-    FREE_BLOCKS,
-    CACHED_BLOCKS,
-    PREFILL_RATE,
-    STEP_MS,
-    MAX_NUM_SEQS,
-    AS_OF_S,
-    BLOCK_SIZE,
-    BOOKED_REQUESTS,
-    BOOKED_TOKENS,
-    BOOKED_BLOCKS,
-    TRANSFER_BYTES_PER_S,
-    DISK_BYTES_PER_S,
-) = range(16)
-_NUM_COLUMNS = 16
+_Value = TypeVar("_Value")
+
+
+class Columns(NamedTuple, Generic[_Value]):
+    """The load and the bookings of one worker (numbers), or of several workers (an array for each quantity). See
+    `LoadReport` and `Candidate`. The rates of prefill and decode are raised to OWN_SHARE, as the policy needs them; 0
+    means unknown."""
+
+    running: _Value
+    waiting: _Value
+    uncached_tokens: _Value
+    blocks: _Value
+    free_blocks: _Value
+    cached_blocks: _Value
+    prefill_rate: _Value
+    step_ms: _Value
+    max_num_seqs: _Value
+    as_of_s: _Value
+    block_size: _Value
+    booked_requests: _Value
+    booked_tokens: _Value
+    booked_blocks: _Value
+    transfer_bytes_per_s: _Value
+    disk_bytes_per_s: _Value
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False):
@@ -106,15 +110,37 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             load.arrived_blocks + bookings.num_blocks,
         )
 
+    def columns(self) -> Columns[float]:
+        """Its part of the columns."""
+        load = self.load
+        return Columns(
+            running=load.num_running,
+            waiting=load.num_waiting,
+            uncached_tokens=load.num_uncached_tokens,
+            blocks=load.num_blocks,
+            free_blocks=load.num_free_blocks,
+            cached_blocks=load.num_cached_blocks,
+            prefill_rate=load.prefill_tokens_per_s**OWN_SHARE,
+            step_ms=load.decode_step_ms**OWN_SHARE,
+            max_num_seqs=load.max_num_seqs,
+            as_of_s=load.as_of_s,
+            block_size=self.block_size,
+            booked_requests=self.num_booked_requests,
+            booked_tokens=self.num_booked_tokens,
+            booked_blocks=self.num_booked_blocks,
+            transfer_bytes_per_s=load.transfer_bytes_per_s,
+            disk_bytes_per_s=load.disk_bytes_per_s,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Workers that a request may go to. `values` has a row for each column and an element for each worker; `numbers`
-    maps each name to its index."""
+    """Workers that a request may go to. Each column has an element for each worker; `numbers` maps each name to its
+    index."""
 
     worker_ids: Sequence[str]
     numbers: Mapping[str, int]
-    values: Values
+    columns: Columns[Values]
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Candidates:
@@ -135,7 +161,7 @@ class CandidateTable:
     """The columns, by slot. The owner of the table assigns the slots."""
 
     def __init__(self) -> None:
-        self._values: Values = np.zeros((_NUM_COLUMNS, 16))
+        self._values: Values = np.zeros((len(Columns._fields), 16))
         self._changed: dict[int, Callable[[], Candidate]] = {}
 
     def changed(self, slot: int, candidate: Callable[[], Candidate]) -> None:
@@ -151,30 +177,12 @@ class CandidateTable:
         """Store the load and the bookings of the worker at a slot."""
         values = self._values
         if slot >= values.shape[1]:
-            values = self._values = np.hstack([values, np.zeros((_NUM_COLUMNS, max(slot, values.shape[1])))])
-        load = candidate.load
-        values[:, slot] = (
-            load.num_running,
-            load.num_waiting,
-            load.num_uncached_tokens,
-            load.num_blocks,
-            load.num_free_blocks,
-            load.num_cached_blocks,
-            load.prefill_tokens_per_s**OWN_SHARE,
-            load.decode_step_ms**OWN_SHARE,
-            load.max_num_seqs,
-            load.as_of_s,
-            candidate.block_size,
-            candidate.num_booked_requests,
-            candidate.num_booked_tokens,
-            candidate.num_booked_blocks,
-            load.transfer_bytes_per_s,
-            load.disk_bytes_per_s,
-        )
+            values = self._values = np.hstack([values, np.zeros((len(values), max(slot, values.shape[1])))])
+        values[:, slot] = candidate.columns()
 
-    def at(self, slots: Places) -> Values:
+    def at(self, slots: Places) -> Columns[Values]:
         """A copy of the columns at these slots, in this order."""
         while self._changed:
             slot, candidate = self._changed.popitem()
             self.put(slot, candidate())
-        return self._values.take(slots, axis=1)
+        return Columns(*self._values.take(slots, axis=1))

@@ -32,6 +32,7 @@ import math
 import random
 from collections.abc import Sequence
 from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,23 +40,7 @@ import numpy.typing as npt
 
 from headrace.protos.inference_pb2 import Belief as BeliefMessage
 from headrace.router.placement.bookings import Booking
-from headrace.router.placement.candidates import (
-    AS_OF_S,
-    BLOCK_SIZE,
-    BLOCKS,
-    BOOKED_BLOCKS,
-    BOOKED_REQUESTS,
-    BOOKED_TOKENS,
-    CACHED_BLOCKS,
-    FREE_BLOCKS,
-    MAX_NUM_SEQS,
-    RUNNING,
-    UNCACHED_TOKENS,
-    WAITING,
-    Candidates,
-    Places,
-    Values,
-)
+from headrace.router.placement.candidates import Candidates, Columns, Places, Values
 from headrace.router.placement.rates import Priors, believed_rates
 from headrace.router.placement.transfers import Moved, Transfers, worth_moving
 
@@ -91,21 +76,38 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     max_ttft_ms: float = math.inf
 
 
-class CostTerms(msgspec.Struct, frozen=True, gc=False):
-    """The terms of a worker's cost for one request, each in milliseconds."""
+_Ms = TypeVar("_Ms", float, Values)
 
-    queue_ms: float
-    backlog_ms: float
-    prefill_ms: float
-    decode_ms: float
-    eviction_ms: float
-    pressure_ms: float
-    adapter_ms: float
-    transfer_ms: float
-    total_ms: float
+
+class CostTerms(NamedTuple, Generic[_Ms]):
+    """The terms of the cost of one request, each in milliseconds: at one worker (numbers), or at all candidates (an
+    array for each term)."""
+
+    queue_ms: _Ms
+    backlog_ms: _Ms
+    prefill_ms: _Ms
+    decode_ms: _Ms
+    eviction_ms: _Ms
+    pressure_ms: _Ms
+    adapter_ms: _Ms
+    transfer_ms: _Ms
 
     @property
-    def ttft_ms(self) -> float:
+    def total_ms(self) -> _Ms:
+        """The cost."""
+        return (
+            self.queue_ms
+            + self.backlog_ms
+            + self.prefill_ms
+            + self.decode_ms
+            + self.eviction_ms
+            + self.pressure_ms
+            + self.adapter_ms
+            + self.transfer_ms
+        )
+
+    @property
+    def ttft_ms(self) -> _Ms:
         """Expected time to the first token."""
         return self.queue_ms + self.backlog_ms + self.prefill_ms + self.adapter_ms + self.transfer_ms
 
@@ -119,10 +121,6 @@ class PlacementReason(enum.Enum):
     SESSION = "session"  # the worker of the session, not much more expensive than the cheapest
 
 
-# The terms at all candidates: a row for each field of CostTerms, in the same order.
-_ADAPTER, _TRANSFER, _TOTAL = 6, 7, 8
-
-
 class Weighed(msgspec.Struct, frozen=True, gc=False):
     """The cost of a request at a worker, and the number of its prompt tokens that are cached there when it is computed.
     The worker fetches the last `num_moved_tokens` of these from another one, or `num_disk_tokens` from its disk."""
@@ -131,7 +129,7 @@ class Weighed(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int
     num_moved_tokens: int
     num_disk_tokens: int
-    cost: CostTerms
+    cost: CostTerms[float]
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
@@ -144,14 +142,14 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     reason: PlacementReason
     predicted_cached_tokens: int
     num_moved_tokens: int
-    cost: CostTerms | None
+    cost: CostTerms[float] | None
     num_candidates: int
     weighed: Sequence[Weighed]
     belief: Belief | None
     source: str = ""
 
     @property
-    def costs(self) -> dict[str, CostTerms]:
+    def costs(self) -> dict[str, CostTerms[float]]:
         """The cost at each of `weighed`."""
         return {weighed.worker_id: weighed.cost for weighed in self.weighed}
 
@@ -172,6 +170,32 @@ def place_at(request: RequestFacts, worker_id: str, num_cached_tokens: int) -> P
     )
 
 
+class Policy(Protocol):
+    """Chooses workers. A fleet, real or simulated, is given one; `place` is the one that routers use."""
+
+    def __call__(
+        self,
+        request: RequestFacts,
+        candidates: Candidates,
+        cached_blocks: npt.ArrayLike,
+        now_s: float,
+        rng: random.Random,
+        *,
+        num_described: int = 0,
+        priors: Priors = Priors(),  # noqa: B008  frozen
+        adapter_ms: Values | None = None,
+        transfers: Transfers | None = None,
+    ) -> Placement | None:
+        """Choose a worker, or None if there is no candidate.
+
+        `cached_blocks` holds, for each candidate, the number of blocks from the start of the prompt that are found
+        there. `adapter_ms` is the time to read the request's adapter at each; None without an adapter. `transfers` has
+        the tokens that each could fetch; None if no candidate can fetch any. `num_described` is how many candidates the
+        placement describes. Times are on the clock of `LoadReport.as_of_s`.
+        """
+        ...
+
+
 def place(
     request: RequestFacts,
     candidates: Candidates,
@@ -184,31 +208,30 @@ def place(
     adapter_ms: Values | None = None,
     transfers: Transfers | None = None,
 ) -> Placement | None:
-    """Choose a worker, or None if there is no candidate.
-
-    `cached_blocks` holds, for each candidate, the number of blocks from the start of the prompt that are found there.
-    `adapter_ms` is the time to read the request's adapter at each; None without an adapter. `transfers` has the tokens
-    that each could fetch; None if no candidate can fetch any. `num_described` is how many candidates the placement
-    describes. Times are on the clock of `LoadReport.as_of_s`.
-    """
+    """Choose the worker with the lowest expected cost; see the module, and `Policy` for the arguments."""
     if not len(candidates):
         return None
     most_tokens = max(request.num_prompt_tokens - 1, 0)  # the last one is always computed, for its logits
-    cached_tokens = np.minimum(np.asarray(cached_blocks) * candidates.values[BLOCK_SIZE], most_tokens)
-    rates, moved = believed_rates(candidates.values, priors), None
+    columns = candidates.columns
+    cached_tokens = np.minimum(np.asarray(cached_blocks) * columns.block_size, most_tokens)
+    rates = believed_rates(columns, priors)
+    moved = None
     if transfers is not None:
-        moved = worth_moving(transfers, candidates.values, cached_tokens, 1000.0 / rates[0], most_tokens)
-    terms = _weighed(request, candidates.values, rates, cached_tokens, moved, now_s, priors)
-    for row, more_ms in ((_TRANSFER, None if moved is None else moved.ms), (_ADAPTER, adapter_ms)):
-        if more_ms is not None:
-            terms[row] = more_ms
-            terms[_TOTAL] += more_ms
-    totals = _totals(request, terms)
+        moved = worth_moving(transfers, columns, cached_tokens, 1000.0 / rates[0], most_tokens)
+    rows = np.zeros((len(CostTerms._fields), len(candidates)))
+    costs: CostTerms[Values] = CostTerms(*rows)
+    _weigh(costs, request, columns, rates, cached_tokens, moved, now_s, priors)
+    if moved is not None:
+        costs.transfer_ms[:] = moved.ms
+    if adapter_ms is not None:
+        costs.adapter_ms[:] = adapter_ms
+    total_ms: Values = rows.sum(axis=0)
+    totals = _totals(request, costs, total_ms)
     chosen, reason = _choose(request, candidates, totals, cached_tokens, rng, priors)
 
-    described = partial(_described, candidates, cached_tokens, moved, terms)
+    described = partial(_described, candidates, cached_tokens, moved, rows)
     own = described(chosen)
-    cheapest = terms[_TOTAL].argsort(kind="stable")[:num_described].tolist() if num_described else ()
+    cheapest = total_ms.argsort(kind="stable")[:num_described].tolist() if num_described else ()
     return Placement(
         worker_id=own.worker_id,
         number=chosen,
@@ -218,38 +241,39 @@ def place(
         cost=own.cost,
         num_candidates=len(candidates),
         weighed=tuple(map(described, cheapest)),
-        belief=_belief(request, candidates.values[:, chosen], rates, totals, chosen, reason, priors),
+        belief=_belief(request, columns, rates, totals, chosen, reason, priors),
         source=transfers.addresses[transfers.sources[chosen]] if transfers and own.num_moved_tokens else "",
     )
 
 
 def _described(
-    candidates: Candidates, cached_tokens: Values, moved: Moved | None, terms: Values, number: int
+    candidates: Candidates, cached_tokens: Values, moved: Moved | None, rows: Values, number: int
 ) -> Weighed:
-    """The description of a candidate."""
+    """The description of a candidate. `rows` has a row for each of CostTerms."""
     num_moved = 0 if moved is None else int(moved.tokens[number])
     num_on_disk = num_moved if moved is not None and moved.is_on_disk[number] else 0
-    cost = CostTerms(*terms[:, number].tolist())
+    cost: CostTerms[float] = CostTerms(*rows[:, number].tolist())
     names = candidates.worker_ids
     return Weighed(names[number], int(cached_tokens[number]) + num_moved, num_moved - num_on_disk, num_on_disk, cost)
 
 
 def _belief(
     request: RequestFacts,
-    worker: Values,
+    columns: Columns[Values],
     rates: tuple[Values, Values],
     totals: Values,
     chosen: int,
     reason: PlacementReason,
     priors: Priors,
 ) -> Belief:
-    """The belief about the chosen worker, given its column, with the slack before another worker would be better."""
+    """The belief about the chosen worker, with the slack before another worker would be better."""
     others_ms = min(totals[:chosen].min(initial=math.inf), totals[chosen + 1 :].min(initial=math.inf))
     slack_ms = others_ms - totals[chosen] + (priors.session_slack_ms if reason is PlacementReason.SESSION else 0.0)
-    batch = max(worker[RUNNING], 1.0) + priors.batch_for_double_step
+    running = columns.running[chosen]
+    batch = max(running, 1.0) + priors.batch_for_double_step
     return Belief(
-        num_requests=int(worker[RUNNING] + worker[WAITING] + worker[BOOKED_REQUESTS]),
-        num_uncached_tokens=int(worker[UNCACHED_TOKENS] + worker[BOOKED_TOKENS]),
+        num_requests=int(running + columns.waiting[chosen] + columns.booked_requests[chosen]),
+        num_uncached_tokens=int(columns.uncached_tokens[chosen] + columns.booked_tokens[chosen]),
         ms_per_request=float(rates[1][chosen] * _answer_tokens(request, priors) / batch),
         ms_per_token=float(1000.0 / rates[0][chosen]),
         slack_ms=max(float(slack_ms), 0.0) + priors.give_back_ms,
@@ -262,43 +286,46 @@ def _answer_tokens(request: RequestFacts, priors: Priors) -> int:
     return priors.weighed_tokens if most is None else min(most, priors.weighed_tokens)
 
 
-def _weighed(
+def _weigh(
+    costs: CostTerms[Values],
     request: RequestFacts,
-    values: Values,
+    columns: Columns[Values],
     rates: tuple[Values, Values],
     cached_tokens: Values,
     moved: Moved | None,
     now_s: float,
     priors: Priors,
-) -> Values:
-    """The expected cost at each candidate: a row for each field of CostTerms. `moved` has the tokens to fetch."""
+) -> None:
+    """Compute the terms at each candidate, except those of adapters and transfers. `moved` has the tokens to fetch.
+    `costs` is all zero before."""
     held_tokens = cached_tokens if moved is None else cached_tokens + moved.tokens
     answer = _answer_tokens(request, priors)
     double = priors.batch_for_double_step
-    running, uncached, max_num_seqs = values[RUNNING], values[UNCACHED_TOKENS], values[MAX_NUM_SEQS]
+    running = columns.running
+    max_num_seqs = columns.max_num_seqs
     prefill_rate, decode_step_ms = rates
     ms_per_token = 1000.0 / prefill_rate
-    terms = np.zeros((_TOTAL + 1, values.shape[1]))
-    queue_ms, backlog_ms, prefill_ms, decode_ms = terms[:4]
+    backlog_ms, prefill_ms, decode_ms = costs.backlog_ms, costs.prefill_ms, costs.decode_ms
     np.multiply(request.num_prompt_tokens - held_tokens, ms_per_token, out=prefill_ms)
 
     # The reported step time is that of the reported batch. The booked requests and this one come in addition.
-    batch = running + values[BOOKED_REQUESTS]
+    batch = running + columns.booked_requests
     step_ms = decode_step_ms * (batch + (double + 1.0)) / (np.maximum(running, 1.0) + double)
     np.multiply(step_ms, answer, out=decode_ms)
 
     # Places become free when answers end. The answers in the batch are half finished on average.
-    requests = batch + values[WAITING]
+    requests = batch + columns.waiting
     half_answer_ms = step_ms * (priors.answer_tokens * 0.5)
     is_full = (requests >= max_num_seqs) & (max_num_seqs > 0.0)
     if is_full.any():
-        np.divide((requests + 1.0 - max_num_seqs) * half_answer_ms, max_num_seqs, out=queue_ms, where=is_full)
+        waiting_ms = (requests + 1.0 - max_num_seqs) * half_answer_ms
+        np.divide(waiting_ms, max_num_seqs, out=costs.queue_ms, where=is_full)
 
     # The worker has continued to work since the report.
-    np.multiply(uncached, ms_per_token, out=backlog_ms)
-    backlog_ms -= (now_s - values[AS_OF_S]) * 1000.0
+    np.multiply(columns.uncached_tokens, ms_per_token, out=backlog_ms)
+    backlog_ms -= (now_s - columns.as_of_s) * 1000.0
     np.maximum(backlog_ms, 0.0, out=backlog_ms)
-    backlog_ms += values[BOOKED_TOKENS] * ms_per_token
+    backlog_ms += columns.booked_tokens * ms_per_token
 
     # Workers compute the shortest rest first, so each request there delays this one by at most its own time.
     ahead_ms = np.maximum(requests, 1.0) * prefill_ms
@@ -309,48 +336,46 @@ def _weighed(
     np.minimum(backlog_ms, ahead_ms, out=backlog_ms)
 
     new_tokens = request.num_prompt_tokens - cached_tokens + answer
-    _weigh_blocks(terms, new_tokens, moved, answer, values, ms_per_token, step_ms, priors)
-    terms[:_TOTAL].sum(axis=0, out=terms[_TOTAL])
-    return terms
+    _weigh_blocks(costs, new_tokens, moved, answer, columns, ms_per_token, step_ms, priors)
 
 
 def _weigh_blocks(
-    terms: Values,
+    costs: CostTerms[Values],
     new_tokens: Values,
     moved: Moved | None,
     answer: int,
-    values: Values,
+    columns: Columns[Values],
     ms_per_token: Values,
     step_ms: Values,
     priors: Priors,
 ) -> None:
     """Add the cost of making room in the KV cache for the new tokens, of which `answer` belong to the answer. Tokens
     copied from another worker also stay there."""
-    queue_ms, eviction_ms, pressure_ms = terms[0], terms[4], terms[5]
-    size, blocks = values[BLOCK_SIZE], values[BLOCKS]
+    size, blocks = columns.block_size, columns.blocks
     ms_per_block = size * ms_per_token
     needed = np.ceil(new_tokens / size)
-    free = values[FREE_BLOCKS] - values[BOOKED_BLOCKS]
+    free = columns.free_blocks - columns.booked_blocks
     # At least this many blocks are empty, because cached blocks in use are not among the free ones.
-    displaced = needed - np.maximum(free - values[CACHED_BLOCKS], 0.0)
+    displaced = needed - np.maximum(free - columns.cached_blocks, 0.0)
     is_known = blocks > 0.0
     lost = np.maximum(displaced, 0.0) * priors.reuse_chance
     if moved is not None:
         lost += np.clip(displaced, 0.0, moved.copied_tokens / size) * priors.copy_chance
-    np.multiply(lost, ms_per_block, out=eviction_ms, where=is_known)
+    np.multiply(lost, ms_per_block, out=costs.eviction_ms, where=is_known)
     short = needed - np.maximum(free, 0.0)
     # The worker does not begin it before its prompt fits, and earlier prompts still have to get their blocks.
-    missing = short + np.floor(values[UNCACHED_TOKENS] / size) - np.floor(answer / size)
+    missing = short + np.floor(columns.uncached_tokens / size) - np.floor(answer / size)
     is_short = (np.maximum(short, missing) > 0.0) & is_known
     if not is_short.any():
         return
     lacking = np.where(is_short, np.maximum(short, 0.0), 0.0)
-    pressure_ms += lacking * ms_per_block + lacking / np.maximum(needed, 1.0) * priors.weighed_tokens * step_ms
+    again_ms = lacking / np.maximum(needed, 1.0) * priors.weighed_tokens * step_ms
+    costs.pressure_ms[:] = lacking * ms_per_block + again_ms
     # Blocks become free when the requests that hold them end.
-    held = blocks - values[FREE_BLOCKS]
+    held = blocks - columns.free_blocks
     waits = is_short & (missing > 0.0) & (held > 0.0)
     part = np.minimum(np.divide(missing, held, out=np.zeros_like(held), where=waits), 1.0)
-    np.maximum(queue_ms, part * step_ms * (priors.answer_tokens * 0.5), out=queue_ms)
+    np.maximum(costs.queue_ms, part * step_ms * (priors.answer_tokens * 0.5), out=costs.queue_ms)
 
 
 def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) -> float:
@@ -360,19 +385,18 @@ def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) ->
     """
     if not len(candidates):
         return 0.0
-    step_ms = believed_rates(candidates.values, priors)[1]
-    ended_per_ms = float((candidates.values[MAX_NUM_SEQS] / step_ms).sum()) / priors.answer_tokens
+    step_ms = believed_rates(candidates.columns, priors)[1]
+    ended_per_ms = float((candidates.columns.max_num_seqs / step_ms).sum()) / priors.answer_tokens
     return (num_ahead + 1) / ended_per_ms if ended_per_ms else 0.0
 
 
-def _totals(request: RequestFacts, terms: Values) -> Values:
+def _totals(request: RequestFacts, costs: CostTerms[Values], total_ms: Values) -> Values:
     """The costs that determine the choice. Workers that meet the request's limit come before all others."""
-    totals: Values = terms[_TOTAL]
     if request.max_ttft_ms != math.inf:
-        is_in_time = terms[:3].sum(axis=0) + terms[_TRANSFER] <= request.max_ttft_ms
+        is_in_time = costs.ttft_ms <= request.max_ttft_ms
         if is_in_time.any():
-            totals = np.where(is_in_time, totals, math.inf)
-    return totals
+            return np.where(is_in_time, total_ms, math.inf)
+    return total_ms
 
 
 def _choose(
@@ -416,6 +440,6 @@ def is_long(
 ) -> bool:
     """Whether a prompt is long even at the candidate that has most of it cached, or could fetch most of it.
     `cached_blocks` has, for each candidate, the number of blocks from the start of the prompt that are found there."""
-    num_cached = (cached_blocks * candidates.values[BLOCK_SIZE]).max()
-    tokens_per_s = np.median(believed_rates(candidates.values, priors)[0])
+    num_cached = (cached_blocks * candidates.columns.block_size).max()
+    tokens_per_s = np.median(believed_rates(candidates.columns, priors)[0])
     return bool((num_prompt_tokens - num_cached) * 1000.0 > long_prompt_ms * tokens_per_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from headrace.router.placement.candidates import OWN_SHARE, PREFILL_RATE, STEP_MS, Values
+from headrace.router.placement.candidates import OWN_SHARE, Columns, Values
 
 
 class Priors(msgspec.Struct, frozen=True, gc=False):
@@ -34,17 +34,17 @@ class Priors(msgspec.Struct, frozen=True, gc=False):
     give_back_ms: float = 50.0
 
 
-def believed_rates(values: Values, priors: Priors) -> tuple[Values, Values]:
+def believed_rates(columns: Columns[Values], priors: Priors) -> tuple[Values, Values]:
     """The assumed rates of each candidate: its prefill tokens per second, and its milliseconds per decode step.
 
     Learned rates depend more on a worker's recent prompts than on its host: they differ fourfold among equal hosts. So,
     on a logarithmic scale, a worker's own rate counts one tenth and the median of all workers nine tenths. A worker
     without a learned rate gets the best one. docs/simulation.md compares the alternatives.
     """
-    prefill = _drawn_to_median(values[PREFILL_RATE])
+    prefill = _drawn_to_median(columns.prefill_rate)
     if not prefill.all():
         prefill[prefill == 0.0] = prefill.max() or priors.prefill_tokens_per_s
-    step_ms = _drawn_to_median(values[STEP_MS])
+    step_ms = _drawn_to_median(columns.step_ms)
     if not step_ms.all():
         is_known = step_ms > 0.0
         step_ms[~is_known] = step_ms[is_known].min() if is_known.any() else priors.decode_step_ms

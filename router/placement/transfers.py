@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.router.placement.candidates import DISK_BYTES_PER_S, TRANSFER_BYTES_PER_S, Places, Values
+from headrace.router.placement.candidates import Columns, Places, Values
 from headrace.router.placement.prefix_index import PrefixIndex
 
 # The time until the first block arrives.
@@ -93,16 +93,16 @@ class Moved(NamedTuple):
 
 
 def worth_moving(
-    transfers: Transfers, values: Values, cached_tokens: Values, ms_per_computed: Values, most_tokens: int
+    transfers: Transfers, columns: Columns[Values], cached_tokens: Values, ms_per_computed: Values, most_tokens: int
 ) -> Moved:
     """The tokens that each candidate should fetch. It has `cached_tokens` itself and computes a token in
-    `ms_per_computed`. The prompt needs at most `most_tokens`. `values` are the candidates' columns. Between its disk
-    and another worker, the source that saves more time is chosen."""
+    `ms_per_computed`. The prompt needs at most `most_tokens`. Between its disk and another worker, the source that
+    saves more time is chosen."""
     from_peers, peers_ms, peers_saved_ms = _weighed(
-        transfers.tokens, values[TRANSFER_BYTES_PER_S], SETUP_MS, transfers, cached_tokens, ms_per_computed, most_tokens
+        transfers.tokens, columns.transfer_bytes_per_s, SETUP_MS, transfers, cached_tokens, ms_per_computed, most_tokens
     )
     from_disk, disk_ms, disk_saved_ms = _weighed(
-        transfers.disk_tokens, values[DISK_BYTES_PER_S], 0.0, transfers, cached_tokens, ms_per_computed, most_tokens
+        transfers.disk_tokens, columns.disk_bytes_per_s, 0.0, transfers, cached_tokens, ms_per_computed, most_tokens
     )
     is_on_disk = (disk_saved_ms >= peers_saved_ms) & (from_disk > 0.0)
     tokens, copied = np.where(is_on_disk, from_disk, from_peers), np.where(is_on_disk, 0.0, from_peers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.router.placement.candidates import BOOKED_REQUESTS, Candidate, CandidateTable, LoadReport
+from headrace.router.placement.candidates import Candidate, CandidateTable, LoadReport
 
 
 class _Worker:
@@ -27,7 +27,7 @@ def test_changes_are_read_once_before_the_next_use() -> None:
         table.changed(20, worker.candidate)
     assert worker.num_reads == 0
     for _ in "12":
-        assert table.at(np.array([20]))[BOOKED_REQUESTS].tolist() == [3.0]
+        assert table.at(np.array([20])).booked_requests.tolist() == [3.0]
     assert worker.num_reads == 1
 
 

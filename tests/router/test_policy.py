@@ -7,11 +7,12 @@ import random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.router.placement.candidates import Candidate, Candidates, LoadReport
+from headrace.router.placement.candidates import Candidate, Candidates, LoadReport, Values
 from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place, place_at
 from headrace.router.placement.rates import Priors
 
@@ -248,7 +249,7 @@ def test_the_chosen_one_is_the_cheapest_up_to_noise_and_terms_add_up(
     best = min(terms.total_ms for terms in placement.costs.values())
     assert placement.cost.total_ms <= best + Priors().noise_ms
     for terms in placement.costs.values():
-        parts = [getattr(terms, name) for name in terms.__struct_fields__ if name != "total_ms"]
+        parts = list(terms)
         assert all(part >= 0 for part in parts)
         assert terms.total_ms == pytest.approx(sum(parts))
     assert placement.predicted_cached_tokens < num_prompt_tokens
@@ -268,3 +269,23 @@ def test_an_only_candidate_is_placed_as_if_weighed(report: LoadReport, blocks: i
     assert weighed.belief is not None
     assert weighed.belief.slack_ms == math.inf, "no report makes another worker better"
     assert place_at(facts, "a", 16 * blocks) == msgspec.structs.replace(weighed, cost=None, belief=None)
+
+
+def test_a_limit_counts_the_time_to_read_the_adapter() -> None:
+    """The worker that has to read it is cheaper in all, but its first token would be late."""
+    facts = RequestFacts(320, 16, max_ttft_ms=1000.0)
+    priors = Priors(reuse_chance=3.0)  # what the other one would have to evict is dear
+    slow, none = np.array([900.0, 0.0]), np.zeros(2)
+    candidates = Candidates.of([candidate("a"), candidate("b", load(num_cached_blocks=1000))])
+
+    def chosen(adapter_ms: Values) -> Placement:
+        rng = random.Random(0)
+        found = place(facts, candidates, [0, 0], 0.0, rng, num_described=2, priors=priors, adapter_ms=adapter_ms)
+        assert found is not None
+        return found
+
+    assert chosen(none).worker_id == "a"
+    found = chosen(slow)
+    assert found.costs["a"].ttft_ms > facts.max_ttft_ms > found.costs["b"].ttft_ms
+    assert found.costs["a"].total_ms < found.costs["b"].total_ms
+    assert found.worker_id == "b"
