@@ -41,17 +41,14 @@ class _Given(NamedTuple):
 
 
 class Handovers:
-    """One task for each worker that drains. Call `start` and `close` on one event loop."""
+    """One task for each worker that drains. For one event loop."""
 
     def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._running: dict[WorkerLink, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # with those that were cancelled and have not ended yet
-
-    def start(self) -> None:
-        """Follow the states of the workers from now on."""
-        self._fleet.on_state = self._state_changed
+        fleet.states.add(self._state_changed)
 
     async def close(self) -> None:
         """End all running handovers."""

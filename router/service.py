@@ -399,7 +399,6 @@ class RouterServer:
 
     async def start(self) -> None:
         """Link the fleet and answer calls."""
-        self._handovers.start()
         await self._fleet.start()
         await self._server.start()
         await set_serving(self._health, [ROUTER], True)

@@ -77,7 +77,7 @@ class Admission:
         self._queues: dict[str, FairQueue[_Ticket]] = {}  # by model; none is empty
         self._num_of_tenant: dict[str, int] = {}
         self._told_s = -math.inf
-        fleet.on_room = self.dispatch
+        fleet.rooms.add(self.dispatch)
 
     @property
     def num_waiting(self) -> int:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from headrace.common.observers import Observers
 from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.session_client import MAX_UNREAD_BYTES
@@ -31,7 +32,7 @@ from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
 from headrace.router.placement.answer_lengths import AnswerLengths
 from headrace.router.placement.bookings import Booking
 from headrace.router.placement.candidates import Candidates
-from headrace.router.placement.policy import LONG_PROMPT_MS, Placement, RequestFacts, place, place_at
+from headrace.router.placement.policy import LONG_PROMPT_MS, Placement, Policy, RequestFacts, place, place_at
 from headrace.router.placement.predictions import Run
 from headrace.router.placement.prefix_index import PrefixIndex
 
@@ -87,16 +88,20 @@ class Fleet:
         registry: Registry,
         config: FleetConfig = FleetConfig(),
         *,
+        policy: Policy = place,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
         transport: Transport = PLAIN,
     ) -> None:
-        self.on_state: Callable[[WorkerLink], None] = lambda _: None
-        self.on_room: Callable[[str], None] = lambda _: None
-        """Called with a model's name when one of its workers has room for waiting requests."""
+        """`policy` chooses a worker for each request."""
+        self.states: Observers[WorkerLink] = Observers()
+        """Told of each worker whose state has changed."""
+        self.rooms: Observers[str] = Observers()
+        """Told of a model's name when one of its workers has room for waiting requests."""
         self.index = PrefixIndex(config.max_index_entries, config.max_predicted_blocks, config.prediction_ttl_s)
         self.answer_lengths = AnswerLengths()
         self._registry = registry
+        self._policy = policy
         self._config = config
         self._transport = transport
         self._rng = rng or random.Random()
@@ -108,7 +113,8 @@ class Fleet:
         self._models = KnownModels(clock)
         self._sessions = SessionWorkers(config.max_sessions)
         self._departed = Departed(REMEMBER_MODEL_S, _MAX_DEPARTED)
-        self._silences, self.adapters = Silences(), FleetAdapters(self.links, self.resolve)
+        self._silences = Silences()
+        self.adapters = FleetAdapters(self.links, self.resolve)
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -176,12 +182,13 @@ class Fleet:
         return is_elsewhere or away_s >= (_SHOW_SILENT_S if link.silent_s else self._registry.lease_s)
 
     def _link(self, address: str) -> None:
-        link = self._links[address] = WorkerLink(
+        link = WorkerLink(
             address,
             self.index,
             self._on_change,
             self._pools.note,
             self._on_room,
+            self.adapters.changed,
             heartbeat_ms=self._config.heartbeat_ms,
             watcher_id=self._watcher_id,
             report_interval_ms=lambda: report_interval_ms(len(self._links)),
@@ -190,7 +197,7 @@ class Fleet:
             plain_grpc=self._config.plain_grpc,
             silences=self._silences,
         )
-        self.adapters.follow(link)
+        self._links[address] = link
         link.start()
 
     async def _tick(self) -> None:
@@ -361,7 +368,7 @@ class Fleet:
             link, card = members.links[0]
             num_cached = int(cached_blocks[0])
             return place_at(facts, link.address, num_cached * card.block_size), (link, card), num_cached
-        placement = place(
+        placement = self._policy(
             facts,
             members.candidates(self._pools.table),
             cached_blocks,
@@ -403,7 +410,7 @@ class Fleet:
     def _on_room(self, link: WorkerLink) -> None:
         model = self._pools.model_with_room_at(link)
         if model is not None:
-            self.on_room(model)
+            self.rooms.tell(model)
 
     def _on_change(self, link: WorkerLink) -> None:
         self._models.workers_changed()
@@ -415,6 +422,6 @@ class Fleet:
             self._models.remember(link.card)
             self.adapters.joined(link)
             self._on_room(link)
-        self.on_state(link)
+        self.states.tell(link)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

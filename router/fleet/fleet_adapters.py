@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import grpc
@@ -135,11 +134,7 @@ class FleetAdapters:
         if request.adapter and not request.adapter_sha256:
             _choose(request, card, self._links())
 
-    def follow(self, link: WorkerLink) -> None:
-        """Follow the changes of a worker's adapters. Called once for each link."""
-        link.adapters.on_change = partial(self._changed, link)
-
-    def _changed(self, link: WorkerLink, name: str, adapter: worker_pb2.Adapter | None) -> None:
+    def changed(self, link: WorkerLink, name: str, adapter: worker_pb2.Adapter | None) -> None:
         """A running worker has unloaded or replaced an adapter. So workers that join later do not get the old one."""
         wanted = self._wanted.get(name)
         if wanted is None or link.card is None or link.card.name != wanted.model:

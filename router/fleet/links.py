@@ -20,6 +20,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import grpc
@@ -134,7 +135,8 @@ class WorkerLink:
     """The router's knowledge of one worker, and the connection to it.
 
     Owns the worker's part of the index (under `address`, at `slot`). `on_change` is called when the state changes,
-    `on_load` when load or bookings change, and then `on_room` if there may be more room. `watcher_id` identifies the
+    `on_load` when load or bookings change, and then `on_room` if there may be more room; `on_adapter` as `on_change` of
+    `WorkerAdapters`. `watcher_id` identifies the
     router to the worker, which counts its routers and reports their number (`num_routers`). `report_interval_ms`
     returns the minimum interval between reports; 0 leaves it to the worker. All links of a router share
     `silences`.
@@ -147,6 +149,7 @@ class WorkerLink:
         on_change: Callable[[WorkerLink], None] = lambda _: None,
         on_load: Callable[[WorkerLink], None] = lambda _: None,
         on_room: Callable[[WorkerLink], None] = lambda _: None,
+        on_adapter: Callable[[WorkerLink, str, worker_pb2.Adapter | None], None] = lambda link, name, adapter: None,
         *,
         heartbeat_ms: int = HEARTBEAT_MS,
         report_interval_ms: Callable[[], int] = lambda: 0,
@@ -157,6 +160,12 @@ class WorkerLink:
         silences: Silences | None = None,
     ) -> None:
         self.address = address
+        self._index = index
+        self._on_change = on_change
+        self._on_load = on_load
+        self._on_room = on_room
+        self._clock = clock
+        self._transport = transport
         self._silences = silences or Silences()
         self._plain_grpc = plain_grpc
         self._pace = ReportPace(report_interval_ms)
@@ -166,26 +175,24 @@ class WorkerLink:
         self._adjusting: object = None
         """A call whose result is not needed. Keep a reference, because it would be cancelled without one."""
         self.reported = ReportedLoad()
-        self.adapters = WorkerAdapters()
+        self.adapters = WorkerAdapters(partial(on_adapter, self))
         self.registered_id = ""
         self.card: worker_pb2.ModelCard | None = None
         self.epoch = 0
         self.state = LinkState.UNREACHABLE
         self.detail = "not reached yet"
         self.incarnation = 0  # a new number each time that the worker becomes ready, never used twice in this process
-        self.created_at_s = self.away_since_s = clock()
-        self._own_id, self._is_silent = "", False
+        self.created_at_s = clock()
+        self.away_since_s = self.created_at_s
+        self._own_id = ""
+        self._is_silent = False
         self._heartbeat_ms = heartbeat_ms
         self._suspect_after_s = _SUSPECT_HEARTBEATS * heartbeat_ms / 1000
-        self._index = index
-        self._on_change, self._on_load, self._on_room = on_change, on_load, on_room
-        self._clock = clock
         self.bookings = Bookings()
         self._calls: dict[Abandonable, None] = {}  # in order of arrival, which is the order of resumption elsewhere
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.slot = index.add_worker(address)
-        self._transport = transport
         self._closing: set[asyncio.Task[None]] = set()
         self._open_channel()
 
@@ -194,8 +201,10 @@ class WorkerLink:
         self._version = self._transport.version
         self._channel = self._transport.channel(self.address, _CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
-        self.load_adapter, self.unload_adapter = self._stub.LoadAdapter, self._stub.UnloadAdapter
-        self.hand_over, self.take_blocks = self._stub.HandOver, self._stub.TakeBlocks
+        self.load_adapter = self._stub.LoadAdapter
+        self.unload_adapter = self._stub.UnloadAdapter
+        self.hand_over = self._stub.HandOver
+        self.take_blocks = self._stub.TakeBlocks
         self.sessions = SessionClient(
             self._channel, plain_grpc=self._plain_grpc, silences=self._silences, peer=self.address
         )

@@ -11,10 +11,12 @@ from headrace.protos.model_identity import model_identity
 class WorkerAdapters:
     """The adapters of one worker, by name. They stay known while the worker is unreachable."""
 
-    def __init__(self) -> None:
-        self.on_change: Callable[[str, worker_pb2.Adapter | None], None] = lambda name, adapter: None
-        """Called when the worker has unloaded an adapter (None), or has other files under its name. Not called for
-        what a worker lost because it restarted."""
+    def __init__(
+        self, on_change: Callable[[str, worker_pb2.Adapter | None], None] = lambda name, adapter: None
+    ) -> None:
+        """`on_change` is called when the worker has unloaded an adapter (None), or has other files under its name. It
+        is not called for what a worker lost because it restarted."""
+        self._on_change = on_change
         self._epoch = 0
         self._adapters: dict[str, worker_pb2.Adapter] = {}
         self._in_memory: set[str] = set()
@@ -48,7 +50,7 @@ class WorkerAdapters:
                 if name in self._adapters:
                     self._adapters[name].is_in_memory = name in self._in_memory
         for name, changed in changes.items():
-            self.on_change(name, changed)
+            self._on_change(name, changed)
 
     def _differs(self, name: str, other: worker_pb2.Adapter) -> bool:
         """Whether the worker does not know an adapter of this name with the files of the other."""

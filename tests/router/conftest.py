@@ -16,6 +16,7 @@ from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.fleet.fleet import Fleet, FleetConfig
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.registry import Registry
+from headrace.router.placement.policy import Policy, place
 from headrace.router.service import RequestBounds, RouterServer
 from tests.patience import patience
 from tests.router.fake_worker import FakeWorker, until
@@ -35,11 +36,11 @@ class RunningRouter:
         admission: AdmissionConfig,
         plain_grpc: bool = False,
         leases: LeaseReader | None = None,
+        policy: Policy = place,
     ) -> None:
         registry = Registry([worker.address for worker in workers], lease_s=lease_s)
-        self.fleet = Fleet(
-            registry, FleetConfig(heartbeat_ms=HEARTBEAT_MS, plain_grpc=plain_grpc), rng=random.Random(1)
-        )
+        config = FleetConfig(heartbeat_ms=HEARTBEAT_MS, plain_grpc=plain_grpc)
+        self.fleet = Fleet(registry, config, policy=policy, rng=random.Random(1))
         self.metrics = RouterMetrics()
         self.metrics.observe(self.fleet)
         self.server = RouterServer(self.fleet, self.metrics, ForwardingConfig(), admission, bounds, leases=leases)
@@ -122,12 +123,19 @@ async def start_router() -> AsyncIterator[StartRouter]:
         max_request_bytes: int = 1 << 26,
         plain_grpc: bool = False,
         leases: LeaseReader | None = None,
+        policy: Policy = place,
         **admission: Any,
     ) -> RunningRouter:
         bounds = RequestBounds(max_in_flight, max_request_bytes)
         config = AdmissionConfig(capacity_wait_s=capacity_wait_s, **admission)
         router = RunningRouter(
-            list(workers), lease_s=lease_s, bounds=bounds, admission=config, plain_grpc=plain_grpc, leases=leases
+            list(workers),
+            lease_s=lease_s,
+            bounds=bounds,
+            admission=config,
+            plain_grpc=plain_grpc,
+            leases=leases,
+            policy=policy,
         )
         routers.append(router)
         await router.server.start()

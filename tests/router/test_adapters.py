@@ -318,8 +318,8 @@ async def test_a_worker_that_only_fell_silent_gets_what_was_loaded_meanwhile(
 
 
 def test_only_changes_of_a_running_worker_are_told() -> None:
-    adapters, told = WorkerAdapters(), []
-    adapters.on_change = lambda name, adapter: told.append((name, adapter and adapter.path))
+    told: list[tuple[str, str | None]] = []
+    adapters = WorkerAdapters(lambda name, adapter: told.append((name, adapter and adapter.path)))
 
     def adapter(name: str, path: str = "/v1", sha256: str = "a", **fields: bool) -> worker_pb2.Adapter:
         return worker_pb2.Adapter(name=name, path=path, sha256=sha256, **fields)

@@ -6,8 +6,10 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -20,6 +22,8 @@ from headrace.protos.status import Reason, StatusError, error_of
 from headrace.router import service
 from headrace.router.dispatch import generation
 from headrace.router.fleet import leases
+from headrace.router.placement.candidates import Candidates
+from headrace.router.placement.policy import Placement, RequestFacts, place_at
 from headrace.router.placement.prompt import Prompt
 from tests.patience import patience
 from tests.redis_server import RedisServer
@@ -369,3 +373,22 @@ async def test_a_request_that_gives_up_kv_blocks_goes_to_a_worker_that_allows_it
         await router.generate([number, 2, 3])
     assert all(worker.requests for worker in workers), "without a rule it may go anywhere"
     await router.until_idle()
+
+
+async def test_a_fleet_places_by_the_policy_that_it_is_given(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    """The prompt is cached at the first worker, so routers' own policy would stay there."""
+    workers = [await start_worker(name) for name in "ab"]
+    asked: list[int] = []
+
+    def in_turn(request: RequestFacts, candidates: Candidates, *args: Any, **options: Any) -> Placement | None:
+        asked.append(len(candidates))
+        chosen = (len(asked) - 1) % len(candidates)
+        return msgspec.structs.replace(place_at(request, candidates.worker_ids[chosen], 0), number=chosen)
+
+    router = await start_router(*workers, policy=in_turn)
+    for _ in range(4):
+        await router.generate([7] * 40, 3)
+    assert [len(worker.requests) for worker in workers] == [2, 2]
+    assert asked == [2] * 4
