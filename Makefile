@@ -22,7 +22,7 @@ help:
 	@echo 'make release-protos                           make the protos as they are a promise, at a release'
 	@echo 'make lock                                     write requirements.lock, what the image installs'
 	@echo 'make image                                    build the image, on a base image held by digest'
-	@echo 'make docs-walk                                the picture of the walk, in docs/architecture.md'
+	@echo 'make docs-walk                                the pictures of the walks, in docs/architecture.md'
 	@echo 'make bench-peers                              install what benchmarks compare with'
 	@echo 'make clean                                    remove what was set up and made'
 	@echo
@@ -160,7 +160,7 @@ docs: .venv/.docs .links/headrace
 
 # The picture of one chat's way through the gateway, in docs/architecture.md.
 docs-walk: .venv/.dev .links/headrace
-	HEADRACE_DRAW_WALK=1 $(BIN)/pytest -n 0 -q tests/gateway/test_walk.py
+	HEADRACE_DRAW_WALK=1 $(BIN)/pytest -n 0 -q tests/gateway/test_walk.py tests/router/test_walk.py
 
 .venv/.docs: .venv/.dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' >&2
