@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from headrace.protos.inference_pb2 import Belief
@@ -231,7 +230,7 @@ class SimulatedRouter:
         self.view.bookings[worker].settle_named(ids)
         if report.version >= self._versions[worker]:
             self._versions[worker] = report.version
-            self.view.loads[worker] = msgspec.structs.replace(report.load, as_of_s=report.load.as_of_s + delay_s)
+            self.view.loads[worker] = replace(report.load, as_of_s=report.load.as_of_s + delay_s)
 
     def first_token(self, placed: PlacedJob) -> None:
         """Note that the first token of a request arrived."""

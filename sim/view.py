@@ -6,8 +6,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from headrace.protos.load_report import LoadReport
 from headrace.router.placement.bookings import Bookings
-from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable, LoadReport, Places
+from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable, Places
 from headrace.router.placement.policy import Placement
 from headrace.router.placement.predictions import Run
 from headrace.sim.trace import Job

@@ -10,13 +10,11 @@ Pure: the caller passes the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import msgspec
-
 from headrace.protos.inference_pb2 import Belief
-from headrace.router.placement.candidates import LoadReport
+from headrace.protos.load_report import LoadReport
 from headrace.sim.drafts import NoGrammars, SimulatedDrafts
 from headrace.sim.step_cost import StepCost
 from headrace.sim.tiers import DiskSlots, SimulatedDisk, SimulatedPeers, TierSettings, Timer
@@ -271,16 +269,10 @@ class SimulatedWorker:
         report = report_of(self.scheduler, self._stats)
         num_fetching = 0 if self.fetching is None else self.fetching.num_held
         self._arrivals.shown(self._num_taken)
-        self._load = LoadReport(
-            num_running=report.num_running,
-            num_waiting=report.num_waiting + num_fetching,
+        self._load = replace(
+            report.load,
+            num_waiting=report.load.num_waiting + num_fetching,
             num_fetching=num_fetching,
-            num_uncached_tokens=report.num_uncached_tokens,
-            num_blocks=report.num_blocks,
-            num_free_blocks=report.num_free_blocks,
-            num_cached_blocks=report.num_cached_blocks + report.num_partial_blocks,
-            prefill_tokens_per_s=report.prefill_tokens_per_s,
-            decode_step_ms=report.decode_step_ms,
             max_num_seqs=self.settings.max_num_seqs,
             as_of_s=now_s,
             transfer_bytes_per_s=0.0 if self._peers is None else self._peers.bytes_per_s,
@@ -291,7 +283,7 @@ class SimulatedWorker:
 
     def _load_now(self) -> LoadReport:
         """The engine's latest report, plus the requests that have arrived since."""
-        return msgspec.structs.replace(
+        return replace(
             self._load,
             num_arrived=self._arrivals.num_requests,
             arrived_tokens=self._arrivals.num_tokens,

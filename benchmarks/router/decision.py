@@ -21,8 +21,9 @@ import numpy as np
 
 from benchmarks.router.peer import DynamoSelection, Tokens
 from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.load_report import LoadReport
 from headrace.router.placement.bookings import Bookings
-from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable, LoadReport
+from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable
 from headrace.router.placement.policy import RequestFacts, place
 from headrace.router.placement.prefix_index import PrefixIndex
 

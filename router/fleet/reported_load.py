@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from headrace.protos import worker_pb2
-from headrace.router.placement.candidates import LoadReport
+from headrace.protos.load_report import LoadReport
 
 # The target for the reports of all workers together, and the bounds of one worker's interval.
 _REPORTS_PER_S = 3200
@@ -37,33 +36,11 @@ class ReportedLoad:
             return
         self._version = load.version
         self.message = load
-        self.load = LoadReport(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_fetching=load.num_fetching,
-            num_uncached_tokens=load.num_uncached_tokens,
-            num_blocks=load.num_blocks,
-            num_free_blocks=load.num_free_blocks,
-            num_cached_blocks=load.num_cached_blocks + load.num_partial_blocks,
-            prefill_tokens_per_s=_rate(load.prefill_tokens_per_s),
-            decode_step_ms=_rate(load.decode_step_ms),
-            max_num_seqs=load.max_num_seqs,
-            as_of_s=now_s - load.age_ms / 1000,
-            num_arrived=load.num_arrived,
-            arrived_tokens=load.arrived_tokens,
-            arrived_blocks=load.arrived_blocks,
-            transfer_bytes_per_s=_rate(load.transfer_bytes_per_s),
-            disk_bytes_per_s=_rate(load.disk_bytes_per_s),
-        )
+        self.load = LoadReport.of(load, now_s)
 
     def age_ms(self, now_s: float) -> int:
         """Milliseconds since the last report; 0 before the first one."""
         return 0 if self._reported_at_s is None else int(1000 * (now_s - self._reported_at_s))
-
-
-def _rate(value: float) -> float:
-    """The value if it is finite and positive, so that one can divide by it; otherwise 0, which means unknown."""
-    return value if math.isfinite(value) and value > 1e-6 else 0.0
 
 
 def report_interval_ms(num_workers: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.router.placement.candidates import LoadReport
+from headrace.protos.load_report import LoadReport
 
 # A block that a worker would need only as the predecessor of others counts as this many.
 _COPY_COST = 4
@@ -30,7 +30,7 @@ def rooms(loads: Sequence[LoadReport], num_blocks: int) -> list[int]:
     enough, all workers lose the same share of their cached blocks, and the draining worker loses the same share of its
     own."""
     free = [load.num_free_blocks for load in loads]
-    empty = [max(0, load.num_free_blocks - load.num_cached_blocks) for load in loads]
+    empty = [max(0, load.num_free_blocks - load.num_reusable_blocks) for load in loads]
     over = max(0, num_blocks - sum(empty))
     used = sum(free) - sum(empty)
     share = over / (over + used) if used else 0.0

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.protos.load_report import LoadReport
 from headrace.router.placement.bookings import Bookings
 
 Values: TypeAlias = npt.NDArray[np.float64]
@@ -48,39 +49,6 @@ class Columns(NamedTuple, Generic[_Value]):
     booked_blocks: _Value
     transfer_bytes_per_s: _Value
     disk_bytes_per_s: _Value
-
-
-class LoadReport(msgspec.Struct, frozen=True, gc=False):
-    """A worker's latest report; units as in worker.proto. All zero before the first one. The engine's numbers were
-    current at `as_of_s`. `num_cached_blocks` includes blocks that are not full."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_fetching: int = 0
-    num_uncached_tokens: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_ms: float = 0.0
-    max_num_seqs: int = 0
-    as_of_s: float = 0.0
-    num_arrived: int = 0
-    arrived_tokens: int = 0
-    arrived_blocks: int = 0
-    transfer_bytes_per_s: float = 0.0
-    disk_bytes_per_s: float = 0.0
-
-    def has_room(self, num_booked: int) -> bool:
-        """Whether the worker takes another request, with `num_booked` requests that this report does not include: into
-        its batch, or into the short queue that keeps the batch full."""
-        if not self.max_num_seqs:
-            return True  # no report has arrived yet
-        short_queue = 1 + self.max_num_seqs // 16
-        # If requests wait although the batch has room, the pool is full, unless they wait for their own blocks.
-        if self.num_waiting - self.num_fetching >= short_queue:
-            return False
-        return self.num_running + self.num_waiting + num_booked < self.max_num_seqs + short_queue
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -119,7 +87,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             uncached_tokens=load.num_uncached_tokens,
             blocks=load.num_blocks,
             free_blocks=load.num_free_blocks,
-            cached_blocks=load.num_cached_blocks,
+            cached_blocks=load.num_reusable_blocks,
             prefill_rate=load.prefill_tokens_per_s**OWN_SHARE,
             step_ms=load.decode_step_ms**OWN_SHARE,
             max_num_seqs=load.max_num_seqs,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.router.placement.candidates import Candidate, CandidateTable, LoadReport
+from headrace.protos.load_report import LoadReport
+from headrace.router.placement.candidates import Candidate, CandidateTable
 
 
 class _Worker:
@@ -37,12 +38,3 @@ def test_a_worker_that_has_left_is_not_read() -> None:
     table.forget(0)
     table.at(np.array([0]))
     assert worker.num_reads == 0
-
-
-def test_requests_that_wait_for_their_blocks_do_not_make_a_worker_full() -> None:
-    """A disk or another worker that is slow must not keep requests from idle cores."""
-    full = LoadReport(max_num_seqs=16, num_waiting=2)
-    assert not full.has_room(0), "the pool is full"
-    assert LoadReport(max_num_seqs=16, num_waiting=2, num_fetching=1).has_room(0)
-    busy = LoadReport(max_num_seqs=16, num_running=14, num_waiting=4, num_fetching=4)
-    assert not busy.has_room(0), "they take their seats later"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from headrace.common.observers import Observers
 from headrace.protos import worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.load_report import LoadReport
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.router.draining import Handovers
-from headrace.router.fleet.links import LinkState
+from headrace.router.fleet.links import LinkState, WorkerLink
 from headrace.router.placement.block_distribution import Handed, distribute, rooms
-from headrace.router.placement.candidates import LoadReport
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
 
@@ -209,7 +211,8 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> tuple[Handovers, StubLink, list[
             log.append("ended")
 
     monkeypatch.setattr(Handovers, "_hand_over", hand_over)
-    return Handovers(cast("Any", None), cast("Any", None)), StubLink(), log
+    fleet = SimpleNamespace(states=Observers[WorkerLink]())
+    return Handovers(cast("Any", fleet), cast("Any", None)), StubLink(), log
 
 
 def change(handovers: Handovers, link: Any, *states: LinkState) -> None:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.router.placement.candidates import Candidate, Candidates, LoadReport, Values
+from headrace.protos.load_report import LoadReport
+from headrace.router.placement.candidates import Candidate, Candidates, Values
 from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place, place_at
 from headrace.router.placement.rates import Priors
 
@@ -22,7 +23,7 @@ IDLE = LoadReport(
 
 
 def load(**changes: Any) -> LoadReport:
-    return LoadReport(**{name: changes.get(name, getattr(IDLE, name)) for name in IDLE.__struct_fields__})
+    return LoadReport(**{name: changes.get(name, getattr(IDLE, name)) for name in IDLE.__slots__})
 
 
 def candidate(worker_id: str, report: LoadReport = IDLE, **changes: Any) -> Candidate:

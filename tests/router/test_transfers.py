@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from headrace.protos import inference_pb2, router_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
+from headrace.protos.load_report import LoadReport
 from headrace.router.fleet.links import LinkState
 from headrace.router.placement.block_index import BlockIndex
-from headrace.router.placement.candidates import Candidate, Candidates, LoadReport
+from headrace.router.placement.candidates import Candidate, Candidates
 from headrace.router.placement.policy import Placement, PlacementReason, RequestFacts, place
 from headrace.router.placement.prefix_index import PrefixIndex
 from headrace.router.placement.transfers import DEFAULT_BYTES_PER_S, SETUP_MS, Transfers
@@ -72,8 +73,8 @@ def test_who_has_the_prefix_gets_the_request_if_it_is_as_idle() -> None:
 def test_a_copy_drives_out_other_blocks_only_if_the_wait_is_longer_than_computing(
     num_full_blocks: int, num_uncached_tokens: int, worker_id: str
 ) -> None:
-    holder = msgspec.structs.replace(BUSY, num_uncached_tokens=num_uncached_tokens)
-    found = placed(holder, msgspec.structs.replace(IDLE, num_cached_blocks=num_full_blocks), 0.1)
+    holder = dataclasses.replace(BUSY, num_uncached_tokens=num_uncached_tokens)
+    found = placed(holder, dataclasses.replace(IDLE, num_cached_blocks=num_full_blocks), 0.1)
     assert found.worker_id == worker_id
     assert found.source == ("a" if worker_id == "b" else "")
     # 22 blocks of 16 ms are taken, and 10 of them are copies.
@@ -90,7 +91,7 @@ def test_what_takes_as_long_as_computing_is_computed() -> None:
 
 @pytest.mark.parametrize(("speed", "num_moved", "num_on_disk"), [(1.0, 0, 160), (0.5, 160, 0), (0.001, 160, 0)])
 def test_of_disk_and_peer_the_faster_one_gives_the_blocks(speed: float, num_moved: int, num_on_disk: int) -> None:
-    second = msgspec.structs.replace(IDLE, disk_bytes_per_s=speed * DEFAULT_BYTES_PER_S)
+    second = dataclasses.replace(IDLE, disk_bytes_per_s=speed * DEFAULT_BYTES_PER_S)
     found = placed(BUSY, second, 0.1, on_disk=160.0)
     (weighed,) = [weighed for weighed in found.weighed if weighed.worker_id == "b"]
     assert (weighed.num_moved_tokens, weighed.num_disk_tokens) == (num_moved, num_on_disk)

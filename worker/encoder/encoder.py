@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from headrace.protos.load_report import LoadReport
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.encoder.batcher import Batcher
 from headrace.worker.encoder.pooling import Floats
 from headrace.worker.engine.forecast import has_waited_too_long, too_long_a_wait
-from headrace.worker.engine.mailbox import LoadReport
+from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.engine.step_cost import PAUSE
 from headrace.worker.request.request import FinishReason, Request, RequestState, StepNote
 from headrace.worker.request.step import RequestOutput
@@ -199,19 +200,22 @@ class Encoder:
         self._observe(batch)
         return list(self._outputs(batch, vectors))
 
-    def report(self, num_taken: int) -> LoadReport:
+    def report(self, num_taken: int) -> EngineReport:
         """The current load, after `num_taken` requests were received. Texts in the window count as running, because
         routers send texts until it is full."""
         num_running = sum(len(batch.requests) for batch in self._running.values())
         window = max(self._batcher.limits.window - num_running, 0)
         in_window = min(len(self._batcher), window)
         texts_per_s = self.rate.texts_per_s
-        return LoadReport(
+        load = LoadReport(
             num_running=num_running + in_window,
             num_waiting=len(self._batcher) - in_window,
             num_uncached_tokens=self._batcher.num_tokens + self._tokens_running(),
             prefill_tokens_per_s=self.rate.tokens_per_s,
             decode_step_ms=1000 * self._batcher.limits.window / texts_per_s if texts_per_s else 0.0,
+        )
+        return EngineReport(
+            load=load,
             counters={name: getattr(self.stats, name) for name in EncoderStats.__slots__},
             num_taken=num_taken,
         )

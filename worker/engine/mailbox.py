@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.protos.load_report import LoadReport
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.ending import end_process
 from headrace.worker.request.request import Request
@@ -27,36 +28,19 @@ RETRY_AFTER_S = 1.0
 MAX_PROMPT_LOGPROBS_KEPT = 16 << 20
 
 
-class LoadReport(msgspec.Struct, frozen=True):
-    """The engine's state after a step: the fields of the messages Load and Counters, and what changed in the prefix
-    cache. `num_taken` counts the requests received so far."""
+class EngineReport(msgspec.Struct, frozen=True):
+    """The engine's state after a step: its load, its counters (fields of the message Counters), and what changed in the
+    prefix cache. `num_taken` counts the requests received so far."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_fetching: int = 0
-    num_uncached_tokens: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_partial_blocks: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_ms: float = 0.0
+    load: LoadReport = msgspec.field(default_factory=LoadReport)
     counters: dict[str, int] = {}
     stored: Sequence[int] = ()
     evicted: Sequence[int] = ()
     num_taken: int = 0
-    num_disk_slots: int = 0
-    num_disk_blocks: int = 0
-    transfer_bytes_per_s: float = 0.0
-    disk_bytes_per_s: float = 0.0
     disk_changes: dict[int, bool] = {}
     """Hashes that were added to the disk (True) or removed from it."""
-    num_state_slots: int = 0
-    num_saved_states: int = 0
     state_changes: dict[int, bool] = {}
     """Hashes of blocks behind which a state was saved (True) or lost."""
-    num_window_slots: int = 0
-    num_held_window_slots: int = 0
 
 
 class Command(NamedTuple):
@@ -106,7 +90,7 @@ class Mailbox:
     def __init__(
         self,
         capacity: int,
-        on_report: Callable[[LoadReport], None],
+        on_report: Callable[[EngineReport], None],
         on_failure: Callable[[str, BaseException], None] = end_process,
     ) -> None:
         self._on_failure = on_failure
@@ -200,11 +184,11 @@ class Mailbox:
             self._commands.clear()
             return commands
 
-    def deliver(self, outputs: Sequence[RequestOutput], report: LoadReport | None) -> None:
+    def deliver(self, outputs: Sequence[RequestOutput], report: EngineReport | None) -> None:
         """Engine thread: pass outputs and the state after a step to the event loop."""
         self._loop.call_soon_threadsafe(self._arrive, outputs, report)
 
-    def _arrive(self, outputs: Sequence[RequestOutput], report: LoadReport | None) -> None:
+    def _arrive(self, outputs: Sequence[RequestOutput], report: EngineReport | None) -> None:
         try:
             for output in outputs:
                 stream = self._streams.get(output.request)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from msgspec.structs import replace
+import msgspec
 
+from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.engine import Engine, EngineStats
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.forecast import Forecast
-from headrace.worker.engine.mailbox import Command, LoadReport, Mailbox
+from headrace.worker.engine.mailbox import Command, EngineReport, Mailbox
 from headrace.worker.engine.scheduler import Scheduler, SchedulerStats
 from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.request.step import RequestOutput
@@ -46,7 +47,7 @@ class EngineThread(ServingThread):
         self._engine = engine
         self._fetching = fetching
         self._next_report_s = 0.0
-        self._report: LoadReport | None = None
+        self._report: EngineReport | None = None
         self._num_taken = 0
         self._forecast = Forecast(engine.scheduler, max_wait_s)
 
@@ -123,7 +124,7 @@ class EngineThread(ServingThread):
         if outputs or report:
             self._mailbox.deliver(outputs, report)
 
-    def _report_if_due(self, *, commands_came: bool) -> LoadReport | None:
+    def _report_if_due(self, *, commands_came: bool) -> EngineReport | None:
         now = time.monotonic()
         is_idle = not self._engine.scheduler.has_requests
         if now < self._next_report_s and not is_idle and not commands_came:
@@ -131,26 +132,30 @@ class EngineThread(ServingThread):
         self._next_report_s = now + REPORT_INTERVAL_S
         return self._report_now()
 
-    def _report_now(self) -> LoadReport:
+    def _report_now(self) -> EngineReport:
         report = report_of(self._engine.scheduler, self._engine.stats, self._num_taken)
         if self._fetching is None:
             return report
         disk, peers = self._fetching.disk, self._fetching.peers
         num_fetching = self._fetching.num_held
-        return replace(
-            report,
-            num_waiting=report.num_waiting + num_fetching,
+        load = replace(
+            report.load,
+            num_waiting=report.load.num_waiting + num_fetching,
             num_fetching=num_fetching,
-            counters={**report.counters, **self._fetching.counters()},
             num_disk_slots=0 if disk is None else disk.num_slots,
             num_disk_blocks=0 if disk is None else disk.num_blocks,
             transfer_bytes_per_s=0.0 if peers is None else peers.bytes_per_s,
             disk_bytes_per_s=0.0 if disk is None else disk.bytes_per_s,
+        )
+        return msgspec.structs.replace(
+            report,
+            load=load,
+            counters={**report.counters, **self._fetching.counters()},
             disk_changes={} if disk is None else disk.take_changes(),
         )
 
 
-def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> LoadReport:
+def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> EngineReport:
     """The engine's state now, after it has received `num_taken` requests. Takes the changes of the cache."""
     rates = scheduler.step_costs.rates
     uncached = sum(
@@ -166,14 +171,17 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> L
     counters["padding_tokens"] = stats.num_padding_tokens
     if scheduler.speculation is not None:
         counters |= scheduler.speculation.counters
-    return LoadReport(
+    load = LoadReport(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         num_uncached_tokens=uncached,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_step_ms=rates.decode_token_ms,
+        **scheduler.kv_cache.figures()._asdict(),
+    )
+    return EngineReport(
+        load=load,
         counters=counters,
         num_taken=num_taken,
-        **scheduler.kv_cache.figures()._asdict(),
         **scheduler.kv_cache.take_changes()._asdict(),
     )

@@ -24,7 +24,7 @@ class BlockCalls:
         self._found = handover
         self._hub = hub
         if handover is not None:
-            handover.is_busy = lambda: hub.report.num_running > 0
+            handover.is_busy = lambda: hub.report.load.num_running > 0
 
     async def fetch(
         self, request: worker_pb2.FetchBlocksRequest, context: Context

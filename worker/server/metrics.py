@@ -51,9 +51,9 @@ class LoadCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as of now."""
-        report = self._hub.report
+        load = self._hub.report.load
         for field, (name, text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"headrace_worker_{name}", text, value=getattr(report, field))
+            yield GaugeMetricFamily(f"headrace_worker_{name}", text, value=getattr(load, field))
         is_stuck = self._hub.silent_because is not None
         text = "1 while the engine has work and no step ends (--stuck-after-s), else 0."
         yield GaugeMetricFamily("headrace_worker_stuck", text, value=is_stuck)

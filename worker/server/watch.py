@@ -16,7 +16,7 @@ from typing import Any
 from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.mailbox import LoadReport
+from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.host.binding import Binding
 from headrace.worker.host.numa import format_list
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
@@ -89,7 +89,7 @@ class _Watcher:
         """Send messages at least `interval_s` apart, between MIN_INTERVAL_S and half a heartbeat."""
         self.interval_s = min(max(interval_s, MIN_INTERVAL_S), max(self.heartbeat_s / 2, MIN_INTERVAL_S))
 
-    def note(self, report: LoadReport) -> None:
+    def note(self, report: EngineReport) -> None:
         for block_hash in report.evicted:
             if block_hash in self.stored:
                 del self.stored[block_hash]
@@ -142,7 +142,7 @@ class WatchHub:
         self._arrivals = Arrivals(block_size)
         self._reported_s = time.monotonic()
         self._version = 1
-        self.report = LoadReport()
+        self.report = EngineReport()
         self.draining = False
         self.is_stopping = False
         """Whether the process is ending, so that draining cannot be undone."""
@@ -176,7 +176,7 @@ class WatchHub:
         """Totals since the start: those of the latest report, and those of adapters."""
         return self.report.counters | self._adapter_counters()
 
-    def publish(self, report: LoadReport) -> None:
+    def publish(self, report: EngineReport) -> None:
         """Receive the state after a step."""
         self.report = report
         self._arrivals.shown(report.num_taken)
@@ -219,9 +219,9 @@ class WatchHub:
 
     def contradiction(self, belief: Belief) -> StatusError | None:
         """The error that returns a request to its router, if there is more work here than the router believed."""
-        report, arrivals = self.report, self._arrivals
-        num_requests = report.num_running + report.num_waiting + arrivals.num_requests
-        if not is_contradicted(belief, num_requests, report.num_uncached_tokens + arrivals.num_tokens):
+        load, arrivals = self.report.load, self._arrivals
+        num_requests = load.num_running + load.num_waiting + arrivals.num_requests
+        if not is_contradicted(belief, num_requests, load.num_uncached_tokens + arrivals.num_tokens):
             return None
         detail = worker_pb2.GivenBack(epoch=self.epoch, load=self.load())
         for watcher in self._watchers:
@@ -349,36 +349,21 @@ class WatchHub:
 
     def load(self) -> worker_pb2.Load:
         """The latest load as a message."""
-        report = self.report
+        # The engine does not know these.
+        more = {
+            "max_num_seqs": self._max_num_seqs,
+            "num_arrived": self._arrivals.num_requests,
+            "arrived_tokens": self._arrivals.num_tokens,
+            "arrived_blocks": self._arrivals.num_blocks,
+        }
         return worker_pb2.Load(
-            num_running=report.num_running,
-            num_waiting=report.num_waiting,
-            num_fetching=report.num_fetching,
-            num_uncached_tokens=report.num_uncached_tokens,
-            num_blocks=report.num_blocks,
-            num_free_blocks=report.num_free_blocks,
-            num_cached_blocks=report.num_cached_blocks,
-            num_partial_blocks=report.num_partial_blocks,
-            prefill_tokens_per_s=report.prefill_tokens_per_s,
-            decode_step_ms=report.decode_step_ms,
-            max_num_seqs=self._max_num_seqs,
+            **{**self.report.load.numbers(), **more},
             draining=self.draining,
             counters=worker_pb2.Counters(**self.counters),
             numa_node=self.binding.numa_node if self.binding is not None else None,
             binding=binding_message(self.binding) if self.binding is not None else None,
-            num_arrived=self._arrivals.num_requests,
-            arrived_tokens=self._arrivals.num_tokens,
-            arrived_blocks=self._arrivals.num_blocks,
             age_ms=round(1000 * (time.monotonic() - self._reported_s)),
             version=self._version,
-            num_disk_slots=report.num_disk_slots,
-            num_disk_blocks=report.num_disk_blocks,
-            transfer_bytes_per_s=report.transfer_bytes_per_s,
-            disk_bytes_per_s=report.disk_bytes_per_s,
-            num_state_slots=report.num_state_slots,
-            num_saved_states=report.num_saved_states,
-            num_window_slots=report.num_window_slots,
-            num_held_window_slots=report.num_held_window_slots,
         )
 
 

@@ -192,13 +192,13 @@ def test_the_report_shows_the_window_as_running_and_the_rest_as_waiting() -> Non
         under_test.add([20] * 400)
     under_test.encoder.begin_batches()
     report = under_test.encoder.report(num_taken=25)
-    assert (report.num_running, report.num_waiting, report.num_taken) == (10, 15, 25)
-    assert report.num_uncached_tokens == 25 * 400
-    assert report.prefill_tokens_per_s == 0
+    assert (report.load.num_running, report.load.num_waiting, report.num_taken) == (10, 15, 25)
+    assert report.load.num_uncached_tokens == 25 * 400
+    assert report.load.prefill_tokens_per_s == 0
     under_test.run()
     report = under_test.encoder.report(25)
-    assert report.prefill_tokens_per_s == pytest.approx(3 * 1000 / MS_PER_TOKEN, rel=0.2)
-    assert report.num_running == report.num_waiting == report.num_uncached_tokens == 0
+    assert report.load.prefill_tokens_per_s == pytest.approx(3 * 1000 / MS_PER_TOKEN, rel=0.2)
+    assert report.load.num_running == report.load.num_waiting == report.load.num_uncached_tokens == 0
 
 
 def test_a_process_that_was_stopped_for_an_hour_is_soon_as_fast_as_before() -> None:

@@ -16,7 +16,7 @@ from headrace.worker.encoder.batcher import Batcher, BatchLimits
 from headrace.worker.encoder.encoder import Encoder
 from headrace.worker.encoder.pooling import Floats
 from headrace.worker.encoder.thread import EncoderThread
-from headrace.worker.engine.mailbox import LoadReport, Mailbox
+from headrace.worker.engine.mailbox import EngineReport, Mailbox
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from tests.patience import patience
@@ -50,7 +50,7 @@ def text(num_tokens: int) -> Request:
 
 
 async def test_each_stream_has_its_vector_and_closed_ones_leave_nothing_behind() -> None:
-    reports: list[LoadReport] = []
+    reports: list[EngineReport] = []
     mailbox, runner = Mailbox(1000, reports.append), ThreadedRunner()
     runner.on_end = mailbox.wake
     encoder = Encoder(runner, Batcher(BatchLimits(max_tokens=64)))
@@ -81,7 +81,7 @@ async def test_each_stream_has_its_vector_and_closed_ones_leave_nothing_behind()
     assert stats.requests_admitted == stats.requests_finished + stats.requests_cancelled
     assert stats.requests_cancelled > 0
     assert reports[-1].num_taken == 300
-    assert reports[-1].num_running == reports[-1].num_waiting == reports[-1].num_uncached_tokens == 0
+    assert reports[-1].load.num_running == reports[-1].load.num_waiting == reports[-1].load.num_uncached_tokens == 0
     mailbox.stop()
     thread.join(patience(5))
     assert not thread.is_alive()

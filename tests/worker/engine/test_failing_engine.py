@@ -8,7 +8,8 @@ import threading
 import pytest
 from grpc_health.v1 import health_pb2
 
-from headrace.worker.engine.mailbox import LoadReport, Mailbox
+from headrace.protos.load_report import LoadReport
+from headrace.worker.engine.mailbox import EngineReport, Mailbox
 from headrace.worker.engine.step_cost import StepCostModel
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import (
@@ -40,14 +41,14 @@ class Running:
     def __init__(self, under_test: EngineUnderTest) -> None:
         self.failures: list[tuple[str, BaseException]] = []
         self.failed = asyncio.Event()
-        self.reports: list[LoadReport] = []
+        self.reports: list[EngineReport] = []
         self.report_error: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self.mailbox = Mailbox(100, self._on_report, self._on_failure)
         self.thread = EngineThread(under_test.engine, self.mailbox, self._on_failure)
         self.thread.start()
 
-    def _on_report(self, report: LoadReport) -> None:
+    def _on_report(self, report: EngineReport) -> None:
         if self.report_error is not None:
             raise self.report_error
         self.reports.append(report)
@@ -203,7 +204,7 @@ async def test_while_stuck_watchers_hear_nothing_and_afterwards_all() -> None:
     watching = asyncio.create_task(watch_engine(Watchdog(thread, 0.02), on_stuck, on_recovered, told.append, 0.005))
     async with asyncio.timeout(patience(BOUND_S)):
         await stuck.wait()
-        hub.publish(LoadReport(num_running=3, stored=(7,)))
+        hub.publish(EngineReport(LoadReport(num_running=3), stored=(7,)))
         watch = hub.watch(0.05)
         first = asyncio.ensure_future(anext(watch))
         done, _ = await asyncio.wait({first}, timeout=0.2)

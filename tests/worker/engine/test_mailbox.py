@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from headrace.protos.load_report import LoadReport
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.mailbox import LoadReport, Mailbox
+from headrace.worker.engine.mailbox import EngineReport, Mailbox
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
 from headrace.worker.request.step import RequestOutput
@@ -17,8 +18,8 @@ def request() -> Request:
     return Request("r", [1], SamplingParams(max_tokens=9, seed=0), 0)
 
 
-def mailbox(capacity: int = 2) -> tuple[Mailbox, list[LoadReport]]:
-    reports: list[LoadReport] = []
+def mailbox(capacity: int = 2) -> tuple[Mailbox, list[EngineReport]]:
+    reports: list[EngineReport] = []
     return Mailbox(capacity, reports.append), reports
 
 
@@ -28,12 +29,12 @@ async def test_a_slow_reader_gets_all_that_has_come_at_once() -> None:
     stream = box.submit(one)
     for position in range(3):
         box.deliver([RequestOutput(one, position, (10 + position,))], None)
-    box.deliver([RequestOutput(one, 3, (13,), finish=FinishReason.LENGTH)], LoadReport(num_blocks=5))
+    box.deliver([RequestOutput(one, 3, (13,), finish=FinishReason.LENGTH)], EngineReport(LoadReport(num_blocks=5)))
     first = await stream.next()
     while not stream.has_ended:
         first += await stream.next()
     assert [output.token_ids for output in first] == [(10,), (11,), (12,), (13,)]
-    assert [report.num_blocks for report in reports] == [5]
+    assert [report.load.num_blocks for report in reports] == [5]
 
 
 async def test_closing_a_stream_that_has_not_ended_cancels_its_request_once() -> None:

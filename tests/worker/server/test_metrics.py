@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from headrace.protos import worker_pb2
-from headrace.worker.engine.mailbox import LoadReport
+from headrace.protos.load_report import LoadReport
+from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.server.metrics import LoadCollector
 from headrace.worker.server.watch import WatchHub
 
 
-def exported(report: LoadReport, **adapters: int) -> dict[str, float]:
+def exported(report: EngineReport, **adapters: int) -> dict[str, float]:
     """The metrics of a worker with this report and these counters of adapters."""
     hub = WatchHub(epoch=1, max_num_seqs=1, block_size=4)
     hub.serve_adapters(worker_pb2.AdapterList, lambda name: None, list, lambda: adapters)
@@ -17,14 +18,16 @@ def exported(report: LoadReport, **adapters: int) -> dict[str, float]:
 
 
 def test_metrics_show_how_full_the_disk_is() -> None:
-    found = exported(LoadReport(num_disk_slots=50, num_disk_blocks=40, counters={"blocks_not_written": 3}))
+    found = exported(
+        EngineReport(LoadReport(num_disk_slots=50, num_disk_blocks=40), counters={"blocks_not_written": 3})
+    )
     assert found["headrace_worker_disk_slots"] == 50
     assert found["headrace_worker_disk_blocks"] == 40
     assert found["headrace_worker_blocks_not_written_total"] == 3
 
 
 def test_metrics_count_loads_and_evictions_of_adapters() -> None:
-    found = exported(LoadReport(counters={"steps": 5}), adapter_loads=4, adapter_evictions=2)
+    found = exported(EngineReport(counters={"steps": 5}), adapter_loads=4, adapter_evictions=2)
     assert found["headrace_worker_steps_total"] == 5
     assert found["headrace_worker_adapter_loads_total"] == 4
     assert found["headrace_worker_adapter_evictions_total"] == 2

@@ -202,7 +202,7 @@ async def test_a_cancelled_stream_frees_its_blocks_at_the_next_step(worker: Gate
     await worker.until(lambda: worker.mailbox.num_open == 0)
     worker.gate.set()
     await worker.until(lambda: worker.hub.report.counters.get("requests_cancelled") == 1)
-    assert (worker.hub.report.num_free_blocks, worker.hub.report.num_running) == (NUM_BLOCKS, 0)
+    assert (worker.hub.report.load.num_free_blocks, worker.hub.report.load.num_running) == (NUM_BLOCKS, 0)
     assert worker.hub.report.counters["steps"] == 1
 
 
@@ -240,7 +240,7 @@ async def test_a_deadline_ends_a_request_and_frees_it(worker: GatedWorker) -> No
     assert (await error_from(call.read())).reason is Reason.DEADLINE
     worker.gate.set()
     await worker.until(lambda: worker.hub.report.counters.get("requests_cancelled") == 1)
-    assert worker.hub.report.num_free_blocks == NUM_BLOCKS
+    assert worker.hub.report.load.num_free_blocks == NUM_BLOCKS
 
 
 async def test_more_requests_than_the_bound_are_refused_with_a_time_to_come_back(worker: GatedWorker) -> None:
@@ -305,7 +305,7 @@ async def test_a_failed_step_ends_its_streams_with_a_status_and_the_worker_goes_
     error = await error_from(worker.generate(token_ids=[1], sampling=sampling))
     assert error.reason is Reason.INTERNAL
     await worker.until(lambda: worker.hub.report.counters.get("requests_failed") == 1)
-    assert (worker.hub.report.num_free_blocks, worker.hub.report.num_running) == (NUM_BLOCKS, 0)
+    assert (worker.hub.report.load.num_free_blocks, worker.hub.report.load.num_running) == (NUM_BLOCKS, 0)
     responses = await worker.generate(token_ids=[1], sampling=sampling)
     assert tokens_of(responses) == expected_tokens([1], 4, VOCAB_SIZE)
 
@@ -322,7 +322,7 @@ async def test_a_step_that_fails_in_the_middle_of_answers_is_reported_too(worker
     assert len(first.logprobs) == 1
     assert (await error_from(call.read())).reason is Reason.INTERNAL
     await worker.until(lambda: worker.hub.report.counters.get("requests_failed") == 1)
-    assert (worker.hub.report.num_free_blocks, worker.hub.report.num_running) == (NUM_BLOCKS, 0)
+    assert (worker.hub.report.load.num_free_blocks, worker.hub.report.load.num_running) == (NUM_BLOCKS, 0)
 
 
 @pytest.mark.parametrize(

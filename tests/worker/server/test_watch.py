@@ -8,7 +8,8 @@ import random
 import pytest
 
 from headrace.protos import worker_pb2
-from headrace.worker.engine.mailbox import LoadReport
+from headrace.protos.load_report import LoadReport
+from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.request.request import Request
 from headrace.worker.server import watch
 from headrace.worker.server.watch import WatchHub, _Watcher
@@ -63,7 +64,7 @@ def test_after_each_hash_of_each_message_what_was_told_is_closed_under_prefixes(
         note_chains(requests, before)
         if rng.random() < 0.3:
             stored, evicted = pool.take_events()
-            report = LoadReport(stored=stored, evicted=evicted)
+            report = EngineReport(stored=stored, evicted=evicted)
             hub.publish(report)
             for watcher, _ in pairs:
                 watcher.note(report)
@@ -81,7 +82,7 @@ def test_after_each_hash_of_each_message_what_was_told_is_closed_under_prefixes(
 async def test_watchers_hear_of_the_disk_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "MAX_DISK_HASHES", 3)
     hub = WatchHub(1, 4, 4)
-    hub.publish(LoadReport(disk_changes=dict.fromkeys(range(5), True), disk_bytes_per_s=7.0))
+    hub.publish(EngineReport(LoadReport(disk_bytes_per_s=7.0), disk_changes=dict.fromkeys(range(5), True)))
     messages = hub.watch(10.0)
     known: set[int] = set()
     for number in range(2):
@@ -90,11 +91,11 @@ async def test_watchers_hear_of_the_disk_in_parts(monkeypatch: pytest.MonkeyPatc
         known |= set(message.disk_events.stored)
     assert known == set(range(5))
     assert message.load.disk_bytes_per_s == 7.0
-    hub.publish(LoadReport(disk_changes={9: True, 0: False}))
-    hub.publish(LoadReport(disk_changes={9: False}))
+    hub.publish(EngineReport(disk_changes={9: True, 0: False}))
+    hub.publish(EngineReport(disk_changes={9: False}))
     message = await anext(messages)
     assert (set(message.disk_events.evicted), list(message.disk_events.stored)) == ({0, 9}, [])
-    hub.publish(LoadReport())
+    hub.publish(EngineReport())
     assert not (await anext(messages)).HasField("disk_events")
     await messages.aclose()
     assert set(hub.on_disk) == {1, 2, 3, 4}
@@ -102,14 +103,14 @@ async def test_watchers_hear_of_the_disk_in_parts(monkeypatch: pytest.MonkeyPatc
 
 async def test_watchers_hear_of_saved_states() -> None:
     hub = WatchHub(1, 4, 4)
-    hub.publish(LoadReport(state_changes={7: True, 8: True}))
+    hub.publish(EngineReport(state_changes={7: True, 8: True}))
     messages = hub.watch(10.0)
     first = (await anext(messages)).state_events
     assert (first.reset, set(first.stored), list(first.evicted)) == (True, {7, 8}, [])
-    hub.publish(LoadReport(state_changes={7: False, 9: True}))
+    hub.publish(EngineReport(state_changes={7: False, 9: True}))
     second = (await anext(messages)).state_events
     assert (second.reset, list(second.stored), list(second.evicted)) == (False, [9], [7])
-    hub.publish(LoadReport())
+    hub.publish(EngineReport())
     assert not (await anext(messages)).HasField("state_events")
     await messages.aclose()
     assert set(hub.states) == {8, 9}
@@ -135,7 +136,7 @@ async def test_reports_come_no_closer_than_a_watcher_asks(asked_s: float, given_
     told = hub.watch(1.0, asked_s)
     assert (await anext(told)).sequence == 0
     for number in (1, 2):
-        hub.publish(LoadReport(num_running=number))
+        hub.publish(EngineReport(LoadReport(num_running=number)))
         assert (await anext(told)).load.num_running == number
     assert pauses == [given_s, given_s]
     await told.aclose()  # type: ignore[attr-defined]
@@ -147,7 +148,7 @@ async def test_the_interval_of_a_running_watch_can_be_changed(pauses: list[float
     await anext(told)
     for number, (watcher_id, asked_s) in enumerate([(6, 0.4), (5, 0.2), (5, 0.0), (5, 9.0)]):
         assert hub.adjust(watcher_id, asked_s) == (watcher_id == 5)
-        hub.publish(LoadReport(num_running=number))
+        hub.publish(EngineReport(LoadReport(num_running=number)))
         assert (await anext(told)).load.num_running == number
     assert pauses == [0.1, 0.2, watch.MIN_INTERVAL_S, 0.5]
     await told.aclose()  # type: ignore[attr-defined]
