@@ -7,7 +7,7 @@ import random
 from hashlib import sha256
 
 from headrace.sim.trace import Job
-from headrace.sim.view import Choice, FleetView
+from headrace.sim.view import Choice, FleetShape, FleetView
 from headrace.sim.worker import Report
 
 # Points per worker on the ring of the consistent hash.
@@ -30,8 +30,9 @@ class _Blind:
 class RandomPolicy(_Blind):
     """A random worker."""
 
-    def __init__(self, num_workers: int, rng: random.Random) -> None:
-        self._num_workers, self._rng = num_workers, rng
+    def __init__(self, shape: FleetShape, rng: random.Random) -> None:
+        self._num_workers = shape.num_workers
+        self._rng = rng
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
@@ -41,8 +42,9 @@ class RandomPolicy(_Blind):
 class RoundRobinPolicy(_Blind):
     """Each worker in turn. Each router starts at a random one."""
 
-    def __init__(self, num_workers: int, rng: random.Random) -> None:
-        self._num_workers, self._next = num_workers, rng.randrange(num_workers)
+    def __init__(self, shape: FleetShape, rng: random.Random) -> None:
+        self._num_workers = shape.num_workers
+        self._next = rng.randrange(shape.num_workers)
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
@@ -53,8 +55,9 @@ class RoundRobinPolicy(_Blind):
 class LeastLoadedPolicy(_Blind):
     """The worker with the fewest known requests, including the router's own bookings. Ties are broken at random."""
 
-    def __init__(self, num_workers: int, rng: random.Random) -> None:
-        self._num_workers, self._rng = num_workers, rng
+    def __init__(self, shape: FleetShape, rng: random.Random) -> None:
+        self._num_workers = shape.num_workers
+        self._rng = rng
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
@@ -67,10 +70,10 @@ class ConsistentHashingPolicy(_Blind):
     """Consistent hashing of the prompt's first segment (Karger et al. 1997), like a load balancer that hashes a session
     or the beginning of the prompt."""
 
-    def __init__(self, num_workers: int, rng: random.Random) -> None:
+    def __init__(self, shape: FleetShape, rng: random.Random) -> None:
         self._ring = sorted(
             (_ring_point(f"worker {worker} {point}"), worker)
-            for worker in range(num_workers)
+            for worker in range(shape.num_workers)
             for point in range(_RING_POINTS)
         )
 

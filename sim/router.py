@@ -25,9 +25,8 @@ from headrace.router.placement.prefix_index import Depths, PrefixIndex
 from headrace.router.placement.rates import Priors
 from headrace.router.placement.transfers import BlockFacts, Transfers
 from headrace.sim.baselines import ConsistentHashingPolicy, LeastLoadedPolicy, RandomPolicy, RoundRobinPolicy
-from headrace.sim.tiers import TierSettings
 from headrace.sim.trace import Job
-from headrace.sim.view import Choice, FleetView, Policy
+from headrace.sim.view import Choice, FleetShape, FleetView, Policy
 from headrace.sim.worker import Report
 
 _MAX_INDEX_ENTRIES = 4_000_000
@@ -38,18 +37,14 @@ _PREDICTION_TTL_S = 30.0
 class _Indexed:
     """A policy with a router's prefix index."""
 
-    def __init__(self, num_workers: int, rng: random.Random, prediction_ttl_s: float = _PREDICTION_TTL_S) -> None:
+    def __init__(self, shape: FleetShape, rng: random.Random, prediction_ttl_s: float = _PREDICTION_TTL_S) -> None:
         self.index = PrefixIndex(_MAX_INDEX_ENTRIES, _MAX_PREDICTED_BLOCKS, prediction_ttl_s)
-        self._names = [str(worker) for worker in range(num_workers)]
+        self._shape = shape
+        self._names = [str(worker) for worker in range(shape.num_workers)]
         for name in self._names:
             self.index.add_worker(name)
         self._rng = rng
         self._answer_lengths = AnswerLengths()
-        self.tiers = TierSettings()
-        """The tiers of the workers beyond their memory."""
-        self.num_prefill = 0
-        """This many workers, the first ones, are reserved for long prompts, and the others for the rest; 0: all do
-        both."""
 
     def ended(self, job: Job) -> None:
         """Learn the length of an answer."""
@@ -89,10 +84,10 @@ class HeadracePolicy(_Indexed):
         self.index.expire(now_s)
         matched = self.index.depths(job.hashes)[: len(self._names)]  # workers have slots in this order
         priors = self._answer_lengths.priors("")
-        workers = self._set_aside(job, view, matched, priors, source) if self.num_prefill else None
+        workers = self._set_aside(job, view, matched, priors, source) if self._shape.num_prefill else None
         here = matched if workers is None else matched[workers]
         facts = RequestFacts(job.num_prompt_tokens + (source is not None))  # the length of the answer is unknown
-        transfers = self._transfers(job, view, here, workers, source) if self.tiers.are_any else None
+        transfers = self._transfers(job, view, here, workers, source) if self._shape.tiers.are_any else None
         candidates = view.candidates(workers)
         placement = place(facts, candidates, here, now_s, self._rng, priors=priors, transfers=transfers)
         assert placement is not None, "every worker takes requests"
@@ -104,8 +99,8 @@ class HeadracePolicy(_Indexed):
         """The workers for the next stage of a request, as in `Pools.for_next_stage`."""
         everybody = np.arange(len(self._names))
         if source is None and is_long(job.num_prompt_tokens, matched, view.candidates(), priors, LONG_PROMPT_MS):
-            return everybody[: self.num_prefill]
-        return everybody[self.num_prefill :]
+            return everybody[: self._shape.num_prefill]
+        return everybody[self._shape.num_prefill :]
 
     def _transfers(
         self, job: Job, view: FleetView, matched: Depths, workers: Places | None, source: int | None
@@ -113,7 +108,7 @@ class HeadracePolicy(_Indexed):
         """The tokens that each of these workers could fetch, as in `Members.transfers`. A token has one byte."""
         found, everybody = Transfers.none(len(matched)), np.arange(len(self._names))
         slots = everybody if workers is None else np.concatenate((workers, np.setdiff1d(everybody, workers)))
-        block = BlockFacts(view.block_size, view.block_size, bool(self.tiers.peer_rate))
+        block = BlockFacts(view.block_size, view.block_size, bool(self._shape.tiers.peer_rate))
         numbers, addresses = np.arange(len(matched)), [self._names[slot] for slot in slots]
         found.add(self.index, job.hashes, matched, numbers, slots, addresses, block)
         if source is not None:
@@ -133,9 +128,9 @@ class LongestPrefixPolicy(_Indexed):
         return self._chosen(job, str(worker), min(blocks * view.block_size, job.num_prompt_tokens - 1), blocks, now_s)
 
 
-def _exact(policy: type[_Indexed]) -> Callable[[int, random.Random], Policy]:
-    def make(num_workers: int, rng: random.Random) -> Policy:
-        made: Policy = policy(num_workers, rng, float("inf"))  # type: ignore[assignment]
+def _exact(policy: type[_Indexed]) -> Callable[[FleetShape, random.Random], Policy]:
+    def make(shape: FleetShape, rng: random.Random) -> Policy:
+        made: Policy = policy(shape, rng, float("inf"))  # type: ignore[assignment]
         return made
 
     return make
@@ -145,7 +140,7 @@ def _exact(policy: type[_Indexed]) -> Callable[[int, random.Random], Policy]:
 class PolicyKind:
     """A kind of policy. An exact one gets reports without delay and is the only router of the fleet."""
 
-    make: Callable[[int, random.Random], Policy]
+    make: Callable[[FleetShape, random.Random], Policy]
     is_exact: bool = False
 
 
@@ -179,13 +174,9 @@ class SimulatedRouter:
         block_size: int,
         rank: int,
         num_routers: int,
-        tiers: TierSettings = TierSettings(),  # noqa: B008  frozen
-        num_prefill: int = 0,
     ) -> None:
         self.view = FleetView(num_workers, block_size)
         self._policy = policy
-        if isinstance(policy, _Indexed):
-            policy.tiers, policy.num_prefill = tiers, num_prefill
         self._rank = rank
         self._num_routers = num_routers
         self._versions = [0] * num_workers

@@ -24,6 +24,7 @@ from headrace.sim.clock import VirtualClock
 from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
 from headrace.sim.tiers import DiskSlots, Timer
 from headrace.sim.trace import Job
+from headrace.sim.view import FleetShape
 from headrace.sim.worker import Report, SimulatedWorker, WorkerSettings
 from headrace.worker.request.request import Request
 
@@ -133,15 +134,10 @@ class Simulation:
         self._shared_disk = DiskSlots(tiers.disk_tokens // block_size) if tiers.is_disk_shared else None
         self.workers = [self._worker(number) for number in range(count)]
         num_routers = 1 if exact else settings.num_routers
+        shape = FleetShape(count, tiers, settings.num_prefill)
         self.routers = [
             SimulatedRouter(
-                kind.make(count, random.Random(rng.random())),
-                count,
-                settings.worker.block_size,
-                rank,
-                num_routers,
-                settings.worker.tiers,
-                settings.num_prefill,
+                kind.make(shape, random.Random(rng.random())), count, settings.worker.block_size, rank, num_routers
             )
             for rank in range(num_routers)
         ]

@@ -11,8 +11,18 @@ from headrace.router.placement.bookings import Bookings
 from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable, Places
 from headrace.router.placement.policy import Placement
 from headrace.router.placement.predictions import Run
+from headrace.sim.tiers import TierSettings
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report
+
+
+class FleetShape(NamedTuple):
+    """What a policy knows of the fleet from the beginning: the number of workers, and their tiers beyond their memory.
+    The first `num_prefill` workers are reserved for long prompts, and the others for the rest; 0: all do both."""
+
+    num_workers: int
+    tiers: TierSettings = TierSettings()
+    num_prefill: int = 0
 
 
 class Choice(NamedTuple):
