@@ -68,16 +68,14 @@ class BeginCall(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., request: _Optional[bytes] = ..., metadata: _Optional[_Mapping[str, str]] = ..., timeout_ms: _Optional[int] = ..., shared: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("parts", "heartbeat_ms", "takes_shared", "server_id")
+    __slots__ = ("parts", "heartbeat_ms", "server_id")
     PARTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
-    TAKES_SHARED_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.RepeatedCompositeFieldContainer[CallPart]
     heartbeat_ms: int
-    takes_shared: bool
     server_id: str
-    def __init__(self, parts: _Optional[_Iterable[_Union[CallPart, _Mapping]]] = ..., heartbeat_ms: _Optional[int] = ..., takes_shared: bool = ..., server_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, parts: _Optional[_Iterable[_Union[CallPart, _Mapping]]] = ..., heartbeat_ms: _Optional[int] = ..., server_id: _Optional[str] = ...) -> None: ...
 
 class CallPart(_message.Message):
     __slots__ = ("call_id", "response", "end")

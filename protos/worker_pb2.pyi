@@ -218,16 +218,14 @@ class GetTokenizerResponse(_message.Message):
     def __init__(self, chunk: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("heartbeat_ms", "min_interval_ms", "watcher_id", "takes_adapter_changes")
+    __slots__ = ("heartbeat_ms", "min_interval_ms", "watcher_id")
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     WATCHER_ID_FIELD_NUMBER: _ClassVar[int]
-    TAKES_ADAPTER_CHANGES_FIELD_NUMBER: _ClassVar[int]
     heartbeat_ms: int
     min_interval_ms: int
     watcher_id: int
-    takes_adapter_changes: bool
-    def __init__(self, heartbeat_ms: _Optional[int] = ..., min_interval_ms: _Optional[int] = ..., watcher_id: _Optional[int] = ..., takes_adapter_changes: bool = ...) -> None: ...
+    def __init__(self, heartbeat_ms: _Optional[int] = ..., min_interval_ms: _Optional[int] = ..., watcher_id: _Optional[int] = ...) -> None: ...
 
 class AdjustWatchRequest(_message.Message):
     __slots__ = ("watcher_id", "min_interval_ms")

@@ -76,7 +76,7 @@ class Handovers:
         try:
             async with asyncio.timeout(_MAX_S):
                 await self._hand_over(link)
-        except grpc.aio.AioRpcError as error:  # another router does it, or the worker has an earlier version
+        except grpc.aio.AioRpcError as error:  # another router does it
             log.info("the blocks of %s are not handed over: %s", link.worker_id, error.details())
         except TimeoutError:
             log.warning("the blocks of %s were not handed over in %.0f s", link.worker_id, _MAX_S)

@@ -69,8 +69,7 @@ class ClientSession:
         self._calls: dict[int, ClientCall] = {}
         self._num_begun = 0
         self._is_retired = False
-        self._spoken = asyncio.Event()
-        self._takes_shared = False
+        self._has_spoken = False
         self._turns = Turns(self._send)
         self._sender = asyncio.create_task(self._run_sender())
         self._receiver = asyncio.create_task(self._receive())
@@ -166,19 +165,12 @@ class ClientSession:
             await self._turns.run()
 
     async def _send(self, items: list[Any]) -> None:
-        if any(not isinstance(item, int) and item[1] for item in items):
-            await self._spoken.wait()  # the server's first message says whether it accepts shared parts
-            if not self._takes_shared:
-                for item in items:
-                    await self._stream.write(_message([item], takes_shared=False))
-                return
-        await self._stream.write(_message(items, takes_shared=True))
+        await self._stream.write(_message(items))
 
     async def _receive(self) -> None:
         try:
             while (message := await self._stream.read()) is not grpc.aio.EOF:
-                self._takes_shared = message.takes_shared
-                self._spoken.set()
+                self._has_spoken = True
                 self._heard(message)
                 for part in message.parts:
                     self._take(part)
@@ -217,7 +209,7 @@ class ClientSession:
             return _BROKEN_S if has_no_room else None
         # If a server without sessions refuses while this end is still writing, gRPC turns that into an error of its own
         # core.
-        core_failed = failure.code() is grpc.StatusCode.INTERNAL and not self._spoken.is_set()
+        core_failed = failure.code() is grpc.StatusCode.INTERNAL and not self._has_spoken
         is_unknown = failure.code() is grpc.StatusCode.UNIMPLEMENTED or core_failed
         return _WITHOUT_S if is_unknown else _BROKEN_S
 
@@ -234,7 +226,7 @@ class ClientSession:
             call.push(part.response)
 
 
-def _message(items: Sequence[Any], *, takes_shared: bool) -> SessionRequest:
+def _message(items: Sequence[Any]) -> SessionRequest:
     """A message that cancels calls by id, and begins calls together with their shared parts."""
     message = SessionRequest()
     positions: dict[SharedPart, int] = {}
@@ -243,10 +235,7 @@ def _message(items: Sequence[Any], *, takes_shared: bool) -> SessionRequest:
             message.cancelled_call_ids.append(item)
             continue
         begin, shared = item
-        if takes_shared:
-            begin.shared.extend(positions.setdefault(part, len(positions)) for part in shared)
-        else:
-            begin.request = WireRequest(begin.request, shared).joined()
+        begin.shared.extend(positions.setdefault(part, len(positions)) for part in shared)
         message.begins.append(begin)
     message.shared.extend(part.raw for part in positions)
     return message

@@ -286,7 +286,7 @@ class _ServerSession:
 
     async def _send(self, items: list[CallPart | None]) -> None:
         parts = [part for part in items if part is not None]
-        response = SessionResponse(parts=parts, heartbeat_ms=sessions.HEARTBEAT_MS, takes_shared=True)
+        response = SessionResponse(parts=parts, heartbeat_ms=sessions.HEARTBEAT_MS)
         if not self._has_named:
             response.server_id, self._has_named = self._server.server_id, True
         await self._context.write(response)

@@ -133,7 +133,7 @@ class Attempting:
         may_move = placed.card.role == worker_pb2.ROLE_PREFILL and generation.num_moves < MAX_MOVES
         while (raw := await read()) is not grpc.aio.EOF:
             assert isinstance(raw, bytes)
-            message, is_outgrown = generation.record(raw, placed, may_outgrow=may_outgrow)
+            message, is_outgrown = generation.record(raw, placed.card, may_outgrow=may_outgrow)
             if placed.booking.is_pending:
                 placed.link.settle(placed.booking)
             await generation.send(message)

@@ -17,10 +17,9 @@ from headrace.common.retries import Attempts
 from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.cache_eviction import longest_context_of
-from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.links import WorkerLink
-from headrace.router.fleet.routed_request import PlacedRequest, Prefilled, RoutedRequest
+from headrace.router.fleet.routed_request import Prefilled, RoutedRequest
 from headrace.router.placement.prompt import Prompt
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -73,7 +72,6 @@ class Generation:
         self.num_given_back = 0
         self.num_moves = 0
         """How often its answer went on elsewhere after a worker that is reserved for prompts."""
-        self._adapter_sha256 = ""  # of the adapter that generated the tokens
 
     @property
     def is_new(self) -> bool:
@@ -85,8 +83,7 @@ class Generation:
     def identity(self) -> str:
         """The identity of the model that generated the delivered tokens, if known; empty before the first token. Its
         worker sends it with the answer, because the reported adapters may have changed before the request arrived."""
-        found = self.ledger.model_identity
-        return found or ("" if self.card is None else model_identity(self.card, self._adapter_sha256))
+        return self.ledger.model_identity
 
     @cached_property
     def digest(self) -> bytes:
@@ -142,9 +139,9 @@ class Generation:
         self.longest_context = max(self.longest_context, longest)
         return longest < self.longest_context
 
-    def record(self, raw: bytes, placed: PlacedRequest, *, may_outgrow: bool) -> tuple[bytes, bool]:
-        """Record a worker's message. Returns the bytes to send to the client, and whether the answer has to continue at
-        another worker, because it has reached the end of this worker's context and `may_outgrow` it.
+    def record(self, raw: bytes, card: worker_pb2.ModelCard, *, may_outgrow: bool) -> tuple[bytes, bool]:
+        """Record a message of a worker with this card. Returns the bytes to send to the client, and whether the answer
+        has to continue at another worker, because it has reached the end of this worker's context and `may_outgrow` it.
 
         Raises FencedError if the message does not continue the answer; nothing of it may be sent.
         """
@@ -155,8 +152,7 @@ class Generation:
         is_outgrown = may_outgrow and self.ledger.take_early_end(message, self.longest_context)
         self.ledger.record(message)
         if self.card is None:
-            self.card = placed.card
-            self._adapter_sha256 = placed.request.adapter_sha256
+            self.card = card
         return (message.SerializeToString() if is_outgrown else raw), is_outgrown
 
     async def send(self, raw: bytes) -> None:

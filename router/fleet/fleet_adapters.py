@@ -207,8 +207,6 @@ async def _asked(link: WorkerLink, call: grpc.aio.UnaryUnaryCall) -> worker_pb2.
     try:
         answer: worker_pb2.LoadAdapterResponse = await call
     except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED and "Method not found" in (error.details() or ""):
-            raise StatusError(Reason.UNSUPPORTED, f"worker {link.worker_id} is too old for adapters") from None
         found = error_of(error)
         raise StatusError(found.reason, f"worker {link.worker_id}: {found.message}", field=found.field) from None
     return answer

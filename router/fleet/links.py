@@ -32,7 +32,7 @@ from headrace.common.transport.silence import Peer, Silences
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
 from headrace.router.fleet.reported_load import ReportedLoad, ReportPace
 from headrace.router.fleet.worker_adapters import WorkerAdapters
-from headrace.router.placement.bookings import BOOKING_GRACE_S, Booking, Bookings
+from headrace.router.placement.bookings import Booking, Bookings
 from headrace.router.placement.candidates import Candidate
 from headrace.router.placement.prefix_index import PrefixIndex
 
@@ -378,7 +378,6 @@ class WorkerLink:
                     heartbeat_ms=self._heartbeat_ms,
                     min_interval_ms=self._pace.begin(),
                     watcher_id=self.watcher_id,
-                    takes_adapter_changes=True,
                 )
             )
             peer = self._silences.watch(self.address, _LOST_HEARTBEATS * self._heartbeat_ms / 1000)
@@ -417,8 +416,8 @@ class WorkerLink:
             self._keep_pace()
 
     def _keep_pace(self) -> None:
-        """Tell the worker how often to report, if that has changed. The answer is ignored: workers of earlier versions
-        refuse, and report as before."""
+        """Tell the worker how often to report, if that has changed. The answer is not needed: if the worker does not
+        know the watch, it is about to end."""
         interval_ms = self._pace.change() if self.watcher_id else None
         if interval_ms is not None:
             request = worker_pb2.AdjustWatchRequest(watcher_id=self.watcher_id, min_interval_ms=interval_ms)
@@ -457,10 +456,7 @@ class WorkerLink:
     def _take_load(self, load: worker_pb2.Load, placement_ids: Sequence[int]) -> None:
         """Apply a load report that includes these placements of this router."""
         now_s = self._clock()
-        if load.HasField("num_arrived"):
-            self.bookings.settle_named(placement_ids)
-        else:
-            self.bookings.settle_until(now_s - BOOKING_GRACE_S)
+        self.bookings.settle_named(placement_ids)
         self.reported.take(load, now_s)
         self._on_load(self)
         self._on_room(self)

@@ -1,9 +1,7 @@
 """The requests that a router has placed on a worker and that the worker's reports do not include yet.
 
 A placement counts as load of its worker from the moment of the decision. It is pending until the worker's reports
-include the request: until a report names the placement, or at the latest until its first token arrives. Workers of
-earlier versions do not name placements. For them, a report counts if it is young enough to have been made after the
-request arrived.
+include the request: until a report names the placement, or at the latest until its first token arrives.
 
 Pure: no I/O and no clock. Times are in seconds of a monotonic clock.
 """
@@ -11,10 +9,6 @@ Pure: no I/O and no clock. Times are in seconds of a monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-# If a worker names no placements, its report may not include a request that was placed less than this long before the
-# report arrived.
-BOOKING_GRACE_S = 0.05
 
 
 class Booking:

@@ -91,7 +91,8 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.num_cancelled = 0
         self.num_watches = 0
         self.intervals_ms: list[int] = []  # as Watch and AdjustWatch asked for
-        self.has_adjust_watch = True
+        self.placed: dict[int, list[int]] = {}  # by watcher: placements that no report has named yet
+        self.names_placements = True
         self._server: grpc.aio.Server | None = None
         self._watchers: list[asyncio.Queue[worker_pb2.WatchResponse]] = []
         self.is_silent = False
@@ -157,6 +158,8 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             while self.is_silent:
                 await asyncio.sleep(0.01)
             report.epoch, report.sequence, report.num_watchers = self.epoch, sequence, self.num_watchers
+            if self.names_placements:
+                report.placement_ids.extend(self.placed.pop(request.watcher_id, ()))
             yield report
             sequence += 1
             if self.skip_sequence:
@@ -169,8 +172,6 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
                 report = worker_pb2.WatchResponse(load=self.load)
 
     async def AdjustWatch(self, request: worker_pb2.AdjustWatchRequest, context: Any) -> Any:
-        if not self.has_adjust_watch:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         self.intervals_ms.append(request.min_interval_ms)
         return worker_pb2.AdjustWatchResponse()
 
@@ -241,6 +242,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             check_context(len(request.token_ids), len(request.resume_token_ids), longest)
         except StatusError as error:
             await abort(context, error)
+        self.placed.setdefault(request.belief.watcher_id, []).append(request.belief.placement_id)
         self.num_running += 1
         ended = False
         try:

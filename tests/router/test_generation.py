@@ -9,7 +9,7 @@ import pytest
 
 from headrace.common.ledger import FencedError
 from headrace.common.transport.wire_request import SharedPart, WireRequest
-from headrace.protos import inference_pb2
+from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.dispatch.generation import Generation
 
@@ -72,9 +72,8 @@ def test_only_a_request_that_nobody_has_had_is_new() -> None:
 
 
 def test_a_message_that_is_none_is_fenced() -> None:
-    nowhere: Any = None
     with pytest.raises(FencedError, match="not a GenerateResponse"):
-        generation(request()).record(b"\xff\xff", nowhere, may_outgrow=False)
+        generation(request()).record(b"\xff\xff", worker_pb2.ModelCard(), may_outgrow=False)
 
 
 def test_bytes_that_are_no_request_are_refused() -> None:

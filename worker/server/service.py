@@ -241,10 +241,7 @@ class WorkerService(BlockServicer):
         if heartbeat_s < MIN_HEARTBEAT_S:
             message = f"heartbeat_ms must be 0 or at least {MIN_HEARTBEAT_S * 1000:.0f}, not {request.heartbeat_ms}"
             await abort(context, StatusError(Reason.INVALID_FIELD, message, field="heartbeat_ms"))
-        interval_s, changes = request.min_interval_ms / 1000, request.takes_adapter_changes
-        async for response in self._hub.watch(
-            heartbeat_s, interval_s, request.watcher_id, takes_adapter_changes=changes
-        ):
+        async for response in self._hub.watch(heartbeat_s, request.min_interval_ms / 1000, request.watcher_id):
             yield response
 
     async def AdjustWatch(

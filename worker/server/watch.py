@@ -66,12 +66,10 @@ class _Watcher:
         interval_s: float = 0.0,
         watcher_id: int = 0,
         *,
-        takes_adapter_changes: bool = False,
         on_disk: dict[int, None] = {},  # noqa: B006  it is only read
         states: dict[int, None] = {},  # noqa: B006  it is only read
     ) -> None:
         self.watcher_id = watcher_id
-        self.takes_adapter_changes = takes_adapter_changes
         self.heartbeat_s = heartbeat_s
         self.adjust(interval_s)
         self.reset = True
@@ -121,9 +119,8 @@ class _Watcher:
     def note_adapters(self, name: str) -> None:
         """The adapter of this name has changed. With an empty name, only the adapters in memory have changed."""
         self.adapters_in_memory = True
-        if name and self.takes_adapter_changes:
+        if name:
             self.changed_adapters[name] = None
-        self.adapters |= bool(name) and not self.takes_adapter_changes
         self.changed.set()
 
     def take_placements(self) -> list[int]:
@@ -298,8 +295,6 @@ class WatchHub:
         heartbeat_s: float,
         interval_s: float = MIN_INTERVAL_S,
         watcher_id: int = 0,
-        *,
-        takes_adapter_changes: bool = False,
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Messages for one watcher: the first at once, then after each change and every heartbeat, at least
         `interval_s` apart (between MIN_INTERVAL_S and half a heartbeat). None while the hub is silent."""
@@ -308,7 +303,6 @@ class WatchHub:
             heartbeat_s,
             interval_s,
             watcher_id,
-            takes_adapter_changes=takes_adapter_changes,
             on_disk=self.on_disk,
             states=self.states,
         )

@@ -36,7 +36,6 @@ class Server:
         self.received: list[list[int]] = []  # of each message of a session, the sizes of its requests
         self.poison = b""
         self.shared: list[SharedPart] = []
-        self.takes_shared = True
         self.num_empty = 0
         self.promises = True
         self.lives = asyncio.Event()
@@ -85,7 +84,6 @@ class Server:
                     server.num_messages += 1
                 else:
                     server.num_empty += 1
-                message.takes_shared = server.takes_shared
                 if not server.promises:
                     message.heartbeat_ms = 0
                 await context.write(message)
@@ -421,17 +419,6 @@ async def test_what_requests_share_is_one_object_though_it_is_sent_several_times
         # Nothing is kept of it behind the last call.
         server.shared.clear()
         await until(lambda: not len(server.sessions._shared))
-
-
-async def test_a_server_that_takes_no_shared_parts_gets_whole_requests_each_in_a_message() -> None:
-    server = Server()
-    server.takes_shared = False
-    part = SharedPart(b"padded:" + b"x" * 200_000)
-    async with serving(server) as (address, _), grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
-        client = SessionClient(channel)
-        calls = [client.generate(WireRequest(b"%03d" % n, (part,))) for n in range(100)]
-        assert [await all_of(call) for call in calls] == [[b"200010"]] * 100
-        assert server.received == [[200_010]] * 100
 
 
 async def test_shared_parts_are_joined_where_there_are_no_sessions() -> None:

@@ -148,18 +148,21 @@ async def test_watchers_learn_of_adapters_and_of_those_in_memory(worker: Worker,
     assert (list(first.adapters.adapters), first.adapters.max_in_memory) == ([], NUM_SLOTS)
     for seed in range(3):
         await worker.load(str(seed), write_adapter(tmp_path / str(seed), seed=seed))
-    known: dict[str, bool] = {}
+    seen = WorkerAdapters()
+    seen.take(first)
+
+    def known() -> dict[str, bool]:
+        return {adapter.name: adapter.is_in_memory for adapter in seen.all()}
+
     async with asyncio.timeout(patience(10)):
-        while known != {"0": False, "1": True, "2": True}:
-            message = await watch.read()
-            if message.HasField("adapters"):
-                known = {adapter.name: adapter.is_in_memory for adapter in message.adapters.adapters}
+        while known() != {"0": False, "1": True, "2": True}:
+            seen.take(await watch.read())
         await worker.answer("0")
-        while sum(known.values()) != 2 or not known["0"]:
+        while sum(known().values()) != 2 or not known()["0"]:
             message = await watch.read()
-            assert not message.HasField("adapters"), "the list itself has not changed"
-            if message.HasField("adapters_in_memory"):
-                known = {name: name in message.adapters_in_memory.names for name in known}
+            assert not message.HasField("adapters"), "the list is sent once"
+            assert not message.HasField("adapter_changes"), "what is known has not changed"
+            seen.take(message)
     counters = worker.hub.load().counters
     assert (counters.adapter_loads, counters.adapter_evictions) == (4, 2)
     watch.cancel()
@@ -177,14 +180,11 @@ async def test_what_cannot_be_loaded_is_refused_by_its_field(worker: Worker, nam
     assert (error.reason, error.field) == (Reason.INVALID_FIELD, field)
 
 
-@pytest.mark.parametrize("takes_changes", [True, False])
-async def test_watchers_know_the_adapters_after_each_change(
-    worker: Worker, tmp_path: Path, takes_changes: bool
-) -> None:
-    """A router that takes changes gets each adapter once, and others get whole lists."""
+async def test_watchers_know_the_adapters_after_each_change(worker: Worker, tmp_path: Path) -> None:
+    """They get each adapter once."""
     paths = [write_adapter(tmp_path / str(seed), seed=seed) for seed in range(4)]
     await worker.load("0", paths[0])
-    request = worker_pb2.WatchRequest(heartbeat_ms=50, watcher_id=5, takes_adapter_changes=takes_changes)
+    request = worker_pb2.WatchRequest(heartbeat_ms=50, watcher_id=5)
     watch = worker.worker.Watch(request)
     seen = WorkerAdapters()
     seen.take(await watch.read())
@@ -206,7 +206,7 @@ async def test_watchers_know_the_adapters_after_each_change(
     worker.desk.unload("3")
     await agrees()
     assert [adapter.name for adapter in seen.all()] == ["0", "2"]
-    assert any(message.HasField("adapters") for message in messages) != takes_changes
-    assert any(message.HasField("adapter_changes") for message in messages) == takes_changes
+    assert not any(message.HasField("adapters") for message in messages)
+    assert any(message.HasField("adapter_changes") for message in messages)
     assert all(len(message.adapter_changes.known) <= 1 for message in messages)
     watch.cancel()
