@@ -276,10 +276,12 @@ class FairQueue(Generic[T]):
         numbers = Counter[str]()
         for each in waiting:
             numbers.update({name: len(entries) for name, entries in each.items()})
-        victim, keeps = max(numbers, key=numbers.__getitem__), 0
+        victim = max(numbers, key=numbers.__getitem__)
+        keeps = 0
         if lowest == priority and numbers[victim] <= numbers[tenant] + 1:
             own = self._levels.get(priority)
-            victim, keeps = tenant, 1 + (len(own.waiting.get(tenant, ())) if own is not None else 0)
+            victim = tenant
+            keeps = 1 + (len(own.waiting.get(tenant, ())) if own is not None else 0)
         entries = max((each[victim] for each in waiting if victim in each), key=len, default=None)
         if entries is None or len(entries) <= keeps:
             return None

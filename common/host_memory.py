@@ -38,12 +38,11 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            base = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            base, names = (
-                root / "sys/fs/cgroup/memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
         directory = base / path.lstrip("/")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 
 TOOL_FORMAT_NAMES = ("gpt-oss", "deepseek", "mistral", "phi4", "pythonic", "llama3", "qwen3-coder", "hermes")
 REASONING_FORMAT_NAMES = ("gpt-oss", "mistral", "think")

@@ -194,7 +194,8 @@ class RouterService:
     ) -> router_pb2.ListModelsResponse:
         """The models of live workers, and the state of the Redis of their leases."""
         redis = router_pb2.REDIS_STATE_UNSPECIFIED if self._leases is None else self._leases.state
-        models, adapters = self._fleet.models().values(), self._adapters.of(self._fleet.links())
+        models = self._fleet.models().values()
+        adapters = self._adapters.of(self._fleet.links())
         return router_pb2.ListModelsResponse(models=models, redis=redis, adapters=adapters)
 
     async def list_workers(
@@ -331,7 +332,8 @@ def _explain_request(raw: bytes) -> router_pb2.ExplainRequest:
 
 def _end(span: Span, code: grpc.StatusCode) -> None:
     if span.is_recording:
-        number, request_id = code.value[0], request_id_var.get()
+        number = code.value[0]
+        request_id = request_id_var.get()
         span.set({"rpc.system": "grpc", "rpc.grpc.status_code": number, "headrace.request_id": request_id})
     span.end()
 

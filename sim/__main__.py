@@ -198,7 +198,8 @@ def print_table(answer: Answer) -> None:
     for header in (*headers, *(("disk", "peers") if has_tiers else ()), "load cv", "goodput", "busy"):
         table.add_column(header, justify="right")
     for report in answer.policies:
-        ttft, tpot = report.ttft_ms, report.tpot_ms
+        ttft = report.ttft_ms
+        tpot = report.tpot_ms
         times = [f"{value:,.0f}" for value in (ttft.mean, ttft.p50, ttft.p95, ttft.p99, tpot.p50, tpot.p95, tpot.p99)]
         tiers = (report.disk_share, report.peer_share) if has_tiers else ()
         shares = [f"{share:.1%}" for share in (report.hit_share, *tiers)]

@@ -26,7 +26,9 @@ class SimulatedDrafts:
     has_branches = False
 
     def __init__(self, acceptance: float, cost: StepCost | None, right_token: Callable[[Request], int]) -> None:
-        self._acceptance, self._cost, self._right_token = acceptance, cost, right_token
+        self._acceptance = acceptance
+        self._cost = cost
+        self._right_token = right_token
         self._random = random.Random(0)
         self._spent_ms = 0.0
 

@@ -106,10 +106,12 @@ class HeadracePolicy(_Indexed):
         self, job: Job, view: FleetView, matched: Depths, workers: Places | None, source: int | None
     ) -> Transfers:
         """The tokens that each of these workers could fetch, as in `Members.transfers`. A token has one byte."""
-        found, everybody = Transfers.none(len(matched)), np.arange(len(self._names))
+        found = Transfers.none(len(matched))
+        everybody = np.arange(len(self._names))
         slots = everybody if workers is None else np.concatenate((workers, np.setdiff1d(everybody, workers)))
         block = BlockFacts(view.block_size, view.block_size, bool(self._shape.tiers.peer_rate))
-        numbers, addresses = np.arange(len(matched)), [self._names[slot] for slot in slots]
+        numbers = np.arange(len(matched))
+        addresses = [self._names[slot] for slot in slots]
         found.add(self.index, job.hashes, matched, numbers, slots, addresses, block)
         if source is not None:
             found.offer(numbers, job.num_prompt_tokens, self._names[source])
@@ -196,7 +198,8 @@ class SimulatedRouter:
 
     def belief(self, placed: PlacedJob, *, may_be_given_back: bool) -> Belief:
         """The belief to send to the worker; see `PlacedRequest.belief`."""
-        cached_tokens, placement = placed.choice.cached_tokens, placed.choice.placement
+        cached_tokens = placed.choice.cached_tokens
+        placement = placed.choice.placement
         may_be_given_back = may_be_given_back and self._num_routers > 1 and placement is not None
         believed = placement.belief if may_be_given_back and placement is not None else None
         return belief_message(self._rank + 1, placed.booking, cached_tokens, believed)

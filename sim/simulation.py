@@ -122,7 +122,8 @@ class Simulation:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         rng = random.Random(settings.seed)
-        count, exact = settings.num_workers, kind.is_exact
+        count = settings.num_workers
+        exact = kind.is_exact
         self._jobs = deque(jobs)
         self._settings = settings
         self._on_end = on_end
@@ -130,7 +131,8 @@ class Simulation:
         self._is_exact = exact
         self._delay_s = 0.0 if exact else settings.report_delay_s
         self.clock = VirtualClock()
-        tiers, block_size = settings.worker.tiers, settings.worker.block_size
+        tiers = settings.worker.tiers
+        block_size = settings.worker.block_size
         self._shared_disk = DiskSlots(tiers.disk_tokens // block_size) if tiers.is_disk_shared else None
         self.workers = [self._worker(number) for number in range(count)]
         num_routers = 1 if exact else settings.num_routers
@@ -207,7 +209,8 @@ class Simulation:
 
     def _place(self, record: JobRecord, router: SimulatedRouter) -> None:
         """Place a request at a worker."""
-        job, now_s = record.job, self.clock.now_s
+        job = record.job
+        now_s = self.clock.now_s
         source = record.prefill_worker if record.prefill_worker >= 0 else None
         placed = router.place(job, now_s, source)
         belief = router.belief(placed, may_be_given_back=record.num_given_back < MAX_GIVEN_BACK)
@@ -215,7 +218,9 @@ class Simulation:
 
     def _take(self, record: JobRecord, router: SimulatedRouter, placed: PlacedJob, belief: Belief) -> None:
         """Give a request to its worker. If the worker returns it, the router places it again."""
-        job, now_s, worker = record.job, self.clock.now_s, self.workers[placed.worker]
+        job = record.job
+        now_s = self.clock.now_s
+        worker = self.workers[placed.worker]
         report = worker.contradiction(belief)
         if report is not None:
             record.num_given_back += 1

@@ -130,7 +130,8 @@ class SimulatedDisk(_Fetches):
     def spill(self, block: int, content: Content) -> None:
         """A block leaves the memory. It is dropped if too many wait to be written."""
         del block
-        block_hash, now_s = content.block_hash, self.timer.clock()
+        block_hash = content.block_hash
+        now_s = self.timer.clock()
         if block_hash is None:
             return
         if block_hash in self._known:
@@ -202,7 +203,8 @@ class SimulatedPeers(_Fetches):
         self.timer.at(self.timer.clock() + took_s, lambda: self._receive(fetch))
 
     def _receive(self, fetch: Fetch) -> None:
-        pool, num_read = self._pool_of(fetch.source), 0
+        pool = self._pool_of(fetch.source)
+        num_read = 0
         for wanted in fetch.wanted:
             if fetch.is_given_up or not pool.is_findable(wanted.block_hash):
                 break

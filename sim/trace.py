@@ -156,7 +156,8 @@ class Generated:
         jobs: list[Job] = []
         conversations: list[tuple[tuple[int, int], ...]] = [()] * self.num_conversations
         speakers: list[int] = []
-        now_s, num_left = 0.0, 0
+        now_s = 0.0
+        num_left = 0
         for number in range(self.num_requests):
             if num_left == 0:
                 now_s += rng.expovariate(1 / self.burst)

@@ -52,7 +52,8 @@ class FleetView:
 
     def changed(self, worker: int) -> None:
         """Note that the load or the bookings of this worker have changed."""
-        load, bookings = self.loads[worker], self.bookings[worker]
+        load = self.loads[worker]
+        bookings = self.bookings[worker]
         self._table.put(worker, Candidate.of(self._worker_ids[worker], load, self.block_size, bookings))
 
     def candidates(self, workers: Places | None = None) -> Candidates:

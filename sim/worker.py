@@ -135,7 +135,8 @@ class SimulatedWorker:
         self._reports_every_step = reports_every_step
 
     def _add_tiers(self, timer: Timer, pool_of: Callable[[str], BlockPool], shared_disk: DiskSlots | None) -> None:
-        tiers, size = self.settings.tiers, self.settings.block_size
+        tiers = self.settings.tiers
+        size = self.settings.block_size
         pool = self.scheduler.kv_cache.pool
         if tiers.disk_tokens:
             slots = shared_disk or DiskSlots(tiers.disk_tokens // size)
@@ -170,7 +171,8 @@ class SimulatedWorker:
 
     def contradiction(self, belief: Belief) -> Report | None:
         """The current state if the worker has more work than the router believed, as in `WatchHub.contradiction`."""
-        load, arrivals = self._load, self._arrivals
+        load = self._load
+        arrivals = self._arrivals
         num_requests = load.num_running + load.num_waiting + arrivals.num_requests
         if not is_contradicted(belief, num_requests, load.num_uncached_tokens + arrivals.num_tokens):
             return None
@@ -225,7 +227,8 @@ class SimulatedWorker:
         ]
         if self._size is not None:
             num_more = sum(len(entry.more) for entry in sampled)
-            step_s, draft_s = (self._step_ms - self._draft_ms) / 1000, self._draft_ms / 1000
+            step_s = (self._step_ms - self._draft_ms) / 1000
+            draft_s = self._draft_ms / 1000
             self._meter.observe(self._size, step_s, 1.0 + num_more / max(1, len(sampled)), draft_s)
         outputs = self.scheduler.update(output, sampled)
         self._stats.infer_s += self._step_ms / 1000

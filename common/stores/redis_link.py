@@ -28,7 +28,8 @@ TLS_DIR = "HEADRACE_REDIS_TLS_DIR"
 MAX_CONNECTIONS = 32
 # What the client raises for bytes that it cannot parse, or for values that do not fit the command.
 _NO_ANSWER = (ValueError, TypeError, LookupError, RecursionError)
-_PORT, _SENTINEL_PORT = 6379, 26379
+_PORT = 6379
+_SENTINEL_PORT = 26379
 
 
 class SentinelUrl(NamedTuple):

@@ -118,12 +118,14 @@ def _read(directory: Path) -> Identity:
 
 def _rehearse(directory: Path) -> None:
     """Do a handshake between two ends with these files. Raises OSError or ValueError if it fails."""
-    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.verify_mode = ssl.CERT_REQUIRED
     for context in (client, server):
         context.load_verify_locations(cafile=directory / "ca.pem")
         context.load_cert_chain(directory / "cert.pem", directory / "key.pem", password=_no_password)
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    up = ssl.MemoryBIO()
+    down = ssl.MemoryBIO()
     ends = [
         client.wrap_bio(down, up, server_hostname=FLEET_NAME),
         server.wrap_bio(up, down, server_side=True),

@@ -288,7 +288,8 @@ class _ServerSession:
         parts = [part for part in items if part is not None]
         response = SessionResponse(parts=parts, heartbeat_ms=sessions.HEARTBEAT_MS)
         if not self._has_named:
-            response.server_id, self._has_named = self._server.server_id, True
+            response.server_id = self._server.server_id
+            self._has_named = True
         await self._context.write(response)
 
 

@@ -119,7 +119,8 @@ class Turns:
             batches: Iterable[list[Any]] = _batches(items)
             if items and not self._has_shared and self._num_bytes <= MAX_MESSAGE_BYTES:
                 batches = [[item for item, _, _ in items]]  # the answers of a step need not be counted one by one
-            self._num_bytes, self._has_shared = 0, False
+            self._num_bytes = 0
+            self._has_shared = False
             self._room.set()
             for batch in batches:
                 await self._send(batch)
@@ -137,7 +138,10 @@ def _batches(items: Sequence[tuple[Any, int, tuple[SharedPart, ...]]]) -> Iterat
         num_bytes = num_own_bytes + size + (num_shared_bytes + fresh if fresh or not shared else 0)
         if batch and num_bytes > MAX_MESSAGE_BYTES:
             yield batch
-            batch, present, num_own_bytes, num_shared_bytes = [], set(), 0, 0
+            batch = []
+            present = set()
+            num_own_bytes = 0
+            num_shared_bytes = 0
             fresh = sum(len(part.raw) for part in shared)
         batch.append(item)
         present.update(shared)

@@ -90,7 +90,8 @@ class ModelHost:
             try:
                 async with self._host() as host:
                     async for answer in host.WatchModels(WatchModelsRequest()):
-                        self.models, self.is_known = {model.name: model for model in answer.models}, True
+                        self.models = {model.name: model for model in answer.models}
+                        self.is_known = True
                         self._take_aliases(answer)
                         self.changes.tell(self.models)
                         self._load_again()

@@ -173,7 +173,8 @@ class Upstream:
         """The tokenizer bundle with this hash. Raises `StatusError`, or `BundleError` if its bytes have another
         hash."""
 
-        request, direct = RouterGetTokenizerRequest(sha256=sha256), GetTokenizerRequest(sha256=sha256)
+        request = RouterGetTokenizerRequest(sha256=sha256)
+        direct = GetTokenizerRequest(sha256=sha256)
 
         async def ask(endpoint: Address) -> bytes:
             return await endpoint.call(
@@ -228,11 +229,14 @@ class Upstream:
                         yield message
                         if ledger.is_finished:
                             return
-                    failure, verdict = _noted(span, _BROKEN_OFF), Verdict.LOST
+                    failure = _noted(span, _BROKEN_OFF)
+                    verdict = Verdict.LOST
                 except FencedError:
-                    failure, verdict = _noted(span, _BROKEN_OFF), Verdict.LOST
+                    failure = _noted(span, _BROKEN_OFF)
+                    verdict = Verdict.LOST
                 except grpc.aio.AioRpcError as error:
-                    failure, verdict = _noted(span, error_of(error)), verdict_of(error, AT_ROUTERS)
+                    failure = _noted(span, error_of(error))
+                    verdict = verdict_of(error, AT_ROUTERS)
                     if _was_too_long(failure, timeout_s, began_s):
                         verdict = Verdict.LOST
                 finally:
@@ -281,7 +285,8 @@ class Upstream:
         """The answer of one address, or of the next one while the transport fails. With `may_be_elsewhere`, the next
         one is also asked if an address does not have the object, and with `may_be_empty` if an answer is empty. Raises
         `StatusError`."""
-        asked, addresses = set[str](), {endpoint.address for endpoint in self._endpoints}
+        asked = set[str]()
+        addresses = {endpoint.address for endpoint in self._endpoints}
         empty: list[_T] = []
         while True:
             endpoint = self._next_endpoint(asked)

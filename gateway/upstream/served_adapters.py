@@ -39,16 +39,19 @@ class AdapterCards:
         known = self._cards if of_model == self._models else {}
         found = {}
         for served in adapters:
-            adapter, parent = served.adapter, of_model.get(served.model)
+            adapter = served.adapter
+            parent = of_model.get(served.model)
             name = adapter.name
             if parent is None or name in of_model:
                 continue
             digest, created_s, card = known.get(name, ("", 0, None))
             if card is None or (digest, created_s, card.parent) != (adapter.sha256, adapter.created_s, parent.name):
-                digest, created_s = adapter.sha256, adapter.created_s
+                digest = adapter.sha256
+                created_s = adapter.created_s
                 card = _card_of(parent, name, digest, created_s)
             found[name] = digest, created_s, card
-        self._models, self._cards = of_model, found
+        self._models = of_model
+        self._cards = found
         return [card for _, _, card in found.values()]
 
 

@@ -103,7 +103,8 @@ class Admission:
     def counted(self, message: inference_pb2.GenerateRequest) -> Iterator[None]:
         """Context manager: the request counts for its tenant until it exits. Raises StatusError (QUOTA) if the tenant
         has its maximum of requests."""
-        tenant, most = message.tenant, self._config.max_in_flight_per_tenant
+        tenant = message.tenant
+        most = self._config.max_in_flight_per_tenant
         number = self._num_of_tenant.get(tenant, 0)
         if most is not None and number >= most and not has_begun(message):
             raise tenant_full(tenant, number)
@@ -196,7 +197,8 @@ class Admission:
         queue = self._queues.get(card.name)
         if queue is None:
             queue = FairQueue(self._config.tenant_weights)
-        tenant, priority = message.tenant, message.priority
+        tenant = message.tenant
+        priority = message.priority
         candidates = self._fleet.candidates(card)
         priors = self._priors(card)
         wait_s = predicted_wait_ms(queue.num_ahead(tenant, priority), candidates, priors) / 1000

@@ -102,7 +102,8 @@ class Attempting:
             return outcome
 
     async def _forward(self, generation: Generation, placed: PlacedRequest, span: Span) -> Outcome | None:
-        link, life = placed.link, placed.link.incarnation
+        link = placed.link
+        life = placed.link.incarnation
         belief = placed.belief(may_be_given_back=generation.num_given_back < MAX_GIVEN_BACK)
         left_ms = round(1000 * max(generation.waits_until_s - time.monotonic(), 0.0))
         wire = generation.next_attempt(min(left_ms, _MOST_WAIT_MS), belief, placed.placement.source)
@@ -127,7 +128,8 @@ class Attempting:
 
     async def _pass_on(self, generation: Generation, placed: PlacedRequest, call: Call) -> Outcome | None:
         """Pass on the messages of a call."""
-        ledger, read = generation.ledger, call.read
+        ledger = generation.ledger
+        read = call.read
         num_before = len(ledger.token_ids)
         may_outgrow = generation.begin_at(placed.card)
         may_move = placed.card.role == worker_pb2.ROLE_PREFILL and generation.num_moves < MAX_MOVES

@@ -84,7 +84,8 @@ class Forwarding:
         if generation.card is not None and await generation.close(generation.card):
             return
         self._suspects.check(generation)
-        num_failed, why = generation.attempts.num_failed, outcome.why if outcome is not None else ""
+        num_failed = generation.attempts.num_failed
+        why = outcome.why if outcome is not None else ""
         log.warning("request %r is given up, %d workers failed it: %s", generation.request.request_id, num_failed, why)
         problem = f"{num_failed} attempts at this request failed, one after the other; try again"
         raise StatusError(Reason.WORKER_LOST, problem, retry_after_s=1.0)
@@ -92,7 +93,8 @@ class Forwarding:
     def _note(self, generation: Generation, placed: PlacedRequest, outcome: Outcome) -> None:
         """Record the end of an attempt. Raises UpstreamError if a worker has refused the request, and there is no other
         one to ask."""
-        attempts, progressed = generation.attempts, generation.has_progressed
+        attempts = generation.attempts
+        progressed = generation.has_progressed
         if outcome.end is End.GIVEN_BACK:
             generation.num_given_back += 1
             self._metrics.given_back.inc()

@@ -100,7 +100,8 @@ class Placing:
 
         Raises StatusError (MODEL_CHANGED) if no worker may continue the answer, and EndOfContextError.
         """
-        has_tokens, failed = bool(generation.ledger.token_ids), generation.failed
+        has_tokens = bool(generation.ledger.token_ids)
+        failed = generation.failed
         if has_tokens and not generation.identity and self._fleet.has_several_identities(card.name):
             raise model_changed("its workers have different model files, and the request does not name its own")
         placed = self._fleet.place(request, card, failed.keys())
@@ -124,7 +125,8 @@ class Placing:
 
     def has_elsewhere(self, generation: Generation, placed: PlacedRequest) -> bool:
         """Whether a worker that has not failed the request could take it instead."""
-        identity, adapter = generation.identity, generation.request.adapter
+        identity = generation.identity
+        adapter = generation.request.adapter
         return any(
             link.is_ready
             and link not in generation.failed

@@ -105,7 +105,8 @@ class ServedList:
             if link.card is not None and link.state is not LinkState.UNREACHABLE and link.adapters.num_changes
         ]
         if basis != self._basis:
-            self._basis, self._served = basis, served_adapters(links)
+            self._basis = basis
+            self._served = served_adapters(links)
         return self._served
 
 

@@ -135,7 +135,8 @@ def parse_lease(value: bytes | None) -> tuple[str, str] | None:
         return None
     try:
         lease = json.loads(value)
-        worker_id, address = lease["worker_id"], lease["address"]
+        worker_id = lease["worker_id"]
+        address = lease["address"]
     except (ValueError, KeyError, TypeError):
         return None
     if not (isinstance(worker_id, str) and isinstance(address, str) and worker_id and address):

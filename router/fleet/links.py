@@ -369,7 +369,9 @@ class WorkerLink:
         answer = await self._stub.GetModelCard(worker_pb2.GetModelCardRequest(), timeout=_CARD_TIMEOUT_S)
         if not (answer.card.name and answer.card.block_size and answer.card.max_context_tokens):
             raise _OutOfStepError("its model card lacks a name, a block size or a context length")
-        self.card, self._own_id, self.epoch = answer.card, answer.worker_id, answer.epoch
+        self.card = answer.card
+        self.epoch = answer.epoch
+        self._own_id = answer.worker_id
         self.reported.begin_epoch()
         while True:
             self._watched_since_s = self._clock()

@@ -342,10 +342,12 @@ class Pools:
     ) -> bool:
         """Whether an answer should continue at another worker that is not excluded and that it fits, because its
         worker, which has generated `num_more` tokens, is reserved for prompts."""
-        request, card = placed.request, placed.card
+        request = placed.request
+        card = placed.card
         if card.role != worker_pb2.ROLE_PREFILL:
             return False
-        members, adapter = self.members(card.name), request.adapter
+        members = self.members(card.name)
+        adapter = request.adapter
         num_tokens = max(request.num_expected_tokens(priors), request.num_tokens + num_more + 1)
         return members.has_roles and any(
             link not in excluded

@@ -58,7 +58,8 @@ def distribute(blocks: Sequence[Handed], room: Sequence[int]) -> list[list[Hande
     for block in blocks:
         if block.holders or any(block.block_hash in part for part in parts):
             continue
-        best, best_score = -1, 0
+        best = -1
+        best_score = 0
         continued = heir.pop(block.parent_hash, -1)
         if continued >= 0 and left[continued] > 0:
             best = continued
@@ -66,7 +67,8 @@ def distribute(blocks: Sequence[Handed], room: Sequence[int]) -> list[list[Hande
             for worker, room_left in enumerate(left):
                 cost = _COPY_COST * (len(lacking(block, worker, room_left)) - 1)
                 if room_left > cost and room_left - cost > best_score:
-                    best, best_score = worker, room_left - cost
+                    best = worker
+                    best_score = room_left - cost
         if best < 0:
             continue
         chain = lacking(block, best, left[best])

@@ -38,7 +38,9 @@ class BlockIndex:
 
     def apply(self, slot: int, stored: Iterable[int], evicted: Iterable[int]) -> None:
         """Apply changes of a worker: first removals, then additions."""
-        found, masks, bit = self._of_slot.setdefault(slot, set()), self._mask, 1 << slot
+        found = self._of_slot.setdefault(slot, set())
+        masks = self._mask
+        bit = 1 << slot
         self._num_entries -= len(found)
         for block_hash in evicted:
             if block_hash in found:
@@ -61,7 +63,8 @@ class BlockIndex:
         `depths` blocks of the chain that it has in memory. The worker can continue from there."""
         ends: Places = np.zeros(_num_slots(slots), np.intp)
         of_depth = _by_depth(slots, depths)
-        mask_of, searching = self._mask.get, 0
+        mask_of = self._mask.get
+        searching = 0
         for end in range(max(of_depth, default=0), 0, -1):
             searching |= of_depth.get(end, 0)
             found = mask_of(hashes[end - 1], 0) & searching
@@ -78,7 +81,8 @@ class BlockIndex:
         ends: Places = np.zeros(_num_slots(slots), np.intp)
         ends[slots] = depths
         of_depth = _by_depth(slots, depths)
-        mask_of, going = self._mask.get, 0
+        mask_of = self._mask.get
+        going = 0
         for end in range(min(of_depth, default=0), len(hashes)):
             going |= of_depth.pop(end, 0)
             still = mask_of(hashes[end], 0) & going

@@ -305,7 +305,9 @@ def _weigh(
     max_num_seqs = columns.max_num_seqs
     prefill_rate, decode_step_ms = rates
     ms_per_token = 1000.0 / prefill_rate
-    backlog_ms, prefill_ms, decode_ms = costs.backlog_ms, costs.prefill_ms, costs.decode_ms
+    backlog_ms = costs.backlog_ms
+    prefill_ms = costs.prefill_ms
+    decode_ms = costs.decode_ms
     np.multiply(request.num_prompt_tokens - held_tokens, ms_per_token, out=prefill_ms)
 
     # The reported step time is that of the reported batch. The booked requests and this one come in addition.
@@ -351,7 +353,8 @@ def _weigh_blocks(
 ) -> None:
     """Add the cost of making room in the KV cache for the new tokens, of which `answer` belong to the answer. Tokens
     copied from another worker also stay there."""
-    size, blocks = columns.block_size, columns.blocks
+    size = columns.block_size
+    blocks = columns.blocks
     ms_per_block = size * ms_per_token
     needed = np.ceil(new_tokens / size)
     free = columns.free_blocks - columns.booked_blocks

@@ -41,8 +41,10 @@ class Run:
 
     def end_along(self, chain: Sequence[int], depth: int) -> int:
         """The depth up to which the run equals a chain, given that they are equal at `depth`."""
-        hashes, start = self.hashes, self.start
-        equal, other = depth, min(self.end, len(chain))
+        hashes = self.hashes
+        start = self.start
+        equal = depth
+        other = min(self.end, len(chain))
         if hashes[other - 1 - start] == chain[other - 1]:
             return other
         while other - equal > 1:

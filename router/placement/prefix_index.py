@@ -161,7 +161,10 @@ class PrefixIndex:
     def store(self, worker_id: str, hashes: Iterable[int]) -> None:
         """A known worker now holds these blocks, parents before children. Predictions among them are confirmed."""
         holding = self._holdings[worker_id]
-        bit, log, masks, noted = holding.bit, holding.log, self._mask, self._predictions.noted
+        bit = holding.bit
+        log = holding.log
+        masks = self._mask
+        noted = self._predictions.noted
         before, after = 0, bit  # usually the same workers hold consecutive blocks
         for block_hash in hashes:
             if block_hash in noted:
@@ -174,7 +177,8 @@ class PrefixIndex:
                     continue
                 mask = masks.get(block_hash, 0)
             if mask is not before:
-                before, after = mask, self._shared(mask | bit)
+                before = mask
+                after = self._shared(mask | bit)
             masks[block_hash] = after
             log.append(block_hash)
             holding.count += 1
@@ -238,7 +242,8 @@ class PrefixIndex:
         A segment (start, there, end, beyond) stands for the blocks from `start` to `end`. The workers `there` hold the
         first block; `beyond`, a subset of them, hold the block at `end`, if there is one.
         """
-        mask_of, closed = self._mask.get, ~self._gapped
+        mask_of = self._mask.get
+        closed = ~self._gapped
         there = mask_of(hashes[0], 0) & closed
         self._extend(depths, hashes, 0, closed ^ there)
         segments = [(0, there, len(hashes), 0)]
@@ -256,7 +261,8 @@ class PrefixIndex:
                 else:
                     if held != beyond:
                         segments.append((middle, held, end, beyond))
-                    end, beyond = middle, held
+                    end = middle
+                    beyond = held
 
     def _extend(self, depths: Depths, hashes: Sequence[int], depth: int, workers: int) -> None:
         """Continue with predictions for the workers whose entries end at this depth."""
@@ -305,8 +311,10 @@ class PrefixIndex:
 
     def _take_out(self, holding: _Holding, hashes: Iterable[int]) -> None:
         """Take these hashes from a worker, as far as it holds them. A hash without workers is removed."""
-        bit, masks = holding.bit, self._mask
-        before, after = 0, 0
+        bit = holding.bit
+        masks = self._mask
+        before = 0
+        after = 0
         for block_hash in hashes:
             mask = masks.get(block_hash, 0)
             if not mask & bit:
@@ -315,7 +323,8 @@ class PrefixIndex:
                 del masks[block_hash]
             else:
                 if mask is not before:
-                    before, after = mask, self._shared(mask ^ bit)
+                    before = mask
+                    after = self._shared(mask ^ bit)
                 masks[block_hash] = after
             holding.count -= 1
             holding.digest ^= block_hash
@@ -335,7 +344,8 @@ class PrefixIndex:
     def _compact(self, holding: _Holding) -> None:
         """Keep the length of the log within a constant factor of the number of entries."""
         if len(holding.log) > 2 * holding.count + _LOG_SLACK:
-            masks, bit = self._mask, holding.bit
+            masks = self._mask
+            bit = holding.bit
             newest_first = dict.fromkeys(reversed(holding.log))
             held = [block_hash for block_hash in newest_first if masks.get(block_hash, 0) & bit]
             holding.log = array("Q", reversed(held))

@@ -73,7 +73,8 @@ class Prompt:
                     yield
                 tokens.extend(part[start : start + _SLICE_TOKENS])
         self.num_copied_tokens += len(tokens)
-        self._tokens, self._parts = tokens, ()
+        self._tokens = tokens
+        self._parts = ()
 
     def _hash(self, root: int, block_size: int) -> Iterator[None]:
         """Make the hashes of one chain; yields between slices."""

@@ -105,7 +105,8 @@ def worth_moving(
         transfers.disk_tokens, columns.disk_bytes_per_s, 0.0, transfers, cached_tokens, ms_per_computed, most_tokens
     )
     is_on_disk = (disk_saved_ms >= peers_saved_ms) & (from_disk > 0.0)
-    tokens, copied = np.where(is_on_disk, from_disk, from_peers), np.where(is_on_disk, 0.0, from_peers)
+    tokens = np.where(is_on_disk, from_disk, from_peers)
+    copied = np.where(is_on_disk, 0.0, from_peers)
     return Moved(tokens, np.where(is_on_disk, disk_ms, peers_ms), is_on_disk, copied)
 
 
