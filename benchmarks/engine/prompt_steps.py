@@ -22,9 +22,8 @@ import numpy as np
 from benchmarks.engine.sides import EngineSettings, HeadraceSide, Job, JobTimes, run_jobs
 from benchmarks.engine.throughput import mixed_jobs, p95_ttft, tpot
 from headrace.sim import step_cost, trace
-from headrace.sim.one_worker import OneWorker
 from headrace.sim.step_cost import StepCost
-from headrace.sim.worker import WorkerSettings
+from headrace.sim.worker import OneWorker, WorkerSettings
 from headrace.worker.engine import step_budget
 
 

@@ -24,10 +24,9 @@ from unittest.mock import patch
 import numpy as np
 
 from headrace.sim import step_cost
-from headrace.sim.one_worker import OneWorker
 from headrace.sim.step_cost import StepCost
 from headrace.sim.trace import Job
-from headrace.sim.worker import WorkerSettings
+from headrace.sim.worker import OneWorker, WorkerSettings
 from headrace.worker.engine import step_budget
 
 STEP_COST = step_cost.DEFAULT_FILE.with_name("step_cost_7b.json")

@@ -8,10 +8,9 @@ from __future__ import annotations
 import pytest
 
 from headrace.sim import step_cost
-from headrace.sim.one_worker import OneWorker
 from headrace.sim.step_cost import StepCost
 from headrace.sim.trace import Job
-from headrace.sim.worker import WorkerSettings
+from headrace.sim.worker import OneWorker, WorkerSettings
 from headrace.worker.engine.step_cost import StepShape
 from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT
 

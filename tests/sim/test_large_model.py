@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.router.large_model import STEP_COST, TPOT_S, WAYS, Way, gaps_ms, goodput, jobs_of
 from headrace.sim import step_cost
-from headrace.sim.one_worker import OneWorker
+from headrace.sim.worker import OneWorker
 
 LARGE = step_cost.read(STEP_COST)
 # Twice what a decode step of one stream takes, which is the target of steps with prompts.
