@@ -77,12 +77,8 @@ class ModelHost:
         self.changes: Observers[Mapping[str, HostedModel]] = Observers()
         """Told of `models` when it has changed."""
         self._in_use = in_use
-        self._is_awaited = is_awaited
-
-    @property
-    def is_missing(self) -> bool:
+        self.is_missing = is_awaited and not self.is_known
         """Whether requests have to wait for the host."""
-        return self._is_awaited and not self.is_known
 
     async def run(self) -> None:
         """Follow the host's models until cancelled."""
@@ -92,6 +88,7 @@ class ModelHost:
                     async for answer in host.WatchModels(WatchModelsRequest()):
                         self.models = {model.name: model for model in answer.models}
                         self.is_known = True
+                        self.is_missing = False
                         self._take_aliases(answer)
                         self.changes.tell(self.models)
                         self._load_again()
