@@ -54,9 +54,10 @@ def calls(*functions: tuple[str, dict[str, object]]) -> str:
     return "\n".join(f"<tool_call>\n{json.dumps(value)}\n</tool_call>" for value in values)
 
 
-def write_scripted_model(directory: Path, answers: Sequence[str]) -> None:
-    """Write a model into the directory. Its answer to a conversation with as many results of tools is the one of that
-    index; the last one is also that to all further ones, and to requests without tools."""
+def write_scripted_model(directory: Path, answers: Sequence[str], context: int = CONTEXT) -> None:
+    """Write a model into the directory, with a context of so many tokens. Its answer to a conversation with as many
+    results of tools is the one of that index; the last one is also that to all further ones, and to requests without
+    tools."""
     assert 1 <= len(answers) <= MAX_STEPS
     words, merges = _words()
     steps = [f"<|step_{i}|>" for i in range(len(answers))]
@@ -65,7 +66,7 @@ def write_scripted_model(directory: Path, answers: Sequence[str]) -> None:
     numbers = {token: number for number, token in enumerate(tokens)}
     path = directory / "scripted.gguf"
     writer = GGUFWriter(path, "llama")
-    writer.add_context_length(CONTEXT)
+    writer.add_context_length(context)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(1)
     writer.add_feed_forward_length(HIDDEN)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.scripted_model import calls, write_scripted_model
-from tests.e2e.serving import Serve
+from tests.e2e.scripted_model import CONTEXT, calls, write_scripted_model
+from tests.e2e.serving import HTTP, Serve
 
 pytestmark = pytest.mark.e2e
 
@@ -24,16 +24,18 @@ MODULES = Path(__file__).parents[2] / ".make" / "clients" / "node_modules"
 CLAUDE = MODULES / ".bin" / "claude"
 TASK_BOUND_S = 300
 NAME = "scripted"
+SMALL_CONTEXT = 32768
+"""Room for the prompt of Claude Code, and for little more."""
 LEAST_CACHED = 0.9
 TASK = "Read note.txt and write the number in it into answer.txt."
 DONE = "The number is 42."
 
 
 @contextmanager
-def scripted_system(directory: Path, answers: Sequence[str]) -> Iterator[Serve]:
+def scripted_system(directory: Path, answers: Sequence[str], context: int = CONTEXT) -> Iterator[Serve]:
     """A system that serves a model with these answers."""
     (directory / NAME).mkdir()
-    write_scripted_model(directory / NAME, answers)
+    write_scripted_model(directory / NAME, answers, context)
     serve = Serve(str(directory / NAME), "--port", "0", "--kv-cache-gb", "0.5")
     try:
         serve.until_ready()
@@ -91,34 +93,58 @@ def workplace(tmp_path: Path) -> Workplace:
     return Workplace(tmp_path)
 
 
-@pytest.mark.skipif(not CLAUDE.exists(), reason="Claude Code is not installed: make test-clients, with npm")
+needs_claude_code = pytest.mark.skipif(
+    not CLAUDE.exists(), reason="Claude Code is not installed: make test-clients, with npm"
+)
+
+
+@needs_claude_code
 def test_claude_code_reads_and_writes_files_and_finds_its_turns_in_the_cache(
     workplace: Workplace, tmp_path: Path
 ) -> None:
     note, answer = str(workplace.files / "note.txt"), str(workplace.files / "answer.txt")
     script = [
+        calls(("ToolSearch", {"query": "select:TaskStop", "max_results": 1})),  # a deferred tool is loaded
         calls(("Read", {"file_path": note})),
         calls(("Write", {"file_path": answer, "content": "42\n"})),
         DONE,
     ]
     with scripted_system(tmp_path, script) as system:
-        first = usages(claude_code(system, workplace))
+        first = usages(claude_code(system, workplace, TASK))
         assert workplace.answer == "42\n"
         (workplace.files / "answer.txt").unlink()
-        second = usages(claude_code(system, workplace))
-        refused = [line for line in system.logs if " 400 " in line or "ERROR" in line]
-    assert not refused
-    assert len(first) == len(second) == 3
+        second = usages(claude_code(system, workplace, TASK))
+    assert len(first) == len(second) == len(script)
     assert first[0][1] > 5000  # it is the whole agent, with its tools
     for cached, total in [*first[1:], *second]:
         assert cached >= LEAST_CACHED * total
 
 
-def claude_code(system: Serve, workplace: Workplace) -> list[dict[str, Any]]:
+@needs_claude_code
+def test_claude_code_shortens_its_conversation_when_the_prompt_is_too_long(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    """It looks for the provider's words."""
+    sentence = "The river is by the house on the hill. "
+    with scripted_system(tmp_path, [DONE], SMALL_CONTEXT) as system:
+        body = {"prompt": sentence, "add_special_tokens": False}
+        num_tokens = HTTP.post(f"{system.base_url}/tokenize", json=body).json()["count"]
+
+        def asked(num_more_tokens: int, *args: str) -> list[dict[str, Any]]:
+            return claude_code(system, workplace, sentence * (num_more_tokens // num_tokens), *args)
+
+        ((_, used),) = usages(asked(100))
+        fits = asked(SMALL_CONTEXT - used - 2500, "--continue")
+        shortened = asked(4000, "--continue")
+    assert "compact_boundary" not in [event.get("subtype") for event in fits]
+    assert "compact_boundary" in [event.get("subtype") for event in shortened]
+
+
+def claude_code(system: Serve, workplace: Workplace, prompt: str, *args: str) -> list[dict[str, Any]]:
     """The events of a session with Claude Code's defaults, which ends with the answer of the script."""
     output = workplace.run(
         str(CLAUDE),
-        *("--print", TASK, "--model", NAME, "--allowedTools", "Read,Write"),
+        *("--print", prompt, *args, "--model", NAME, "--allowedTools", "Read,Write"),
         *("--output-format", "stream-json", "--verbose"),
         ANTHROPIC_BASE_URL=system.base_url,
         ANTHROPIC_AUTH_TOKEN="unused",

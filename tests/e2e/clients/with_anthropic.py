@@ -70,3 +70,35 @@ image = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 seen = [{"role": "user", "content": [image]}]
 error = refusal(anthropic.BadRequestError, lambda: client.messages.create(model=MODEL, max_tokens=8, messages=seen))
 assert "image" in str(error)
+
+# What the provider takes, and clients send by default.
+listed = client.models.list()
+assert MODEL in [model.id for model in listed]
+assert client.models.retrieve(MODEL).display_name == MODEL
+prompt = {
+    "model": MODEL,
+    "system": [{"type": "text", "text": "You answer briefly.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [*QUESTION, {"role": "system", "content": "Name only the city."}],
+    "thinking": {"type": "adaptive", "display": "omitted"},
+    "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+    "output_config": {"effort": "high"},
+    "tools": [tool, {"type": "web_search_20250305", "name": "web_search"}, {"type": "bash_20250124", "name": "bash"}],
+    "betas": ["context-management-2025-06-27"],
+}
+counted = client.beta.messages.count_tokens(**prompt)
+assert counted.context_management.original_input_tokens == counted.input_tokens
+warmed = client.beta.messages.create(**prompt, max_tokens=0)
+assert (warmed.content, warmed.stop_reason, warmed.usage.output_tokens) == ([], "max_tokens", 0)
+raw = client.beta.messages.with_raw_response.create(**prompt, max_tokens=24, extra_body={"temperature": 0})
+said = raw.parse()
+assert "tools.web_search_20250305" in raw.headers["x-headrace-ignored"]
+assert said.context_management.applied_edits == []
+assert said.usage.cache_read_input_tokens + said.usage.input_tokens == counted.input_tokens
+assert said.usage.cache_read_input_tokens > 0.5 * counted.input_tokens
+with client.beta.messages.stream(**prompt, max_tokens=24) as stream:
+    assert stream.get_final_message().usage.output_tokens <= 24
+long = refusal(
+    anthropic.BadRequestError,
+    lambda: client.messages.create(model=MODEL, max_tokens=8, messages=[{"role": "user", "content": "the " * 9000}]),
+)
+assert long.body["error"]["message"].startswith("prompt is too long: ")
