@@ -56,13 +56,13 @@ serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
 # One process starts fleets with the real model, the other runs all else. ARGS="-n 0" runs all in one.
-test: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done .make/tools/.done
+test: .venv/.check .links/headrace .make/clients/.done .make/architectures/.done .make/tools/.done
 	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # Programs that pip does not bring, unpacked from Debian's packages unless they are installed. A machine without apt-get
 # skips the tests that need them.
 .make/tools/.done: tests/fetch_tools.py
-	@$(PYTHON) -m tests.fetch_tools .make/tools prometheus redis chromium
+	@$(PYTHON) -m tests.fetch_tools .make/tools prometheus redis chromium systemd iproute2
 	@touch $@
 
 .make/tools/.emulator: tests/fetch_tools.py
@@ -108,13 +108,13 @@ test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz .make/tools/.emulator
 	HEADRACE_NUMA_KERNEL=.make/numa/vmlinuz $(BIN)/pytest tests/infra/test_two_nodes.py $(ARGS)
 
 # OpenVINO then chooses the kernels of such a CPU, which are not exact in steps of every size.
-test-avx2: .venv/.dev .links/headrace .make/clients/.done .make/architectures/.done .make/tools/.done
+test-avx2: .venv/.check .links/headrace .make/clients/.done .make/architectures/.done .make/tools/.done
 	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done
 	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py tests/e2e/test_codex.py $(ARGS)
 
-# What checks images, compose files and manifests: large, and of no use to tests.
+# What checks images, compose files, manifests and workflows: large, and of no use to most tests.
 .venv/.check: .venv/.dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[check]' >&2
 	@touch $@

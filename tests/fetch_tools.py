@@ -33,6 +33,7 @@ TOOLS = {
         ("chromium", "chromium-driver", "fonts-dejavu-core"),
         {"chromium": "usr/lib/chromium/chromium", "chromedriver": "usr/bin/chromedriver"},
     ),
+    "systemd": Tool(("systemd",), {"systemd-analyze": "usr/bin/systemd-analyze"}),
     "qemu": Tool(("qemu-system-x86",), {"qemu-system-x86_64": "usr/bin/qemu-system-x86_64"}),
     "iproute2": Tool(("iproute2",), {"ip": "bin/ip"}),
 }
@@ -68,7 +69,7 @@ def fetch(name: str, directory: Path) -> None:
 
 
 def write_script(script: Path, root: Path, program: str) -> None:
-    """A script that runs a program of an unpacked package with the libraries and fonts beside it."""
+    """A script that runs a program of an unpacked package with the libraries, fonts and units beside it."""
     folders = {
         library.parent for pattern in ("lib*.so", "lib*.so.*") for library in root.glob(f"**/lib/*/**/{pattern}")
     }
@@ -76,6 +77,8 @@ def write_script(script: Path, root: Path, program: str) -> None:
     lines = ["#!/bin/sh", f'export LD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"']
     if (root / "etc/fonts").exists():
         lines += [f'export FONTCONFIG_SYSROOT="{root}" FONTCONFIG_PATH="/etc/fonts"']
+    if (root / "lib/systemd/system").exists():
+        lines += [f'export SYSTEMD_UNIT_PATH="{root}/lib/systemd/system:"']
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text("\n".join([*lines, f'exec "{root / program}" "$@"', ""]))
     script.chmod(0o755)

@@ -87,7 +87,7 @@ class Network:
 def network_of(num_hosts: int) -> Iterator[list[Host]]:
     """Hosts at one switch; skips the test where namespaces are not permitted."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip command")
+        pytest.skip("network namespaces need root and the ip command, which make test fetches")
     try:
         network = Network()
     except PermissionError as error:

@@ -33,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if not KERNEL:
         pytest.skip("needs a kernel to boot: make test-numa fetches one and names it in HEADRACE_NUMA_KERNEL")
     if shutil.which(EMULATOR) is None:
-        pytest.skip(f"{EMULATOR} is not installed (Debian: qemu-system-x86)")
+        pytest.skip(f"{EMULATOR} is not installed, and make test-numa could not fetch it")
     from tests.infra.few_layers import write_few_layers
 
     directory = tmp_path_factory.mktemp("two_nodes")
