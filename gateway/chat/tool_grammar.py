@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, TypeAlias
 
 from headrace.gateway.chat.formats import ModelFormat
-from headrace.gateway.chat.output_parsers import deepseek, harmony, hermes, mistral, phi4
+from headrace.gateway.chat.output_parsers import deepseek, harmony, hermes, mistral, phi4, pythonic, qwen3_coder
 from headrace.gateway.chat.tools import ToolUse
 from headrace.gateway.checks import invalid, json_of, unsupported
-from headrace.gateway.hints import ignored
 from headrace.gateway.structure.fields import Structure
-from headrace.gateway.structure.relaxed import relaxed
 from headrace.protos.inference_pb2 import Constraint
+from headrace.protos.status import StatusError
 
 # The spacing of the models' own examples. It is fixed, because small models would otherwise write only spaces.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -38,7 +37,7 @@ _Answer: TypeAlias = Callable[["_Writer"], str]
 
 
 def can_be_held(form: ModelFormat) -> bool:
-    """Whether there is a grammar for calls of this format."""
+    """Whether there is a grammar for calls of this format with any schema."""
     return form.output.tools is not None and form.output.tools.name in _ANSWERS
 
 
@@ -57,16 +56,17 @@ def tool_structure(
     else:
         field = "tools" if content is None else content.field
     name = "" if form.output.tools is None else form.output.tools.name
-    answer = _ANSWERS.get(name)
+    answers = _ANSWERS if use.required else {**_ANSWERS, **_OPTIONAL_ANSWERS}
+    answer = answers.get(name)
     if answer is None:
         what = "tool_choice" if use.required else "strict in tools" if use.strict else f"{field} beside tools"
         message = f"{what} cannot be enforced for a model that writes calls like {name}, only like"
-        raise unsupported(field, f"{message} {', '.join(sorted(_ANSWERS))}; leave it out")
+        raise unsupported(field, f"{message} {', '.join(sorted(answers))}; leave it out")
     writer = _Writer(form, use, content)
     start = answer(writer)
     if name != "gpt-oss":
         start = f"{writer.reasoning(prompt_ending, inside_reasoning)}({start})"
-    return Structure(Constraint(grammar=writer.text(start)), field, rules=writer.names_of_rules(content))
+    return Structure(Constraint(grammar=writer.text(start)), field)
 
 
 class _Writer:
@@ -77,9 +77,7 @@ class _Writer:
         self.use = use
         self.names = list(use.schemas)
         self._suffixes: dict[str, int] = {}
-        self._rules = [
-            f"args_{i}: %json {json.dumps(_arguments_schema(schema))}" for i, schema in enumerate(use.schemas.values())
-        ]
+        self._rules: list[str] = []
         self.content = None if content is None else "content"
         """Rule of an answer that is no call; None for any text."""
         if content is not None:
@@ -88,11 +86,6 @@ class _Writer:
     def text(self, start: str) -> str:
         """The grammar."""
         return "\n".join([f"start: {start}", *self._rules, ""])
-
-    def names_of_rules(self, content: Structure | None) -> dict[str, str]:
-        """What a caller calls the rules that hold JSON schemas."""
-        tools = {f"{rule}_{i}": f"the tool {name}" for i, name in enumerate(self.names) for rule in ("args", "call")}
-        return tools if content is None else {**tools, "content": content.field}
 
     def markup(self, text: str) -> str:
         """Markup: as its special token, if it has one."""
@@ -105,6 +98,8 @@ class _Writer:
 
     def each(self, one: Callable[[str, str], str]) -> str:
         """Any one of the tools, by its name and the rule of its arguments."""
+        for i, schema in enumerate(self.use.schemas.values()):
+            self.rule(f"args_{i}: %json {json.dumps(_arguments_schema(schema))}")
         self._rules.append("call: " + " | ".join(one(name, f"args_{i}") for i, name in enumerate(self.names)))
         return "call"
 
@@ -142,17 +137,17 @@ class _Writer:
     def until(self, end: str) -> str:
         """Any text that ends with this markup, and the markup."""
         if self.has_token(end):
-            self._rule(r"free_text: /(?s:.*)/")
+            self.rule(r"free_text: /(?s:.*)/")
             return f"free_text {self.markup(end)}"
         rule = f"until_{self._suffixes.setdefault(end, len(self._suffixes))}"
-        self._rule(rf"{rule}[suffix={literal(end)}]: /(?s:.*)/")
+        self.rule(rf"{rule}[suffix={literal(end)}]: /(?s:.*)/")
         return rule
 
     def without(self, pattern: str) -> str:
         """Any text in which the pattern is not found, or the required form of content."""
         if self.content is not None:
             return self.content
-        self._rule(f"TEXT: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/")
+        self.rule(f"TEXT: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/")
         return "TEXT"
 
     def text_or(self, opening: str, calls: str) -> str:
@@ -164,7 +159,8 @@ class _Writer:
         text = "free_text" if self.has_token(opening) else self.without(re.escape(opening))
         return f"{self.until(opening)} {calls} | {text}"
 
-    def _rule(self, rule: str) -> None:
+    def rule(self, rule: str) -> None:
+        """Add a rule, once."""
         if rule not in self._rules:
             self._rules.append(rule)
 
@@ -205,10 +201,6 @@ def literal(text: str) -> str:
 
 def _arguments_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, for the compiler. Properties that the tool does not name are left out."""
-    if (found := relaxed(schema)) is not None:
-        for keyword in found.dropped:
-            ignored(f"tools:{keyword}", "no grammar can express it, so calls may violate it")
-        schema = found.schema
     whole: dict[str, Any] = {"type": "object", **schema}
     if "properties" in whole and "patternProperties" not in whole:
         whole.setdefault("additionalProperties", False)
@@ -284,6 +276,168 @@ def _gpt_oss(writer: _Writer) -> str:
     return f'({before})* ({call} | {channel} "final" {message} {text})'
 
 
+# --- formats that write each argument by itself ---------------------------------------------------------------------
+
+
+def _pythonic(writer: _Writer) -> str:
+    """Calls in a list. The head of the first one is a single terminal, which free text cannot contain."""
+    heads = "|".join(re.escape(name) for name in writer.names)
+    text = writer.without(rf"\[\s*({heads})\(")
+    keywords = [_keywords(writer, number, name) for number, name in enumerate(writer.names)]
+    first, following = (
+        " | ".join(f"{literal(f'{before}{name}(')} {rule}" for name, rule in zip(writer.names, keywords, strict=True))
+        for before in ("[", ", ")
+    )
+    calls = f'({first}) "]"'
+    if writer.use.parallel:
+        writer.rule(f"following: {following}")
+        calls = f'({first}) following* "]"'
+    answers = [calls, text]
+    for opening, closing in pythonic.TAGS:
+        if writer.has_token(opening):
+            before = f"{text}? " if writer.content is None else ""
+            answers.append(f"{before}{writer.markup(opening)} {calls} {writer.markup(closing)}")
+    return " | ".join(answers)
+
+
+def _keywords(writer: _Writer, number: int, name: str) -> str:
+    """The rule for the arguments of a call and its closing parenthesis."""
+    properties = _properties(writer, name)
+    for i, (key, schema, _) in enumerate(properties):
+        if re.fullmatch(r"[\w.-]+", key) is None:
+            raise _not_held(writer, name, f"'{key[:64]}' is no name of an argument")
+        writer.rule(f"value_{number}_{i}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
+    # From the last argument to the first one: each rule is that of an argument and all behind it, with and without a
+    # comma in front.
+    after = {True: literal(")"), False: literal(")")}
+    for i, (key, _, is_required) in reversed([*enumerate(properties)]):
+        rules = {}
+        for is_behind_another, before in ((False, ""), (True, ", ")):
+            body = f"{literal(f'{before}{key}=')} value_{number}_{i} {after[True]}"
+            if not is_required:
+                body += f" | {after[is_behind_another]}"
+            rules[is_behind_another] = f"keys_{number}_{i}{'_more' * is_behind_another}"
+            if i or not is_behind_another:
+                writer.rule(f"{rules[is_behind_another]}: {body}")
+        after = rules
+    return after[False]
+
+
+def _qwen3_coder(writer: _Writer) -> str:
+    calls = []
+    for number, name in enumerate(writer.names):
+        parts = [literal(f"\n{qwen3_coder.FUNCTION}{name}>\n")]
+        for i, (key, schema, is_required) in enumerate(_properties(writer, name)):
+            if re.search(r"[<>\n]|^\s|\s$", key):
+                raise _not_held(writer, name, f"'{key[:64]}' is no name of a parameter")
+            head = literal(f"{qwen3_coder.PARAMETER}{key}>\n")
+            value = _parameter(writer, f"{number}_{i}", name, schema)
+            parts.append(f"{head} {value}" if is_required else f"({head} {value})?")
+        calls.append(" ".join([*parts, literal(f"{qwen3_coder.FUNCTION_END}\n")]))
+    writer.rule(f"call: {' | '.join(calls)}")
+    opening, closing = (writer.markup(tag) for tag in (qwen3_coder.OPENING, qwen3_coder.CLOSING))
+    more = f' ("\\n" {opening} call {closing})*' if writer.use.parallel else ""
+    answer = f"call {closing}{more}"
+    if writer.content is not None:
+        return f"{opening} {answer} | {writer.content}"
+    # The parser reads a call without its first tag, too, so that free text has neither.
+    if writer.has_token(qwen3_coder.OPENING):
+        text = writer.without(qwen3_coder.FUNCTION)
+        return f"{text}? {opening} {answer} | {text}"
+    tag, function = qwen3_coder.OPENING, qwen3_coder.FUNCTION
+    writer.rule(f"BEFORE: /(?s:.*){tag}/ & ~/(?s:.*){tag}(?s:.+)/ & ~/(?s:.*){function}(?s:.*)/")
+    return f"BEFORE {answer} | {writer.without(f'({tag}|{function})')}"
+
+
+# Members of a schema that do not restrict a value.
+_NOTES = frozenset({"description", "title", "default", "examples", "deprecated", "$comment", "$schema", "$id", "$defs"})
+_END = f"\n{qwen3_coder.PARAMETER_END}\n"
+
+
+def _parameter(writer: _Writer, number: str, name: str, schema: Mapping[str, Any]) -> str:
+    """A value in front of its end tag, and the tag. Texts are raw, other values JSON."""
+    kinds = qwen3_coder.types_of(schema)
+    own = schema.keys() - _NOTES - {"definitions", "components"}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if kinds and "string" not in kinds:
+        writer.rule(f"value_{number}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
+        return f"value_{number} {literal(_END)}"
+    if values is not None and own <= {"type", "enum", "const"}:
+        if not all(isinstance(value, str) or value is None for value in values):
+            raise _not_held(writer, name, "texts and other values in one enum")
+        shown = ["null" if value is None else value for value in values]
+        if any(qwen3_coder.PARAMETER_END in value for value in shown):
+            raise _not_held(writer, name, f"{qwen3_coder.PARAMETER_END} in an enum")
+        return "(" + " | ".join(literal(value + _END) for value in shown) + ")"
+    end = rf"\n{_TAG}\n"
+    parts = [rf"/(?s:.*){end}/", rf"~/(?s:.*){_TAG}(?s:.*){_TAG}(?s:.*)/"]
+    if kinds <= {"string"}:
+        if extra := own - {"type", "pattern", "minLength", "maxLength"}:
+            raise _not_held(writer, name, f"{min(extra)} of a text")
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        if least or most != "":
+            parts.append(rf"/(?s:.{{{least},{most}}}){end}/")
+        if "pattern" in schema:
+            parts.append(rf"/{_in_lark(_whole_pattern(writer, name, str(schema['pattern'])))}{end}/")
+    elif not _may_be_any_text(schema, own):
+        raise _not_held(writer, name, "a restricted text beside other types")
+    writer.rule(f"VALUE_{number}: {' & '.join(parts)}")
+    return f"VALUE_{number}"
+
+
+_TAG = qwen3_coder.PARAMETER_END.replace("/", r"\/")
+
+
+def _may_be_any_text(schema: Mapping[str, Any], own: Set[str]) -> bool:
+    """Whether one of the alternatives of a schema is any text."""
+    if own == {"type"}:
+        return True
+    if own not in ({"anyOf"}, {"oneOf"}):
+        return False
+    options = [one for one in schema[next(iter(own))] if isinstance(one, dict)]
+    return any(one.get("type") == "string" and one.keys() - _NOTES == {"type"} for one in options)
+
+
+def _whole_pattern(writer: _Writer, name: str, pattern: str) -> str:
+    """An expression of a schema, which may match anywhere in a text, as one for the whole text."""
+    found = re.fullmatch(r"\^(\(\?:.*\)|[^|]*)\$", pattern, re.DOTALL)
+    if found is not None and not found[1].endswith("\\"):
+        return f"(?:{found[1]})"
+    if re.search(r"[|^$]", pattern):
+        raise _not_held(writer, name, f"the pattern '{pattern[:64]}'")
+    return rf"(?s:.*)(?:{pattern})(?s:.*)"
+
+
+def _in_lark(expression: str) -> str:
+    """An expression as Lark writes it between slashes."""
+    return _DELIMITER.sub(lambda found: _ESCAPED.get(found[0], found[0]), expression)
+
+
+def _properties(writer: _Writer, name: str) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Name, schema and whether it is required, of each argument of a tool."""
+    schema = writer.use.schemas[name]
+    known = {"type", "properties", "required", "additionalProperties", "definitions", "components", "strict"}
+    if extra := schema.keys() - known - _NOTES:
+        raise _not_held(writer, name, f"{min(extra)} of its arguments")
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    if not isinstance(properties, dict) or not isinstance(required, list | tuple):
+        raise _not_held(writer, name, "its properties")
+    if extra := {str(key) for key in required} - properties.keys():
+        raise _not_held(writer, name, f"the required argument '{min(extra)[:64]}', which is not among its properties")
+    shared = {part: schema[part] for part in ("$defs", "definitions", "components") if part in schema}
+    return [
+        (key, {**(one if isinstance(one, dict) else {}), **shared}, key in required) for key, one in properties.items()
+    ]
+
+
+def _not_held(writer: _Writer, name: str, what: str) -> StatusError:
+    """The error for a schema that cannot be enforced in this format."""
+    tools = writer.form.output.tools
+    parser = "" if tools is None else tools.name
+    message = f"strict in tools cannot be enforced for '{name}' by a model that writes calls like {parser}: {what}"
+    return unsupported("tools", f"{message}; leave strict out")
+
+
 _ANSWERS: Mapping[str, _Answer] = {
     "deepseek": _deepseek,
     "gpt-oss": _gpt_oss,
@@ -292,3 +446,6 @@ _ANSWERS: Mapping[str, _Answer] = {
     "mistral": _mistral,
     "phi4": _phi4,
 }
+"""With any schema."""
+_OPTIONAL_ANSWERS: Mapping[str, _Answer] = {"pythonic": _pythonic, "qwen3-coder": _qwen3_coder}
+"""With arguments of which each has a schema of its own. Required calls are in the format `hermes`."""

@@ -70,7 +70,7 @@ def _call(source: Source, output: Output, tools: Tools) -> Steps[None]:
 
 def _value(source: Source, output: Output, schema: Any) -> Steps[None]:
     """Take a value and its end tag; the line break in front of the tag is not part of it."""
-    kinds = _types(schema)
+    kinds = types_of(schema)
     ends = "\n" + PARAMETER_END, PARAMETER_END
     if kinds <= {"string"}:
         output.arguments('"')
@@ -87,8 +87,8 @@ def _value(source: Source, output: Output, schema: Any) -> Steps[None]:
     source.pos += len(end)
 
 
-def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not specify any."""
+def types_of(schema: Any) -> set[str]:
+    """The JSON types that a schema allows; empty if it does not specify any, and then a value is a text."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
@@ -98,7 +98,7 @@ def _types(schema: Any) -> set[str]:
         return {str(one) for one in kind}
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            return {one for option in schema[name] for one in _types(option) or {"any"}}
+            return {one for option in schema[name] for one in types_of(option) or {"any"}}
     values = schema.get("enum", [schema["const"]] if "const" in schema else ())
     if isinstance(values, list):
         return {"string" if isinstance(value, str) else "any" for value in values}

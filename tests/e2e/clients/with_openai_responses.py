@@ -91,7 +91,7 @@ refusal(openai.NotFoundError, lambda: client.responses.create(model="no-such-mod
 custom = {
     "type": "custom",
     "name": "note",
-    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "+" /[a-z]+/ LF\n%import common.LF'},
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "+" /[a-z]{1,8}/ LF\n%import common.LF'},
 }
 search = [{"type": "web_search"}]
 noting = {**room, "input": "Note it.", "tools": [custom, *search], "tool_choice": "required"}

@@ -30,6 +30,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "stop": {"properties": {}},
 }
 ENFORCED = ["deepseek", "gpt-oss", "hermes", "llama3", "mistral", "phi4"]
+OPTIONAL = ["pythonic", "qwen3-coder"]
+"""Families whose grammar takes some schemas only, and is not for required calls."""
 
 
 class Bytes:
@@ -223,13 +225,181 @@ def test_strict_tools_leave_text_free_and_hold_every_call_to_its_schema(family: 
         assert Model(family, special, **STRICT).accepts(fly) is (family == "llama3")
 
 
-@pytest.mark.parametrize("family", sorted(set(TOOL_FORMATS) - set(ENFORCED)))
-@pytest.mark.parametrize(("options", "field"), [({}, "tool_choice"), (STRICT, "tools")])
-def test_what_cannot_be_enforced_is_refused(family: str, options: Any, field: str) -> None:
+@pytest.mark.parametrize("family", OPTIONAL)
+def test_required_calls_of_any_schema_are_in_another_format(family: str) -> None:
     with pytest.raises(StatusError) as caught:
-        Model(family, **options)
-    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, field)
+        Model(family)
+    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "tool_choice")
     assert family in caught.value.message
+
+
+# --- formats that write each argument by itself ---------------------------------------------------------------------
+
+WHOLE = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "any"},
+        "mode": {"type": "string", "enum": ["on", "off"]},
+        "name": {"type": ["string", "null"]},
+        "count": {"type": "integer", "minimum": 3},
+        "code": {"type": "string", "pattern": "^[a-c]+/?$"},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["text", "count"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+}
+
+
+def answers_of(family: str, special: Sequence[str], schema: Any, **options: Any) -> Any:
+    """A function that reads an answer: its calls, None if the grammar does not allow it."""
+    form = ModelFormat(OutputFormat(TOOL_FORMATS[family]), {text: EOS + 1 + i for i, text in enumerate(special)})
+    use = ToolUse(schemas={"f": schema, "g": {}}, strict=True, **options)
+    structure = tool_structure(form, use, "", False)
+    assert structure is not None
+
+    def read(text: str) -> Any:
+        model = Model.__new__(Model)
+        model.special = dict(form.marker_ids)
+        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes(special))), structure.constraint.grammar)
+        assert not matcher.get_error()
+        model.matcher = matcher
+        if not model.accepts(text):
+            return None
+        model.parser = OutputParser(form.output, use.schemas)
+        return model.read(text)[2]
+
+    return read
+
+
+def parameters(**values: str) -> str:
+    return "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+
+
+def coder_call(name: str, inner: str) -> str:
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>")])
+def test_calls_of_qwen3_coder_are_held_to_their_schema(special: Sequence[str]) -> None:
+    read = answers_of("qwen3-coder", special, WHOLE)
+    text = 'a\n</b> "é"\n'
+    whole = parameters(text=text, mode="on", name="x", count="3", code="ab/", place='{"x": 1.5}')
+    expected = {"text": text, "mode": "on", "name": "x", "count": 3, "code": "ab/", "place": {"x": 1.5}}
+    for before in ("", "Let me.\n", "1 < 2 "):
+        assert read(before + coder_call("f", whole)) == [("f", expected)]
+    both = coder_call("f", parameters(text="", name="null", count="12")) + "\n" + coder_call("g", "")
+    assert read(both) == [("f", {"text": "", "name": None, "count": 12}), ("g", {})]
+    for answer in ("", "Just text, <b> and < tool_call>", "a" * 200):
+        assert read(answer) == []
+    for values in (
+        {"text": "a"},
+        {"count": "3", "text": "a"},
+        {"text": "a", "count": "2"},
+        {"text": "a", "count": "x"},
+        {"text": "a", "mode": "up", "count": "3"},
+        {"text": "a", "count": "3", "code": "d"},
+        {"text": "a", "count": "3", "place": "{}"},
+        {"text": "a", "count": "3", "other": "1"},
+    ):
+        assert read(coder_call("f", parameters(**values))) is None, values
+    assert read("<function=f>\n</function>") is None
+    assert read(coder_call("h", "")) is None
+    assert answers_of("qwen3-coder", special, WHOLE, parallel=False)(both) is None
+
+
+@pytest.mark.parametrize("tags", [("", ""), ("<|tool_call_start|>", "<|tool_call_end|>")])
+def test_calls_in_a_list_are_held_to_their_schema(tags: tuple[str, str]) -> None:
+    special = tags if tags[0] else ()
+    read = answers_of("pythonic", special, WHOLE)
+
+    def call(inner: str) -> str:
+        return f"{tags[0]}[{inner}]{tags[1]}"
+
+    arguments = 'text="a)\\n\\"é", mode="on", name=null, count=3, code="ab/", place={"x": 1.5}'
+    expected = {"text": 'a)\n"é', "mode": "on", "name": None, "count": 3, "code": "ab/", "place": {"x": 1.5}}
+    assert read(call(f"f({arguments})")) == [("f", expected)]
+    both = call('f(text="", count=12), g()')
+    assert read(both) == [("f", {"text": "", "count": 12}), ("g", {})]
+    if special:
+        assert read("Let me. " + call("g()")) == [("g", {})]
+    for answer in ("", "Just text, [1, 2] and [h()] or f(1)", "a" * 200):
+        assert read(answer) == []
+    for inner in ('f(text="a")', 'f(count=3, text="a")', 'f(text="a", count=2)', "f(text=a, count=3)", "g(a=1)"):
+        assert read(call(inner)) is None, inner
+    assert answers_of("pythonic", special, WHOLE, parallel=False)(both) is None
+
+
+@pytest.mark.parametrize("family", OPTIONAL)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_answer_with_all_arguments_optional_is_read_back(family: str, seed: int) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}, "c": {"const": 1}}}
+    structure = tool_structure(
+        ModelFormat(OutputFormat(TOOL_FORMATS[family]), {}),
+        ToolUse(schemas={"f": schema}, strict=True, parallel=False),
+        "",
+        False,
+        Structure(Constraint(choice=Choices(texts=["no"])), "guided_choice"),
+    )
+    assert structure is not None
+    model = Model.__new__(Model)
+    model.vocabulary = Bytes(())
+    model.matcher = LLMatcher(LLTokenizer(TokenizerWrapper(model.vocabulary)), structure.constraint.grammar)
+    assert not model.matcher.get_error()
+    assert not model.matcher.get_grammar_warnings()
+    model.parser = OutputParser(OutputFormat(TOOL_FORMATS[family]), {"f": schema})
+    content, _, calls = model.read(model.walk(seed))
+    assert content == ("" if calls else "no")
+    for _, arguments in calls:
+        assert arguments.items() <= {*(("a", one) for one in "xy"), *(("b", one) for one in (True, False)), ("c", 1)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"a": {}}, "minProperties": 1}, "minProperties of its arguments"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "the required argument 'b'"),
+        ({"properties": {"a b": {}}}, "'a b' is no name of an argument"),
+    ],
+)
+def test_a_schema_that_cannot_be_held_in_a_list_is_refused_by_name(schema: Any, problem: str) -> None:
+    with pytest.raises(StatusError) as caught:
+        answers_of("pythonic", (), schema)
+    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "tools")
+    assert f"for 'f' by a model that writes calls like pythonic: {problem}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"type": "string", "format": "date"}, "format of a text"),
+        ({"type": "string", "pattern": "a|b"}, "the pattern 'a|b'"),
+        ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}, "a restricted text beside other types"),
+        ({"enum": ["a", 1]}, "texts and other values in one enum"),
+        ({"enum": ["</parameter>"]}, "</parameter> in an enum"),
+    ],
+)
+def test_a_value_that_cannot_be_held_as_raw_text_is_refused_by_name(schema: Any, problem: str) -> None:
+    with pytest.raises(StatusError) as caught:
+        answers_of("qwen3-coder", (), {"properties": {"a": schema}})
+    assert f"for 'f' by a model that writes calls like qwen3-coder: {problem}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "pattern": "b+"}, "abbc", "ac"),
+        ({"type": "string", "pattern": "^(?:a/|b)$"}, "a/", "ab"),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, "ab", "a"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"enum": ["a", None]}, "null", "b"),
+        ({}, "any {", None),
+    ],
+)
+def test_texts_of_qwen3_coder_are_held_to_what_restricts_them(schema: Any, good: str, bad: str | None) -> None:
+    read = answers_of("qwen3-coder", (), {"properties": {"a": schema}})
+    assert read(coder_call("f", parameters(a=good)))
+    assert bad is None or read(coder_call("f", parameters(a=bad))) is None
 
 
 def test_arguments_of_an_unlimited_schema_are_some_object() -> None:
@@ -309,5 +479,3 @@ def test_content_stays_as_it_is_asked_for_without_tools() -> None:
     form = ModelFormat(OutputFormat(TOOL_FORMATS["hermes"]), {})
     structure = Structure(Constraint(grammar="start: /a/"), "guided_grammar")
     assert tool_structure(form, ToolUse(), "", False, structure) is structure
-    with pytest.raises(StatusError, match="response_format beside tools"):
-        Model("pythonic", required=False, content=Structure(Constraint(json_object=JsonObject()), "response_format"))
