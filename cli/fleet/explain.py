@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -23,6 +24,8 @@ from headrace.protos.status import error_of
 
 _TIMEOUT_S = 10.0
 _WIDTH_OF_A_PIPE = 160
+# How much of two prompts is shown around their first difference.
+_TOKENS_BEFORE, _TOKENS_BEHIND = 12, 12
 # The terms of the policy, and then the sums.
 _SUMS = ("total", "ttft")
 _TERMS = (
@@ -57,10 +60,35 @@ def tokens_of(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def body_of(text: str) -> dict[str, object]:
+    """The fields for /tokenize: a chat with this one message of the user, or, of @FILE, the conversation in a request's
+    body. Raises CommandError."""
+    if not text.startswith("@"):
+        return {"messages": [{"role": "user", "content": text}]}
+    path = Path(text[1:])
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise CommandError(f"{path} is not the body of a request: it is not JSON") from None
+    messages = content.get("messages") if isinstance(content, dict) else None
+    if not isinstance(messages, list):
+        raise CommandError(f"{path} is not the body of a chat: it has no messages")
+    system = content.get("system")  # of the Messages API
+    if isinstance(system, list):
+        parts = [part.get("text", "") for part in system if isinstance(part, dict)]
+        system = "\n".join(part for part in parts if isinstance(part, str))
+    if isinstance(system, str) and system:
+        messages = [{"role": "system", "content": system}, *messages]
+    fields: dict[str, object] = {"messages": messages}
+    return fields | {name: content[name] for name in ("tools", "chat_template_kwargs") if content.get(name)}
+
+
 def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[int]:
-    """Ask the gateway for the tokens of a chat with this one message of the user. Raises CommandError."""
+    """Ask the gateway for the tokens of a chat; see `body_of`. Raises CommandError."""
     url = server_url(url)
-    body: dict[str, object] = {"messages": [{"role": "user", "content": text}]}
+    body = body_of(text)
     try:
         body |= {"model": model} if model else {}
         with access.client(url, _TIMEOUT_S) as client:
@@ -77,6 +105,34 @@ def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[
         raise
     except (ValueError, KeyError, TypeError):
         raise CommandError(f"{url} is not a headrace gateway: its /tokenize is not valid") from None
+
+
+def detokenize(url: str, model: str, tokens: Sequence[int], access: ApiAccess = OPEN) -> str:
+    """Ask the gateway for the text of tokens; empty if it does not answer."""
+    url = server_url(url)
+    body: dict[str, object] = {"tokens": list(tokens)} | ({"model": model} if model else {})
+    try:
+        with access.client(url, _TIMEOUT_S) as client:
+            return str(client.post(f"{url}/detokenize", json=body).json()["prompt"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def difference(tokens: Sequence[int], others: Sequence[int], text_of: Callable[[Sequence[int]], str]) -> Sequence[str]:
+    """Lines that say where two prompts part, with the texts around."""
+    most = min(len(tokens), len(others))
+    position = next((i for i in range(most) if tokens[i] != others[i]), most)
+    if len(tokens) == len(others) == position:
+        return [f"The prompts are the same: {position} tokens."]
+    lines = [
+        f"The prompts, of {len(tokens)} and {len(others)} tokens, have their first difference at token {position}; "
+        "the cache of one serves the other up to there."
+    ]
+    start = max(0, position - _TOKENS_BEFORE)
+    for name, prompt in (("this one", tokens), ("the other", others)):
+        before, behind = text_of(prompt[start:position]), text_of(prompt[position : position + _TOKENS_BEHIND])
+        lines.append(f"  {name:>9}: {before!r} then {behind!r}")
+    return lines
 
 
 def ask(router: str, request: router_pb2.ExplainRequest, transport: Transport = PLAIN) -> router_pb2.ExplainResponse:
@@ -140,6 +196,7 @@ def _default_serve(url: str | None) -> ServeRecord:
 @click.argument("text", required=False)
 @click.option("--prompt", help="The same as TEXT.")
 @click.option("--tokens", help="Token ids of the prompt, such as 1,2,3, instead of a text.")
+@click.option("--against", help="Another prompt, a text or @FILE: show where the two have their first difference.")
 @click.option("--router", help="Router to ask, HOST:PORT or unix:PATH.  [default: that of the serve]")
 @click.option("--url", help="Gateway that tokenizes.  [default: the one on this host]")
 @click.option("--model", default="", help="Model to ask for.  [default: the only one]")
@@ -156,6 +213,7 @@ def explain(
     text: str | None,
     prompt: str | None,
     tokens: str | None,
+    against: str | None,
     router: str | None,
     url: str | None,
     model: str,
@@ -173,7 +231,7 @@ def explain(
     """Show where a chat that begins with TEXT would go now, and why.
 
     One row for each worker of the model, in expected milliseconds, the cheapest first; the arrow marks the choice.
-    Nothing is placed.
+    Nothing is placed. TEXT may be @FILE, the body of a chat.
     """
     if tenant is not None or cache_group is not None:  # as a gateway with keys sends them
         scope = cache_scope(tenant or "", cache_group)
@@ -192,6 +250,13 @@ def explain(
         transport = transport_of(tls_dir, join_token_file)
     request.token_ids.extend(_tokens(tokens, text if text is not None else prompt, url, model, access))
     explained = ask(router, request, transport)
+    if against is not None and not as_json:
+        if tokens is not None:
+            raise CommandError("--against compares texts; give TEXT instead of --tokens")
+        gateway = url or default_url()
+        others = tokenize(gateway, model, against, access)
+        for line in difference(request.token_ids, others, lambda several: detokenize(gateway, model, several, access)):
+            click.echo(line)
     if as_json:
         from google.protobuf.json_format import MessageToJson
 

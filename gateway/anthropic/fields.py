@@ -27,7 +27,7 @@ _PROMPT: dict[str, Row] = {
     "model": Applied("name", "Optional while there is only one model"),
     "system": Applied(
         "text, or blocks of text",
-        "The first turn. A block that begins with `x-anthropic-billing-header:` is left out, so that prompts of"
+        "The first turn. The header `x-anthropic-billing-header:` at its head is left out, so that prompts of"
         " different sessions share their cache",
     ),
     "tools": Applied("list", "[Tools](../protocol.md#messages)"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.gateway.anthropic.tools import Catalogue
+from headrace.gateway.chat.billing import is_billing
 from headrace.gateway.chat.request import ChatMessage
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.hints import ignored
@@ -23,9 +24,6 @@ from headrace.protos.status import StatusError
 
 _ROLES = ("user", "assistant", "system")
 _MAX_ECHO_CHARS = 64
-_BILLING = "x-anthropic-billing-header:"
-"""Begins a block that Claude Code puts before its system prompt. It is for the provider's accounts, says nothing to the
-model, and differs between versions and sessions: behind it, nothing would be found in the cache."""
 _SKIPPED = "the model gets the texts, thoughts and calls of earlier answers"
 _UNTIL_NEXT_USER = "next_user_message"
 
@@ -83,7 +81,7 @@ def turns_of(
 
 def _is_billing(block: object) -> bool:
     text = block.get("text") if isinstance(block, dict) else None
-    return isinstance(text, str) and text.startswith(_BILLING)
+    return isinstance(text, str) and is_billing(text)
 
 
 def _is_over(where: str, message: Mapping[str, Any], is_before_user: bool) -> bool:

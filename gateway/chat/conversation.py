@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.gateway.chat.billing import without_billing
 from headrace.gateway.chat.plain_tools import as_text, takes_tools, with_block
 from headrace.gateway.chat.prompts import Conversation
 from headrace.gateway.chat.request import Chat, ChatMessage, Tokenization
@@ -49,6 +50,7 @@ def conversation_of(
     if isinstance(request, Chat) and request.verbosity is not None and template.uses("verbosity"):
         variables = {"verbosity": request.verbosity, **variables}
     messages = [_template_message(i, message, template) for i, message in enumerate(request.messages)]
+    messages = without_billing(messages)
     _pair_results(messages)
     lists_tools = takes_tools(template)
     if not template.mentions("tool_calls") or (tools and not lists_tools):

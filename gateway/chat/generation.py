@@ -24,6 +24,7 @@ from headrace.gateway.chat.sampling import Sampling, check_sampling, sampling_pa
 from headrace.gateway.checks import invalid
 from headrace.gateway.structure.fields import in_callers_terms
 from headrace.gateway.telemetry.metrics import Metrics
+from headrace.gateway.telemetry.partings import Partings
 from headrace.gateway.telemetry.spans import describe_generation
 from headrace.gateway.text.models import Model
 from headrace.gateway.upstream.routers import Upstream
@@ -184,6 +185,7 @@ class Generator:
     def __init__(self, upstream: Upstream, metrics: Metrics) -> None:
         self._upstream = upstream
         self._metrics = metrics
+        self._partings = Partings(metrics.parted)
         self._num_running = 0
 
     def stream(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -232,6 +234,9 @@ class Generator:
         if self._num_running + len(generations) > MAX_GENERATIONS:
             raise StatusError(Reason.QUEUE_FULL, "the gateway has its maximum of streams", retry_after_s=1.0)
         self._num_running += len(generations)
+        for plan in plans:
+            for request in plan.requests[:1]:
+                self._partings.prompt(plan.job.model.name, request.cache_salt, request.tenant, plan.job.token_ids)
         if generations:
             describe_generation(generations[0][1], len(generations), sum(len(plan.job.token_ids) for plan in plans))
         try:

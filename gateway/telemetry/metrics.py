@@ -22,6 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 prometheus_client.disable_created_metrics()
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_POSITION_BUCKETS = (16, 64, 256, 1024, 4096, 16384)
 _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
 _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -68,6 +69,19 @@ class Metrics:
         self._cached = Counter(
             "headrace_prompt_tokens_cached", "Prompt tokens found in a prefix cache.", registry=self._registry
         )
+        self._parting = Histogram(
+            "headrace_prompt_parting_tokens",
+            "Position of the first difference in prompts that repeat much of a recent one of their tenant behind it.",
+            ("model",),
+            buckets=_POSITION_BUCKETS,
+            registry=self._registry,
+        )
+        self._repeated = Counter(
+            "headrace_prompt_tokens_behind_difference",
+            "Prompt tokens that a recent prompt had too, but behind a difference, where no cache helps (about).",
+            ("model",),
+            registry=self._registry,
+        )
         self._generated = Counter("headrace_generated_tokens", "Tokens delivered.", registry=self._registry)
         self._queue = self._histogram("queue", "Arrival at a worker to the first step there.", _TTFT_BUCKETS)
         self._prefill = self._histogram("prefill", "First step at a worker to the first token.", _TTFT_BUCKETS)
@@ -96,6 +110,11 @@ class Metrics:
         self._requests.labels(endpoint, outcome).inc()
         self._request.labels(endpoint).observe(duration_s)
         self.recent.request_ended(endpoint, outcome)
+
+    def parted(self, model: str, position: int, num_repeated_tokens: int) -> None:
+        """Observe a prompt that repeats tokens of a recent one behind a difference at this position."""
+        self._parting.labels(model).observe(position)
+        self._repeated.labels(model).inc(num_repeated_tokens)
 
     def first_token(self, since_arrival_s: float) -> None:
         """Observe the time to the first token of a choice."""

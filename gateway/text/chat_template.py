@@ -167,17 +167,20 @@ class ChatTemplate:
         """Whether the template takes a turn with one tool call, but refuses two in one."""
         if not self.mentions("tool_calls"):
             return False
+        names = [f"call{number}" for number in range(2)]
         calls = [
-            {"id": f"call{i:05}", "type": "function", "function": {"name": f"call{i}", "arguments": {"a": "b"}}}
-            for i in range(2)
+            {"id": f"{name:0>9}", "type": "function", "function": {"name": name, "arguments": {"a": "b"}}}
+            for name in names
         ]
-        results = [
-            {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": "c"}  # type: ignore[index]
-            for call in calls
+        results: list[dict[str, Any]] = [
+            {"role": "tool", "name": name, "tool_call_id": f"{name:0>9}", "content": "c"} for name in names
         ]
-        user = {"role": "user", "content": "hi"}
-        one, two = ([user, {"role": "assistant", "content": "", "tool_calls": calls[:n]}, *results[:n]] for n in (1, 2))
-        return self._accepts(one) and not self._accepts(two)
+
+        def accepts(number: int) -> bool:
+            called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls[:number]}
+            return self._accepts([{"role": "user", "content": "hi"}, called, *results[:number]])
+
+        return accepts(1) and not accepts(2)
 
     def _accepts(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         try:

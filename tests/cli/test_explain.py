@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.errors import CommandError
-from headrace.cli.fleet.explain import rows_of, tokens_of
+from headrace.cli.fleet.explain import body_of, difference, rows_of, tokens_of
 from headrace.cli.main import cli
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 from headrace.protos.cache_scope import scoped_salt
@@ -151,3 +151,52 @@ def test_token_ids_are_read_in_any_usual_form() -> None:
     for wrong in ("-1", "4294967296", "1" * 5000, "\u00b2"):
         with pytest.raises(CommandError):
             tokens_of(wrong)
+
+
+def test_the_first_difference_of_two_prompts_is_shown_with_the_texts_around() -> None:
+    lines = difference([1, 2, 3, 4], [1, 2, 9, 4, 5], lambda tokens: ",".join(map(str, tokens)))
+    assert "of 4 and 5 tokens, have their first difference at token 2;" in lines[0]
+    assert lines[1:] == ["   this one: '1,2' then '3,4'", "  the other: '1,2' then '9,4,5'"]
+    assert difference([1], [1], str) == ["The prompts are the same: 1 tokens."]
+    assert "at token 1;" in difference([1], [1, 2], str)[0]
+
+
+def test_the_bodies_of_two_requests_are_compared(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        if request.url.path == "/detokenize":
+            return httpx.Response(200, json={"prompt": "".join(map(chr, body["tokens"]))})
+        said = "|".join(str(message["content"]) for message in body["messages"])
+        return httpx.Response(200, json={"tokens": list(map(ord, said))})
+
+    monkeypatch.setattr(
+        "headrace.cli.fleet.fleet_access.ApiAccess.client",
+        lambda self, url, timeout_s: httpx.Client(transport=httpx.MockTransport(answer)),
+    )
+    for name, checksum in (("a", "11"), ("b", "22")):
+        body = {
+            "system": [{"type": "text", "text": f"sum={checksum}"}],
+            "messages": [{"role": "user", "content": "hello"}],
+        }
+        (tmp_path / name).write_text(json.dumps(body))
+    result = CliRunner().invoke(
+        cli,
+        [
+            *("explain", f"@{tmp_path / 'a'}", "--against", f"@{tmp_path / 'b'}"),
+            *("--router", router.address, "--url", "http://gateway.example"),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    assert "have their first difference at token 4" in result.output
+    assert "this one: 'sum=' then '11|hello'" in result.output
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"prompt": "hi"}'])
+def test_a_file_that_is_no_chat_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "body").write_text(content)
+    with pytest.raises(CommandError, match="is not the body of a"):
+        body_of(f"@{tmp_path / 'body'}")
+    with pytest.raises(CommandError, match="cannot be read"):
+        body_of(f"@{tmp_path / 'nothing'}")
