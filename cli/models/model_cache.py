@@ -26,7 +26,8 @@ from headrace.cli.errors import CommandError
 from headrace.common.model_files import cache
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
 from headrace.common.model_files.names import TEMPLATES
-from headrace.common.model_files.networks import TEXT_NETWORK, empty_files, has_network, missing_files
+from headrace.common.model_files.networks import TEXT_NETWORK, empty_files, has_network
+from headrace.common.model_files.task import missing_of_model
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 OPTIONAL_FILES = (
@@ -149,7 +150,7 @@ def check_model_directory(directory: Path) -> None:
             f"{directory} has {kind.value} heads and no model; serve the model that they were trained for, and name "
             "them with --draft-model"
         )
-    missing = missing_files(directory)
+    missing = missing_of_model(directory)
     if other := _other_form(directory) if TEXT_NETWORK in missing else "":
         raise CommandError(f"{directory} is not a model directory of OpenVINO: it has {other}")
     if missing:

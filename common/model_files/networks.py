@@ -18,12 +18,8 @@ TEXT_NETWORK = "openvino_model.xml"
 LANGUAGE_NETWORK = "openvino_language_model.xml"
 EMBEDDINGS_NETWORK = "openvino_text_embeddings_model.xml"
 _LAYER_EMBEDDINGS_NETWORK = "openvino_text_embeddings_per_layer_model.xml"
-_TOKENIZER_FILES = (
-    "openvino_tokenizer.xml",
-    "openvino_tokenizer.bin",
-    "openvino_detokenizer.xml",
-    "openvino_detokenizer.bin",
-)
+DETOKENIZER_FILES = ("openvino_detokenizer.xml", "openvino_detokenizer.bin")
+_TOKENIZER_FILES = ("openvino_tokenizer.xml", "openvino_tokenizer.bin", *DETOKENIZER_FILES)
 
 
 def networks_among(names: Collection[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.common.model_files.config import config_in
-from headrace.common.model_files.networks import networks_in
+from headrace.common.model_files.networks import DETOKENIZER_FILES, missing_files, networks_in
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED, Task
 
 HIDDEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
@@ -31,6 +31,13 @@ def task_of(model_dir: Path) -> Task:
     classes = config_in(model_dir / "config.json").get("architectures")
     is_classifier = isinstance(classes, list) and any("ForSequenceClassification" in str(name) for name in classes)
     return TASK_RANK if SCORES_OUTPUT in names and is_classifier else TASK_UNSPECIFIED
+
+
+def missing_of_model(model_dir: Path) -> list[str]:
+    """The files that a directory lacks for the task of its model. Texts come only from models that generate them, so
+    others need no detokenizer."""
+    missing = missing_files(model_dir)
+    return [name for name in missing if name not in DETOKENIZER_FILES] if missing and task_of(model_dir) else missing
 
 
 def is_embedder_with_cache(model_dir: Path) -> bool:

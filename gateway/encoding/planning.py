@@ -108,7 +108,8 @@ class Encodings:
         documents = [document for _, document in request.pairs]
         encoded = await self._prompts.of_texts(model, [*queries, *documents], add_special_tokens=False)
         query_ids = dict(zip(queries, encoded, strict=False))
-        before, behind = model.text.tokenizer.special_around
+        # The tokenizer may have been converted without them.
+        before, behind = model.card.pair_prefix_token_ids, model.card.pair_suffix_token_ids
         most = model.card.max_context_tokens
         keep = most if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
         prompts: list[Sequence[int]] = []

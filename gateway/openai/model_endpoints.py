@@ -16,6 +16,8 @@ from headrace.gateway.openai.answers import model_value
 from headrace.gateway.openai.types import DetokenizeRequest, TokenizeRequest, check_tokenize_body
 from headrace.gateway.services import Services
 from headrace.gateway.text.detokenizer import detokenize
+from headrace.gateway.text.models import Model
+from headrace.protos.status import Reason, StatusError
 
 MAX_PAGE = 1000
 """The most models of a page."""
@@ -75,7 +77,7 @@ class _Models:
             "token_strs": None,
         }
         if request.return_token_strs:
-            table = model.text.tokenizer.token_bytes
+            table = _table(model)
             answer["token_strs"] = [token_bytes_of(table, i).decode(errors="replace") for i in token_ids]
         await exchange.respond(encode(answer))
 
@@ -84,7 +86,15 @@ class _Models:
         model = await self._services.models.find(request.model or "")
         if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < model.card.vocab_size:
             raise invalid("tokens", f"tokens must be from 0 to {model.card.vocab_size - 1}")
-        await exchange.respond(encode({"prompt": detokenize(request.tokens, model.text.tokenizer.token_bytes)}))
+        await exchange.respond(encode({"prompt": detokenize(request.tokens, _table(model))}))
+
+
+def _table(model: Model) -> Sequence[bytes]:
+    """The bytes of the model's tokens. Raises `StatusError` for encoders that come without a detokenizer."""
+    if not model.text.tokenizer.token_bytes:
+        problem = f"the model '{model.name}' has no detokenizer; convert its tokenizer again with one"
+        raise StatusError(Reason.UNSUPPORTED, problem, field="model")
+    return model.text.tokenizer.token_bytes
 
 
 def _page_of(cards: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Sequence[dict[str, Any]], bool]:

@@ -54,7 +54,7 @@ class Tokenizer:
         self._pieces = pieces
         self._plain_encoder = plain_encoder
         self.token_bytes = token_bytes
-        """Bytes of each token, by id; not always whole UTF-8 sequences."""
+        """Bytes of each token, by id; not always whole UTF-8 sequences. Empty for encoders without a detokenizer."""
         self.special_ids = special_ids
         """Tokens that are not text. Clients get them only on request."""
         self.chat_template = chat_template
@@ -124,12 +124,14 @@ class Tokenizer:
 
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer in the files of a bundle. Raises `BundleError` if a file is missing or cannot be used."""
-    for name in (f"{graph}.{suffix}" for graph in _GRAPHS for suffix in ("xml", "bin")):
+    # Only encoders come without a detokenizer.
+    graphs = _GRAPHS if any(name.startswith(_GRAPHS[1]) for name in files) else _GRAPHS[:1]
+    for name in (f"{graph}.{suffix}" for graph in graphs for suffix in ("xml", "bin")):
         if name not in files:
             raise BundleError(f"{name} is missing in the tokenizer bundle")
     try:
-        encoder_graph, decoder_graph = (_core().read_model(files[f"{g}.xml"], files[f"{g}.bin"]) for g in _GRAPHS)
-        token_bytes, special_ids = read_vocabulary(_core(), decoder_graph)
+        encoder_graph, *decoders = (_core().read_model(files[f"{g}.xml"], files[f"{g}.bin"]) for g in graphs)
+        token_bytes, special_ids = read_vocabulary(_core(), decoders[0]) if decoders else ([], frozenset())
         chat_template = _rt_text(encoder_graph, "chat_template")
         tokens = _special_tokens(encoder_graph, token_bytes)
         _lift_truncation(encoder_graph)

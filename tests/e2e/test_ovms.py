@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.architectures.exports import PYTHON, exported_encoders
 from tests.architectures.texts import made_up_texts
-from tests.cli.ovms_files import embeddings_graph, llm_graph
+from tests.cli.ovms_files import embeddings_graph, llm_graph, rerank_graph
 from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace
 from tests.e2e.small_model import small_model
 from tests.patience import patience
@@ -32,6 +33,16 @@ max_tokens_limit: 20,
 best_of_limit: 2,
 tool_parser: "hermes3",
 device: "CPU"
+"""
+
+CONVERTED = """
+import sys
+import openvino
+from openvino_tokenizers import convert_tokenizer
+from transformers import AutoTokenizer
+directory = sys.argv[1]
+converted = convert_tokenizer(AutoTokenizer.from_pretrained(directory), add_special_tokens=False)
+openvino.save_model(converted, f"{directory}/openvino_tokenizer.xml")
 """
 
 
@@ -114,7 +125,9 @@ def test_embeddings_are_pooled_as_the_graph_says(tmp_path: Path) -> None:
     model = exported_encoders(["minilm"]) / "minilm"
     config = tmp_path / "config.json"
     copy(model, tmp_path / "gte", embeddings_graph('models_path: "./", pooling: MEAN, truncate: true'))
-    (tmp_path / "gte" / "modules.json").unlink()  # exports for OVMS do not have it
+    # Exports for OVMS do not have these.
+    for name in ("modules.json", "openvino_detokenizer.xml", "openvino_detokenizer.bin"):
+        (tmp_path / "gte" / name).unlink()
     write(config, {"gte": "gte"})
     serve = Serve("--config", str(config), "--port", "0", "--threads", "1")
     try:
@@ -125,6 +138,36 @@ def test_embeddings_are_pooled_as_the_graph_says(tmp_path: Path) -> None:
         vectors = np.array([entry.embedding for entry in answer.data])
         with np.load(model / "reference.npz") as file:
             assert (vectors * file["vectors"][:50]).sum(axis=1).min() >= 0.9999
+    finally:
+        serve.end()
+
+
+@pytest.mark.timeout(600)  # the model is exported once
+def test_documents_are_ranked_with_a_tokenizer_that_adds_no_special_tokens(tmp_path: Path) -> None:
+    """OVMS's export of rerankers converts their tokenizers so, and without a detokenizer."""
+    if not PYTHON.exists():
+        pytest.skip("what exports models is not installed: make test")
+    model = exported_encoders(["ranker"]) / "ranker"
+    config = tmp_path / "config.json"
+    copy(model, tmp_path / "bge", rerank_graph('models_path: "./", max_allowed_chunks: 40'))
+    for path in (tmp_path / "bge").glob("openvino_*tokenizer.*"):
+        path.unlink()
+    subprocess.run([str(PYTHON), "-c", CONVERTED, str(tmp_path / "bge")], check=True, capture_output=True)
+    write(config, {"bge": "bge"})
+    serve = Serve("--config", str(config), "--port", "0", "--execution-mode", "accuracy")
+    try:
+        serve.until_ready()
+        with np.load(model / "reference.npz") as file:
+            expected = file["scores"][0][:20]
+            num_queries = len(file["scores"])
+        texts = made_up_texts(num_queries + 20)
+        body = {"model": "bge", "query": texts[0], "documents": texts[num_queries:], "truncate_prompt_tokens": -1}
+        answer = httpx.post(f"{serve.base_url}/v3/rerank", json=body, timeout=READY_BOUND_S)
+        assert answer.status_code == 200, answer.text
+        scores = {result["index"]: result["relevance_score"] for result in answer.json()["results"]}
+        assert [scores[i] for i in range(20)] == pytest.approx(expected.tolist(), abs=1e-4)
+        body["documents"] = ["x"] * 41
+        assert httpx.post(f"{serve.base_url}/v3/rerank", json=body, timeout=READY_BOUND_S).status_code == 400
     finally:
         serve.end()
 

@@ -11,7 +11,7 @@ from headrace.protos import inference_pb2
 DIMENSIONS = 4
 VECTORS, SCORES = "vectors", "scores"
 """Names of the models."""
-SEPARATOR = 1
+BOS, SEPARATOR = 0, 1
 
 
 def vector_of(token_ids: list[int]) -> list[float]:
@@ -40,5 +40,11 @@ async def encode(router: Any, stream: Any, send: Any) -> None:
 def cards(router: Any) -> list[Any]:
     """The cards of an embedder and of a reranker, besides that of the ordinary model."""
     embeds = router.card(name=VECTORS, task=inference_pb2.TASK_EMBED, dimensions=DIMENSIONS, eos_token_ids=[])
-    ranks = router.card(name=SCORES, task=inference_pb2.TASK_RANK, dimensions=1, pair_separator_token_ids=[SEPARATOR])
+    ranks = router.card(
+        name=SCORES,
+        task=inference_pb2.TASK_RANK,
+        dimensions=1,
+        pair_prefix_token_ids=[BOS],
+        pair_separator_token_ids=[SEPARATOR],
+    )
     return [router.card(), embeds, ranks]

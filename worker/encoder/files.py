@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.common.model_files.task import MODULES, is_embedder_with_cache
 from headrace.protos.inference_pb2 import TASK_RANK, Task
@@ -33,10 +33,18 @@ _MODES = {
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet"}
 
 
+class PairTokens(NamedTuple):
+    """Special tokens around and between the two texts of a pair."""
+
+    before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderFiles:
-    """Settings of an encoder. Embeddings use `pooling` and `normalizes`. Scores use `activation` and `pair_separator`,
-    the tokens between two texts. A text has at most `max_tokens` tokens, special tokens included."""
+    """Settings of an encoder. Embeddings use `pooling` and `normalizes`. Scores use `activation` and `pair`, the tokens
+    before, between and after two texts. A text has at most `max_tokens` tokens, special tokens included."""
 
     task: Task
     max_tokens: int
@@ -44,7 +52,7 @@ class EncoderFiles:
     pooling: Pooling = Pooling.MEAN
     normalizes: bool = False
     activation: Activation = Activation.IDENTITY
-    pair_separator: tuple[int, ...] = ()
+    pair: PairTokens = field(default_factory=PairTokens)
 
 
 def read_encoder_files(
@@ -70,8 +78,8 @@ def read_encoder_files(
     if task == TASK_RANK:
         if pooling is not None or normalizes is not None:
             raise ConfigurationError("--pooling and --normalize are for embedding models, and this model ranks texts")
-        separator = pair_separator(_json(model_dir / "tokenizer.json", {}), model_dir)
-        return EncoderFiles(task, longest, pad_token_id, activation=_activation(config), pair_separator=separator)
+        pair = pair_tokens(_json(model_dir / "tokenizer.json", {}), model_dir)
+        return EncoderFiles(task, longest, pad_token_id, activation=_activation(config), pair=pair)
     if pooling is None or normalizes is None:
         own_pooling, own_normalizes = _stages(model_dir)
     else:
@@ -144,8 +152,8 @@ def _activation(config: Mapping[str, Any]) -> Activation:
     return Activation.SIGMOID if kind == "Sigmoid" else Activation.IDENTITY
 
 
-def pair_separator(tokenizer: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
-    """The tokens that the tokenizer's post-processor puts between two texts. Raises ConfigurationError."""
+def pair_tokens(tokenizer: Mapping[str, Any], model_dir: Path) -> PairTokens:
+    """The tokens that the tokenizer's post-processor puts around and between two texts. Raises ConfigurationError."""
     stack = [tokenizer.get("post_processor")]
     while stack:
         step = stack.pop()
@@ -154,26 +162,25 @@ def pair_separator(tokenizer: Mapping[str, Any], model_dir: Path) -> tuple[int, 
         stack += reversed(step.get("processors", []))
         if step.get("type") in ("BertProcessing", "RobertaProcessing"):
             number = 2 if step["type"] == "RobertaProcessing" else 1
-            return (int(step["sep"][1]),) * number
+            end = int(step["sep"][1])
+            return PairTokens((int(step["cls"][1]),), (end,) * number, (end,))
         if step.get("type") == "TemplateProcessing":
-            return _between(step["pair"], step["special_tokens"])
+            return _pair_of(step["pair"], step["special_tokens"])
     raise ConfigurationError(
         f"{model_dir} does not say what stands between a query and a document: tokenizer.json is missing, or its "
         "post-processor is of no known kind; export the model again with its fast tokenizer"
     )
 
 
-def _between(pair: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any]) -> tuple[int, ...]:
-    found: list[int] = []
-    is_between = False
+def _pair_of(pair: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any]) -> PairTokens:
+    parts: list[list[int]] = [[]]
     for part in pair:
         if "Sequence" in part:
-            if is_between:
-                break
-            is_between = True
-        elif is_between:
-            found += special_tokens[part["SpecialToken"]["id"]]["ids"]
-    return tuple(found)
+            parts.append([])
+        else:
+            parts[-1] += special_tokens[part["SpecialToken"]["id"]]["ids"]
+    before, between, after = (*parts, [], [])[:3]
+    return PairTokens(tuple(before), tuple(between), tuple(after))
 
 
 def _json(path: Path, default: Any) -> Any:

@@ -156,7 +156,9 @@ def card_of(
         created_s=model_dir.created_s,
         task=files.task,
         dimensions=dimensions,
-        pair_separator_token_ids=files.pair_separator,
+        pair_separator_token_ids=files.pair.between,
+        pair_prefix_token_ids=files.pair.before,
+        pair_suffix_token_ids=files.pair.after,
     )
 
 

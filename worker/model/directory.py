@@ -24,7 +24,8 @@ from xml.etree import ElementTree
 
 from headrace.common.model_files.config import text_part
 from headrace.common.model_files.names import BUNDLE_FILES
-from headrace.common.model_files.networks import empty_files, missing_files, weights_in
+from headrace.common.model_files.networks import empty_files, weights_in
+from headrace.common.model_files.task import missing_of_model
 from headrace.worker.config import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def _verified(path: Path) -> ModelDir:
         raise ConfigurationError(
             f"there is no model directory {path}, nor a model of this name in the cache; `headrace pull` fetches one"
         )
-    wrong = [f"{name} is missing" for name in missing_files(path)]
+    wrong = [f"{name} is missing" for name in missing_of_model(path)]
     wrong += [f"{name} is empty" for name in empty_files(path)]
     configs = {}
     for name in (CONFIG, "generation_config.json", "tokenizer_config.json"):

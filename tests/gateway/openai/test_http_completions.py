@@ -151,6 +151,17 @@ async def test_tokens_are_taken_as_they_are(gateway: Any, router: Any) -> None:
     assert list(router.streams[0].request.token_ids) == [5, 6]
 
 
+async def test_a_model_without_a_detokenizer_gives_no_texts_of_tokens(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = (await gateway.models.find("tiny")).text.tokenizer
+    monkeypatch.setattr(tokenizer, "token_bytes", [])
+    for path, body in (("/detokenize", {"tokens": [5]}), ("/tokenize", {"prompt": "a", "return_token_strs": True})):
+        answer = await gateway.http.post(path, json={"model": "tiny", **body})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("the model 'tiny' has no detokenizer")
+
+
 async def test_detokenize_gives_the_text_special_tokens_included(gateway: Any, kit: Any) -> None:
     tokens = [1, 262, *kit.tokens_of(" é")]
     assert await post(gateway, "/detokenize", tokens=tokens) == {"prompt": "<|im_start|>hello é"}

@@ -54,6 +54,23 @@ async def test_a_pair_is_query_separator_and_document_with_special_tokens(ask: A
     assert answer["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
 
 
+async def test_the_tokens_around_a_pair_are_those_of_the_card(ask: Any, router: Any, gateway: Any, kit: Any) -> None:
+    """A tokenizer may have been converted without them."""
+    card = router.card(
+        name=SCORES,
+        task=inference_pb2.TASK_RANK,
+        dimensions=1,
+        pair_prefix_token_ids=[1],
+        pair_separator_token_ids=[SEPARATOR],
+        pair_suffix_token_ids=[2],
+    )
+    router.cards = [*(one for one in router.cards if one.name != SCORES), card]
+    await gateway.models.refresh()
+    assert (await ask(documents=["x"])).status_code == 200
+    pair = [1, *kit.tokens_of("abc"), SEPARATOR, *kit.tokens_of("x"), 2]
+    assert list(router.streams[-1].request.token_ids) == pair
+
+
 async def test_long_documents_are_cut_if_that_is_wanted(ask: Any, router: Any) -> None:
     assert (await ask(documents=["x" * 300], truncate_prompt_tokens=-1)).status_code == 200
     assert len(router.streams[-1].request.token_ids) == 256

@@ -76,6 +76,14 @@ def test_a_vocabulary_with_byte_fallback_gives_bytes_and_keeps_leading_spaces(ki
     assert detokenize([7, 8, 9], token_bytes, special_ids) == "<code><span><tool>"
 
 
+def test_an_encoder_needs_no_detokenizer(tiny_files: dict[str, bytes], tiny_text: Any) -> None:
+    files = {name: raw for name, raw in tiny_files.items() if not name.startswith("openvino_detokenizer")}
+    tokenizer = load_tokenizer(files)
+    assert tokenizer.encode("hello", add_special_tokens=True) == [0, 262]
+    assert (tokenizer.token_bytes, tokenizer.special_ids) == ([], frozenset())
+    assert tokenizer.special_around == tiny_text.tokenizer.special_around
+
+
 def test_a_missing_or_foreign_file_is_named(tiny_files: dict[str, bytes]) -> None:
     without = {name: raw for name, raw in tiny_files.items() if name != "openvino_detokenizer.bin"}
     with pytest.raises(BundleError, match=r"openvino_detokenizer\.bin is missing"):

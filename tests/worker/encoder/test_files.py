@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headrace.common.model_files.task import task_of
+from headrace.common.model_files.task import missing_of_model, task_of
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED
 from headrace.worker.config import ConfigurationError
-from headrace.worker.encoder.files import pair_separator, read_encoder_files, refuse_embedder_with_cache
+from headrace.worker.encoder.files import pair_tokens, read_encoder_files, refuse_embedder_with_cache
 from headrace.worker.encoder.pooling import Activation, Pooling
 
 PREFIX = "sentence_transformers.models."
@@ -55,6 +55,17 @@ def test_the_network_shows_the_task(
 ) -> None:
     directory(tmp_path, config={"architectures": classes})
     assert task_of(network(tmp_path, *names, state=state)) == task
+
+
+def test_only_models_that_generate_text_need_a_detokenizer(tmp_path: Path) -> None:
+    directory(tmp_path, config={"architectures": ["BertModel"]})
+    for name in ("openvino_model.bin", "openvino_tokenizer.xml", "openvino_tokenizer.bin"):
+        (tmp_path / name).touch()
+    assert missing_of_model(network(tmp_path, "last_hidden_state")) == []
+    detokenizer = ["openvino_detokenizer.xml", "openvino_detokenizer.bin"]
+    assert missing_of_model(network(tmp_path, "logits", "beam_idx")) == detokenizer
+    (tmp_path / "openvino_tokenizer.xml").unlink()
+    assert missing_of_model(network(tmp_path, "last_hidden_state")) == ["openvino_tokenizer.xml"]
 
 
 def test_a_directory_without_a_network_has_the_ordinary_task(tmp_path: Path) -> None:
@@ -145,8 +156,8 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("processor", "expected"),
     [
-        (BERT["post_processor"], (102,)),
-        ({"type": "RobertaProcessing", "sep": ["</s>", 2], "cls": ["<s>", 0]}, (2, 2)),
+        (BERT["post_processor"], ((101,), (102,), (102,))),
+        ({"type": "RobertaProcessing", "sep": ["</s>", 2], "cls": ["<s>", 0]}, ((0,), (2, 2), (2,))),
         (
             {
                 "type": "Sequence",
@@ -166,12 +177,12 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
                     },
                 ],
             },
-            (2, 2),
+            ((0,), (2, 2), (2,)),
         ),
     ],
 )
-def test_the_tokenizer_says_what_stands_between_two_texts(processor: Any, expected: tuple[int, ...]) -> None:
-    assert pair_separator({"post_processor": processor}, Path("m")) == expected
+def test_the_tokenizer_says_what_stands_around_and_between_two_texts(processor: Any, expected: Any) -> None:
+    assert pair_tokens({"post_processor": processor}, Path("m")) == expected
 
 
 def test_without_a_known_tokenizer_a_reranker_is_refused(tmp_path: Path) -> None:
