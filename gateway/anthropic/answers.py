@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from headrace.common.telemetry.logs import request_id_var
+from headrace.gateway.anthropic.turns import input_of
 from headrace.gateway.chat.choice import Ending
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.output import ChatPiece, new_call_id
@@ -22,9 +21,6 @@ from headrace.gateway.edge.wire import encode
 from headrace.gateway.text.reasoning_seal import sealed
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
-INVALID_JSON = "INVALID_JSON"
-"""The key for the text of an input that was cut off."""
-
 OVERLOADED = 529
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -78,7 +74,7 @@ class _Block:
             return {"type": "text", "text": text, "citations": []}
         if self.kind == "thinking":
             return {"type": "thinking", "thinking": text if shows_thinking else "", "signature": sealed(text)}
-        return self._call(_input(text))
+        return self._call(input_of(text))
 
     def opening(self) -> dict[str, Any]:
         """The block as its first event shows it."""
@@ -90,14 +86,6 @@ class _Block:
     def _call(self, value: dict[str, Any]) -> dict[str, Any]:
         caller = {"type": "direct"}
         return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": value, "caller": caller}
-
-
-def _input(text: str) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        value = None
-    return value if isinstance(value, dict) else {INVALID_JSON: text}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.gateway.anthropic.types import MessagesRequest, PromptFields
+from headrace.gateway.anthropic.types import MessagesRequest, OutputConfig, PromptFields, Thinking
 from headrace.gateway.chat.request import NEUTRAL, AnswerFields
 from headrace.gateway.chat.sampling import MAX_STOP_CHARS, MAX_STOP_STRINGS
 from headrace.gateway.chat_fields import lacking
@@ -12,6 +12,9 @@ _AS_CHATS = "as for [chats](#post-v1chatcompletions)"
 _OF_PROVIDER = "it concerns the provider's own storage, billing and monitoring"
 _ANYWHERE = "the model runs where this server runs"
 _HOSTED = "the server runs no hosted tools, containers or MCP clients"
+
+_THINKING: dict[str, Row] = {"block_binding": Hint("the origin of thoughts is not checked", ({},))}
+_OUTPUT_CONFIG: dict[str, Row] = {"task_budget": Hint("the model is not told of a budget")}
 
 _PROMPT: dict[str, Row] = {
     "messages": Applied(
@@ -43,12 +46,13 @@ _PROMPT: dict[str, Row] = {
         "Selects the effort (`low` up to 4096, `medium` up to 16384, then `high`), and is not a limit",
     ),
     "thinking.display": Applied("`summarized`, `omitted`", "Omitted: thinking blocks have no text"),
+    **{f"thinking.{name}": row for name, row in _THINKING.items()},
     "output_config": Applied("object", "Effort and format"),
     "output_config.effort": Applied(
         "`low`, `medium`, `high`, `xhigh`, `max`", "As `reasoning_effort`; `max` is `xhigh`. A hint as `thinking` is"
     ),
     "output_config.format": Applied('`{"type": "json_schema", "schema"}`', "As `response_format`"),
-    "output_config.task_budget": Hint("the model is not told of a budget"),
+    **{f"output_config.{name}": row for name, row in _OUTPUT_CONFIG.items()},
     "output_format": Applied("as `output_config.format`", "Its earlier name"),
     "cache_control": Applied("any, on blocks and tools too", "Every prefix is cached, with and without it"),
     "chat_template_kwargs": Applied("object", "Additional variables for the template"),
@@ -112,6 +116,8 @@ MESSAGES = FieldTable(
         ),
     },
 )
+THINKING = FieldTable("thinking of POST /v1/messages", (Thinking,), _THINKING)
+OUTPUT_CONFIG = FieldTable("output_config of POST /v1/messages", (OutputConfig,), _OUTPUT_CONFIG)
 COUNT_TOKENS = FieldTable(
     "POST /v1/messages/count_tokens",
     (PromptFields,),

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.gateway.anthropic.tools import Catalogue
 from headrace.gateway.chat.billing import is_billing
 from headrace.gateway.chat.request import ChatMessage
@@ -22,6 +24,8 @@ from headrace.gateway.hints import ignored
 from headrace.gateway.text.reasoning_seal import unsealed
 from headrace.protos.status import StatusError
 
+INVALID_JSON = "INVALID_JSON"
+"""The key for the text of an input that was cut off."""
 _ROLES = ("user", "assistant", "system")
 _MAX_ECHO_CHARS = 64
 _SKIPPED = "the model gets the texts, thoughts and calls of earlier answers"
@@ -48,7 +52,7 @@ def turns_of(
     if not messages:
         raise invalid("messages", "messages must not be empty")
     reader = _Reader(Catalogue(()) if catalogue is None else catalogue)
-    if isinstance(system, str):
+    if isinstance(system, str) and system:
         reader.add("system", "system", {"type": "text", "text": system})
     for i, block in enumerate(system if isinstance(system, list) else ()):
         if not _is_billing(block):
@@ -63,6 +67,8 @@ def turns_of(
             continue
         if content is None and role == "system" and message.get("output_config") is not None:
             continue
+        if content is None and role == "assistant":
+            content = ""  # what some clients store of an answer without a text
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
             raise invalid(f"{where}.content", f"{where}.content must be a text or a list of blocks")
@@ -200,6 +206,8 @@ class _Reader:
     def _tool_use(self, where: str, block: Mapping[str, Any]) -> None:
         call_id, name = _string(where, block, "id"), _string(where, block, "name")
         arguments = block.get("input")
+        if isinstance(arguments, str | None):
+            arguments = input_of(arguments or "")  # what some clients store of an input that was cut off
         if not isinstance(arguments, dict):
             raise invalid(f"{where}.input", f"{where}.input must be an object")
         self._call_ids.add(call_id)
@@ -208,6 +216,15 @@ class _Reader:
         if turn.tool_calls is None:
             turn.tool_calls = []
         turn.tool_calls.append({"id": call_id, "type": "function", "function": function})
+
+
+def input_of(text: str) -> dict[str, Any]:
+    """The input of a call from its text, which may have been cut off."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {INVALID_JSON: text}
 
 
 def _thinking(where: str, block: Mapping[str, Any]) -> str:

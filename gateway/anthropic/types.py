@@ -35,7 +35,6 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
     effort: str | None = None
     format: dict[str, Any] | None = None
-    task_budget: Any = None
 
 
 class Thinking(msgspec.Struct, kw_only=True):
@@ -94,8 +93,6 @@ def check_messages(request: PromptFields, *, interleaves: bool = False) -> None:
             continue
         if config.effort is not None and config.effort not in _EFFORTS:
             raise invalid(f"{field}.effort", f"{field}.effort must be one of {', '.join(_EFFORTS)}")
-        if config.task_budget is not None:
-            ignored("output_config.task_budget", "the model is not told of a budget")
     if request.output_format is not None and request.output_config is not None and request.output_config.format:
         raise invalid("output_format", "output_format is the earlier name of output_config.format; leave it out")
 

@@ -348,7 +348,7 @@ async def test_thinking_that_was_omitted_comes_back_by_its_signature(ask: Any, m
         ),
         ([{"role": "user", "content": [{"type": "container_upload", "file_id": "f"}]}], "of type container_upload"),
         (
-            [*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": "x"}]}],
+            [*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": [1]}]}],
             "messages[1].content[0].input",
         ),
         (
@@ -599,6 +599,12 @@ async def test_what_the_provider_takes_and_nobody_misses_is_named(hinted: Any, f
     assert await hinted(**fields) == list(fields)
 
 
+async def test_members_without_effect_are_named(hinted: Any) -> None:
+    fields = {"thinking": {"type": "adaptive", "block_binding": {"x": 1}}, "output_config": {"task_budget": 1, "x": 1}}
+    named = ["thinking.block_binding", "output_config.task_budget", "output_config.x"]
+    assert sorted(await hinted(**fields)) == sorted(named)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -700,6 +706,24 @@ CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name"
 def result(*content: Any) -> dict[str, Any]:
     """A turn of the user with a result of the call."""
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": list(content)}]}
+
+
+@pytest.mark.parametrize(
+    ("stored", "shown"),
+    [(None, "{}"), ('{"city": "Köln"}', '{"city": "Köln"}'), ('{"city": "Kö', r'{"INVALID_JSON": "{\"city\": \"Kö"}')],
+)
+async def test_inputs_that_were_cut_off_come_back_as_they_are(hinted: Any, model: Any, stored: Any, shown: str) -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": stored}
+    assert (
+        await hinted(messages=[*HI, {"role": "assistant", "content": [call]}, result({"type": "text", "text": "rain"})])
+        == []
+    )
+    assert f"<tool_call>weather{shown}</tool_call>" in model.prompt
+
+
+async def test_an_answer_without_a_text_may_be_null(hinted: Any, model: Any) -> None:
+    await hinted(messages=[*HI, {"role": "assistant", "content": None}, *HI], system="")
+    assert model.prompt.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<|im_end|>")
 
 
 async def test_what_a_result_has_besides_text_becomes_a_note(hinted: Any, model: Any) -> None:
