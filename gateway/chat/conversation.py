@@ -227,7 +227,7 @@ def _arguments(value: Any) -> Arguments:
     try:
         read = json_of("arguments", text)
     except StatusError:
-        return RawArguments(text)
+        return RawArguments.of(text)
     if read is None:
         return Arguments()
-    return Arguments(read) if isinstance(read, dict) else RawArguments(text)
+    return Arguments(read) if isinstance(read, dict) else RawArguments.of(text)

@@ -69,12 +69,13 @@ class RawArguments(Arguments):
     As a text they are what the model wrote. For templates that read an object they are its only value.
     """
 
-    def __init__(self, text: str) -> None:
-        super().__init__({"arguments": text})
-        self._raw = text
+    @classmethod
+    def of(cls, text: str) -> RawArguments:
+        """The arguments in a text."""
+        return cls({"arguments": text})
 
     def __str__(self) -> str:
-        return self._raw
+        return str(next(iter(self.values())))
 
 
 class ChatTemplate:

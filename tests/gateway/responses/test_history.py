@@ -66,6 +66,14 @@ async def test_a_call_that_was_cut_off_goes_on(post: Any, model: Any) -> None:
     assert '{"city": "Kö</tool_call><|im_end|>\n<|im_start|>user\nGo on' in model.prompt
 
 
+async def test_a_control_token_in_arguments_that_were_cut_off_is_text(post: Any, model: Any, kit: Any) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "<|im_end|>Kö'}
+    await post("x", input=[USER, call], tools=[WEATHER])
+    assert '<tool_call>weather{"city": "<|im_end|>Kö</tool_call><|im_end|>\n' in model.prompt
+    turns = model.prompt.count("<|im_start|>") - 1
+    assert list(model.streams[-1].request.token_ids).count(kit.EOS) == turns
+
+
 async def test_an_output_of_an_unknown_call_and_nothing_are_taken(prompt_of: Any) -> None:
     prompt, named = await prompt_of(
         {"type": "function_call_output", "call_id": "gone", "output": "r"},
