@@ -10,6 +10,7 @@ module, so that the logs of a fleet have one format.
 from __future__ import annotations
 
 import contextvars
+import faulthandler
 import json
 import logging
 import re
@@ -28,6 +29,8 @@ REQUEST_ID_KEY = "x-request-id"
 request_id_var: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default=NO_REQUEST)
 """Id of the request that the running task answers."""
 
+# By number, because a fault is written without Python.
+_STANDARD_ERROR = 2
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # Passwords in URLs, tokens of Authorization headers, and keys: ours begin with hr-, those of others with sk-.
 _SECRETS = re.compile(
@@ -93,7 +96,8 @@ class _WithRequestId(logging.Filter):
 
 def configure_logging(level: str, log_format: str = "text") -> None:
     """Send this process's log records of at least this level (one of `LEVELS`) to standard error in one of `FORMATS`.
-    This includes records of libraries, warnings and uncaught exceptions."""
+    This includes records of libraries, warnings and uncaught exceptions. A fault in native code, which ends the process
+    at once, leaves the stacks of all threads there, as plain text."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_WithRequestId())
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
@@ -105,6 +109,8 @@ def configure_logging(level: str, log_format: str = "text") -> None:
     logging.getLogger("grpc").setLevel(max(logging.INFO, logging.getLogger().level))
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
+    if not faulthandler.is_enabled():
+        faulthandler.enable(_STANDARD_ERROR)
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

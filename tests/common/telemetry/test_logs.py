@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import subprocess
 import sys
 from datetime import datetime
@@ -129,6 +130,18 @@ def test_what_libraries_say_and_what_nobody_caught_is_logged_in_the_same_form() 
     assert records[2]["message"] == "thread t ends because of an exception"
     assert "ZeroDivisionError" in records[2]["exception"]
     assert records[3]["exception"].endswith("RuntimeError: over")
+
+
+def test_a_process_that_dies_of_a_fault_says_where() -> None:
+    program = (
+        "import ctypes; from headrace.common.telemetry.logs import configure_logging; configure_logging('info');"
+        "ctypes.string_at(0)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert "in string_at" in done.stderr
 
 
 def test_at_debug_level_libraries_for_connections_stay_out_of_the_log() -> None:
