@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.gateway.chat.billing import without_billing
+from headrace.gateway.chat.output_parsers.output import CUSTOM_INPUT
 from headrace.gateway.chat.plain_tools import as_text, takes_tools, with_block
 from headrace.gateway.chat.prompts import Conversation
 from headrace.gateway.chat.request import Chat, ChatMessage, Tokenization
-from headrace.gateway.chat.tools import INPUT
 from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.text.chat_template import Arguments, ChatTemplate, RawArguments
@@ -212,7 +212,7 @@ def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(call.get("id"), str | None):
         raise invalid(f"{where}.id", f"{where}.id must be a text")
     if kind == "custom":
-        function = {"name": function["name"], "arguments": Arguments({INPUT: function.get("input") or ""})}
+        function = {"name": function["name"], "arguments": Arguments({CUSTOM_INPUT: function.get("input") or ""})}
         return {"id": call.get("id"), "type": "function", "function": function}
     return {**call, "type": "function", "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 

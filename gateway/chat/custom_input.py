@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 
-from headrace.gateway.chat.tools import INPUT
+from headrace.gateway.chat.output_parsers.output import CUSTOM_INPUT
 
-_HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+_HEAD = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _PLAIN = re.compile(r'[^"\\]+')
 _UNIT_CHARS = 6  # \uXXXX
 
@@ -92,8 +92,8 @@ def _text_of(arguments: str) -> str:
     except ValueError:
         return arguments
     if isinstance(values, dict):
-        if isinstance(values.get(INPUT), str):
-            return str(values[INPUT])
+        if isinstance(values.get(CUSTOM_INPUT), str):
+            return str(values[CUSTOM_INPUT])
         if len(values) == 1 and isinstance(text := next(iter(values.values())), str):
             return text
         if not values:

@@ -55,7 +55,9 @@ class Reading:
         """The reader of one choice."""
         if not self.use.schemas and self.output.reasoning is None and not self.output.is_harmony:
             return ChatChoice(None)
-        parser = OutputParser(self.output, self.use.schemas, inside_reasoning=self.inside_reasoning)
+        parser = OutputParser(
+            self.output, self.use.schemas, inside_reasoning=self.inside_reasoning, custom=self.use.custom
+        )
         return ChatChoice(parser, self.use)
 
 

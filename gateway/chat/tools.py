@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.gateway.chat.output_parsers.output import Tools
+from headrace.gateway.chat.output_parsers.output import CUSTOM_INPUT, Tools
 from headrace.gateway.chat.request import Chat
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.structure.lark_regex import regex_of_lark
 
-INPUT = "input"
-"""The argument of a custom tool."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _MAX_ECHO_CHARS = 64
 _KINDS = ("function", "custom")
@@ -150,7 +148,12 @@ def _custom(where: str, custom: Mapping[str, Any]) -> Mapping[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     if pattern is not None:
         schema["pattern"] = f"^(?:{pattern})$"
-    parameters = {"type": "object", "properties": {INPUT: schema}, "required": [INPUT], "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: schema},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
     function: dict[str, Any] = {"name": custom["name"]}
     if custom.get("description") is not None:
         function["description"] = custom["description"]

@@ -145,11 +145,18 @@ def detect(template: str, tools: str = "auto", reasoning: str = "auto") -> Outpu
 class OutputParser:
     """Parses one answer as its text arrives. Each piece gives the deltas that it decides."""
 
-    def __init__(self, form: OutputFormat, tools: Tools, *, inside_reasoning: bool = False) -> None:
+    def __init__(
+        self,
+        form: OutputFormat,
+        tools: Tools,
+        *,
+        inside_reasoning: bool = False,
+        custom: frozenset[str] = frozenset(),
+    ) -> None:
         """Without `tools`, no text is parsed as a call. `inside_reasoning` means that the prompt has already opened the
-        reasoning."""
+        reasoning. `custom` are the names of tools that take a text."""
         self._source = Source()
-        self._output = Output()
+        self._output = Output(custom)
         self._steps = _answer(self._source, self._output, form, tools, inside_reasoning)
 
     def push(self, text: str) -> list[Delta]:

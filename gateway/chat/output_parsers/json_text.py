@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.chat.output_parsers.output import Output, attempt
+from headrace.gateway.chat.output_parsers.output import CUSTOM_INPUT, Output, attempt
 from headrace.gateway.chat.output_parsers.source import (
     SPACE,
     MismatchError,
@@ -279,6 +279,9 @@ class JsonCall:
         text = value.text
         if first == '"':
             text = str(json.loads(text))
+            if self._name in self._output.custom:
+                # Models write the text of a custom tool without the object around it, too.
+                text = json.dumps({CUSTOM_INPUT: text}, ensure_ascii=False)
             _check_object(text)
         elif text == "null":
             text = "{}"

@@ -9,6 +9,8 @@ import msgspec
 
 from headrace.gateway.chat.output_parsers.source import SPACE, MismatchError, Source, Steps
 
+CUSTOM_INPUT = "input"
+"""The only argument of a custom tool, which takes a text."""
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The tools that were offered: the JSON schema of the parameters by name."""
 
@@ -56,12 +58,15 @@ class Output:
         "_reasoning_space",
         "_space",
         "_trim",
+        "custom",
         "deltas",
         "num_calls",
         "spans",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, custom: frozenset[str] = frozenset()) -> None:
+        self.custom = custom
+        """Names of custom tools."""
         self.deltas: list[Delta] = []
         """The deltas since the last call."""
         self.num_calls = 0

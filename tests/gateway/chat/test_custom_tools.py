@@ -60,6 +60,14 @@ async def test_the_model_knows_a_function_and_the_caller_gets_a_text(post: Any, 
     assert "patch" + json.dumps({"input": TEXT}, ensure_ascii=False) in model.prompt
 
 
+async def test_a_text_without_an_object_around_it_is_the_input(post: Any) -> None:
+    for arguments, text in ((json.dumps(TEXT), TEXT), (json.dumps('{"input": "a"}'), '{"input": "a"}')):
+        (call,) = (await post(call_of(arguments), tools=[PATCH]))["choices"][0]["message"]["tool_calls"]
+        assert call["custom"] == {"name": "patch", "input": text}
+    message = (await post(call_of('"a"', "now"), tools=[PATCH, NOW]))["choices"][0]["message"]
+    assert "tool_calls" not in message
+
+
 async def test_a_stream_adds_up_to_the_text(post: Any) -> None:
     chunks = await post(call_of("{}", "now") + call_of(json.dumps({"input": TEXT})), tools=[PATCH, NOW], stream=True)
     deltas = [one for chunk in chunks for one in chunk["choices"][0]["delta"].get("tool_calls", [])]
