@@ -328,7 +328,7 @@ def _model(given: Mapping[str, Any]) -> tuple[ModelSettings, list[str]]:
         name = given["model_name"] or given["source_model"]
     elif given["model_path"]:
         directory = Path(given["model_path"]).absolute()
-        name = given["model_name"] or directory.name
+        name = given["model_name"] or directory.name.removesuffix(".gguf")
     elif given["model_name"] and given["model_repository_path"]:
         directory, name = _repository(given).absolute() / given["model_name"], given["model_name"]
     else:

@@ -180,6 +180,17 @@ def test_encoders_have_flags_of_their_own(
     assert "--max_num_seqs is not for models of" in result.output
 
 
+def test_a_gguf_file_is_a_model_for_texts(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / "m-Q4_K_M.gguf"
+    path.write_bytes(b"GGUF")
+    run, _ = served("--model_path", str(path), "--cache_size", "1")
+    (settings,) = run.settings.models
+    assert (settings.name, settings.model, settings.options.kv_total_gb) == ("m-Q4_K_M", str(path), 1.0)
+    (tmp_path / "graph.pbtxt").write_text(llm_graph(f'models_path: "{path.name}"'))
+    run, _ = served("--model_path", str(tmp_path), "--model_name", "m")
+    assert [(one.name, one.model) for one in run.settings.models] == [("m", str(path))]
+
+
 def test_a_draft_model_is_a_directory_or_beside_the_model(served: Served, model: Path) -> None:
     draft = ovms_files.model(model / "org-draft")
     run, _ = served("--model_path", str(model), "--draft_source_model", "org/draft")
