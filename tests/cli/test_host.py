@@ -85,6 +85,7 @@ async def hosting(
     on_demand: bool = False,
     budget: int | None = None,
     idle_s: float | None = None,
+    calm_s: float = 30.0,
     later: Sequence[str] = (),
     **programs: str | tuple[str, ...],
 ) -> AsyncIterator[System]:
@@ -109,7 +110,7 @@ async def hosting(
             for name, code in zip(names, codes[plan.name], strict=True)
         ]
 
-    rule = RestartRule(0.01, 0.02, calm_s=0.2)
+    rule = RestartRule(0.01, 0.02, calm_s=calm_s)
     supervisor = Supervisor((), log, restart_rule=rule, on_change=lambda: host.wake())
     host = ModelHost(
         plans,
@@ -161,7 +162,7 @@ async def test_a_model_that_its_worker_refuses_says_why_and_the_others_go_on() -
 async def test_a_worker_that_is_refused_after_it_has_served_leaves_its_model_loaded(tmp_path: Path) -> None:
     flag = tmp_path / "ran"
     once = f"import os\nif os.path.exists({str(flag)!r}): raise SystemExit(2)\nopen({str(flag)!r}, 'w').close()\n{GOOD}"
-    async with hosting(a=(GOOD, once), b=GOOD) as system:
+    async with hosting(calm_s=0.2, a=(GOOD, once), b=GOOD) as system:
         system.fleet.ready = ALL
         await system.until_state("a", State.LOADED)
         healthy, killed = system.host.models["a"].processes
