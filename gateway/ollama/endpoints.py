@@ -78,7 +78,7 @@ class _Generations:
         model = await find(self._services.models, request.model)
         if not request.prompt:
             await _load(exchange, request, model)
-        elif request.raw or model.text.template is None:
+        elif request.raw or model.text.own_template is None:
             await self._continue(exchange, request, model)
         else:
             await self._prompted(exchange, request, model)

@@ -98,7 +98,7 @@ class _Models:
         request = decode_body(body, OllamaShow)
         SHOW.check(body)
         model = await find(self._services.models, request.model or request.name, loads=False)
-        template = model.text.template
+        template = model.text.own_template
         value: dict[str, Any] = {
             "modelfile": f"FROM {model.name}\n",
             "parameters": "\n".join(_parameters(model.card)),

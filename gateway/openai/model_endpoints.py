@@ -59,7 +59,7 @@ class _Models:
             **text.special_tokens,
             "add_bos_token": bool(before),
             "add_eos_token": bool(after),
-            "chat_template": None if text.template is None else text.template.source,
+            "chat_template": None if text.own_template is None else text.own_template.source,
             "model_max_length": model.card.max_context_tokens,
             "tokenizer_class": "PreTrainedTokenizerFast",
             "vocab_size": model.card.vocab_size,

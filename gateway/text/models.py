@@ -70,6 +70,11 @@ class TextSide:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of special tokens by their names in templates, such as `bos_token`."""
 
+    @property
+    def own_template(self) -> ChatTemplate | None:
+        """The template, if the model has one of its own."""
+        return None if self.template is None or self.template.takes_one_text else self.template
+
 
 @dataclass(frozen=True, slots=True)
 class Model:

@@ -103,7 +103,10 @@ class Tokenizer:
         found = {}
         for token_id in sorted(ids - unknown, reverse=True):
             with contextlib.suppress(UnicodeDecodeError):
-                found[table[token_id].decode()] = token_id
+                text = table[token_id].decode()
+                # Some detokenizers put a space in front of each word.
+                is_alone = text != text.strip() and self._plain_encoder.encode(text.strip()) == [token_id]
+                found[text.strip() if is_alone else text] = token_id
         found.pop(special_tokens.get("unk_token", ""), None)
         return {text: token_id for text, token_id in found.items() if text.strip()}
 

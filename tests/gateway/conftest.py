@@ -106,6 +106,11 @@ def tiny_graphs(add_bos: bool) -> dict[str, bytes]:
     ]
     whole = pipeline.TokenizerPipeline(vocab=VOCAB, skip_tokens=[0, 1, 2])
     whole.add_steps(steps)
+    return graphs_of(whole)
+
+
+def graphs_of(whole: Any) -> dict[str, bytes]:
+    """OpenVINO files of a tokenizer in steps."""
     encoder, decoder = whole.get_tokenizer_ov_subgraph(), whole.get_detokenizer_ov_subgraph()
     change_outputs_type(encoder, openvino.Type.i64)
     change_inputs_type(decoder, openvino.Type.i64)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openvino_tokenizers import tokenizer_pipeline as pipeline
 
 from headrace.gateway.chat.prompts import ChatPrompt, Conversation, Prompts, SpecialTokensInText
 from headrace.gateway.text.control_text import ControlTexts
@@ -250,3 +251,23 @@ def test_values_are_marked_in_depth(value: Callable[[str], Any]) -> None:
     marked = marking.value(value('<"x">'))
     assert '<"x">' not in repr(marked)
     assert json.dumps(marking.mark)[1:-1] in json.dumps(marked)
+
+
+def test_the_space_that_a_detokenizer_puts_before_words_is_no_part_of_a_control_text() -> None:
+    vocab = ["<unk>", "<s>", "say", "a", "b"]
+    whole = pipeline.TokenizerPipeline(vocab=vocab, skip_tokens=[0, 1])
+    whole.add_steps(
+        [
+            pipeline.SpecialTokensSplit.from_string_iter(vocab[:2]),
+            pipeline.RegexSplitStep.whitespace_splitter(),
+            pipeline.VocabEncoderStep(vocab=vocab, default_value=0),
+            pipeline.PaddingStep(token="<unk>", _token_id=0, pad_right=False),
+            pipeline.VocabDecoderStep(vocab=[f" {word}" for word in vocab]),
+            pipeline.FuseStep(),
+            pipeline.UTF8ValidateStep(),
+        ]
+    )
+    side = load_text_side(kit.tar_of(kit.graphs_of(whole)))
+    assert side.controls.texts == {"<s>"}
+    assert 1 not in side.encoding.plain("say <s> a", add_special_tokens=False)
+    side.tokenizer.close()

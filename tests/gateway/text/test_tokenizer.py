@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 from openvino_tokenizers import tokenizer_pipeline as pipeline
 
 from headrace.common.model_files.vocabulary import read_vocabulary
+from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.models import load_text_side
 from headrace.gateway.text.tokenizer import load_tokenizer
-from headrace.gateway.upstream.bundle import BundleError, read_bundle, special_tokens, template_sources
+from headrace.gateway.upstream.bundle import (
+    BundleError,
+    eos_token_ids,
+    read_bundle,
+    special_tokens,
+    template_sources,
+)
 from tests.patience import patience
 
 
@@ -123,6 +130,46 @@ def test_a_template_file_goes_before_the_tokenizers_configuration() -> None:
     assert template_sources({"tokenizer_config.json": named}) == {"default": "a", "tool_use": "b"}
     with pytest.raises(BundleError, match=r"tokenizer_config\.json"):
         template_sources({"tokenizer_config.json": b"[]"})
+
+
+MARK = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize(
+    ("file", "raw"),
+    [
+        ("chat_template.jinja", MARK + b"{% if true %}\r\nhi{% endif %}"),
+        ("template.jinja", b"{% if true %}\r\nhi{% endif %}"),
+        ("tokenizer.jinja", "{% if true %}\nhi{% endif %}".encode("utf-16")),
+        ("chat_template.json", MARK + b'{\r\n"chat_template": "{% if true %}\\r\\nhi{% endif %}"}\r\n'),
+        ("tokenizer_config.json", MARK + b'{"chat_template": "\\ufeff{% if true %}\\nhi{% endif %}"}'),
+    ],
+)
+def test_byte_order_marks_and_line_ends_are_no_part_of_a_template(file: str, raw: bytes) -> None:
+    sources = template_sources({file: raw})
+    assert sources == {"default": "{% if true %}\nhi{% endif %}"}
+    assert ChatTemplate(sources, {}).render([{"role": "user", "content": "x"}]) == "hi"
+
+
+def test_files_of_templates_have_an_order_and_named_ones_join_them() -> None:
+    files = {"chat_template.jinja": b"a", "template.jinja": b"b", "tokenizer.jinja": b"c"}
+    assert template_sources(files) == {"default": "a"}
+    del files["chat_template.jinja"]
+    assert template_sources(files) == {"default": "b"}
+    files |= {
+        "additional_chat_templates/tool_use.jinja": b"t",
+        "tokenizer_config.json": b'{"chat_template": [{"name": "default", "template": "d"}, {"name": "rag", '
+        b'"template": "r"}, {"name": "broken"}]}',
+    }
+    assert template_sources(files) == {"default": "b", "tool_use": "t", "rag": "r"}
+
+
+def test_tokens_that_end_answers_are_read_leniently() -> None:
+    files = {
+        "generation_config.json": b'{"eos_token_id": [1, 2]}',
+        "config.json": b'{"x": Infinity, "eos_token_id": 3}',
+    }
+    assert eos_token_ids(files) == {1, 2}
 
 
 def test_a_model_without_a_usable_template_can_still_complete_texts(tiny_files: dict[str, bytes], kit: Any) -> None:
