@@ -12,7 +12,14 @@ from click.testing import CliRunner
 
 from headrace.cli.errors import CommandError
 from headrace.cli.hosting.memory import budget_of, private_bytes, weights_in_worker
-from headrace.cli.hosting.settings import HostSettings, ModelSettings, check_names, kv_shares, read_settings
+from headrace.cli.hosting.settings import (
+    HostSettings,
+    ModelOptions,
+    ModelSettings,
+    check_names,
+    kv_shares,
+    read_settings,
+)
 from headrace.cli.main import cli
 from headrace.cli.models.requirements import PROCESS_BYTES
 from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan_models
@@ -183,9 +190,26 @@ def test_plans_number_the_workers_of_all_models(cache: Path, model_folder: Path)
     assert alone.is_essential
 
 
+def test_a_size_of_all_workers_is_divided_among_them(cache: Path, model_folder: Path) -> None:
+    whole = ModelOptions(kv_total_gb=4.0)
+    models = [
+        ModelSettings(str(model_folder), name="a", workers=2, options=whole),
+        ModelSettings(str(model_folder), name="b"),
+    ]
+    first, second = plan_models(models, places_of(MACHINE, models), Sizing(None), offline=True)
+    assert (first.kv_cache_gb, first.options) == (2.0, whole)
+    assert (second.kv_cache_gb, second.kv_share) == (None, 1.0), "what is left is shared among the others"
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
+        (("--config", "FILE", "a"), "give either MODEL, --models or --config"),
+        (("--config", "FILE", "--models", "FILE"), "give either MODEL, --models or --config"),
+        (("--config", "FILE", "--name", "n"), "--name is for one model, and --config names the models"),
+        (("--config", "FILE", "--draft-model", "d"), "--draft-model is for one model, and --config"),
+        (("--config", "FILE", "--idle-s", "5"), "--idle-s needs --on-demand"),
+        (("--config-poll-s", "1"), "--config-poll-s needs a configuration; name it with --config"),
         (("a", "b", "--name", "n"), "--name is for one model"),
         (("a", "b", "--adapter", "x=/y"), "--adapter is for one model"),
         (("a", "b", "--max-adapters", "2"), "--max-adapters is for one model"),
