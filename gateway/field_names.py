@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from headrace.gateway.hints import Hints, hints_var
 from headrace.protos.status import StatusError
 
 Replacement: TypeAlias = "str | Callable[[re.Match[str]], str]"
@@ -36,11 +37,15 @@ class FieldNames:
 
     @contextmanager
     def in_callers_terms(self) -> Iterator[None]:
-        """Renames the fields of a `StatusError` that is raised within."""
+        """Renames the fields of a `StatusError` that is raised within, and of hints."""
+        hints = hints_var.get() or Hints()
+        outer, hints.rename = hints.rename, self._rename
         try:
             yield
         except StatusError as error:
             raise self.renamed(error) from error
+        finally:
+            hints.rename = outer
 
     def renamed(self, error: StatusError) -> StatusError:
         """The error with the caller's names, in its field and in its message."""

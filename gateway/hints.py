@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 
 HEADER = "x-headrace-ignored"
@@ -27,6 +27,8 @@ class Hints:
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
+        self.rename: Callable[[str], str] = str
+        """Gives the caller's name of a field; `field_names` sets it while a request is planned as a chat."""
 
     def add(self, name: str) -> None:
         """Note the name of a field or value, of which some may come from the caller."""
@@ -47,6 +49,7 @@ def ignored(name: str, why: str, *, is_known: bool = True) -> None:
     are not known are the caller's, and only the first of them are logged."""
     hints = hints_var.get()
     if hints is not None:
+        name = hints.rename(name)
         hints.add(name)
     if name not in _logged and (is_known or len(_logged) < MAX_LOGGED):
         _logged.add(name)

@@ -194,9 +194,9 @@ def _text_of(where: str, role: str, content: str | list[dict[str, Any]] | None) 
     return "\n".join(texts), "\n".join(thoughts) if thoughts else None
 
 
-def note_of(kind: str) -> str:
+def note_of(kind: str, place: str = "messages.content") -> str:
     """What the model reads in place of a part of a tool's result that is no text, such as `image_url`."""
-    ignored(f"messages.content.{kind}", "the model reads text only, and finds a note in place of it")
+    ignored(f"{place}.{kind}", "the model reads text only, and finds a note in place of it")
     what = kind.removeprefix("input_").removesuffix("_url")[:_MAX_ECHO_CHARS]
     return f"[{what}: omitted, because this model reads text only]"
 

@@ -174,39 +174,41 @@ class _Responses:
     async def _plan(
         self, request: ResponsesRequest, turns: Sequence[Turn], offer: Offer
     ) -> tuple[ChatPlan, FieldNames]:
-        """The plan. With truncation, it has as much of the end of the conversation as fits."""
+        """The plan. With truncation, it has as much of the end of the conversation as fits beside a whole answer; a
+        shorter answer is only for limits that exceed the context by themselves."""
 
         chats = self._services.chats
 
-        async def planned(first: int, *, is_trial: bool) -> tuple[ChatPlan, ResponseChat]:
-            chat = chat_of(request, turns[first:], offer)
+        async def planned(first: int, shortens: bool, *, is_trial: bool) -> tuple[ChatPlan, ResponseChat]:
+            chat = chat_of(request, turns[first:], offer, shortens)
             with chat.names.in_callers_terms():
                 return await chats.plan(chat.request, is_trial=is_trial), chat
 
-        try:
-            plan, chat = await planned(0, is_trial=False)
+        if request.truncation != "auto":
+            plan, chat = await planned(0, True, is_trial=False)
             return plan, chat.names
-        except StatusError as error:
-            if error.reason is not Reason.CONTEXT_TOO_LONG or request.truncation != "auto":
-                raise
-            too_long = error
-        # A conversation may begin with any turn of the user. Find the first one that leaves enough room.
-        firsts = [i for i, turn in enumerate(turns) if i and turn.message.role == "user"]
-        found: tuple[ChatPlan, ResponseChat] | None = None
-        while firsts:
-            middle = len(firsts) // 2
-            try:
-                found = await planned(firsts[middle], is_trial=True)
-                firsts = firsts[:middle]
-            except StatusError as error:
-                if error.reason is not Reason.CONTEXT_TOO_LONG:
-                    raise
-                firsts = firsts[middle + 1 :]
-        if found is None:
-            raise too_long
-        plan, chat = found
-        chats.on_planned(chat.request)
-        return plan, chat.names
+        too_long: StatusError | None = None
+        for shortens in (False, True):
+            # A conversation may begin with any turn of the user. Find the first one that leaves enough room.
+            firsts = [i for i, turn in enumerate(turns) if not i or turn.message.role == "user"]
+            found: tuple[ChatPlan, ResponseChat] | None = None
+            middle = 0
+            while firsts:
+                try:
+                    found = await planned(firsts[middle], shortens, is_trial=True)
+                    firsts = firsts[:middle]
+                except StatusError as error:
+                    if error.reason is not Reason.CONTEXT_TOO_LONG:
+                        raise
+                    too_long = too_long or error
+                    firsts = firsts[middle + 1 :]
+                middle = len(firsts) // 2
+            if found is not None:
+                plan, chat = found
+                chats.on_planned(chat.request)
+                return plan, chat.names
+        assert too_long is not None
+        raise too_long
 
     async def _previous(self, exchange: Exchange, response_id: str) -> StoredResponse:
         stored = await self._stored(exchange, response_id)

@@ -34,7 +34,9 @@ _ROWS: dict[str, Row] = {
     "stream_options.include_obfuscation": Applied(
         "bool", "Delta events have `obfuscation`: random letters that hide the length of their text"
     ),
-    "max_output_tokens": Applied("1 or more", "Default: as `max_tokens` of chats"),
+    "max_output_tokens": Applied(
+        "1 or more", "As `max_tokens` of chats. With `truncation`, turns are dropped before the answer is shortened"
+    ),
     **{name: Applied(_AS_CHATS) for name in SamplingFields.__struct_fields__ if name not in NEUTRAL},
     "chat_template_kwargs": Applied(_AS_CHATS),
     "request_id": Applied(_AS_CHATS),

@@ -25,6 +25,7 @@ from headrace.protos.status import StatusError
 MAX_ITEMS = 10_000
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_PLACE = "input.content"
 _MAX_ECHO_CHARS = 64
 
 # Items without a text for the model -> why they are left out.
@@ -117,7 +118,7 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(
-        part[_TEXTS[part["type"]]] if part["type"] in _TEXTS else note_of(part["type"]) for part in content
+        part[_TEXTS[part["type"]]] if part["type"] in _TEXTS else note_of(part["type"], _PLACE) for part in content
     )
 
 
@@ -222,7 +223,7 @@ def _logs(item: Mapping[str, Any]) -> str | None:
     for one in outputs:
         if isinstance(one, dict):
             logs = one.get("logs")
-            texts.append(logs if isinstance(logs, str) else note_of(str(one.get("type"))))
+            texts.append(logs if isinstance(logs, str) else note_of(str(one.get("type")), _PLACE))
     return "\n".join(texts)
 
 
@@ -245,12 +246,12 @@ _OUTPUTS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
     "shell_call_output": _shell_output,
     "apply_patch_call_output": _patch_output,
     "tool_search_output": _found_tools,
-    "computer_call_output": lambda item: note_of("computer_screenshot"),
+    "computer_call_output": lambda item: note_of("computer_screenshot", _PLACE),
     "program_output": _output("result"),
     # These calls have their outputs in themselves.
     "code_interpreter_call": _logs,
     "file_search_call": _found_texts,
-    "image_generation_call": lambda item: note_of("image"),
+    "image_generation_call": lambda item: note_of("image", _PLACE),
     "mcp_call": _mcp_output,
 }
 """Type of an item -> the text of the output that it is or has."""

@@ -137,8 +137,9 @@ class ResponseChat:
     names: FieldNames
 
 
-def chat_of(request: ResponsesRequest, turns: Sequence[Turn], offer: Offer) -> ResponseChat:
-    """The chat of a checked request about this conversation, with these tools."""
+def chat_of(request: ResponsesRequest, turns: Sequence[Turn], offer: Offer, shortens: bool = True) -> ResponseChat:
+    """The chat of a checked request about this conversation, with these tools. `shortens` says that its answer may be
+    shorter than the request allows, to the room in the context."""
     messages = [turn.message for turn in turns]
     places = [turn.place for turn in turns]
     if request.instructions is not None:
@@ -147,7 +148,7 @@ def chat_of(request: ResponsesRequest, turns: Sequence[Turn], offer: Offer) -> R
     wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
     reasoning = request.reasoning
     text = request.text or TextFields()
-    kind = _WholeAnswerChat if request.truncation == "auto" else Chat
+    kind = Chat if shortens else _WholeAnswerChat
     chat = kind(
         messages=messages,
         model=request.model,

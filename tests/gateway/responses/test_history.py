@@ -99,7 +99,7 @@ async def test_images_in_outputs_are_notes(prompt_of: Any) -> None:
     prompt, named = await prompt_of({"type": "function_call_output", "call_id": "c", "output": output})
     notes = "".join(f"\n[{what}: omitted, because this model reads text only]" for what in ("image", "file"))
     assert prompt == f"<|im_start|>tool\na{notes}<|im_end|>\n"
-    assert named == "messages.content.input_image, messages.content.input_file"
+    assert named == "input.content.input_image, input.content.input_file"
 
 
 @pytest.mark.parametrize(

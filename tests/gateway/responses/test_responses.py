@@ -377,6 +377,11 @@ async def test_truncation_drops_the_oldest_turns_that_do_not_fit(ask: Any, refus
     assert answer["truncation"] == "auto"
     prompt = model.prompt
     assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n3 x")
+    # A limit over the context drops no more turns than one that the context has.
+    answer = await ask("x", input=items, instructions="Be brief.", truncation="auto", max_output_tokens=100_000)
+    assert answer["max_output_tokens"] == 100_000
+    assert model.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    assert model.sampling.max_tokens == 4096 - len(model.streams[-1].request.token_ids)
     error = await front_error(refused, input=5000 * "x", truncation="auto", streams=model.streams)
     assert error["code"] == "context_length_exceeded"
 
@@ -463,6 +468,7 @@ async def test_a_response_says_how_it_was_asked_for(ask: Any) -> None:
         ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary"),
         ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"max_output_tokens": 9_999}, "max_output_tokens>4075"),
         ({"conversation": None, "some_day": 1}, "some_day"),
     ],
 )
