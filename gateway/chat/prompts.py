@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.common.telemetry.tracing import current_span
 from headrace.gateway.text.chat_template import ChatTemplate
+from headrace.gateway.text.control_text import Marking
 from headrace.gateway.text.models import Model
 from headrace.protos.status import Reason, StatusError
 
@@ -102,7 +103,10 @@ class Prompts:
 
     async def _of_text(self, model: Model, text: str, is_text: bool, add_special_tokens: bool) -> list[int]:
         encode = model.text.encoding.plain if is_text else model.text.tokenizer.encode
-        return await self._run(lambda: encode(text, add_special_tokens=add_special_tokens), len(text))
+        num_chars = len(text)
+        if is_text and num_chars <= MAX_INLINE_CHARS and model.text.controls.occur_in(text):
+            num_chars += MAX_INLINE_CHARS
+        return await self._run(lambda: encode(text, add_special_tokens=add_special_tokens), num_chars)
 
     async def of_texts(self, model: Model, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of several texts as `of_text` gives them."""
@@ -128,14 +132,23 @@ class Prompts:
 
     async def of_conversation(self, model: Model, conversation: Conversation) -> ChatPrompt:
         """The prompt of a conversation. Raises `StatusError` if the model's template refuses it."""
-        return await self._run(lambda: self._rendered(model, conversation), conversation.num_chars)
+        num_chars = conversation.num_chars
+        if num_chars <= MAX_INLINE_CHARS and self._marking(model, conversation) is not None:
+            num_chars += MAX_INLINE_CHARS  # the first such text may have to wait until a graph is compiled
+        return await self._run(lambda: self._rendered(model, conversation), num_chars)
+
+    def _marking(self, model: Model, conversation: Conversation) -> Marking | None:
+        """How to mark texts of control tokens in a conversation; None if it has none."""
+        if not self._stays_text:
+            return None
+        template = conversation.template or model.chat_template()
+        given = conversation.messages, conversation.tools, conversation.variables
+        return model.text.controls.marking_for(*given, also=[template.source])
 
     def _rendered(self, model: Model, conversation: Conversation) -> ChatPrompt:
         side, template = model.text, conversation.template or model.chat_template()
         messages, tools, variables = conversation.messages, conversation.tools, conversation.variables
-        marking = None
-        if self._stays_text:
-            marking = side.controls.marking_for(messages, tools, variables, also=[template.source])
+        marking = self._marking(model, conversation)
         if marking is not None:
             messages = [
                 {name: value if name == "role" else marking.value(value) for name, value in message.items()}

@@ -136,6 +136,7 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
         stuck_after_s=20.0,
         tool_parser="hermes",
         reasoning_parser="think",
+        special_tokens_in_text="never",
         cors_origins=("https://a.example", "https://b.example"),
         redis_url="redis://127.0.0.1:6379",
     )
@@ -146,6 +147,7 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
     assert argument(worker.argv, "--stuck-after-s") == "20.0"
     assert argument(gateway.argv, "--tool-parser") == "hermes"
     assert argument(gateway.argv, "--reasoning-parser") == "think"
+    assert argument(gateway.argv, "--special-tokens-in-text") == "never"
     assert argument(gateway.argv, "--redis") == "redis://127.0.0.1:6379"
     origins = [value for flag, value in zip(gateway.argv, gateway.argv[1:], strict=False) if flag == "--cors-origin"]
     assert origins == ["https://a.example", "https://b.example"]

@@ -135,6 +135,22 @@ def test_the_operator_may_allow_them(side: TextSide) -> None:
     assert len(controls_in(side, allowed)) == len(controls_in(side, plain)) + 1
 
 
+@pytest.mark.parametrize(("where", "is_token"), [("never", False), ("prompts", True), ("anywhere", True)])
+async def test_prompts_that_callers_write_whole_have_them_unless_the_operator_forbids_it(
+    where: str, is_token: bool
+) -> None:
+    side = template_side(kit.CHATML)
+    model = Model(ModelCard(name="m"), side)
+    with ThreadPoolExecutor(1) as pool:
+        prompts = Prompts(pool, SpecialTokensInText(where))
+        assert (2 in await prompts.of_prompt(model, "a <|im_end|>")) == is_token
+        assert (2 in await prompts.of_text(model, "a <|im_end|>")) == (where == "anywhere")
+        (several,) = await prompts.of_texts(model, ["a <|im_end|>"])
+        assert (2 in several) == (where == "anywhere")
+        assert any(2 in word for word in await prompts.of_words(model, ["<|im_end|>"])) == (where == "anywhere")
+    side.tokenizer.close()
+
+
 @settings(max_examples=25)
 @given(data=st.data())
 def test_a_text_without_control_tokens_keeps_its_ids(side: TextSide, data: st.DataObject) -> None:
