@@ -33,7 +33,6 @@ _ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pr
 _OTHER_NAMES = {
     "gpt2": ("c_attn", "c_proj", "c_fc"),
     "lfm2": ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "w1", "w2", "w3"),
-    "qwen3_next": ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
     "phi3-longrope": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
 }
 _PATTERNS = {"rank_pattern": {"q_proj": 4, r"layers\.1\.mlp\.up_proj": 12}, "alpha_pattern": {"k_proj": 3.0}}

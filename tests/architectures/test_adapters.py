@@ -27,7 +27,7 @@ from tests.worker.adapters.gguf_files import write_gguf_adapter
 from tests.worker.conftest import CHEAP_STEPS
 
 # Some keep states of recurrent layers, or only the windows of some layers.
-NAMES = ["llama", "qwen2", "gpt2", "phi3-longrope", "lfm2", "qwen3_next", "gemma3_text"]
+NAMES = ["llama", "qwen2", "gpt2", "phi3-longrope", "lfm2", "gemma3_text"]
 TOLERANCE = 1e-4
 # Of a model whose weights are in half precision.
 HALF_TOLERANCE = 0.05

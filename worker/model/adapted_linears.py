@@ -37,7 +37,8 @@ def find_linears(model: ov.Model) -> list[Linear]:
 
 def _is_linear(node: ov.Node) -> bool:
     """Whether the node multiplies the states of tokens with weights: `[tokens, inputs]`, `[tokens, 1, inputs]`, or, if
-    it transposes them, `[tokens, inputs, 1]`. Some exports leave the size of the axis of 1 open."""
+    it transposes them, `[tokens, inputs, 1]`. Where an export leaves an axis open, the first may not be that of tokens,
+    so such products do not count."""
     if node.get_type_name() != "MatMul" or not is_constant(node.input_value(1)):
         return False
     if len(node.input_value(1).get_shape()) != 2:
@@ -47,7 +48,7 @@ def _is_linear(node: ov.Node) -> bool:
         return False
     if node.get_attributes()["transpose_a"]:
         return len(states) == 3 and states[2] == 1
-    return len(states) == 2 or states[1] == 1 or states[1].is_dynamic
+    return len(states) == 2 or states[1] == 1
 
 
 def _linear(name: str, node: ov.Node) -> Linear:
