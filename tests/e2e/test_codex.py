@@ -54,7 +54,8 @@ MAKE = ("exec_command", {"cmd": "echo made > made.txt"})
 STEPS = (MAKE, ("exec_command", {"cmd": f"apply_patch <<'EOF'\n{PATCH}\nEOF"}))
 FREE_STEPS = (MAKE, ("apply_patch", {"input": PATCH + "\n"}))
 """The same with a tool of type `custom`, which Codex has for models that it knows."""
-KNOWN = "gpt-5.5"
+SCRIPT_STEPS = (("functions__exec", {"input": "await tools.exec_command({cmd: 'echo made > made.txt'});"}),)
+"""A tool of type `custom` in a namespace that the conversation brings, which Codex has for the newest models."""
 
 
 class Model:
@@ -174,8 +175,9 @@ async def test_codex_calls_tools_and_goes_on(tmp_path: Path, template: str) -> N
 
 
 async def test_codex_patches_with_a_custom_tool_that_has_a_grammar(tmp_path: Path) -> None:
-    async with serving(TOOL_TEMPLATE, FREE_STEPS, KNOWN) as (gateway, model):
-        codex = Codex(tmp_path, PROVIDER.format(model=KNOWN, url=gateway.url))
+    known = "gpt-5.5"
+    async with serving(TOOL_TEMPLATE, FREE_STEPS, known) as (gateway, model):
+        codex = Codex(tmp_path, PROVIDER.format(model=known, url=gateway.url))
         events = await codex.run(*FLAGS, "Make two files.")
         assert (codex.project / "made.txt").read_text() == "made\n"
         assert (codex.project / "patched.txt").read_text() == "patched\n"
@@ -183,6 +185,16 @@ async def test_codex_patches_with_a_custom_tool_that_has_a_grammar(tmp_path: Pat
         assert '"name": "apply_patch"' in model.prompts[0]
         assert '"tool_search"' not in model.prompts[0]
         assert "Begin Patch" in model.grammar
+        assert min(model.cached[1:]) >= 0.9, model.cached
+
+
+async def test_codex_runs_programs_with_tools_of_the_conversation(tmp_path: Path) -> None:
+    known = "gpt-6-sol"
+    async with serving(TOOL_TEMPLATE, SCRIPT_STEPS, known) as (gateway, model):
+        codex = Codex(tmp_path, PROVIDER.format(model=known, url=gateway.url))
+        events = await codex.run(*FLAGS, "Make a file.")
+        assert (codex.project / "made.txt").read_text() == "made\n"
+        assert texts_of(events)[-1].startswith("All done")
         assert min(model.cached[1:]) >= 0.9, model.cached
 
 
