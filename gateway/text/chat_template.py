@@ -42,7 +42,7 @@ _SEARCHES = frozenset(
         *("count", "replace", "removeprefix", "removesuffix"),
     )
 )
-_CHANGES_OF_CASE = ("upper", "lower", "title", "capitalize", "swapcase", "casefold")
+_CHANGES_OF_CASE = frozenset(("upper", "lower", "title", "capitalize", "swapcase", "casefold"))
 _LOG = logging.getLogger(__name__)
 
 
@@ -104,6 +104,8 @@ class ChatTemplate:
             raise BundleError(f"the chat template is not valid Jinja: {error}") from error
         self.looks_for = frozenset(str(constant.value) for constant in _looked_for(parsed))
         """Texts that the template looks for in what callers write."""
+        self.changes_case = _changes_case(parsed)
+        """Whether the template may change the case of letters."""
         self._special_tokens = dict(special_tokens)
         self._marked_templates: dict[str, jinja2.Template] = {}
         self._shapes: dict[Hashable, Shape] = {}
@@ -131,11 +133,6 @@ class ChatTemplate:
     def source(self) -> str:
         """The template's source."""
         return self._source
-
-    @property
-    def changes_case(self) -> bool:
-        """Whether the template may change the case of letters."""
-        return any(word in self._source for word in _CHANGES_OF_CASE)
 
     def uses(self, variable: str) -> bool:
         """Whether the template reads this variable."""
@@ -391,6 +388,14 @@ class NoTemplate(ChatTemplate):
                 "chat_template.jinja beside the model",
                 field="messages",
             )
+
+
+def _changes_case(parsed: jinja2.nodes.Template) -> bool:
+    """Whether a template has a filter or calls a method that changes the case of letters."""
+    if any(filtered.name in _CHANGES_OF_CASE for filtered in parsed.find_all(jinja2.nodes.Filter)):
+        return True
+    called = (call.node for call in parsed.find_all(jinja2.nodes.Call))
+    return any(isinstance(node, jinja2.nodes.Getattr) and node.attr in _CHANGES_OF_CASE for node in called)
 
 
 def _looked_for(parsed: jinja2.nodes.Template) -> Iterator[jinja2.nodes.Const]:

@@ -137,3 +137,15 @@ def test_named_templates_need_a_default_unless_there_is_only_one() -> None:
 def test_a_source_that_is_no_jinja_is_refused_when_it_is_loaded() -> None:
     with pytest.raises(BundleError, match="not valid Jinja"):
         ChatTemplate({"default": "{% if %}"}, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "changes"),
+    [
+        ("{{ messages[0].content | lower }}", True),
+        ("{{ messages[0].content.title() }}", True),
+        ("{{ messages[0].title }} lower 'upper'", False),
+    ],
+)
+def test_a_change_of_case_is_one_of_texts(source: str, changes: bool) -> None:
+    assert ChatTemplate({"default": source}, {}).changes_case == changes
