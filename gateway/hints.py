@@ -15,8 +15,8 @@ HEADER = "x-headrace-ignored"
 """Of a response, and the metadata of a gRPC call: the names, divided by commas."""
 MAX_NAMES = 32
 MAX_NAME_CHARS = 64
-# Callers make up any number of names.
 MAX_LOGGED = 1000
+"""Callers make up any number of names. Half of these are for names that are known."""
 _HIDDEN = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
 _LOG = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -44,13 +44,14 @@ hints_var: ContextVar[Hints | None] = ContextVar("hints", default=None)
 """Of the current request; None outside of requests."""
 
 
-def ignored(name: str, why: str, *, is_known: bool = True) -> None:
-    """Note that the current request asks for something that has no effect. `why` is a clause for the log. Names that
-    are not known are the caller's, and only the first of them are logged."""
+def ignored(name: str, why: str, *, value: str = "", is_known: bool = True) -> None:
+    """Note that the current request asks for something that has no effect. `why` is a clause for the log. `value` is
+    shown behind the name, but not in the log, because each request may have another one. Names that are not known are
+    the caller's, and only the first of them are logged."""
     hints = hints_var.get()
     if hints is not None:
         name = hints.rename(name)
-        hints.add(name)
-    if name not in _logged and (is_known or len(_logged) < MAX_LOGGED):
+        hints.add(name + value)
+    if name not in _logged and len(_logged) < (MAX_LOGGED if is_known else MAX_LOGGED // 2):
         _logged.add(name)
         _LOG.info("a request has %s, without effect: %s", _HIDDEN.sub("?", name[:MAX_NAME_CHARS]), why)

@@ -224,8 +224,8 @@ def _max_tokens(sampling: Sampling, defaults: SamplingParams, max_context_tokens
     if sampling.max_tokens is not None:
         wanted = max(sampling.max_tokens, 1)  # a worker computes a prompt only in order to sample a token
         if wanted > room >= 1 and sampling.shortens_max_tokens:
-            why = f"it is over the {room} tokens that the prompt leaves of the context, so it means these"
-            ignored(f"{sampling.max_tokens_field}>{room}", why)
+            why = "it is over the tokens that the prompt leaves of the context, so it means these"
+            ignored(sampling.max_tokens_field, why, value=f">{room}")
             return room
         if wanted > room:
             raise ContextTooLongError(max_context_tokens, num_prompt_tokens, wanted)

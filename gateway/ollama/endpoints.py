@@ -166,7 +166,7 @@ def _within(plan: Plan, request: OllamaChat | OllamaGenerate) -> Plan:
     most = longest_context(plan.job.model.card, plan.job.sampling.cache_eviction)
     num_prompt = len(plan.job.token_ids)
     if num_ctx > most:
-        ignored(f"options.num_ctx>{most}", "it is over the model's context, so it means that")
+        ignored("options.num_ctx", "it is over the model's context, so it means that", value=f">{most}")
         return plan
     if num_prompt >= num_ctx:
         problem = f"the prompt has {num_prompt} tokens, and options.num_ctx leaves room for {num_ctx - 1}"

@@ -182,15 +182,19 @@ async def test_a_stream_of_thinking_and_calls_has_their_deltas(ask: Any) -> None
     assert (started[1]["name"], started[1]["input"]) == ("weather", {})
 
 
-async def test_an_error_in_a_stream_is_its_last_event(front: Any, model: Any, kit: Any) -> None:
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [("TOO_LARGE_FOR_CACHE", "invalid_request_error"), ("MODEL_CHANGED", "overloaded_error")],
+)
+async def test_an_error_in_a_stream_is_its_last_event(front: Any, model: Any, kit: Any, reason: str, kind: str) -> None:
     async def fail(_: Any, stream: Any, send: Any) -> None:
         await send(kit.tokens_of("He"), 0, None)
-        raise kit.StatusError(kit.Reason.TOO_LARGE_FOR_CACHE, "no room")
+        raise kit.StatusError(kit.Reason[reason], "no room")
 
     model.script = fail
     body = {"model": "tiny", "messages": HI, "max_tokens": 9, "stream": True}
     *_, failed = events_of((await front.http.post(MESSAGES, json=body)).text)
-    assert failed["error"] == {"type": "invalid_request_error", "message": "no room"}
+    assert failed["error"] == {"type": kind, "message": "no room"}
 
 
 async def test_an_idle_stream_gets_pings(front: Any, model: Any, kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
