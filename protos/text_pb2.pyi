@@ -93,7 +93,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., reasoning_content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ChatToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class TextParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "n", "allowed_token_ids", "include_stop", "skip_special_tokens", "logprobs", "prompt_logprobs", "bad_words", "truncate_prompt_tokens", "constraint", "return_token_ids", "prompt_cache_key", "cache_salt", "priority", "cache_eviction")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "n", "allowed_token_ids", "include_stop", "skip_special_tokens", "logprobs", "prompt_logprobs", "bad_words", "truncate_prompt_tokens", "constraint", "return_token_ids", "prompt_cache_key", "cache_salt", "priority", "cache_eviction", "top_n_sigma")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class TextParams(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_EVICTION_FIELD_NUMBER: _ClassVar[int]
+    TOP_N_SIGMA_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -157,7 +158,8 @@ class TextParams(_message.Message):
     cache_salt: str
     priority: int
     cache_eviction: _inference_pb2.CacheEviction
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., include_stop: bool = ..., skip_special_tokens: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., truncate_prompt_tokens: _Optional[int] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ..., return_token_ids: bool = ..., prompt_cache_key: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., cache_eviction: _Optional[_Union[_inference_pb2.CacheEviction, _Mapping]] = ...) -> None: ...
+    top_n_sigma: float
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., include_stop: bool = ..., skip_special_tokens: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., truncate_prompt_tokens: _Optional[int] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ..., return_token_ids: bool = ..., prompt_cache_key: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., cache_eviction: _Optional[_Union[_inference_pb2.CacheEviction, _Mapping]] = ..., top_n_sigma: _Optional[float] = ...) -> None: ...
 
 class TextLogprob(_message.Message):
     __slots__ = ("token_id", "token", "logprob", "top")

@@ -202,11 +202,11 @@ def test_a_package_imports_only_the_packages_it_may(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["protos", "common"])
-def test_what_all_processes_share_imports_only_the_standard_library_grpc_and_protobuf(package: str) -> None:
+def test_what_all_processes_share_imports_only_the_standard_library_grpc_protobuf_and_msgspec(package: str) -> None:
     for path in modules(package):
         for name in imported(path):
             top = name.split(".")[0]
-            allowed = {"grpc", "grpc_health", "grpc_reflection", "google", "headrace"}
+            allowed = {"grpc", "grpc_health", "grpc_reflection", "google", "headrace", "msgspec"}
             # Imported only where tracing or metrics are on, with Redis, by commands, and where model files are read.
             allowed |= {
                 "otel.py": {"opentelemetry"},

@@ -17,6 +17,7 @@ from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MA
 from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.structure.fields import ConstraintFields, Structure
+from headrace.protos.sampling_fields import numbers_of
 
 COMPLETION_MAX_TOKENS = 16
 MAX_KEY_CHARS = 512
@@ -34,14 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class AnswerFields(ConstraintFields, kw_only=True):
     """Fields that all protocols share by name and meaning; None if the caller omits them."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     cache_salt: str | None = None
     priority: int | None = None
     cache_eviction: CacheEvictionFields | bool | None = None
@@ -254,14 +247,7 @@ def sampling_of(request: Chat | Completion, structure: Structure | None) -> Samp
     if logprobs is None and (request.best_of or 1) > (request.n or 1):
         logprobs = 0  # to rank the answers
     return Sampling(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
+        numbers=numbers_of(request),
         logit_bias=request.logit_bias or {},
         allowed_token_ids=request.allowed_token_ids or (),
         max_tokens=max_tokens,

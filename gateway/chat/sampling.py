@@ -1,6 +1,7 @@
 """The sampling of a generation: checked values of the caller, and the message for the worker (pure).
 
-Both HTTP and gRPC make a `Sampling`. This module has the only definition of ranges and defaults.
+Both HTTP and gRPC make a `Sampling`. `protos/sampling_fields` defines ranges and defaults of its
+numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from headrace.gateway.checks import check_range, invalid
 from headrace.gateway.hints import ignored
 from headrace.protos.cache_eviction import longest_context_of, rule_for
 from headrace.protos.inference_pb2 import CacheEviction, SamplingParams, TokenSequence
+from headrace.protos.sampling_fields import NUMBERS, SamplingNumbers
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -28,9 +30,6 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 4096
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 64
-LEAST_TOP_P = 2.0**-60
-"""Keeps only the most probable token, which top_p 0 means to callers. Workers take no 0."""
-_SEED_MODULUS = 2**64
 _LARGE_FIELDS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
 
 
@@ -38,14 +37,7 @@ _LARGE_FIELDS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias
 class Sampling:
     """How to choose tokens and when to stop; None for the model's default."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    numbers: SamplingNumbers = field(default_factory=SamplingNumbers)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()
     max_tokens: int | None = None
@@ -102,26 +94,14 @@ class ContextTooLongError(StatusError):
         super().__init__(Reason.CONTEXT_TOO_LONG, problem)
 
 
-# name, least, greatest, whether the least itself is excluded
-RANGES: tuple[tuple[str, float, float, bool], ...] = (
-    ("temperature", 0.0, 2.0, False),
-    ("top_p", 0.0, 1.0, False),
-    ("top_k", -1, 2**31 - 1, False),
-    ("min_p", 0.0, 1.0, False),
-    ("seed", -(2**63), 2**64 - 1, False),
-    ("presence_penalty", -2.0, 2.0, False),
-    ("frequency_penalty", -2.0, 2.0, False),
-    ("repetition_penalty", 0.0, 100.0, True),
-    ("min_tokens", 0, 2**31 - 1, False),
-)
-
-
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """Raise `StatusError` (INVALID_FIELD, with the field) for a value out of its range."""
-    for name, least, greatest, open_below in RANGES:
-        value = getattr(sampling, name)
+    for name, number in NUMBERS.items():
+        value = getattr(sampling.numbers, name)
         if value is not None:
-            check_range(name, value, least, greatest, open_below)
+            check_range(name, value, number.least, number.greatest, number.open_below)
+    if sampling.min_tokens is not None:
+        check_range("min_tokens", sampling.min_tokens, 0, 2**31 - 1)
     if sampling.max_tokens is not None:
         check_range(sampling.max_tokens_field, sampling.max_tokens, sampling.least_max_tokens, 2**31 - 1)
         if sampling.min_tokens is not None and sampling.min_tokens > sampling.max_tokens:
@@ -149,25 +129,15 @@ def sampling_params(
     params.CopyFrom(card.default_sampling)
     params.ClearField("logprobs")
     params.ClearField("prompt_logprobs")
-    params.seed = (seed if sampling.seed is None else sampling.seed) % _SEED_MODULUS
-    for name in (
-        "temperature",
-        "top_p",
-        "min_p",
-        "min_tokens",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logprobs",
-        "prompt_logprobs",
-    ):
+    params.seed = seed
+    for name, number in NUMBERS.items():
+        value = getattr(sampling.numbers, name)
+        if value is not None:
+            setattr(params, name, number.on_wire(value))
+    for name in ("min_tokens", "logprobs", "prompt_logprobs"):
         value = getattr(sampling, name)
         if value is not None:
             setattr(params, name, value)
-    if sampling.top_p == 0:
-        params.top_p = LEAST_TOP_P
-    if sampling.top_k is not None:
-        params.top_k = max(sampling.top_k, 0)
     if sampling.ignore_eos:
         params.ignore_eos = True
     if sampling.structure is not None:

@@ -22,6 +22,7 @@ from headrace.gateway.field_names import FieldNames
 from headrace.protos import text_pb2
 from headrace.protos.cache_eviction import AGGREGATION_MODES, SIZES
 from headrace.protos.inference_pb2 import CacheEviction, Constraint
+from headrace.protos.sampling_fields import NUMBERS
 
 _R = TypeVar("_R", text_pb2.ChatResponse, text_pb2.CompleteResponse)
 _JSON_KINDS = {"json_schema": "json", "json_object": "json_object", "regex": "regex", "grammar": "grammar"}
@@ -32,16 +33,9 @@ _MODES = {
 }
 # Named as in TextParams.
 _SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
+    *NUMBERS,
     "max_tokens",
     "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
     "n",
     "skip_special_tokens",
     "truncate_prompt_tokens",

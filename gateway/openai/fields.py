@@ -15,6 +15,7 @@ from headrace.gateway.chat.sampling import (
 from headrace.gateway.chat_fields import lacking
 from headrace.gateway.fields import Applied, FieldTable, Hint, Refused, Row
 from headrace.gateway.openai.types import ChatRequest, CompletionRequest
+from headrace.protos.sampling_fields import NUMBERS
 
 _SAMPLING = "use temperature, top_p, top_k or min_p"
 _KEY = "up to 512 characters"
@@ -23,19 +24,12 @@ _CACHE = "the prefix cache needs no such parameters"
 _DRAFTS = "the server chooses by itself how much to speculate; drafts change no answer"
 _CONSTRAINT = "[Structured output](../protocol.md#structured-output)"
 # The order of this server's filters, in llama.cpp's names.
-_ORDER = ["penalties", "temperature", "top_k", "top_p", "min_p"]
+_ORDER = ["penalties", "temperature", "top_n_sigma", "top_k", "top_p", "min_p"]
 
 _APPLIED: dict[str, Row] = {
     "model": Applied("name", "Optional while there is only one model"),
-    "temperature": Applied("0 to 2", "0 is greedy"),
-    "top_p": Applied("0 to 1", "0 keeps only the most probable token"),
-    "top_k": Applied("-1 or more", "-1 and 0 keep all tokens"),
-    "min_p": Applied("0 to 1", "Removes tokens that are less probable than this share of the most probable one"),
-    "seed": Applied("64 bits", "Choice i of n uses `seed` + i"),
+    **{name: Applied(number.values, number.meaning) for name, number in NUMBERS.items()},
     "n": Applied(f"1 to {MAX_CHOICES}", "At most 256 answers in one request, over all its prompts"),
-    "presence_penalty": Applied("-2 to 2"),
-    "frequency_penalty": Applied("-2 to 2"),
-    "repetition_penalty": Applied("over 0, to 100", "1 has no effect"),
     "logit_bias": Applied("token id to -100 .. 100", f"At most {MAX_LOGIT_BIASES} entries"),
     "allowed_token_ids": Applied("token ids", "Only these may be chosen"),
     "max_completion_tokens": Applied("as `max_tokens`", "Overrides `max_tokens`"),
@@ -163,7 +157,6 @@ _OTHERS: dict[str, Row] = {
     "n_predict": Refused("use max_tokens", (-1,)),
     "repeat_penalty": Refused("use repetition_penalty", (1,)),
     "typical_p": Refused(_SAMPLING, (1,)),
-    "top_n_sigma": Refused(_SAMPLING, (-1, 0)),
     "mirostat": Refused(_SAMPLING, (0,)),
     "dynatemp_range": Refused(_SAMPLING, (0,)),
     "xtc_probability": Refused(_SAMPLING, (0,)),

@@ -15,6 +15,7 @@ from headrace.common.version import headrace_version
 from headrace.gateway.chat import request, sampling
 from headrace.gateway.edge.description import EVENTS, Operation
 from headrace.gateway.edge.exchange import TIMEOUT_HEADER
+from headrace.protos.sampling_fields import NUMBERS
 
 REFERENCE = "https://github.com/headrace/headrace/blob/main/docs/protocol.md"
 _SCHEMAS = "#/components/schemas/{name}"
@@ -26,6 +27,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "best_of": {"minimum": 1, "maximum": sampling.MAX_CHOICES},
     "max_tokens": {"minimum": 0, "maximum": 2**31 - 1},
     "max_completion_tokens": {"minimum": 1, "maximum": 2**31 - 1},
+    "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
     "top_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
     "prompt_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
     "CompletionRequest.logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
@@ -244,8 +246,8 @@ def _bound(name: str, schema: dict[str, Any], neutral_values: Mapping[str, Seque
                 branch["items"] = _MESSAGE
             if name in _OF_CHATS:
                 branch.update(_INSIDE.get(f"{branch.get('type')}.{name_of_field}", {}))
-    for ranged, least, greatest, open_below in sampling.RANGES:
+    for ranged, number in NUMBERS.items():
         for branch in schema.get("properties", {}).get(ranged, {}).get("anyOf", ()):
             if branch.get("type") in ("number", "integer"):
-                branch["exclusiveMinimum" if open_below else "minimum"] = least
-                branch["maximum"] = greatest
+                branch["exclusiveMinimum" if number.open_below else "minimum"] = number.least
+                branch["maximum"] = number.greatest

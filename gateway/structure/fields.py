@@ -21,6 +21,7 @@ from headrace.gateway.structure.gbnf import GrammarError, is_gbnf
 from headrace.gateway.structure.lark import lark_of
 from headrace.gateway.structure.relaxed import checker, may_need_relaxing, relaxed
 from headrace.protos.inference_pb2 import Choices, Constraint, JsonObject
+from headrace.protos.sampling_fields import SamplingNumbers
 from headrace.protos.status import Reason, StatusError
 
 # The place of a fault, as workers write it.
@@ -39,8 +40,9 @@ _FORMATS: Mapping[str, tuple[str, ...]] = {
 _REFUSED_OPTIONS = ("structural_tag", "whitespace_pattern", "disable_additional_properties")
 
 
-class ConstraintFields(msgspec.Struct, kw_only=True):
-    """Fields that constrain an answer, under the names of other servers of open models. All protocols share them."""
+class ConstraintFields(SamplingNumbers, kw_only=True):
+    """Fields that constrain an answer, under the names of other servers of open models. All protocols share them, and
+    the numbers of sampling: a msgspec struct has a single base."""
 
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None

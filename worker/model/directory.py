@@ -26,6 +26,7 @@ from headrace.common.model_files.config import text_part
 from headrace.common.model_files.names import BUNDLE_FILES
 from headrace.common.model_files.networks import empty_files, weights_in
 from headrace.common.model_files.task import missing_of_model
+from headrace.protos.sampling_fields import NUMBERS
 from headrace.worker.config import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -45,14 +46,8 @@ _CONTEXT_NAMES = (
 )
 _MOST_DIGITS = 20
 _LARGEST_UINT32 = (1 << 32) - 1
-# The recommended values that are used, with the ranges of requests. A top_k of -1 means all tokens.
-_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (1e-6, 1.0),
-    "top_k": (-1, _LARGEST_UINT32),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 100.0),
-}
+# The recommended values that are used.
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "top_n_sigma", "repetition_penalty")
 _TWO_SETS_OF_FACTORS = {"longrope", "su"}
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -230,11 +225,13 @@ def _eos_token_ids(sources: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
 
 def _recommended_sampling(config: dict[str, Any]) -> dict[str, float]:
     found = {}
-    for name, (lowest, highest) in _RANGES.items():
+    for name in _RECOMMENDED:
+        number = NUMBERS[name]
         value = config.get(name)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
-        if lowest <= value <= highest:
+        is_over = value > number.least or not number.open_below_on_wire
+        if is_over and number.least <= value <= number.greatest:
             found[name] = max(0.0, float(value))
         else:
             log.warning(

@@ -24,6 +24,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     presence_penalty: float = 0.0

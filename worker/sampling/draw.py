@@ -1,4 +1,5 @@
-"""Draws a token of each row, after temperature, top-k, top-p (nucleus) and min-p. Pure, and for all rows at once.
+"""Draws a token of each row, after temperature, top-n-sigma, top-k, top-p (nucleus) and min-p. Pure, and for all rows
+at once.
 
 - **No filter**: draw a run by the sums of the runs, then a token of it.
 - **A wide nucleus**: draw as if there were no filter, and accept the token if it is in the nucleus. That is decided by
@@ -34,9 +35,13 @@ def draw(runs: Runs, params: RowParams) -> IndexArray:
     """The token of each row, `[n]`. `runs` has weights at the rows' temperatures, and finite totals."""
     if not params.is_filtered.any():
         return _draw_from_all(runs, params, 0)
-    is_wide = (params.top_p >= _WIDE_NUCLEUS) & (params.top_k == 0) & (params.min_p == 0.0)
+    has_sigma = params.top_n_sigma > 0.0
+    is_wide = (params.top_p >= _WIDE_NUCLEUS) & (params.top_k == 0) & (params.min_p == 0.0) & ~has_sigma
     chosen = np.empty(len(is_wide), np.intp)
-    wide, narrow = np.flatnonzero(is_wide), np.flatnonzero(~is_wide)
+    wide, narrow = np.flatnonzero(is_wide), np.flatnonzero(~is_wide & ~has_sigma)
+    if has_sigma.any():
+        rows = np.flatnonzero(has_sigma)
+        chosen[rows] = _draw_near_the_best(runs.part(rows), params.part(rows))
     for attempt in range(ATTEMPTS):
         if not len(wide):
             break
@@ -73,6 +78,34 @@ def draw_among(weights: DoubleArray, params: RowParams, totals: DoubleArray, uni
         kept &= weights >= params.min_p[:, None]
         weights = np.where(kept, weights, 0.0)
     return _pick(weights, uniforms * weights.sum(axis=1))
+
+
+def least_near_the_best(logits: FloatArray, top_n_sigma: DoubleArray) -> FloatArray:
+    """The least logit of each row of `logits` `[n, tokens]` that `top_n_sigma` `[n]` keeps. Tokens that are excluded,
+    with -inf, do not count.
+
+    Top-n-sigma sampling (Tang et al. 2024), as in llama.cpp: the best logit less n standard deviations of all of them.
+    Temperature changes both alike, so it does not matter whether it was applied.
+    """
+    is_kept = np.isfinite(logits)
+    num_kept = is_kept.sum(axis=1)
+    values = np.where(is_kept, logits, 0.0).astype(np.float64)
+    means = values.sum(axis=1) / num_kept
+    deviations = np.where(is_kept, values - means[:, None], 0.0)
+    sigmas = np.sqrt((deviations**2).sum(axis=1) / num_kept)
+    # Rounded down, so that the best token is always kept.
+    least = (logits.max(axis=1) - top_n_sigma * sigmas).astype(np.float32)
+    below: FloatArray = np.nextafter(least, np.float32(-np.inf))
+    return below
+
+
+def _draw_near_the_best(runs: Runs, params: RowParams) -> IndexArray:
+    """Draw among the tokens that top-n-sigma keeps, with the other filters applied to these."""
+    least = least_near_the_best(runs.logits.whole(runs.rows), params.top_n_sigma)
+    values, token_ids = runs.above(least)
+    weights = weights_of(values, runs.best, params.inverse_temperatures).astype(np.float64)
+    columns = draw_among(weights, params, weights.sum(axis=1), params.uniforms[:, DRAWS - 1])
+    return token_ids[np.arange(len(columns)), columns]
 
 
 def _draw_from_all(runs: Runs, params: RowParams, attempt: int) -> IndexArray:

@@ -27,6 +27,8 @@ class RowParams(NamedTuple):
     """0: all tokens."""
     top_p: DoubleArray
     min_p: DoubleArray
+    top_n_sigma: DoubleArray
+    """0 or less: all tokens."""
     uniforms: DoubleArray
 
     @classmethod
@@ -40,6 +42,7 @@ class RowParams(NamedTuple):
             np.array([sampling.top_k for sampling in samplings], np.int64),
             np.array([sampling.top_p for sampling in samplings], np.float64),
             np.array([sampling.min_p for sampling in samplings], np.float64),
+            np.array([sampling.top_n_sigma for sampling in samplings], np.float64),
             uniforms(
                 np.array([sampling.seed & _SEED_MASK for sampling in samplings], np.uint64),
                 positions if ahead is None else positions + ahead.astype(np.uint64),
@@ -56,13 +59,14 @@ class RowParams(NamedTuple):
             self.top_k[rows],
             self.top_p[rows],
             self.min_p[rows],
+            self.top_n_sigma[rows],
             self.uniforms[rows],
         )
 
     @property
     def is_filtered(self) -> npt.NDArray[np.bool_]:
-        """`[n]`: whether top-k, top-p or min-p excludes tokens of the row."""
-        return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
+        """`[n]`: whether a filter excludes tokens of the row."""
+        return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0) | (self.top_n_sigma > 0.0)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> DoubleArray:

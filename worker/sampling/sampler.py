@@ -23,7 +23,7 @@ from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
-from headrace.worker.sampling.draw import draw, draw_among
+from headrace.worker.sampling.draw import draw, draw_among, least_near_the_best
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.logprobs import row_logprobs
 from headrace.worker.sampling.penalties import PenaltyCounter
@@ -176,6 +176,8 @@ def _choose_among(values: FloatArray, token_ids: IndexArray, params: RowParams) 
         return _NO_NUMBER
     if not params.is_greedy[0]:
         row = values[None]
+        if params.top_n_sigma[0] > 0.0:
+            row = np.where(row >= least_near_the_best(row, params.top_n_sigma)[:, None], row, np.float32(-np.inf))
         weights = weights_of(row, row.max(axis=1), params.inverse_temperatures).astype(np.float64)
         best = int(draw_among(weights, params, weights.sum(axis=1), params.uniforms[:, 0])[0])
     return int(token_ids[best])

@@ -8,7 +8,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from headrace.common.transport.wire_request import WireRequest
 from headrace.protos import inference_pb2
@@ -16,6 +16,7 @@ from headrace.protos.answer_bounds import Ends, check_context, stop_tokens
 from headrace.protos.block_hash import root_hash
 from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import identity_of
+from headrace.protos.sampling_fields import NUMBERS, Number
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.tasks import check_task
 from headrace.protos.worker_pb2 import ModelCard
@@ -292,17 +293,11 @@ def _sampling(decoded: DecodedRequest, limits: ModelLimits, room: int) -> Sampli
     if message.HasField("constraint") and lists.allowed_token_ids:
         raise _invalid("sampling.allowed_token_ids", "cannot be combined with a constraint; write it into the grammar")
     return SamplingParams(
-        max_tokens=min(_number(message, "max_tokens", room, 1, math.inf), room),
+        max_tokens=min(_max_tokens(message, room), room),
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
-        temperature=_number(message, "temperature", 1.0, 0.0, 2.0),
-        top_p=_number(message, "top_p", 1.0, 0.0, 1.0, lowest_excluded=True),
-        top_k=message.top_k,
-        min_p=_number(message, "min_p", 0.0, 0.0, 1.0),
+        **{name: _number(message, name, number) for name, number in NUMBERS.items() if name != "seed"},
         min_tokens=message.min_tokens,
         stop_token_ids=stop_tokens(message, stop, limits.eos_token_ids),
-        presence_penalty=_number(message, "presence_penalty", 0.0, -2.0, 2.0),
-        frequency_penalty=_number(message, "frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=_number(message, "repetition_penalty", 1.0, 0.0, 100.0, lowest_excluded=True),
         logit_bias=lists.logit_bias,
         num_logprobs=_num_top(message, "logprobs"),
         num_prompt_logprobs=_num_top(message, "prompt_logprobs"),
@@ -311,22 +306,22 @@ def _sampling(decoded: DecodedRequest, limits: ModelLimits, room: int) -> Sampli
     )
 
 
-def _number(
-    message: inference_pb2.SamplingParams,
-    name: str,
-    default: _Number,
-    lowest: float,
-    highest: float,
-    *,
-    lowest_excluded: bool = False,
-) -> _Number:
+def _max_tokens(message: inference_pb2.SamplingParams, room: int) -> int:
+    if not message.HasField("max_tokens"):
+        return room
+    if not message.max_tokens:
+        raise _invalid("sampling.max_tokens", "must be at least 1, not 0")
+    return int(message.max_tokens)
+
+
+def _number(message: inference_pb2.SamplingParams, name: str, number: Number) -> Any:
     if not message.HasField(name):
-        return default
-    value: _Number = getattr(message, name)
-    if not lowest <= value <= highest or (lowest_excluded and value == lowest):
-        bounds = f"over {lowest:g}" if lowest_excluded else f"at least {lowest:g}"
-        bounds += "" if highest == math.inf else f" and at most {highest:g}"
-        raise _invalid(f"sampling.{name}", f"must be {bounds}, not {value:g}")
+        return number.default
+    value = getattr(message, name)
+    is_least = number.open_below_on_wire and value == number.least
+    if not number.least <= value <= number.greatest or is_least:
+        bounds = f"over {number.least:g}" if number.open_below_on_wire else f"at least {number.least:g}"
+        raise _invalid(f"sampling.{name}", f"must be {bounds} and at most {number.greatest:g}, not {value:g}")
     return value
 
 

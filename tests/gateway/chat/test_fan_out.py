@@ -14,6 +14,7 @@ from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.structure.fields import Structure
 from headrace.protos.host_pb2 import ServingRules
 from headrace.protos.inference_pb2 import Constraint, GenerateRequest
+from headrace.protos.sampling_fields import SamplingNumbers
 from headrace.protos.worker_pb2 import ModelCard
 from tests.patience import patience
 
@@ -23,7 +24,10 @@ SCHEMA = Structure(Constraint(json_schema='{"description": "' + "x" * 200_000 + 
 
 def planned(num_choices: int, **fields: Any) -> Plan:
     model: Any = SimpleNamespace(card=CARD, rules=ServingRules())
-    values = {"token_ids": range(32_000), "sampling": Sampling(seed=7, structure=SCHEMA, logit_bias={5: 1.0})} | fields
+    values = {
+        "token_ids": range(32_000),
+        "sampling": Sampling(numbers=SamplingNumbers(seed=7), structure=SCHEMA, logit_bias={5: 1.0}),
+    } | fields
     return plan_job(Job(model=model, num_choices=num_choices, **values))
 
 

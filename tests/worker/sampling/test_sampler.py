@@ -51,6 +51,7 @@ def drawn_with(
     top_k: npt.ArrayLike = 0,
     top_p: npt.ArrayLike = 1.0,
     min_p: npt.ArrayLike = 0.0,
+    top_n_sigma: npt.ArrayLike = 0.0,
 ) -> RowParams:
     """The parameters of rows that are sampled with these random numbers `[n, DRAWS]`."""
     size = len(quantiles)
@@ -60,6 +61,7 @@ def drawn_with(
         np.broadcast_to(np.asarray(top_k, np.int64), size),
         np.broadcast_to(np.asarray(top_p, np.float64), size),
         np.broadcast_to(np.asarray(min_p, np.float64), size),
+        np.broadcast_to(np.asarray(top_n_sigma, np.float64), size),
         quantiles,
     )
 
@@ -67,7 +69,7 @@ def drawn_with(
 def drawn(logits: FloatArray, sampling: SamplingParams, seed: int, num_draws: int) -> npt.NDArray[np.intp]:
     """Tokens drawn from one row at the first positions."""
     size = min(num_draws, 200)
-    filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    filters = {name: getattr(sampling, name) for name in ("top_k", "top_p", "min_p", "top_n_sigma")}
     with np.errstate(divide="ignore"):
         inverse_temperatures = np.full(size, sampling.inverse_temperature, np.float32)
         runs = runs_of(np.repeat(logits[None], size, axis=0), inverse_temperatures)
@@ -85,6 +87,8 @@ def logprobs_of(row: FloatArray, chosen: int, num_top: int) -> TokenLogprobs:
 def reference(logits: npt.NDArray[np.float64], sampling: SamplingParams) -> npt.NDArray[np.float64]:
     """The distribution that a row must be drawn from, by the definition: sort, cut, renormalise."""
     weights = np.exp((logits - logits.max()) / sampling.temperature)
+    if sampling.top_n_sigma > 0:
+        weights[logits < logits.max() - sampling.top_n_sigma * logits.std()] = 0.0
     order = np.argsort(-weights, kind="stable")
     keep = np.zeros(len(weights), bool)
     keep[order[: sampling.top_k or len(order)]] = True
@@ -109,6 +113,10 @@ FILTERS = [
     {"top_k": 40, "top_p": 0.8},
     {"top_k": 40, "top_p": 0.8, "min_p": 0.05, "temperature": 0.7},
     {"top_p": 0.99, "min_p": 0.01},
+    {"top_n_sigma": 1.0},
+    {"top_n_sigma": 1.5, "temperature": 0.7},
+    {"top_n_sigma": 2.0, "top_p": 0.8, "top_k": 50, "min_p": 0.02},
+    {"top_n_sigma": -1.0},
 ]
 
 
@@ -150,6 +158,22 @@ def test_a_draw_is_always_of_the_support(seed: int, top_k: int, top_p: float, mi
         top_k=top_k + 1 if top_k else 0, top_p=min(1.0, top_p * 1.0001), min_p=min_p * 0.9999, temperature=1.0
     )
     assert reference(logits.astype(np.float64), looser)[chosen].min() > 0
+
+
+@pytest.mark.parametrize("allowed", [(5,), (1, 2, 3), tuple(range(0, VOCAB, 2))])
+def test_tokens_that_may_not_be_chosen_do_not_count_for_top_n_sigma(allowed: tuple[int, ...]) -> None:
+    """As in llama.cpp, whose deviation leaves out logits of minus infinity."""
+    logits = (np.random.default_rng(2).normal(size=VOCAB) * 3).astype(np.float32)
+    of_allowed = logits[list(allowed)].astype(np.float64)
+    least = of_allowed.max() - 0.5 * of_allowed.std()
+    kept = {token for token in allowed if logits[token] >= least}
+    requests = [
+        request(params(seed=seed, temperature=2.0, top_n_sigma=0.5, allowed_token_ids=allowed)) for seed in range(300)
+    ]
+    rows = np.repeat(logits[None], len(requests), axis=0)
+    taken = {sampled.token_id for sampled in sample(BatchSampler(), requests, Logits(rows))}
+    assert taken <= kept
+    assert len(taken) > len(kept) / 3
 
 
 def test_seed_and_position_decide_whatever_else_is_in_the_batch() -> None:
@@ -407,7 +431,7 @@ def test_vocabularies_divide_into_the_longest_runs() -> None:
 
 @pytest.mark.parametrize("vocab_size", [700, 3000, 4096])
 def test_rows_of_all_kinds_in_one_batch_are_sampled_as_alone(vocab_size: int) -> None:
-    rows = (np.random.default_rng(6).normal(size=(12, vocab_size)) * 3).astype(np.float32)
+    rows = (np.random.default_rng(6).normal(size=(13, vocab_size)) * 3).astype(np.float32)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {},
@@ -421,6 +445,7 @@ def test_rows_of_all_kinds_in_one_batch_are_sampled_as_alone(vocab_size: int) ->
         {"num_logprobs": 0, "repetition_penalty": 1.5, "top_p": 0.95},
         {"logit_bias": ((8, 100.0),)},
         {"top_p": 0.6, "min_p": 0.01, "num_logprobs": 20},
+        {"top_n_sigma": 1.0, "top_p": 0.9},
     ]
     requests = [request(params(seed=row, **fields), generated=(3, 3, 9)) for row, fields in enumerate(kinds)]
     together = sample(BatchSampler(), requests, Logits(rows.copy()))
