@@ -95,11 +95,8 @@ def sha256_of(secret: str | bytes) -> str:
 
 
 def dump_key(key: ApiKey) -> str:
-    """A key as JSON. A group is left out if there is none, so that gateways of an older version read the key."""
-    values = asdict(key)
-    if key.cache_group is None:
-        del values["cache_group"]
-    return json.dumps(values, ensure_ascii=False)
+    """A key as JSON."""
+    return json.dumps(asdict(key), ensure_ascii=False)
 
 
 def load_key(raw: str | bytes) -> ApiKey:

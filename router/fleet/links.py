@@ -434,7 +434,7 @@ class WorkerLink:
                 index.apply(self.slot, changes.stored, changes.evicted)
         for change, hashes in ((self._index.evict, events.evicted), (self._index.store, events.stored)):
             await self._in_slices(change, hashes)
-        self.num_routers = message.num_watchers or 1
+        self.num_routers = message.num_watchers
         self.adapters.take(message)
         if message.sequence == 0:  # the first report includes earlier requests, but does not name them
             self.bookings.settle_until(self._watched_since_s)

@@ -71,7 +71,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.eos_at: int | None = None  # position at which EOS is generated
         self.error: StatusError | None = None  # answer of every Generate
         self.gives_back: worker_pb2.GivenBack | None = None  # answer of every Generate that may be given back
-        self.num_watchers = 0  # as Watch tells it
+        self.num_watchers = 1  # as Watch tells it
         self.bare_error: tuple[grpc.StatusCode, str] | None = None
         self.start_pos_offset = 0
         self.withhold_finish = False
