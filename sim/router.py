@@ -17,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.protos.inference_pb2 import Belief
+from headrace.router.placement import policy as placement_policy
 from headrace.router.placement.answer_lengths import AnswerLengths
 from headrace.router.placement.bookings import Booking
 from headrace.router.placement.candidates import Places
-from headrace.router.placement.policy import LONG_PROMPT_MS, RequestFacts, belief_message, is_long, place
+from headrace.router.placement.policy import LONG_PROMPT_MS, RequestFacts, belief_message, is_long
 from headrace.router.placement.prefix_index import Depths, PrefixIndex
 from headrace.router.placement.rates import Priors
 from headrace.router.placement.transfers import BlockFacts, Transfers
@@ -70,7 +71,17 @@ class _Indexed:
 
 
 class HeadracePolicy(_Indexed):
-    """The real policy: see headrace.router.placement.policy."""
+    """Decides as a router does, with its index, transfers and roles. `policy` is that of headrace.router.placement."""
+
+    def __init__(
+        self,
+        shape: FleetShape,
+        rng: random.Random,
+        prediction_ttl_s: float = _PREDICTION_TTL_S,
+        policy: placement_policy.Policy = placement_policy.place,
+    ) -> None:
+        super().__init__(shape, rng, prediction_ttl_s)
+        self._policy = policy
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
@@ -89,7 +100,7 @@ class HeadracePolicy(_Indexed):
         facts = RequestFacts(job.num_prompt_tokens + (source is not None))  # the length of the answer is unknown
         transfers = self._transfers(job, view, here, workers, source) if self._shape.tiers.are_any else None
         candidates = view.candidates(workers)
-        placement = place(facts, candidates, here, now_s, self._rng, priors=priors, transfers=transfers)
+        placement = self._policy(facts, candidates, here, now_s, self._rng, priors=priors, transfers=transfers)
         assert placement is not None, "every worker takes requests"
         num_blocks = int(here[placement.number])
         choice = self._chosen(job, placement.worker_id, placement.predicted_cached_tokens, num_blocks, now_s)
