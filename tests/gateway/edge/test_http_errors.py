@@ -51,10 +51,9 @@ async def test_a_compressed_body_is_refused_by_its_encoding(gateway: Any, router
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
@@ -90,7 +89,6 @@ async def test_a_compressed_body_is_refused_by_its_encoding(gateway: Any, router
         ({"logprobs": 3}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": False, "stream_options": {}}, "stream_options"),
-        ({"tools": []}, "tools"),
         ({"parallel_tool_calls": True}, "parallel_tool_calls"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"best_of": 1, "n": 2}, "best_of"),
@@ -253,11 +251,11 @@ async def test_whatever_is_nested_is_answered_or_refused_and_never_an_error_of_t
         assert (response.status_code, "nested too deeply" in response.text) == (400, True), response.text
 
 
-async def test_arguments_in_a_text_are_nested_as_deeply_as_other_values(gateway: Any) -> None:
+async def test_arguments_in_a_text_that_are_nested_too_deeply_stay_a_text(gateway: Any) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps(deep(MAX_NESTING + 1))}}
     body = {"model": "tiny", "messages": [*HI, {"role": "assistant", "tool_calls": [call]}, *HI]}
-    error = await failure(gateway, CHAT, 400, body)
-    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+    response = await gateway.http.post("/tokenize", json=body)
+    assert response.json()["count"] > 2 * MAX_NESTING
 
 
 async def test_a_number_that_is_not_finite_is_refused(gateway: Any) -> None:
