@@ -28,14 +28,16 @@ class HandOverResponse(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[ChainedBlock, _Mapping]]] = ...) -> None: ...
 
 class ChainedBlock(_message.Message):
-    __slots__ = ("hash", "parent_hash", "is_first")
+    __slots__ = ("hash", "parent_hash", "is_first", "has_part")
     HASH_FIELD_NUMBER: _ClassVar[int]
     PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
     IS_FIRST_FIELD_NUMBER: _ClassVar[int]
+    HAS_PART_FIELD_NUMBER: _ClassVar[int]
     hash: int
     parent_hash: int
     is_first: bool
-    def __init__(self, hash: _Optional[int] = ..., parent_hash: _Optional[int] = ..., is_first: bool = ...) -> None: ...
+    has_part: bool
+    def __init__(self, hash: _Optional[int] = ..., parent_hash: _Optional[int] = ..., is_first: bool = ..., has_part: bool = ...) -> None: ...
 
 class TakeBlocksRequest(_message.Message):
     __slots__ = ("kv_layout", "source", "blocks")
@@ -54,28 +56,34 @@ class TakeBlocksResponse(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
 class FetchBlocksRequest(_message.Message):
-    __slots__ = ("kv_layout", "hashes", "host_id")
+    __slots__ = ("kv_layout", "hashes", "host_id", "with_parts")
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    WITH_PARTS_FIELD_NUMBER: _ClassVar[int]
     kv_layout: str
     hashes: _containers.RepeatedScalarFieldContainer[int]
     host_id: str
-    def __init__(self, kv_layout: _Optional[str] = ..., hashes: _Optional[_Iterable[int]] = ..., host_id: _Optional[str] = ...) -> None: ...
+    with_parts: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, kv_layout: _Optional[str] = ..., hashes: _Optional[_Iterable[int]] = ..., host_id: _Optional[str] = ..., with_parts: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class FetchBlocksResponse(_message.Message):
-    __slots__ = ("checksums", "blocks", "memory", "numbers", "token_bytes")
+    __slots__ = ("checksums", "blocks", "memory", "numbers", "token_bytes", "parts", "part_checksums")
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    PART_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     blocks: _containers.RepeatedScalarFieldContainer[bytes]
     memory: SharedMemory
     numbers: _containers.RepeatedScalarFieldContainer[int]
     token_bytes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[bytes]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., numbers: _Optional[_Iterable[int]] = ..., token_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    parts: _containers.RepeatedScalarFieldContainer[bytes]
+    part_checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[bytes]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., numbers: _Optional[_Iterable[int]] = ..., token_bytes: _Optional[_Iterable[bytes]] = ..., parts: _Optional[_Iterable[bytes]] = ..., part_checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("pid", "file_descriptor", "device", "inode", "offset", "num_blocks")

@@ -127,6 +127,10 @@ class SimulatedDisk(_Fetches):
         """See DiskTier."""
         return block_hash in self._known
 
+    def has_part(self, block_hash: int) -> bool:
+        """Simulated models have no parts of blocks."""
+        return self.has(block_hash)
+
     def spill(self, block: int, content: Content) -> None:
         """A block leaves the memory. It is dropped if too many wait to be written."""
         del block

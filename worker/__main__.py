@@ -130,8 +130,7 @@ _NEED_DRAFT_MODEL = {
     default="whole",
     help="Tokens that layers with a sliding window keep of a request (Gemma 2 and 3, gpt-oss, Mistral 7B v0.1 and "
     "others). trim: only those that queries can still reach, so that the KV cache holds several times as many tokens. "
-    "Blocks then stay in this process: they are not kept for the next process, on a disk, or for other workers. whole: "
-    "all tokens.",
+    "The cache then ends with its process. whole: all tokens.",
 )
 @click.option(
     "--max-num-seqs",

@@ -144,7 +144,9 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     fingerprint = for_context(hashing.result(), longest) if runner.depends_on_context else hashing.result()
     if kept is not None:
         kept.restore(pool, fingerprint)
-    tiers = tiers_for(config, runner, kv_layout(runner, limits, fingerprint), pool, kept, disk_key, transport)
+    tiers = tiers_for(
+        config, runner, kv_layout(runner, limits, fingerprint), engine.scheduler.kv_cache, kept, disk_key, transport
+    )
     card = card_of(config, pool, model_dir, fingerprint, runner, groups, tiers)
     add_rule(card, rule, longest)
     return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.common.transport.channels import Transport
 from headrace.worker.config import WorkerConfig
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.block_bytes import BlockBytes, PartBytes
+from headrace.worker.kv.block_pool import TOKEN_BYTES
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.disk_store import DiskStore
-from headrace.worker.kv.disk_tier import DiskTier
+from headrace.worker.kv.disk_tier import DiskTier, PartsOnDisk
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import GIB
 from headrace.worker.kv.takeover import Takeover
@@ -24,6 +27,9 @@ from headrace.worker.peers.tier import PeerTier
 if TYPE_CHECKING:
     from headrace.worker.model.runner import OpenVINOModelRunner
 
+# On a disk, one block in so many has its part for layers with a window: a conversation continues only at its end and
+# where others have branched off.
+_BLOCKS_PER_PART = 4
 log = logging.getLogger("headrace.worker")
 
 
@@ -59,36 +65,71 @@ def kv_layout(runner: OpenVINOModelRunner, limits: StepLimits, fingerprint: str)
     """Identifies everything that the bytes of a block depend on. Only processes with the same layout can exchange
     blocks."""
     identity = f"{fingerprint} {kv_numerics(runner, limits)} {runner.block_size} {runner.block_shapes}"
+    if runner.has_parts:
+        identity += f" window {runner.windows.num_tokens}"
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+
+def open_disk(
+    config: WorkerConfig,
+    directory: Path,
+    layout: str,
+    contents: BlockBytes,
+    parts: PartBytes | None,
+    key: bytes | None,
+) -> DiskTier:
+    """The tier of --kv-disk. Parts of blocks for layers with a window have a store of their own, with room for those of
+    one block in `_BLOCKS_PER_PART`. ConfigurationError if the disk cannot be used."""
+    size_bytes = int(config.kv_disk_gb * GIB)
+    if parts is None:
+        store = DiskStore(directory, layout, size_bytes, contents.num_bytes, contents.block_size, key)
+        log.info("%s has %d of at most %d KV blocks", directory, store.num_blocks, store.num_slots)
+        return DiskTier(store, contents, contents.num_bytes)
+    block_size, part_bytes = parts.contents.block_size, parts.contents.num_bytes
+    # The records of both have the tokens of a block.
+    record_bytes = 2 * TOKEN_BYTES * block_size
+    per_block = contents.num_bytes + record_bytes + (part_bytes + record_bytes) / _BLOCKS_PER_PART
+    of_blocks = int(size_bytes * (contents.num_bytes + record_bytes) / per_block)
+    store = DiskStore(directory, layout, of_blocks, contents.num_bytes, block_size, key)
+    of_parts = hashlib.sha256(f"{layout} parts".encode()).hexdigest()[:16]
+    part_store = DiskStore(directory, of_parts, size_bytes - of_blocks, part_bytes, block_size, key)
+    log.info(
+        "%s has %d of at most %d KV blocks, and %d of at most %d parts of layers with a window",
+        *(directory, store.num_blocks, store.num_slots, part_store.num_blocks, part_store.num_slots),
+    )
+    return DiskTier(store, contents, contents.num_bytes, PartsOnDisk(part_store, parts))
 
 
 def tiers_for(
     config: WorkerConfig,
     runner: OpenVINOModelRunner,
     layout: str,
-    pool: BlockPool,
+    kv_cache: KVCache,
     kept: KeptCache | None,
     disk_key: bytes | None,
     transport: Transport,
 ) -> Tiers:
     """The tiers that the flags describe. ConfigurationError if the disk cannot be used. None for a model with recurrent
-    layers, whose blocks are useless without states, and for layers that keep only their windows."""
-    if len(runner.layer_groups) > 1:
+    layers, whose blocks are useless without states."""
+    if kv_cache.states is not None:
         return NO_TIERS
-    contents, disk = runner.block_bytes_of, None
-    if config.kv_disk is not None:
-        size_bytes = int(config.kv_disk_gb * GIB)
-        store = DiskStore(config.kv_disk, layout, size_bytes, runner.block_bytes, runner.block_size, disk_key)
-        log.info("%s has %d of at most %d KV blocks", config.kv_disk, store.num_blocks, store.num_slots)
-        disk = DiskTier(store, contents, runner.block_bytes)
-        pool.on_eviction = disk.spill
-    if not config.kv_peers or runner.block_bytes > MAX_BLOCK_BYTES:
+    pool, contents = kv_cache.pool, runner.block_bytes_of
+    parts = None if kv_cache.windows is None else PartBytes(runner.part_bytes_of, kv_cache.windows.parts.slots)
+    disk = None if config.kv_disk is None else open_disk(config, config.kv_disk, layout, contents, parts, disk_key)
+    if disk is not None:
+        kv_cache.spill_to(disk)
+    if not config.kv_peers or runner.block_bytes + runner.part_bytes > MAX_BLOCK_BYTES:
         return Tiers(disk)
     file = None
     if kept is not None and kept.format is not None:
         file = BlockFile(kept.memory.descriptor, kept.format.arena_offset, kept.format.num_blocks)
-    peers = PeerTier(layout, contents, runner.block_bytes, transport)
-    source = BlockSource(layout, pool, contents, runner.block_bytes, file)
-    takeover = Takeover(pool, peers)
+    peers = PeerTier(layout, contents, runner.block_bytes, transport, None if parts is None else parts.contents)
+    source = BlockSource(layout, pool, contents, runner.block_bytes, file, parts)
+    takeover = Takeover(kv_cache, peers)
     most_bytes = int(config.kv_handover_gb * GIB)
-    return Tiers(disk, peers, takeover, Handover(source, takeover, pool, runner.block_bytes, most_bytes))
+    return Tiers(
+        disk,
+        peers,
+        takeover,
+        Handover(source, takeover, pool, max(1, runner.block_bytes + runner.part_bytes), most_bytes),
+    )

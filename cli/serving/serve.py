@@ -124,7 +124,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "--window-cache",
     type=click.Choice(["whole", "trim"]),
     help="Let layers with a sliding window keep all tokens, or only their windows (trim). With trim the KV cache holds "
-    "several times as many tokens, but is not kept after a crash, written to a disk or shared.  [default: whole]",
+    "several times as many tokens, but is not kept after a crash.  [default: whole]",
 )
 @click.option(
     "--kv-precision",

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.engine import fetching as fetching_module
+from headrace.worker.engine.engine import Engine
+from headrace.worker.engine.fetching import Fetching
+from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.loading import load_model
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
-from headrace.worker.tiers import NO_TIERS
+from headrace.worker.request.step import RequestOutput
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import FAMILIES
 from tests.architectures.test_architectures import (
@@ -115,11 +119,68 @@ def test_a_worker_trims_windows_and_holds_more_tokens(name: str, tmp_path: Path)
         sizes.append(model.engine.scheduler.kv_cache.pool.num_blocks)
     assert answers[0] == answers[1]
     assert sizes[1] > 1.3 * sizes[0]
-    assert model.tiers == NO_TIERS
-    assert not model.card.kv_layout
-    for flags in ({"kv_disk": tmp_path}, {"role": "prefill"}, {"cache_eviction": "on-request"}):
-        with pytest.raises(ConfigurationError, match="--window-cache trim"):
-            load_model(replace(trimmed, **flags))  # type: ignore[arg-type]
+    assert model.card.kv_layout
+    with pytest.raises(ConfigurationError, match="--window-cache trim"):
+        load_model(replace(trimmed, cache_eviction="on-request"))
+
+
+@pytest.mark.parametrize("name", [name for name in WINDOWED if name in {"gemma3_text", "gpt_oss"}])
+def test_prefixes_come_from_the_disk_with_the_parts_of_windows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer after a hit is that of the worker that computed the prompt, to the last bit."""
+    address = "127.0.0.1:0"
+    config = WorkerConfig(
+        exported(NAMES)[name],
+        name,
+        "w",
+        address,
+        address,
+        kv_cache_bytes=1 << 23,
+        threads=2,
+        max_num_seqs=4,
+        trims_windows=True,
+        kv_disk=tmp_path,
+        kv_disk_gb=0.1,
+    )
+    monkeypatch.setattr(fetching_module, "_LEAST_PATIENCE_S", 60.0)
+    # The model is so small that computing is faster; that is not the question here.
+    monkeypatch.setattr(DiskTier, "expected_s", lambda *_: 0.0)
+    prompt = [int(token) for token in np.random.default_rng(0).integers(3, 500, 700)]
+    answers = []
+    for is_second in (False, True):
+        model = load_model(config)
+        disk, scheduler = model.tiers.disk, model.engine.scheduler
+        assert disk is not None
+        disk.start()
+        fetching = Fetching(scheduler, disk)
+        request = Request("r", prompt, SamplingParams(40, seed=0, num_logprobs=1), 1)
+        if not fetching.begin(request):
+            assert not is_second
+            scheduler.add(request)
+        outputs = run_with(model.engine, fetching)
+        answers.append([entry for output in outputs for entry in zip(output.token_ids, output.logprobs, strict=True)])
+        if is_second:
+            assert request.num_disk_tokens > 600
+            assert request.num_cached_tokens >= request.num_disk_tokens
+        else:
+            pool = scheduler.kv_cache.pool
+            pool.release(reversed(pool.take(pool.num_blocks)))
+            assert disk.wait_until_written(60)
+        disk.stop()
+        disk.join(60)
+        model.close()
+    assert answers[0] == answers[1]
+
+
+def run_with(engine: Engine, fetching: Fetching) -> list[RequestOutput]:
+    """Run all requests to their ends."""
+    outputs = []
+    while engine.scheduler.has_requests or engine.has_outputs or fetching.num_held:
+        for request in fetching.take_ready():
+            engine.scheduler.add(request)
+        outputs += engine.step()
+    return outputs
 
 
 def test_a_model_without_windows_has_no_parts() -> None:

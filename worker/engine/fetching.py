@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.worker.engine.scheduler import Scheduler
-from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, OtherWorkers, Tier, Wanted, import_blocks
+from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, Held, OtherWorkers, Tier
 from headrace.worker.kv.takeover import Takeover
 from headrace.worker.peers.source import BlockSource
 from headrace.worker.request.request import Request, RequestState
@@ -34,11 +34,11 @@ _TOKENS_MEANWHILE = 512
 
 @dataclass(slots=True)
 class _Held:
-    """A request for which `tier` fetches blocks, and the cached blocks that it holds. It began to wait at `since_s`, is
-    expected to wait for `expected_s`, and stops waiting at `deadline_s`."""
+    """A request for which `tier` fetches blocks, and what is `held` of the cache for it. It began to wait at `since_s`,
+    is expected to wait for `expected_s`, and stops waiting at `deadline_s`."""
 
     request: Request
-    prefix: list[int]
+    held: Held
     tier: Tier
     since_s: float
     expected_s: float
@@ -127,22 +127,21 @@ class Fetching:
         """Hold a request for its blocks from `first` to `end`, as far as there is room, if that saves time."""
         if tier is None:
             return False
-        cache, pool = self._scheduler.kv_cache, self._scheduler.kv_cache.pool
-        prefix = self._hold_prefix(request)
+        cache = self._scheduler.kv_cache
+        prefix = cache.hold_prefix(request, end)
         # The held blocks are not spare any more.
-        end = min(end, first + count_room())
+        end = cache.num_fetchable(request, min(end, len(prefix) + count_room()), self._parts_of(tier))
         patience_s = self._patience_s(request, tier, first, end)
-        if len(prefix) != first or self._saved_s(tier, first, end) <= 0.0 or patience_s < 0.0:
-            pool.release(reversed(prefix))
+        is_worth = cache.num_usable(request, prefix) == first and self._saved_s(tier, first, end) > 0.0
+        taken = cache.take_wanted(request, prefix, end) if is_worth and patience_s >= 0.0 else None
+        if taken is None:
+            cache.release_prefix(prefix)
             return False
-        wanted = [
-            Wanted(block, *cache.key_of(request, index), is_first=index == 0)
-            for index, block in zip(range(first, end), pool.take(end - first), strict=True)
-        ]
+        in_cache, wanted = taken
         request.was_fetched_for = True
         fetch = Fetch(wanted, request.kv_source if tier is self.peers else "", patience_s)
         now_s, expected_s = self._clock(), tier.expected_s(end - first)
-        self._held[fetch] = _Held(request, prefix, tier, now_s, expected_s, now_s + patience_s)
+        self._held[fetch] = _Held(request, in_cache, tier, now_s, expected_s, now_s + patience_s)
         for block in wanted:
             self._fetch_of.setdefault(block.block_hash, fetch)
         self._count_running()
@@ -219,10 +218,11 @@ class Fetching:
         for wanted in fetch.wanted:
             if self._fetch_of.get(wanted.block_hash) is fetch:
                 del self._fetch_of[wanted.block_hash]
-        import_blocks(self._scheduler.kv_cache.pool, fetch, held.prefix)
+        self._scheduler.kv_cache.bring(fetch, held.held)
         self._count_running()
         held.request.fetch_wait_s += self._clock() - held.since_s
-        num_tokens = fetch.num_read * self._scheduler.kv_cache.block_size
+        num_blocks = sum(not wanted.part_only for wanted in fetch.wanted[: fetch.num_read])
+        num_tokens = num_blocks * self._scheduler.kv_cache.block_size
         if fetch.source:
             held.request.num_peer_tokens = num_tokens
         else:
@@ -292,20 +292,21 @@ class Fetching:
         last = cache.num_reusable(request) // cache.block_size
         if self.disk is not None:
             end = first
-            while end < last and self.disk.has(cache.hash_of(request, end)):
+            while end < last and self._is_near(cache.hash_of(request, end)):
                 end += 1
-            yield self.disk, end
+            yield self.disk, cache.num_fetchable(request, end, self.disk.has_part)
         if self.peers is not None and request.kv_source and not self.peers.is_resting(request.kv_source):
-            yield self.peers, min(request.num_source_tokens // cache.block_size, last)
+            end = min(request.num_source_tokens // cache.block_size, last)
+            yield self.peers, cache.num_fetchable(request, end, self._parts_of(self.peers))
 
-    def _hold_prefix(self, request: Request) -> list[int]:
-        """Hold the cached blocks of a request until the other blocks have arrived. Returns them."""
-        cache = self._scheduler.kv_cache
-        cache.reuse(request)
-        prefix = list(request.block_table)
-        cache.pool.hold(prefix)
-        cache.free(request)
-        return prefix
+    def _is_near(self, block_hash: int) -> bool:
+        """Whether a block is on the disk or in the cache, perhaps without its part for layers with a window."""
+        assert self.disk is not None
+        return self.disk.has(block_hash) or self._scheduler.kv_cache.pool.is_findable(block_hash)
+
+    def _parts_of(self, tier: Tier) -> Callable[[int], bool]:
+        """Whether a tier has the part of a block. What parts other workers have shows when they send them."""
+        return self.disk.has_part if self.disk is not None and tier is self.disk else lambda _: True
 
     def _num_spare(self) -> int:
         """Blocks that no running request needs while a fetch holds them."""

@@ -36,7 +36,9 @@ class BlockBytes:
     """The bytes of all blocks in `caches`. Each cache is an array of bytes that stores its blocks one after another."""
 
     def __init__(self, caches: Sequence[npt.NDArray[np.uint8]], shapes: Sequence[BlockShape]) -> None:
-        self.block_size = shapes[0].tokens
+        self.block_size = shapes[0].tokens if shapes else 0
+        self.num_bytes = sum(shape.num_bytes for shape in shapes)
+        """Bytes of one block."""
         self._shapes = shapes
         self._views = [cache.reshape(-1, *shape) for cache, shape in zip(caches, shapes, strict=True)]
         self._groups = [
@@ -92,6 +94,19 @@ class BlockBytes:
         for group in self._groups:
             found = crc32(group.digest(block, num_tokens), found)
         return found
+
+
+class PartBytes(NamedTuple):
+    """The bytes of the parts of blocks for layers with a window, by their slots. `slots` `[blocks + 1]` has the slot of
+    each block's part. A block without one has that of the block for padding, which is the last."""
+
+    contents: BlockBytes
+    slots: npt.NDArray[np.int32]
+
+    def slot_of(self, block: int) -> int | None:
+        """The slot of a block's part; None if it has none."""
+        slot = int(self.slots[block])
+        return None if slot == self.slots[-1] else slot
 
 
 class _Group:

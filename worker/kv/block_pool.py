@@ -130,6 +130,10 @@ class BlockPool:
         """The block with this hash; None if there is none."""
         return self._block_of_hash.get(block_hash)
 
+    def content_of(self, block: int) -> Content | None:
+        """The content of a block that can be found, or whose beginning can; None for others."""
+        return self._content.get(block)
+
     def is_cached(self, block: int) -> bool:
         """Whether this block, or its beginning, can be found."""
         return block in self._content

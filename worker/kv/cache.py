@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.chain import BlockKey, content_of, hash_of, key_of, parent_of
+from headrace.worker.kv.fetch import NO_SLOT, ChainedBlock, Fetch, Held, Spill, Wanted
 from headrace.worker.kv.groups.evicting import EvictingAttention
 from headrace.worker.kv.groups.full import FullAttention
-from headrace.worker.kv.groups.group import MIN_TOKENS_LEFT, BlockAt, CacheGroup
+from headrace.worker.kv.groups.group import MIN_TOKENS_LEFT, BlockAt, CacheGroup, Elsewhere, nowhere
 from headrace.worker.kv.groups.recurrent import RecurrentStates
 from headrace.worker.kv.groups.window import WindowAttention
 from headrace.worker.request.request import Branch, Request
@@ -124,6 +125,12 @@ class KVCache:
         """Whether drafts may have branches. States have none."""
         return self.states is None
 
+    def spill_to(self, disk: Spill) -> None:
+        """Hand evicted blocks, and evicted parts of blocks, to a disk."""
+        self.pool.on_eviction = disk.spill
+        if self.windows is not None:
+            self.windows.spill_to(disk)
+
     def has_room(self, request: Request, num_blocks: int) -> bool:
         """Whether a waiting request may run, so that running requests can take `num_blocks` more blocks."""
         if num_blocks > self.pool.num_free_blocks:
@@ -168,15 +175,141 @@ class KVCache:
         end = self._blocks.num_findable(request, self.num_reusable(request))
         if end == len(request.block_table):
             return request.num_computed_tokens
-        usable = self._usable(request, end, lambda index: self.pool.block_of(self.hash_of(request, index)))
+        usable = self._usable(request, end, self._block_at(request))
         return max(request.num_computed_tokens, usable * self.block_size)
 
-    def _usable(self, request: Request, end: int, block_at: BlockAt) -> int:
+    def _block_at(self, request: Request) -> BlockAt:
+        return lambda index: self.pool.block_of(self.hash_of(request, index))
+
+    def num_fetchable(self, request: Request, end: int, has_part: Callable[[int], bool]) -> int:
+        """The largest number of blocks, at most `end`, after which the request could continue if a tier brought what is
+        missing of them. `has_part`: whether the tier has the part of the block with this hash."""
+        return self._usable(request, end, self._block_at(request), lambda index: has_part(self.hash_of(request, index)))
+
+    def hold_prefix(self, request: Request, end: int) -> list[int]:
+        """Hold the cached blocks at the beginning of a request that has none, at most `end` of them. Returns them."""
+        prefix = self._blocks.find(request, self.num_reusable(request))[:end]
+        self.pool.hold(prefix)
+        return prefix
+
+    def release_prefix(self, prefix: Sequence[int]) -> None:
+        """The opposite of `hold_prefix`."""
+        self.pool.release(reversed(prefix))
+
+    def num_usable(self, request: Request, prefix: Sequence[int]) -> int:
+        """After how many of these blocks at its beginning a request without blocks could continue."""
+        return self._usable(request, len(prefix), lambda index: prefix[index])
+
+    def take_wanted(self, request: Request, prefix: list[int], end: int) -> tuple[Held, list[Wanted]] | None:
+        """Take blocks for what a tier brings after the `prefix`, which is held, up to block `end`, and slots for the
+        parts of the last window before it. As many blocks must be free. None, with nothing taken, if there are too few
+        slots."""
+        windows, size = self.windows, self.block_size
+        seen = range(0) if windows is None else range(windows.first_seen(end * size), end)
+        if windows is not None and len(seen) > windows.num_spare:
+            return None
+        self.pool.release(reversed(prefix[end:]))
+        prefix = prefix[:end]
+        there = [prefix[index] for index in seen if index < len(prefix) and self._has_part(prefix[index])]
+        if windows is not None:
+            windows.keep(there)
+        blocks = [*prefix, *self._take_empty(end - len(prefix))]
+        wanted = []
+        for index, block in enumerate(blocks):
+            part_only = index < len(prefix)
+            slot = NO_SLOT
+            if windows is not None and index in seen and not (part_only and windows.parts.has(block)):
+                slot = windows.parts.take_slot()
+            if slot != NO_SLOT or not part_only:
+                wanted.append(Wanted(block, *self.key_of(request, index), index == 0, slot, part_only))
+        return Held(prefix, there), wanted
+
+    def _take_empty(self, count: int) -> list[int]:
+        """Take blocks that nobody computes."""
+        blocks = self.pool.take(count)
+        if self.windows is not None:
+            for block in blocks:
+                self.windows.parts.drop(block)
+        return blocks
+
+    def _has_part(self, block: int) -> bool:
+        return self.windows is not None and self.windows.parts.has(block)
+
+    def take_offered(
+        self, offered: Sequence[ChainedBlock], count_spare: Callable[[], int]
+    ) -> tuple[Held, list[Wanted]]:
+        """Take blocks for those that another worker offers, as many as `count_spare` allows when the cached blocks in
+        front of them are held, and slots for their parts as far as there are any to spare. Each offered block must come
+        after its predecessor, unless that is in the cache."""
+        missing: dict[int, ChainedBlock] = {}
+        held: dict[int, None] = {}
+        for block in offered:
+            if self.pool.is_findable(block.block_hash) or block.block_hash in missing:
+                continue
+            if not block.is_first and block.parent_hash not in missing:
+                chain = self.pool.chain_to(block.parent_hash)
+                if not chain:
+                    continue
+                # Otherwise these might be evicted to make room for the others.
+                held.update(dict.fromkeys(chain))
+            missing[block.block_hash] = block
+        self.pool.hold(held)
+        chosen = list(missing.values())[: count_spare()]
+        if not chosen:
+            self.pool.release(reversed(held))
+            return Held([], []), []
+        num_slots = 0 if self.windows is None else self.windows.num_spare
+        wanted = []
+        for number, chained in zip(self._take_empty(len(chosen)), chosen, strict=True):
+            slot = NO_SLOT
+            if chained.has_part and self.windows is not None and num_slots > 0:
+                slot, num_slots = self.windows.parts.take_slot(), num_slots - 1
+            wanted.append(Wanted(number, chained.block_hash, chained.parent_hash, b"", chained.is_first, slot))
+        return Held(list(held), []), wanted
+
+    def bring(self, fetch: Fetch, held: Held) -> list[int]:
+        """Make the filled blocks of a fetch findable, each after its predecessor, and their parts usable. Release all
+        that was taken and held for it. Returns the blocks that became findable.
+
+        If a request has computed the same block in the meantime, that one is in the chain. The whole chain is released
+        again, from its end, so that no block is evicted before its successor.
+        """
+        chain, came, unused = list(held.blocks), list[int](), list[int]()
+        broken: set[int] = set()
+        for number, wanted in enumerate(fetch.wanted):
+            found: int | None = None
+            if number < fetch.num_read:
+                found = wanted.block if wanted.part_only else self._make_findable(wanted, broken)
+            if self.windows is not None and wanted.slot != NO_SLOT:
+                self.windows.parts.place(wanted.slot, found)
+            if wanted.part_only:
+                continue
+            if found is not None:
+                chain.append(found)
+                if found != wanted.block:
+                    self.pool.hold([found])
+            (came if found == wanted.block else unused).append(wanted.block)
+        if self.windows is not None:
+            self.windows.stop_keeping(held.parts)
+        self.pool.release(unused)
+        self.pool.release(reversed(chain))
+        return came
+
+    def _make_findable(self, wanted: Wanted, broken: set[int]) -> int | None:
+        """The block that the hash of a filled one leads to; None if its chain is `broken`."""
+        found = None
+        if wanted.is_first or (wanted.parent_hash not in broken and self.pool.is_findable(wanted.parent_hash)):
+            found = self.pool.make_findable(*wanted[:4], is_first=wanted.is_first)
+        if found is None:
+            broken.add(wanted.block_hash)
+        return found
+
+    def _usable(self, request: Request, end: int, block_at: BlockAt, elsewhere: Elsewhere = nowhere) -> int:
         """The largest number of cached blocks, at most `end`, after which all groups can continue."""
         while True:
             before = end
             for group in self._beside:
-                end = group.usable(request, end, block_at)
+                end = group.usable(request, end, block_at, elsewhere)
             if end == before or len(self._beside) == 1:
                 return end
 

@@ -12,14 +12,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.kv.block_bytes import BlockBytes
+from headrace.worker.kv.block_bytes import BlockBytes, PartBytes
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.disk_store import DiskStore
-from headrace.worker.kv.fetch import Fetch, LearnedTime
+from headrace.worker.kv.fetch import NO_SLOT, Fetch, LearnedTime, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +39,28 @@ _PAUSE_AFTER_FAILURE_S = 60.0
 _FIRST_GUESS_BYTES_PER_S = 1e9
 
 
-class DiskTier(threading.Thread):
-    """The thread that reads and writes `store`. It calls `on_arrival` when a fetch has ended."""
+class PartsOnDisk(NamedTuple):
+    """The parts of blocks for layers with a window, in a store of their own, under the hashes of their blocks."""
 
-    def __init__(self, store: DiskStore, contents: BlockBytes, block_bytes: int) -> None:
+    store: DiskStore
+    bytes: PartBytes
+
+
+class _Spill(NamedTuple):
+    """Bytes of an evicted block, or of a part of one, to be written to a store."""
+
+    store: DiskStore
+    content: Content
+    data: npt.NDArray[np.uint8]
+
+
+class DiskTier(threading.Thread):
+    """The thread that reads and writes `store`, and the store of `parts` if there is one. It calls `on_arrival` when a
+    fetch has ended."""
+
+    def __init__(
+        self, store: DiskStore, contents: BlockBytes, block_bytes: int, parts: PartsOnDisk | None = None
+    ) -> None:
         super().__init__(name="kv-disk", daemon=True)
         self.on_arrival: Callable[[], None] = lambda: None
         self.has_news = False
@@ -49,16 +69,18 @@ class DiskTier(threading.Thread):
         self.num_written = 0
         self.num_not_written = 0
         self.num_read = 0
-        self.read_time = LearnedTime(block_bytes / _FIRST_GUESS_BYTES_PER_S)
+        part_bytes = 0 if parts is None else parts.bytes.contents.num_bytes
+        self.read_time = LearnedTime((block_bytes + part_bytes) / _FIRST_GUESS_BYTES_PER_S)
         """The time to read a block."""
         self._store = store
+        self._parts = parts
         self._contents = contents
         self._block_bytes = block_bytes
-        self._max_queued = max(1, min(MAX_QUEUED, MAX_QUEUED_BYTES // block_bytes))
-        self._buffer = np.empty(block_bytes, np.uint8)
-        self._spills: deque[tuple[Content, npt.NDArray[np.uint8]]] = deque()
+        self._max_queued = max(1, min(MAX_QUEUED, MAX_QUEUED_BYTES // (block_bytes + part_bytes)))
+        self._buffer, self._part_buffer = np.empty(block_bytes, np.uint8), np.empty(part_bytes, np.uint8)
+        self._spills: deque[_Spill] = deque()
         # Without room, the blocks that were in use first are forgotten.
-        self._touched: deque[int] = deque(maxlen=MAX_TOUCHED)
+        self._touched: deque[tuple[DiskStore, int]] = deque(maxlen=MAX_TOUCHED)
         self._fetches: deque[Fetch] = deque()
         self._ended: deque[Fetch] = deque()
         self._reading: Fetch | None = None
@@ -72,24 +94,35 @@ class DiskTier(threading.Thread):
         self._no_writes_until_s = self._no_reads_until_s = 0.0
 
     def spill(self, block: int, content: Content) -> None:
-        """Engine thread: copy a block that is about to be evicted, and queue the copy for writing."""
+        """Engine thread: copy a block that is about to be evicted, and its part if it has one, and queue the copies to
+        be written."""
+        self._queue(self._store, self._contents, block, content)
+        self.spill_part(block, content)
+
+    def spill_part(self, block: int, content: Content) -> None:
+        """Engine thread: copy the part of a block for layers with a window, which is about to be evicted."""
+        slot = None if self._parts is None else self._parts.bytes.slot_of(block)
+        if self._parts is not None and slot is not None:
+            self._queue(self._parts.store, self._parts.bytes.contents, slot, content)
+
+    def _queue(self, store: DiskStore, contents: BlockBytes, place: int, content: Content) -> None:
         if content.block_hash is None:
             return
-        if self._store.has(content.block_hash):
+        if store.has(content.block_hash):
             # A store to the mapped index may wait for the disk, so only the tier's thread touches it.
-            self._touched.append(content.block_hash)
+            self._touched.append((store, content.block_hash))
             return
         if len(self._spills) >= self._max_queued or time.monotonic() < self._no_writes_until_s:
             self.num_not_written += 1
             return
         try:
-            data = np.empty(self._block_bytes, np.uint8)
+            data = np.empty(contents.num_bytes, np.uint8)
         except MemoryError:
             self.num_not_written += 1
             return
-        self._contents.gather(block, data)
+        contents.gather(place, data)
         with self._changed:
-            self._spills.append((content, data))
+            self._spills.append(_Spill(store, content, data))
             self._changed.notify()
 
     @property
@@ -114,7 +147,19 @@ class DiskTier(threading.Thread):
     def has(self, block_hash: int) -> bool:
         """Engine thread: whether the block was on the disk at the last refresh of the index. False for some time after
         the disk could not be read."""
-        return time.monotonic() >= self._no_reads_until_s and self._store.has(block_hash)
+        return self._can_read and self._store.has(block_hash)
+
+    def has_part(self, block_hash: int) -> bool:
+        """Engine thread: as `has`, of the block's part for layers with a window."""
+        return self._parts is not None and self._can_read and self._parts.store.has(block_hash)
+
+    @property
+    def _can_read(self) -> bool:
+        return time.monotonic() >= self._no_reads_until_s
+
+    @property
+    def _stores(self) -> list[DiskStore]:
+        return [self._store] if self._parts is None else [self._store, self._parts.store]
 
     def fetch(self, fetch: Fetch) -> None:
         """Engine thread: queue a fetch. `take_ended` returns it when it has ended."""
@@ -186,7 +231,10 @@ class DiskTier(threading.Thread):
         self._reading = fetch
         try:
             self._read(fetch)
-            self._store.count_hits([wanted.block_hash for wanted in fetch.wanted[: fetch.num_read]])
+            found = fetch.wanted[: fetch.num_read]
+            self._store.count_hits([wanted.block_hash for wanted in found if not wanted.part_only])
+            if self._parts is not None:
+                self._parts.store.count_hits([wanted.block_hash for wanted in found if wanted.slot != NO_SLOT])
         except Exception as error:
             _warn("KV blocks cannot be read from the disk", error)
             self._no_reads_until_s = time.monotonic() + _PAUSE_AFTER_FAILURE_S
@@ -196,21 +244,35 @@ class DiskTier(threading.Thread):
             self.on_arrival()
 
     def _read(self, fetch: Fetch) -> None:
-        if fetch.is_given_up or time.monotonic() < self._no_reads_until_s:
+        if fetch.is_given_up or not self._can_read:
             return
-        self._store.refresh()
+        for store in self._stores:
+            store.refresh()
         for wanted in fetch.wanted:
             if fetch.is_given_up:
                 return
             start_s = self._busy_since_s = time.monotonic()
-            if not self._store.read(wanted.block_hash, wanted.parent_hash, wanted.token_bytes, self._buffer):
+            if not self._load(wanted):
                 return
             # If the fetch was given up during the read, the block may have another owner.
-            is_filled = fetch.fill(lambda block: self._contents.scatter(block, self._buffer))
+            is_filled = fetch.fill(partial(self._fill, wanted))
             self.read_time.observe(time.monotonic() - start_s)
             if not is_filled:
                 return
-            self.num_read += 1
+            self.num_read += not wanted.part_only
+
+    def _load(self, wanted: Wanted) -> bool:
+        """Read a block, its part, or both into the buffers. Returns False if something is missing."""
+        key = wanted.block_hash, wanted.parent_hash, wanted.token_bytes
+        if not wanted.part_only and not self._store.read(*key, self._buffer):
+            return False
+        return wanted.slot == NO_SLOT or (self._parts is not None and self._parts.store.read(*key, self._part_buffer))
+
+    def _fill(self, wanted: Wanted, block: int) -> None:
+        if not wanted.part_only:
+            self._contents.scatter(block, self._buffer)
+        if wanted.slot != NO_SLOT and self._parts is not None:
+            self._parts.bytes.contents.scatter(wanted.slot, self._part_buffer)
 
     def _look(self) -> None:
         """Mark the blocks that memory had until now, and read what other workers have changed in the index."""
@@ -218,7 +280,7 @@ class DiskTier(threading.Thread):
         self._busy_since_s = time.monotonic()
         try:
             self._mark_used()
-            if self._store.refresh():
+            if any([store.refresh() for store in self._stores]):  # noqa: C419  all of them
                 self.has_news = True
                 self.on_arrival()
         except Exception as error:
@@ -230,7 +292,8 @@ class DiskTier(threading.Thread):
 
     def _mark_used(self) -> None:
         while self._touched:
-            self._store.touch(self._touched.popleft())
+            store, block_hash = self._touched.popleft()
+            store.touch(block_hash)
 
     def _write(self) -> None:
         """Write one block. Flush the file after several blocks, or when the queue is empty."""
@@ -238,14 +301,15 @@ class DiskTier(threading.Thread):
         try:
             if self._spills:
                 self._mark_used()
-                content, data = self._spills[0]
+                store, content, data = self._spills[0]
                 assert content.block_hash is not None
-                if self._store.write(content.block_hash, content.parent_hash, content.token_bytes, data):
+                if store.write(content.block_hash, content.parent_hash, content.token_bytes, data):
                     self.num_written += 1
                     self._num_unflushed += 1
                 self._spills.popleft()
             if self._num_unflushed >= _WRITES_A_FLUSH or not self._spills:
-                self._store.flush()
+                for store in self._stores:
+                    store.flush()
                 self._num_unflushed = 0
                 if not self._spills:
                     self.has_news = True

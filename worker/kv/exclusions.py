@@ -44,8 +44,6 @@ _STATES_STAY = "a block is of no use without the state of its recurrent layers, 
 EXCLUSIONS = (
     Exclusion(EVICTION, DRAFT_MODEL, "a draft model and heads read all tokens of a request"),
     Exclusion(EVICTION, TRIM, "a window would slide over the wrong tokens"),
-    Exclusion(KV_DISK, TRIM, "blocks on a disk have all their layers"),
-    Exclusion(ROLE, TRIM, "blocks that workers exchange have all their layers"),
     Exclusion(KV_DISK, LayerKind.RECURRENT, _STATES_STAY),
     Exclusion(ROLE, LayerKind.RECURRENT, _STATES_STAY),
     Exclusion(DECODE_GRAPH, LayerKind.RECURRENT, "the two graphs would need states of different precisions"),

@@ -5,25 +5,49 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.block_pool import Content
 
 # For `LearnedTime`: the weight of the latest measurement; the maximum of a measurement, as a multiple of the average;
 # and the half-life in seconds of the part of the average that exceeds the first guess.
 _NEWEST, _MOST, _HALF_LIFE_S = 0.2, 10.0, 60.0
 
 
+NO_SLOT = -1
+
+
 class Wanted(NamedTuple):
-    """A block to be filled: `block`, which has no other holder. `token_bytes` is empty if its tokens are not known."""
+    """A block to be filled: `block`, which has no other holder. `token_bytes` is empty if its tokens are not known. Its
+    part for layers with a window goes to `slot`, unless that is NO_SLOT. If it is `part_only`, the block itself is in
+    the cache."""
 
     block: int
     block_hash: int
     parent_hash: int
     token_bytes: bytes
     is_first: bool
+    slot: int = NO_SLOT
+    part_only: bool = False
+
+
+class ChainedBlock(NamedTuple):
+    """A block of another worker, and the one before it. `has_part`: also its part for layers with a window."""
+
+    block_hash: int
+    parent_hash: int
+    is_first: bool
+    has_part: bool = False
+
+
+class Held(NamedTuple):
+    """What is held for a fetch until it has ended: the cached blocks in front of the wanted ones, and the parts of some
+    of them for layers with a window."""
+
+    blocks: list[int]
+    parts: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,32 +83,6 @@ class Fetch:
             self.is_given_up = True
 
 
-def import_blocks(pool: BlockPool, fetch: Fetch, in_front: Sequence[int]) -> list[int]:
-    """Make the filled blocks findable, each after its predecessor. Release all blocks of the fetch and the held ones
-    `in_front` of them. Returns the blocks that became findable.
-
-    If a request has computed the same block in the meantime, that one is in the chain. The whole chain is released
-    again, from its end, so that no block is evicted before its successor.
-    """
-    chain, came = list(in_front), list[int]()
-    unused = [wanted.block for wanted in fetch.wanted[fetch.num_read :]]
-    broken: set[int] = set()
-    for block, block_hash, parent_hash, token_bytes, is_first in fetch.wanted[: fetch.num_read]:
-        found = None
-        if is_first or (parent_hash not in broken and pool.is_findable(parent_hash)):
-            found = pool.make_findable(block, block_hash, parent_hash, token_bytes, is_first=is_first)
-        if found is None:
-            broken.add(block_hash)
-        else:
-            chain.append(found)
-            if found != block:
-                pool.hold([found])
-        (came if found == block else unused).append(block)
-    pool.release(unused)
-    pool.release(reversed(chain))
-    return came
-
-
 class LearnedTime:
     """How many seconds an operation takes: a moving average. Any thread may call it.
 
@@ -109,6 +107,18 @@ class LearnedTime:
         """Add a measurement."""
         average_s = self.seconds
         self._found = average_s + _NEWEST * (min(seconds, _MOST * average_s) - average_s), self._clock()
+
+
+class Spill(Protocol):
+    """Takes what the cache evicts. The engine thread calls it before the bytes change."""
+
+    def spill(self, block: int, content: Content) -> None:
+        """A block, with its part for layers with a window if it has one."""
+        ...
+
+    def spill_part(self, block: int, content: Content) -> None:
+        """Only its part for layers with a window."""
+        ...
 
 
 class Tier(Protocol):
@@ -152,6 +162,10 @@ class DiskOfBlocks(Tier, Protocol):
 
     def has(self, block_hash: int) -> bool:
         """Whether it has the block."""
+        ...
+
+    def has_part(self, block_hash: int) -> bool:
+        """Whether it has the block's part for layers with a window."""
         ...
 
     def take_changes(self) -> dict[int, bool]:

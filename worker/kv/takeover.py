@@ -12,16 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.fetch import Fetch, Tier, Wanted, import_blocks
-
-
-class ChainedBlock(NamedTuple):
-    """A block of another worker, and the one before it."""
-
-    block_hash: int
-    parent_hash: int
-    is_first: bool
+from headrace.worker.kv.cache import KVCache
+from headrace.worker.kv.fetch import ChainedBlock, Fetch, Held, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -38,13 +30,13 @@ class _Running(NamedTuple):
     """An offer whose blocks are being fetched, and the blocks before them, which are held until the fetch ends."""
 
     offer: Offer
-    held: list[int]
+    held: Held
 
 
 class Takeover:
     """Fetches offered blocks through `tier`. Only `offer` and `refresh` may be called outside of the engine thread."""
 
-    def __init__(self, pool: BlockPool, tier: Tier) -> None:
+    def __init__(self, kv_cache: KVCache, tier: Tier) -> None:
         self.wake: Callable[[], None] = lambda: None
         """Makes the engine thread call `advance`."""
         self.num_spare: Callable[[], int] = lambda: 0
@@ -52,7 +44,7 @@ class Takeover:
         self.num_taken = 0
         self.has_news = False
         """Whether there is something to report. The reader resets it."""
-        self._pool = pool
+        self._kv_cache = kv_cache
         self._tier = tier
         self._offers: deque[Offer] = deque()
         self._running: dict[Fetch, _Running] = {}
@@ -82,37 +74,17 @@ class Takeover:
         running = self._running.pop(fetch, None)
         if running is None:
             return False
-        came = import_blocks(self._pool, fetch, running.held)
+        came = self._kv_cache.bring(fetch, running.held)
         self.num_taken += len(came)
         self.has_news = True
         running.offer.ended.set_result(len(came))
         return True
 
     def _begin(self, offer: Offer) -> None:
-        pool = self._pool
-        missing: dict[int, ChainedBlock] = {}
-        held: dict[int, None] = {}
-        for block in offer.blocks:
-            if pool.is_findable(block.block_hash) or block.block_hash in missing:
-                continue
-            if not block.is_first and block.parent_hash not in missing:
-                chain = pool.chain_to(block.parent_hash)
-                if not chain:
-                    continue
-                # Otherwise these might be evicted to make room for the others.
-                held.update(dict.fromkeys(chain))
-            missing[block.block_hash] = block
-        pool.hold(held)
-        wanted = list(missing.values())[: self.num_spare()]
+        held, wanted = self._kv_cache.take_offered(offer.blocks, self.num_spare)
         if not wanted:
-            pool.release(reversed(held))
             offer.ended.set_result(0)
             return
-        blocks = pool.take(len(wanted))
-        fetch = Fetch(
-            [Wanted(block, *chained[:2], b"", chained.is_first) for block, chained in zip(blocks, wanted, strict=True)],
-            offer.source,
-            offer.timeout_s,
-        )
-        self._running[fetch] = _Running(offer, list(held))
+        fetch = Fetch(wanted, offer.source, offer.timeout_s)
+        self._running[fetch] = _Running(offer, held)
         self._tier.fetch(fetch)

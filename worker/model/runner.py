@@ -199,8 +199,21 @@ class OpenVINOModelRunner:
 
     @property
     def block_bytes_of(self) -> BlockBytes:
-        """The bytes of the blocks of the cache that was allocated."""
-        return BlockBytes([view.reshape(-1) for view in self._cache_views], self.block_shapes)
+        """The bytes of the blocks of the cache that was allocated, without parts in slots."""
+        return self._bytes_of(in_slots=False)
+
+    @property
+    def part_bytes_of(self) -> BlockBytes:
+        """The bytes of the parts in slots."""
+        return self._bytes_of(in_slots=True)
+
+    def _bytes_of(self, *, in_slots: bool) -> BlockBytes:
+        found = [
+            (view.reshape(-1), shape)
+            for port, view, shape in zip(self._caches, self._cache_views, self.block_shapes, strict=True)
+            if (layer_of(port) in self._in_slots) is in_slots
+        ]
+        return BlockBytes([view for view, _ in found], [shape for _, shape in found])
 
     def allocate(
         self,

@@ -19,7 +19,8 @@ from typing import TypeAlias
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
+from headrace.worker.kv.fetch import ChainedBlock
+from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.peers.source import BlockSource
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,10 @@ class Handover:
                 yield worker_pb2.HandOverResponse(
                     blocks=[
                         worker_pb2.ChainedBlock(
-                            hash=content.block_hash, parent_hash=content.parent_hash, is_first=content.is_first
+                            hash=content.block_hash,
+                            parent_hash=content.parent_hash,
+                            is_first=content.is_first,
+                            has_part=self.source.has_part(content.block_hash or 0),
                         )
                         for content in named[start : start + _BLOCKS_A_MESSAGE]
                     ]
@@ -120,7 +124,9 @@ class Handover:
         if not request.source:
             problem = "source is empty; give the gRPC target of the worker that has the blocks"
             raise StatusError(Reason.INVALID_FIELD, problem, field="source")
-        blocks = [ChainedBlock(block.hash, block.parent_hash, block.is_first) for block in request.blocks]
+        blocks = [
+            ChainedBlock(block.hash, block.parent_hash, block.is_first, block.has_part) for block in request.blocks
+        ]
         offer = Offer(request.source, blocks, _TAKE_TIMEOUT_S)
         loop = asyncio.get_running_loop()
         start_s = loop.time()

@@ -20,7 +20,7 @@ import numpy as np
 from headrace.common.transport.channels import MAX_MESSAGE_BYTES
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.kv.block_bytes import BlockBytes
+from headrace.worker.kv.block_bytes import BlockBytes, PartBytes
 from headrace.worker.kv.block_pool import BlockPool
 
 _Responses: TypeAlias = AsyncGenerator[worker_pb2.FetchBlocksResponse, None]
@@ -55,6 +55,13 @@ class BlockFile:
         )
 
 
+class _Part(NamedTuple):
+    """The part of a block for layers with a window: the checksum of its bytes, and the bytes."""
+
+    checksum: int
+    data: bytes
+
+
 class _Found(NamedTuple):
     """A block that was read: its number, the checksum of its bytes, its tokens, and the bytes if they are wanted."""
 
@@ -62,13 +69,21 @@ class _Found(NamedTuple):
     checksum: int
     token_bytes: bytes
     data: bytes
+    part: _Part | None = None
 
 
 class BlockSource:
-    """The blocks of one worker. `layout` identifies their bytes. `file` is None if they are in private memory."""
+    """The blocks of one worker. `layout` identifies their bytes. `file` is None if they are in private memory. `parts`
+    are those for layers with a window, if these are separate."""
 
     def __init__(
-        self, layout: str, pool: BlockPool, contents: BlockBytes, block_bytes: int, file: BlockFile | None
+        self,
+        layout: str,
+        pool: BlockPool,
+        contents: BlockBytes,
+        block_bytes: int,
+        file: BlockFile | None,
+        parts: PartBytes | None = None,
     ) -> None:
         self.layout = layout
         self.num_sent = 0
@@ -76,6 +91,7 @@ class BlockSource:
         self._contents = contents
         self._block_bytes = block_bytes
         self._file = file
+        self._parts = parts
         self._num_running = 0
 
     @property
@@ -93,17 +109,23 @@ class BlockSource:
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=_RETRY_AFTER_S)
         self._num_running += 1
         try:
-            async for response in self._messages(request.hashes, request.host_id):
+            async for response in self._messages(request.hashes, request.host_id, request.with_parts):
                 yield response
         finally:
             self._num_running -= 1
 
-    async def _messages(self, hashes: Sequence[int], caller: str) -> _Responses:
+    def has_part(self, block_hash: int) -> bool:
+        """Whether the block with this hash has its part for layers with a window. Any thread may call it."""
+        located = self._pool.locate(block_hash)
+        return self._parts is not None and located is not None and self._parts.slot_of(located[0]) is not None
+
+    async def _messages(self, hashes: Sequence[int], caller: str, with_parts: Sequence[bool]) -> _Responses:
         is_shared = self._file is not None and bool(caller) and caller == host_id()
-        count = _BLOCKS_A_MESSAGE if is_shared else max(1, _MESSAGE_BYTES // self._block_bytes)
+        count = _BLOCKS_A_MESSAGE if is_shared else max(1, _MESSAGE_BYTES // self._most_bytes)
         for start in range(0, len(hashes), count):
             part = hashes[start : start + count]
-            found = await asyncio.to_thread(self._read, part, with_data=not is_shared)
+            wanted_parts = with_parts[start : start + count]
+            found = await asyncio.to_thread(self._read, part, wanted_parts, with_data=not is_shared)
             response = worker_pb2.FetchBlocksResponse(
                 checksums=[block.checksum for block in found], token_bytes=[block.token_bytes for block in found]
             )
@@ -113,16 +135,24 @@ class BlockSource:
                     response.memory.CopyFrom(self._file.message())
             else:
                 response.blocks.extend(block.data for block in found)
+            for block in found:
+                if block.part is not None:
+                    response.part_checksums.append(block.part.checksum)
+                    response.parts.append(block.part.data)
             yield response
             self.num_sent += len(found)
             if len(found) < len(part):
                 return
 
-    def _read(self, hashes: Sequence[int], *, with_data: bool) -> list[_Found]:
-        """Read blocks up to the first that is missing."""
+    @property
+    def _most_bytes(self) -> int:
+        return max(1, self._block_bytes + (0 if self._parts is None else self._parts.contents.num_bytes))
+
+    def _read(self, hashes: Sequence[int], with_parts: Sequence[bool], *, with_data: bool) -> list[_Found]:
+        """Read blocks up to the first that is missing, or whose wanted part is."""
         found: list[_Found] = []
         data = np.empty(self._block_bytes if with_data else 0, np.uint8)
-        for block_hash in hashes:
+        for number, block_hash in enumerate(hashes):
             located = self._pool.locate(block_hash)
             if located is None:
                 break
@@ -130,10 +160,25 @@ class BlockSource:
             if with_data:
                 self._contents.gather(block, data)
             checksum = self._contents.checksum(block, self._pool.block_size)
+            part = None
+            if number < len(with_parts) and with_parts[number]:
+                part = self._read_part(block)
+                if part is None:
+                    break
             if self._pool.locate(block_hash) != located:
                 break  # it was evicted meanwhile
-            found.append(_Found(block, checksum, content.token_bytes, data.tobytes()))
+            found.append(_Found(block, checksum, content.token_bytes, data.tobytes(), part))
         return found
+
+    def _read_part(self, block: int) -> _Part | None:
+        """The part of a block; None if it has none."""
+        slot = None if self._parts is None else self._parts.slot_of(block)
+        if self._parts is None or slot is None:
+            return None
+        data = np.empty(self._parts.contents.num_bytes, np.uint8)
+        self._parts.contents.gather(slot, data)
+        checksum = self._parts.contents.checksum(slot, self._pool.block_size)
+        return _Part(checksum, data.tobytes()) if self._parts.slot_of(block) == slot else None
 
 
 @cache

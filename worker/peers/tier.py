@@ -25,7 +25,7 @@ from headrace.protos import worker_pb2, worker_pb2_grpc
 from headrace.protos.block_hash import next_hash
 from headrace.worker.kv.block_bytes import BlockBytes
 from headrace.worker.kv.block_pool import TOKEN_BYTES
-from headrace.worker.kv.fetch import Fetch, LearnedTime, Wanted
+from headrace.worker.kv.fetch import NO_SLOT, Fetch, LearnedTime, Wanted
 from headrace.worker.peers.calls import Calls
 from headrace.worker.peers.channels import Channels
 from headrace.worker.peers.source import host_id
@@ -51,13 +51,22 @@ class _ForeignBlocks(NamedTuple):
 
 
 class PeerTier:
-    """Fetches blocks of the layout `layout`. It calls `on_arrival` when a fetch has ended."""
+    """Fetches blocks of the layout `layout`, and their `parts` for layers with a window if these are separate. It
+    calls `on_arrival` when a fetch has ended."""
 
-    def __init__(self, layout: str, contents: BlockBytes, block_bytes: int, transport: Transport = PLAIN) -> None:
+    def __init__(
+        self,
+        layout: str,
+        contents: BlockBytes,
+        block_bytes: int,
+        transport: Transport = PLAIN,
+        parts: BlockBytes | None = None,
+    ) -> None:
         self.on_arrival: Callable[[], None] = lambda: None
         self.num_received = 0
         self._layout = layout
         self._contents = contents
+        self._parts = parts
         self._block_bytes = block_bytes
         self._block_time = LearnedTime(block_bytes / _FIRST_GUESS_BYTES_PER_S)
         self._setup_time = LearnedTime(_FIRST_GUESS_SETUP_S)
@@ -147,8 +156,11 @@ class PeerTier:
         start_s = time.monotonic()
         hashes = [wanted.block_hash for wanted in fetch.wanted[fetch.num_read :]]
         request = worker_pb2.FetchBlocksRequest(kv_layout=self._layout, hashes=hashes, host_id=host)
+        if self._parts is not None:
+            request.with_parts.extend(wanted.slot != NO_SLOT for wanted in fetch.wanted[fetch.num_read :])
         call = stub.FetchBlocks(request, timeout=max(0.0, deadline_s - start_s))
-        first_s, num_before, buffer = 0.0, fetch.num_read, self._contents.private_block()
+        first_s, num_before = 0.0, fetch.num_read
+        buffer = _Buffer(self._contents, self._parts)
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)
             stack.callback(lambda: self._learn(start_s, first_s, fetch.num_read - num_before))
@@ -170,31 +182,34 @@ class PeerTier:
         fetch: Fetch,
         response: worker_pb2.FetchBlocksResponse,
         foreign: _ForeignBlocks | None,
-        buffer: BlockBytes,
+        buffer: _Buffer,
     ) -> bool:
         """Fill blocks from a message. `buffer` has room for one. Returns whether to go on."""
+        parts = zip(response.parts, response.part_checksums, strict=True)
         for number, checksum in enumerate(response.checksums):
             if fetch.is_given_up or fetch.num_read == len(fetch.wanted):
                 return False
             wanted = fetch.wanted[fetch.num_read]
             if foreign is not None:
-                is_whole = _read(buffer, foreign, response.numbers[number])
+                is_whole = _read(buffer.block, foreign, response.numbers[number])
             else:
-                is_whole = self._unpack(buffer, response.blocks[number])
+                is_whole = _unpack(buffer.block, response.blocks[number])
             token_bytes = response.token_bytes[number]
-            if not is_whole or not _is_right(buffer, wanted, token_bytes, checksum):
+            is_whole = is_whole and _is_right(buffer, wanted, token_bytes, checksum)
+            if wanted.slot != NO_SLOT:
+                is_whole = is_whole and buffer.take_part(*next(parts, (b"", 0)))
+            if not is_whole:
                 log.warning("%s sent a KV block that is not what it should be; the rest is computed", fetch.source)
                 return False
-            if not fetch.fill(lambda block: self._contents.copy_from(buffer, block), token_bytes):
+            if not fetch.fill(partial(self._fill, buffer, wanted), token_bytes):
                 return False
         return True
 
-    def _unpack(self, buffer: BlockBytes, data: bytes) -> bool:
-        """Copy the bytes of a block. Returns False if it has another size."""
-        if len(data) != self._block_bytes:
-            return False
-        buffer.scatter(0, np.frombuffer(data, np.uint8))
-        return True
+    def _fill(self, buffer: _Buffer, wanted: Wanted, block: int) -> None:
+        if not wanted.part_only:
+            self._contents.copy_from(buffer.block, block)
+        if wanted.slot != NO_SLOT and self._parts is not None and buffer.part is not None:
+            self._parts.copy_from(buffer.part, wanted.slot)
 
     def _open(self, memory: worker_pb2.SharedMemory) -> _ForeignBlocks | None:
         """The memory of another worker of this host; None if this process cannot read it."""
@@ -226,7 +241,30 @@ def _read(buffer: BlockBytes, foreign: _ForeignBlocks, number: int) -> bool:
     )
 
 
-def _is_right(buffer: BlockBytes, wanted: Wanted, token_bytes: bytes, checksum: int) -> bool:
+class _Buffer:
+    """Private memory for a block, and for its part if these are separate."""
+
+    def __init__(self, contents: BlockBytes, parts: BlockBytes | None) -> None:
+        self.block = contents.private_block()
+        self.part = None if parts is None else parts.private_block()
+        self.block_size = contents.block_size or (0 if parts is None else parts.block_size)
+
+    def take_part(self, data: bytes, checksum: int) -> bool:
+        """Copy the bytes of a part. Returns False if they have another size or are damaged."""
+        if self.part is None or not _unpack(self.part, data):
+            return False
+        return self.part.checksum(0, self.block_size) == checksum
+
+
+def _unpack(buffer: BlockBytes, data: bytes) -> bool:
+    """Copy the bytes of a block. Returns False if they have another size."""
+    if len(data) != buffer.num_bytes:
+        return False
+    buffer.scatter(0, np.frombuffer(data, np.uint8))
+    return True
+
+
+def _is_right(buffer: _Buffer, wanted: Wanted, token_bytes: bytes, checksum: int) -> bool:
     """Whether the received block is the wanted one, and undamaged."""
     size = buffer.block_size
     if wanted.token_bytes:
@@ -234,4 +272,4 @@ def _is_right(buffer: BlockBytes, wanted: Wanted, token_bytes: bytes, checksum: 
     else:
         is_whole = len(token_bytes) == TOKEN_BYTES * size
         is_meant = is_whole and next_hash(wanted.parent_hash, token_bytes) == wanted.block_hash
-    return is_meant and buffer.checksum(0, size) == checksum
+    return is_meant and buffer.block.checksum(0, size) == checksum

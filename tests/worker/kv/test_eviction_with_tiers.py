@@ -17,8 +17,8 @@ import pytest
 
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.kv.block_pool import Content
-from headrace.worker.kv.fetch import Fetch
-from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
+from headrace.worker.kv.fetch import ChainedBlock, Fetch
+from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.request.eviction import Aggregation, Eviction, EvictionRule
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
@@ -57,6 +57,9 @@ class RandomTier:
 
     def has(self, block_hash: int) -> bool:
         return block_hash in self.stored
+
+    def has_part(self, block_hash: int) -> bool:
+        return self.has(block_hash)
 
     def take_changes(self) -> dict[int, bool]:
         return {}
@@ -106,7 +109,7 @@ class RandomLoad:
         self.pool = self.load.kv_cache.pool
         self.tier = RandomTier(self.load, rng)
         self.pool.on_eviction = self.tier.store
-        self.takeover = Takeover(self.pool, self.tier)
+        self.takeover = Takeover(self.scheduler.kv_cache, self.tier)
         self.fetching = Fetching(self.scheduler, self.tier, clock=lambda: self._now_s, takeover=self.takeover)
         self.kept: list[Request] = []
         """The requests that were not cancelled."""

@@ -32,9 +32,10 @@ from headrace.worker.kv import disk_store, disk_tier
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier
+from headrace.worker.kv.fetch import ChainedBlock
 from headrace.worker.kv.groups.evicting import EvictionBudget
 from headrace.worker.kv.slots import files
-from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
+from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.peers import tier as peer_tier
 from headrace.worker.peers.tier import PeerTier
@@ -213,7 +214,7 @@ class FailingWorker:
         self.scheduler = self.engine.scheduler
         self.pool = self.scheduler.kv_cache.pool
         self.pool.on_eviction = self.disk.spill
-        self.takeover = Takeover(self.pool, self.peers)
+        self.takeover = Takeover(self.scheduler.kv_cache, self.peers)
         self.fetching = Fetching(self.scheduler, self.disk, self.peers, takeover=self.takeover)
         self.disk.start()
         texts = [[rng.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(6)]
@@ -271,9 +272,9 @@ class FailingWorker:
         self.scheduler.check()
         owned = {block for request in self.scheduler.running for block in request.block_table}
         for fetch, held in self.fetching._held.items():
-            owned.update(held.prefix, (wanted.block for wanted in fetch.wanted))
+            owned.update(held.held.blocks, (wanted.block for wanted in fetch.wanted))
         for fetch, running in self.takeover._running.items():
-            owned.update(running.held, (wanted.block for wanted in fetch.wanted))
+            owned.update(running.held.blocks, (wanted.block for wanted in fetch.wanted))
         assert self.pool.num_free_blocks == NUM_BLOCKS - len(owned)
         wanted = {wanted.block_hash for fetch in self.fetching._held for wanted in fetch.wanted}
         assert self.fetching._fetch_of.keys() <= wanted

@@ -16,7 +16,8 @@ from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.kv.block_pool import Content
-from headrace.worker.kv.takeover import ChainedBlock, Offer, Takeover
+from headrace.worker.kv.fetch import ChainedBlock
+from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.peers import handover as handover_module
 from headrace.worker.peers.handover import Handover
 from tests.patience import patience
@@ -29,7 +30,7 @@ class Taker(Peer):
 
     def __init__(self, directory: Path, name: str, num_blocks: int = NUM_BLOCKS) -> None:
         super().__init__(directory, name, num_blocks)
-        self.takeover = Takeover(self.pool, self.tier)
+        self.takeover = Takeover(self.under_test.scheduler.kv_cache, self.tier)
         scheduler = self.under_test.engine.scheduler
         self.fetching = Fetching(scheduler, None, self.tier, takeover=self.takeover, source=self.source)
         self.handover = Handover(self.source, self.takeover, self.pool, SHAPE.num_bytes, 1 << 30)

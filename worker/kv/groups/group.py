@@ -14,6 +14,15 @@ MIN_TOKENS_LEFT = 2
 BlockAt: TypeAlias = Callable[[int], int | None]
 """The cached block with a request's block number `index`; None if there is none."""
 
+Elsewhere: TypeAlias = Callable[[int], bool]
+"""Whether a tier can bring what a group that keeps parts of blocks needs of the request's block number `index`."""
+
+
+def nowhere(index: int) -> bool:
+    """No tier brings anything."""
+    del index
+    return False
+
 
 class Exchange(NamedTuple):
     """A request's block `place` was `own`, and is now `standing`, an older one with the same content."""
@@ -26,9 +35,9 @@ class Exchange(NamedTuple):
 class CacheGroup(Protocol):
     """Keeps what layers of one kind need of each request's tokens. It follows the blocks of the pool."""
 
-    def usable(self, request: Request, end: int, block_at: BlockAt) -> int:
+    def usable(self, request: Request, end: int, block_at: BlockAt, elsewhere: Elsewhere) -> int:
         """The largest number of cached blocks, at most `end` and at least those that the request holds, after which
-        the request can continue."""
+        the request can continue, if what is missing and `elsewhere` is fetched."""
         ...
 
     def hold(self, request: Request, first: int, found: Sequence[int]) -> None:

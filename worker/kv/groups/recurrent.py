@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.chain import hash_of, key_of
-from headrace.worker.kv.groups.group import MIN_TOKENS_LEFT, BlockAt, Exchange
+from headrace.worker.kv.groups.group import MIN_TOKENS_LEFT, BlockAt, Elsewhere, Exchange
 from headrace.worker.kv.groups.state_slots import StateSlots
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import FIRST_STATE_SLOT, ZERO_SLOT, Scheduled, StateStep
@@ -112,9 +112,9 @@ class RecurrentStates:
         """How many slots drafts may use: those that no running request needs. Each token of a draft needs one."""
         return max(0, self.slots.num_available - len(self._progress))
 
-    def usable(self, request: Request, end: int, block_at: BlockAt) -> int:
+    def usable(self, request: Request, end: int, block_at: BlockAt, elsewhere: Elsewhere) -> int:
         """See `CacheGroup`: a state is saved after the last block."""
-        del block_at
+        del block_at, elsewhere
         held = len(request.block_table)
         while end > held and self._state_after(request, end) is None:
             end -= 1

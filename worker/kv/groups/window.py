@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.groups.group import BlockAt, Exchange
+from headrace.worker.kv.fetch import Spill
+from headrace.worker.kv.groups.group import BlockAt, Elsewhere, Exchange
 from headrace.worker.kv.groups.window_parts import WindowParts
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import BlockCopy
@@ -84,12 +85,49 @@ class WindowAttention:
         self._pool, self._block_size = pool, pool.block_size
         self._most_of_windows = budget.num_slots - budget.num_of_step
         self._copies: list[BlockCopy] = []
+        self._kept: Counter[int] = Counter()
+        """Blocks whose parts are held for fetches."""
         self._first: dict[Request, int] = {}
         """Of each running request, the index of the first block whose part it holds."""
 
+    def spill_to(self, disk: Spill) -> None:
+        """Hand evicted parts to a disk, if requests may continue there."""
+
+        def spill(block: int) -> None:
+            content = self._pool.content_of(block)
+            if content is not None:
+                disk.spill_part(block, content)
+
+        self.parts.on_eviction = spill
+
+    @property
+    def num_spare(self) -> int:
+        """Slots that no running request may need, for parts that a tier brings."""
+        left = self._most_of_windows - sum(map(self._most_parts, self._first)) - self._num_fetched
+        return max(0, min(left, self.parts.num_available))
+
+    @property
+    def _num_fetched(self) -> int:
+        """Slots that fetches hold."""
+        return self.parts.num_detached + self._kept.total()
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """Hold the parts of these blocks until a fetch has ended."""
+        for block in blocks:
+            self.parts.hold(block)
+            self._kept[block] += 1
+
+    def stop_keeping(self, blocks: Iterable[int]) -> None:
+        """A fetch has ended."""
+        self._kept.subtract(blocks)
+        self._kept = +self._kept
+        self.release(blocks, is_end=True)
+
     def admit(self, request: Request) -> bool:
         """Whether a waiting request may run, because there are slots for the windows of all running requests."""
-        if sum(map(self._most_parts, self._first.keys() | {request})) > self._most_of_windows:
+        num_needed = sum(map(self._most_parts, self._first.keys() | {request}))
+        # A request that is alone gets what fetches hold as soon as they have ended.
+        if num_needed + self._num_fetched > self._most_of_windows:
             return False
         self.begin(request)
         return True
@@ -98,12 +136,19 @@ class WindowAttention:
         """The request is about to hold parts."""
         self._first.setdefault(request, 0)
 
-    def usable(self, request: Request, end: int, block_at: BlockAt) -> int:
+    def usable(self, request: Request, end: int, block_at: BlockAt, elsewhere: Elsewhere) -> int:
         """See `CacheGroup`: the parts of the last window before that point exist."""
         held = len(request.block_table)
         while end > held:
             first = max(held, self.first_seen(end * self._block_size))
-            missing = next((index for index in range(end - 1, first - 1, -1) if not self._has(block_at(index))), None)
+            missing = next(
+                (
+                    index
+                    for index in range(end - 1, first - 1, -1)
+                    if not self._has(block_at(index)) and not elsewhere(index)
+                ),
+                None,
+            )
             if missing is None:
                 return end
             end = missing
@@ -174,7 +219,7 @@ class WindowAttention:
             assert first <= self.first_seen(request.num_computed_tokens), "a part is missing that queries can reach"
             held += request.block_table[first:]
             held += () if request.branch is None else request.branch.blocks
-        self.parts.check(Counter(held))
+        self.parts.check(Counter(held) + self._kept)
         assert all(map(self._pool.is_cached, self.parts.kept_blocks())), "a part is kept that nobody can find"
 
     def first_seen(self, num_tokens: int) -> int:

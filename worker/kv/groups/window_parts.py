@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ class WindowParts:
         self.num_slots = num_slots
         self.num_given_up = 0
         """Number of kept parts that were evicted so far."""
+        self.on_eviction: Callable[[int], None] | None = None
+        """Called with a block before its part is evicted, if requests have continued or ended there."""
+        self._detached: set[int] = set()
         self._slot_of = array("i", [num_slots] * (num_blocks + 1))
         self.slots: npt.NDArray[np.int32] = np.frombuffer(self._slot_of, np.int32)
         self._num_holders = array("i", bytes(4 * num_blocks))
@@ -70,12 +73,51 @@ class WindowParts:
             if self.has(block):
                 self.hold(block)
                 continue
-            assert self.num_available, "more parts of blocks are taken than are free"
-            if not self._free:
-                self._forget((self._passed or self._wanted).popitem(last=False)[0])
-                self.num_given_up += 1
-            self._slot_of[block] = self._free.pop()
+            self._slot_of[block] = self._take()
             self._num_holders[block] = 1
+
+    @property
+    def num_detached(self) -> int:
+        """Slots that were taken for parts that a tier brings."""
+        return len(self._detached)
+
+    def take_slot(self) -> int:
+        """A slot without a block, to be filled by a tier. One must be available."""
+        slot = self._take()
+        self._detached.add(slot)
+        return slot
+
+    def place(self, slot: int, block: int | None) -> None:
+        """A tier has filled a slot for this findable block, whose part it becomes unless the block has one by now. None
+        if it did not."""
+        self._detached.remove(slot)
+        if block is None or self.has(block):
+            self._free.append(slot)
+            return
+        self._slot_of[block] = slot
+        self._is_wanted[block] = True
+        self._wanted[block] = None
+
+    def drop(self, block: int) -> None:
+        """Forget the part of a block whose content is gone, if it has one. Nobody may hold it."""
+        if self.has(block):
+            assert not self._num_holders[block], "a part is dropped that somebody holds"
+            self._unlink(block)
+            self._forget(block)
+
+    def _take(self) -> int:
+        """A free slot. If there is none, a kept part is evicted."""
+        assert self.num_available, "more parts of blocks are taken than are free"
+        if not self._free:
+            if self._passed:
+                block, _ = self._passed.popitem(last=False)
+            else:
+                block, _ = self._wanted.popitem(last=False)
+                if self.on_eviction is not None:
+                    self.on_eviction(block)
+            self._forget(block)
+            self.num_given_up += 1
+        return self._free.pop()
 
     def hold(self, block: int) -> None:
         """Add a holder to the part of a block."""
@@ -126,7 +168,8 @@ class WindowParts:
         assert not set(kept) & set(found), "a held part can be given up"
         taken = {block: slot for block, slot in enumerate(self._slot_of) if slot != self.num_slots}
         assert set(taken) == {*kept, *found}, "a block has a part that nobody holds or keeps"
-        assert sorted([*taken.values(), *self._free]) == list(range(self.num_slots)), "a slot is lost or has two blocks"
+        slots = sorted([*taken.values(), *self._free, *self._detached])
+        assert slots == list(range(self.num_slots)), "a slot is lost or has two blocks"
 
     def kept_blocks(self) -> list[int]:
         """The blocks whose parts are kept. For tests."""
