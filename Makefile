@@ -156,6 +156,7 @@ docs: .venv/.docs .links/headrace
 	$(BIN)/python -m tests.cli_reference
 	$(BIN)/python -m tests.field_reference
 	$(BIN)/python -m tests.ovms_reference
+	$(BIN)/python -m tests.exclusion_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The picture of one chat's way through the gateway, in docs/architecture.md.

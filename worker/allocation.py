@@ -82,11 +82,11 @@ def hint_at_windows(config: WorkerConfig, runner: OpenVINOModelRunner) -> None:
     """Log that the KV cache could hold more tokens, or that --window-cache has no effect."""
     if group_of(runner.layer_groups, LayerKind.WINDOW) is not None:
         return
-    has_states = group_of(runner.layer_groups, LayerKind.RECURRENT) is not None
+    if group_of(runner.layer_groups, LayerKind.RECURRENT) is not None:
+        return
     if config.trims_windows:
-        why = "some layers keep recurrent states" if has_states else "no layer has a sliding window"
-        log.warning("--window-cache trim has no effect on this model: %s", why)
-    elif runner.windows.layers and not has_states:
+        log.warning("--window-cache trim has no effect on this model: no layer has a sliding window")
+    elif runner.windows.layers:
         log.info(
             "%d layers see no more than the last %d tokens; with --window-cache trim the KV cache may hold several "
             "times as many tokens",

@@ -120,7 +120,7 @@ def test_a_worker_trims_windows_and_holds_more_tokens(name: str, tmp_path: Path)
     assert answers[0] == answers[1]
     assert sizes[1] > 1.3 * sizes[0]
     assert model.card.kv_layout
-    with pytest.raises(ConfigurationError, match="--window-cache trim"):
+    with pytest.raises(ConfigurationError, match="--cache-eviction is not possible"):
         load_model(replace(trimmed, cache_eviction="on-request"))
 
 

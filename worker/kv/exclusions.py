@@ -1,15 +1,19 @@
-"""What cannot be combined: flags of the worker with one another, and with kinds of layers. The only such table.
+"""What cannot be combined: flags of the worker with one another, and with what a model has. The only such table.
 
-Each row is refused with one sentence. `docs/reference/exclusions.md` is written from it.
+Each row is one sentence: an error, or a warning if the flag has no effect. `docs/reference/exclusions.md` is written
+from it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.kv.layers import LayerGroup, LayerKind, group_of
+
+log = logging.getLogger("headrace.worker")
 
 
 class Setting(NamedTuple):
@@ -19,52 +23,87 @@ class Setting(NamedTuple):
     given: Callable[[WorkerConfig], str | None]
 
 
+class Property(NamedTuple):
+    """What a model has besides groups of layers."""
+
+    name: str
+
+
+Other: TypeAlias = Setting | LayerKind | Property
+
+
 class Exclusion(NamedTuple):
-    """`setting` is not possible with another setting, or with a model that has layers of a kind. `why` completes the
-    sentence after a colon."""
+    """`setting` is not possible with another setting, or with a model that has layers of a kind or a property. Unless it
+    `is_refused`, it has no effect there. `why` completes the sentence after a colon."""
 
     setting: Setting
-    other: Setting | LayerKind
+    other: Other
     why: str
+    is_refused: bool = True
 
 
 def _eviction(config: WorkerConfig) -> str | None:
     return None if config.cache_eviction in (None, "off") else "--cache-eviction"
 
 
+def _role(config: WorkerConfig) -> str | None:
+    return None if config.role == "both" else f"--role {config.role}"
+
+
 KV_DISK = Setting("--kv-disk", lambda config: None if config.kv_disk is None else "--kv-disk")
-ROLE = Setting("--role", lambda config: None if config.role == "both" else f"--role {config.role}")
+KV_MEMORY = Setting("--kv-memory", lambda config: None if config.kv_memory is None else "--kv-memory")
+ROLE = Setting("--role", _role)
 DECODE_GRAPH = Setting("--decode-graph on", lambda config: "--decode-graph on" if config.decode_graph else None)
 DRAFT_MODEL = Setting("--draft-model", lambda config: None if config.draft_model is None else "--draft-model")
 TRIM = Setting("--window-cache trim", lambda config: "--window-cache trim" if config.trims_windows else None)
 EVICTION = Setting("--cache-eviction", _eviction)
+ALIBI = Property("ALiBi")
+RECURRENT_DRAFTS = Property("recurrent layers in the draft model")
 
 _STATES_STAY = "a block is of no use without the state of its recurrent layers, and states stay in memory"
 
 EXCLUSIONS = (
     Exclusion(EVICTION, DRAFT_MODEL, "a draft model and heads read all tokens of a request"),
-    Exclusion(EVICTION, TRIM, "a window would slide over the wrong tokens"),
+    Exclusion(EVICTION, LayerKind.WINDOW, "a window would slide over the wrong tokens"),
+    Exclusion(EVICTION, LayerKind.RECURRENT, "the states of its recurrent layers remember all tokens"),
+    Exclusion(EVICTION, ALIBI, "tokens after a gap would have the wrong distance"),
     Exclusion(KV_DISK, LayerKind.RECURRENT, _STATES_STAY),
     Exclusion(ROLE, LayerKind.RECURRENT, _STATES_STAY),
     Exclusion(DECODE_GRAPH, LayerKind.RECURRENT, "the two graphs would need states of different precisions"),
+    Exclusion(DRAFT_MODEL, RECURRENT_DRAFTS, "its states cannot be cut back when a draft is rejected"),
+    Exclusion(KV_MEMORY, LayerKind.RECURRENT, _STATES_STAY, is_refused=False),
+    Exclusion(KV_MEMORY, TRIM, "a cache that outlives its process has whole blocks", is_refused=False),
+    Exclusion(TRIM, LayerKind.RECURRENT, "its other layers keep whole blocks beside the states", is_refused=False),
 )
 
 
 def refuse_flags(config: WorkerConfig) -> None:
-    """Raise ConfigurationError for flags that exclude one another."""
-    for setting, other, why in EXCLUSIONS:
-        if isinstance(other, Setting):
-            first, second = setting.given(config), other.given(config)
-            if first is not None and second is not None:
-                raise ConfigurationError(f"{first} is not possible with {second}: {why}; leave out one of them")
+    """Raise ConfigurationError for flags that exclude one another, and log which have no effect."""
+    for row in EXCLUSIONS:
+        if isinstance(row.other, Setting):
+            first, second = row.setting.given(config), row.other.given(config)
+            if first is None or second is None:
+                continue
+            if row.is_refused:
+                raise ConfigurationError(f"{first} is not possible with {second}: {row.why}; leave out one of them")
+            log.warning("%s has no effect with %s: %s", first, second, row.why)
 
 
 def refuse_for_model(config: WorkerConfig, groups: Sequence[LayerGroup]) -> None:
-    """Raise ConfigurationError for flags that a model with these layers cannot have."""
-    for setting, other, why in EXCLUSIONS:
-        if isinstance(other, LayerKind) and group_of(groups, other) is not None:
-            given = setting.given(config)
+    """Raise ConfigurationError for flags that a model with these layers cannot have, and log which have no effect."""
+    for row in EXCLUSIONS:
+        if isinstance(row.other, LayerKind) and group_of(groups, row.other) is not None:
+            given = row.setting.given(config)
+            if given is not None and row.is_refused:
+                raise impossible(row.setting, row.other, given)
             if given is not None:
-                raise ConfigurationError(
-                    f"{given} is not possible with a model that has {other.value} layers: {why}; leave the flag out"
-                )
+                log.warning("%s has no effect on a model that has %s layers: %s", given, row.other.value, row.why)
+
+
+def impossible(setting: Setting, other: LayerKind | Property, given: str = "") -> ConfigurationError:
+    """The error for a setting, as it was `given`, with a model that has this."""
+    why = next(row.why for row in EXCLUSIONS if (row.setting, row.other) == (setting, other))
+    what = f"{other.value} layers" if isinstance(other, LayerKind) else other.name
+    return ConfigurationError(
+        f"{given or setting.name} is not possible with a model that has {what}: {why}; leave the flag out"
+    )

@@ -14,7 +14,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
-from headrace.worker.config import ConfigurationError
+from headrace.worker.kv.exclusions import ALIBI, EVICTION, impossible
+from headrace.worker.kv.layers import LayerKind
 
 BLOCK_TABLES, SCORE_WINDOWS, SCORES = "block_tables", "score_aggregation_window", "scores"
 # Flags of OpenVINO's transformation.
@@ -59,13 +60,9 @@ def _check(model: ov.Model) -> None:
             continue
         window = node.input_value(_SLIDING_WINDOW).get_node()
         if window.get_type_name() != "Constant" or int(np.asarray(window.data).reshape(-1)[0]) > 0:
-            raise _impossible("layers of it see a window of the context only, which would slide over the wrong tokens")
+            raise impossible(EVICTION, LayerKind.WINDOW)
         slopes = node.input_value(_ALIBI_SLOPES).get_partial_shape()
         if slopes.is_dynamic or list(slopes.to_shape()) != [0]:
-            raise _impossible("it uses ALiBi, for which tokens after a gap would have the wrong distance")
+            raise impossible(EVICTION, ALIBI)
     if any(port.any_name.startswith("la.") for port in model.inputs):
-        raise _impossible("the states of its recurrent layers remember all tokens")
-
-
-def _impossible(why: str) -> ConfigurationError:
-    return ConfigurationError(f"--cache-eviction is not possible with this model: {why}; leave the flag out")
+        raise impossible(EVICTION, LayerKind.RECURRENT)

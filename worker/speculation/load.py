@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
 from headrace.common.model_files.networks import weights_in
 from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.kv.exclusions import DRAFT_MODEL, RECURRENT_DRAFTS, impossible
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
@@ -110,10 +111,7 @@ def _compile(draft_dir: Path, threads: int) -> OpenVINOModelRunner:
 
     runner = OpenVINOModelRunner(draft_dir, threads=threads, kv_precision="u8", execution_mode="performance")
     if runner.state_tables is not None:
-        raise ConfigurationError(
-            f"the model in {draft_dir} has recurrent layers, whose states cannot be cut back when a draft is rejected; "
-            "choose another draft model"
-        )
+        raise impossible(DRAFT_MODEL, RECURRENT_DRAFTS)
     return runner
 
 
