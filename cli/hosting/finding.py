@@ -13,6 +13,7 @@ from headrace.cli.models.model_cache import (
     is_model_name,
     model_directory,
     read_manifest,
+    was_converted_earlier,
 )
 from headrace.cli.models.reference import near_name, parse_reference, path_problem
 from headrace.cli.models.requirements import GIB, available_memory, check_weights_fit
@@ -29,18 +30,23 @@ def find_model(model: str, *, offline: bool = False, num_workers: int = 1) -> tu
 
 
 def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, str]:
+    # Imports of pull are deferred: serving a cached model does not need it.
     path, reference = expanded(model), parse_reference(model)
     name = model if reference is None else reference.name
     if is_model_name(name) and model_directory(name).exists():
         directory = model_directory(name)
         check_model_directory(directory)
+        manifest = None if directory.is_symlink() else read_manifest(directory)
+        if manifest is not None and was_converted_earlier(manifest):
+            from headrace.cli.models.pull import convert_again
+
+            convert_again(manifest, offline=offline, num_workers=num_workers)
         return directory, name
     if path.is_dir() and path.suffix != ".gguf":
         check_model_directory(path)
         manifest = read_manifest(path)
         return path.absolute(), manifest.name if manifest is not None else path.resolve().name
     if path.suffix == ".gguf" or model in CATALOGUE or model in SHORT_NAMES or reference is not None:
-        # A deferred import: serving a cached model does not need it.
         from headrace.cli.models.pull import pull_model, source_of
 
         source = source_of(model)

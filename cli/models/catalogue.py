@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headrace.cli.models.model_cache import CONVERTER
 from headrace.cli.models.shape import ModelShape
 
 
@@ -33,7 +34,7 @@ class CatalogueEntry:
         """The entry in the manifest of the pulled model. When it changes, the model is pulled again; if only `sampling`
         changes, only generation_config.json is written again."""
         sampling = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
-        return {"kind": "catalogue", "name": self.name, "sha256": self.gguf_sha256, "sampling": sampling}
+        return {"kind": "catalogue", "name": self.name, "sha256": self.gguf_sha256, "sampling": sampling, **CONVERTER}
 
 
 CATALOGUE = {

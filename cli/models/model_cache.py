@@ -40,6 +40,8 @@ OPTIONAL_FILES = (
 ENCODER_FILES = ("1_Pooling/config.json", "modules.json", "sentence_bert_config.json", "tokenizer.json")
 """Files with which encoders say how texts become vectors and scores."""
 MANIFEST_NAME = "headrace.json"
+CONVERTER = {"converter": "2"}
+"""Edition of the converter of GGUF files, in the source of what it made. It rises when converted models were wrong."""
 _PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(f"{_PART}(/{_PART})?(:{_PART})?(@{_PART})?")
 _ALL_PULLS = ".pulls"
@@ -201,6 +203,13 @@ def read_manifest(directory: Path) -> Manifest | None:
         return Manifest(raw["name"], dict(raw["source"]), raw["headrace_version"], files)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def was_converted_earlier(manifest: Manifest) -> bool:
+    """Whether an earlier edition of the converter made the model from a GGUF file."""
+    source = manifest.source
+    is_converted = source.get("kind") in ("gguf", "catalogue") or "quantisation" in source
+    return is_converted and not CONVERTER.items() <= source.items()
 
 
 def write_manifest(directory: Path, name: str, source: dict[str, str], version: str) -> Manifest:

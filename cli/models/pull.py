@@ -27,8 +27,10 @@ from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.download import hub_client
 from headrace.cli.models.hub import download_files, fetched_config, hub_endpoint, list_files, lock_files, present_bytes
 from headrace.cli.models.model_cache import (
+    CONVERTER,
     GENERATION_CONFIG_NAME,
     MANIFEST_NAME,
+    Manifest,
     building,
     check_cached_directory,
     check_model_directory,
@@ -41,6 +43,7 @@ from headrace.cli.models.model_cache import (
     pulling,
     read_manifest,
     sha256_of,
+    was_converted_earlier,
     write_manifest,
 )
 from headrace.cli.models.offline import offline_option
@@ -56,6 +59,7 @@ from headrace.common.model_files.networks import networks_among, weight_names
 from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
+_CONVERTED_EARLIER = "an earlier version converted it, which read the tokenizer of its file in another way"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ def pull_model(source: Source, *, force: bool = False, offline: bool = False, nu
     with pulling(), model_lock(source.name, lambda: say(waiting)):
         if source.kind == "directory":
             return _link(source, target, force)
-        if not force and _is_there(source, target):
+        if not force and _is_there(source, target, offline=offline):
             say(f"{source.name}: already there ({target})")
             return target
         if source.kind == "catalogue" and not force and _has_weights_of(CATALOGUE[source.where], target):
@@ -134,7 +138,32 @@ def pull_model(source: Source, *, force: bool = False, offline: bool = False, nu
     return target
 
 
-def _is_there(source: Source, target: Path) -> bool:
+def convert_again(manifest: Manifest, *, offline: bool, num_workers: int) -> None:
+    """Pull a cached model again that an earlier edition of the converter made. If that is not possible, say so and keep
+    it."""
+    source = _source_in(manifest)
+    try:
+        if source is None:
+            raise CommandError(f"{manifest.source.get('path', 'its file')} is no longer there")
+        pull_model(source, offline=offline, num_workers=num_workers)
+    except CommandError as error:
+        say(f"{manifest.name}: {_CONVERTED_EARLIER}; it cannot be converted again: {error.message}")
+
+
+def _source_in(manifest: Manifest) -> Source | None:
+    """Where a model came from; None if that is no longer there."""
+    source = manifest.source
+    match source.get("kind"):
+        case "gguf" if Path(source["path"]).is_file():
+            return Source("gguf", source["path"], manifest.name)
+        case "catalogue" if source["name"] in CATALOGUE:
+            return Source("catalogue", source["name"], manifest.name)
+        case "hub" if reference := source.get("reference", source.get("repository")):
+            return Source("hub", reference, manifest.name)
+    return None
+
+
+def _is_there(source: Source, target: Path, *, offline: bool) -> bool:
     """Whether the cache has the model from exactly this source, undamaged. Raises CommandError if the name belongs to
     another source."""
     if not target.exists():
@@ -145,7 +174,13 @@ def _is_there(source: Source, target: Path) -> bool:
             f"the cache already has another model called {source.name} ({target}); "
             "choose another name with --name, or replace it with --force"
         )
-    if source.kind == "catalogue" and manifest.source != CATALOGUE[source.where].source():
+    if was_converted_earlier(manifest):
+        if offline and source.kind != "gguf":
+            say(f"{source.name}: {_CONVERTED_EARLIER}; pull it again while there is a network")
+        else:
+            say(f"{source.name}: {_CONVERTED_EARLIER}; converting again")
+            return False
+    elif source.kind == "catalogue" and manifest.source != CATALOGUE[source.where].source():
         say(f"{source.name}: the catalogue has another edition of it now")
         return False
     try:
@@ -260,7 +295,7 @@ def _pull_gguf(source: Source) -> None:
     path = Path(source.where)
     with building(source.name) as directory:
         _convert(source.name, path, directory)
-        _finish(directory, source, {"kind": "gguf", "path": source.where, "sha256": sha256_of(path)})
+        _finish(directory, source, {"kind": "gguf", "path": source.where, "sha256": sha256_of(path), **CONVERTER})
 
 
 def _pull_from_hub(source: Source, num_workers: int) -> None:
@@ -305,7 +340,7 @@ def _make(
             link.symlink_to(fetched[path])
         if choice.gguf:
             _convert(name, links[choice.files[0].path], directory)
-            return {"quantisation": choice.quantisation}
+            return {"quantisation": choice.quantisation, **CONVERTER}
         export(name, Path(folder), directory, weights, available_memory(), say)
         return weights.record
 
