@@ -12,11 +12,15 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli.models.selection import PIECE
 from headrace.common.model_files.gguf_files import ARCHITECTURES, INTERLEAVED, GgufError, metadata_of, open_gguf
 
+if TYPE_CHECKING:
+    from headrace.cli.gguf.vocabulary import Vocabulary
+
+_TOKENIZER_KEY = "tokenizer.ggml."
 _NEEDED = "converting a GGUF file needs openvino-genai and gguf; install them with: pip install 'headrace[convert]'"
 _REMEDY = "take an OpenVINO version of the model (optimum-cli export openvino makes one of the original)"
 _KNOWN_TENSOR = re.compile(
@@ -39,26 +43,24 @@ class ConversionError(Exception):
 
 def convert(gguf_path: Path, out_directory: Path) -> None:
     """Write the OpenVINO model, tokenizer and detokenizer, chat template and the two JSON files into the directory."""
+    # Without this module OpenVINO uses a stub. With it, OpenVINO would report every import over the network.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     paths = pieces_of(gguf_path)
     readers, metadata = _opened(paths)
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     check_convertible(metadata, tensors)
     config = config_of(metadata)
-    is_for_genai = len(paths) == 1 and can_genai_read(metadata, tensors)
-    if not is_for_genai:
+    embeddings = tensors.get("token_embd.weight")
+    num_ids = config["vocab_size"] if embeddings is None else int(embeddings.shape[-1])
+    vocabulary = _write_tokenizer(readers[0], metadata, num_ids, out_directory)
+    if len(paths) == 1 and can_genai_read(metadata, tensors):
+        _write_model_with_genai(paths[0], out_directory)
+    else:
         _write_model(metadata, config, tensors, out_directory / "openvino_model.xml")
-    with tempfile.TemporaryDirectory(dir=out_directory, prefix=".convert.") as folder:
-        # The converter writes next to its input file, so give it links in a separate directory.
-        for path in paths:
-            (Path(folder) / path.name).symlink_to(path.absolute())
-        _write_with_genai(Path(folder) / paths[0].name, has_model=is_for_genai)
-        for path in Path(folder).glob("openvino_*"):
-            path.replace(out_directory / path.name)
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str) and template:
+    if template := chat_template_of(metadata, vocabulary.first_text):
         (out_directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     _write_json(out_directory / "config.json", config)
-    _write_json(out_directory / "generation_config.json", generation_config_of(metadata))
+    _write_json(out_directory / "generation_config.json", generation_config_of(metadata, vocabulary.end_ids))
 
 
 def pieces_of(gguf_path: Path) -> list[Path]:
@@ -77,17 +79,18 @@ def pieces_of(gguf_path: Path) -> list[Path]:
 def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
     """Raise ConversionError if the model cannot be converted exactly. The error names the model's type, the supported
     types, and a remedy."""
+    from headrace.cli.gguf.vocabulary import VocabularyError, check_tokenizer
+
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ConversionError(
             f"its architecture is {architecture}, and GGUF files of {', '.join(ARCHITECTURES)} can be converted "
             f"(Llama, Mistral, SmolLM, Qwen 2 and 3); {_REMEDY}"
         )
-    tokenizer = metadata.get("tokenizer.ggml.model")
-    if tokenizer != "gpt2":
-        raise ConversionError(
-            f"its tokenizer is of the kind {tokenizer}, and byte-level BPE (gpt2) can be converted; {_REMEDY}"
-        )
+    try:
+        check_tokenizer(metadata)
+    except VocabularyError as error:
+        raise ConversionError(f"{error}; {_REMEDY}") from None
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise ConversionError(
@@ -105,11 +108,13 @@ def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
 
 
 def can_genai_read(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
-    """Whether openvino-genai makes the graph of such a file: it knows all kinds of matrices, and nothing is scaled. It
-    also rounds the minima of narrow models, for speed."""
+    """Whether openvino-genai makes the graph of such a file: it knows its tokenizer and all kinds of matrices, and
+    nothing is scaled. It also rounds the minima of narrow models, for speed."""
     architecture = metadata.get("general.architecture")
     is_plain = (
-        metadata.get(f"{architecture}.rope.scaling.type", "none") == "none" and "rope_freqs.weight" not in tensors
+        metadata.get(f"{_TOKENIZER_KEY}model") == "gpt2"
+        and metadata.get(f"{architecture}.rope.scaling.type", "none") == "none"
+        and "rope_freqs.weight" not in tensors
     )
     kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
     is_narrow = metadata.get(f"{architecture}.embedding_length", 0) < _WIDTH_FOR_MINIMA
@@ -151,15 +156,25 @@ def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def generation_config_of(metadata: dict[str, Any]) -> dict[str, Any]:
+def generation_config_of(metadata: dict[str, Any], more_ends: Sequence[int] = ()) -> dict[str, Any]:
     """generation_config.json: the tokens for beginning, padding and end. Several end tokens become a list."""
-    ends = list(dict.fromkeys(metadata[key] for key in _END_KEYS if key in metadata))
+    ends = list(dict.fromkeys([*(metadata[key] for key in _END_KEYS if key in metadata), *more_ends]))
     config = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
     }
     return {key: value for key, value in config.items() if value is not None}
+
+
+def chat_template_of(metadata: Mapping[str, Any], bos: str) -> str:
+    """The chat template; empty if there is none. `bos`: the token that comes before every text, or an empty text.
+    Tools that add it themselves use templates without it, but the gateway takes what a template writes as it is."""
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str) or not template:
+        return ""
+    writes_it = not bos or "bos_token" in template or bos in template
+    return template if writes_it else f"{{{{ bos_token }}}}{template}"
 
 
 def _opened(paths: Sequence[Path]) -> tuple[list[Any], dict[str, Any]]:
@@ -201,25 +216,39 @@ def _write_model(metadata: dict[str, Any], config: dict[str, Any], tensors: Mapp
     openvino.save_model(model, path, compress_to_fp16=False)
 
 
-def _write_with_genai(link: Path, *, has_model: bool) -> None:
-    """Write the tokenizer and detokenizer, and the model if `has_model`, next to the file."""
-    # Without this module OpenVINO uses a stub. With it, OpenVINO would report every import over the network.
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+def _write_tokenizer(reader: Any, metadata: dict[str, Any], num_ids: int, directory: Path) -> Vocabulary:
+    from headrace.cli.gguf.tokenizer import write_tokenizer
+    from headrace.cli.gguf.vocabulary import VocabularyError, read_vocabulary
+
+    if f"{_TOKENIZER_KEY}pre" not in metadata and metadata.get(f"{_TOKENIZER_KEY}model") == "gpt2":
+        print("warning: the file names no pre-tokenizer, and the default one is taken", file=sys.stderr)
+    try:
+        vocabulary = read_vocabulary(reader, metadata)
+        write_tokenizer(vocabulary, directory, metadata.get(f"{_TOKENIZER_KEY}padding_token_id"), num_ids)
+    except VocabularyError as error:
+        raise ConversionError(f"{error}; {_REMEDY}") from None
+    return vocabulary
+
+
+def _write_model_with_genai(path: Path, directory: Path) -> None:
     try:
         import openvino_genai
     except ImportError:
         raise ConversionError(_NEEDED) from None
-    try:
-        if has_model:
+    # The converter writes next to its input file, so give it a link in a separate directory.
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".convert.") as folder:
+        link = Path(folder) / path.name
+        link.symlink_to(path.absolute())
+        try:
             openvino_genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
-        else:
-            openvino_genai.Tokenizer(str(link), enable_save_ov_model=True)
-    except Exception as error:
-        print(error, file=sys.stderr)
-        what = "model or tokenizer" if has_model else "tokenizer"
-        raise ConversionError(f"its {what} cannot be read; {_REMEDY}") from None
-    if not (link.parent / "openvino_tokenizer.xml").is_file():
-        raise ConversionError(f"openvino-genai wrote no tokenizer for {link.name}")
+        except Exception as error:
+            print(error, file=sys.stderr)
+            raise ConversionError(f"its model or tokenizer cannot be read; {_REMEDY}") from None
+        written = list(Path(folder).glob("openvino_model.*"))
+        if not written:
+            raise ConversionError(f"openvino-genai wrote no model for {path.name}")
+        for file in written:
+            file.replace(directory / file.name)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

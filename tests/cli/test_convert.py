@@ -10,6 +10,7 @@ import pytest
 from headrace.cli.models.convert import (
     ConversionError,
     can_genai_read,
+    chat_template_of,
     check_convertible,
     config_of,
     generation_config_of,
@@ -72,7 +73,11 @@ def test_every_token_that_ends_a_turn_ends_a_generation(extra: dict[str, int], e
     [
         ({"general.architecture": "phi3"}, "architecture is phi3, and GGUF files of llama, qwen2, qwen3 can be conv"),
         ({"llama.rope.scaling.type": "yarn"}, "scaled by yarn, and linear scaling and Llama 3's factors can be"),
-        ({"tokenizer.ggml.model": "llama"}, r"tokenizer is of the kind llama, and byte-level BPE \(gpt2\) can be"),
+        *(
+            ({"tokenizer.ggml.model": kind}, rf"tokenizer is of the kind {kind}, and byte-level BPE \(gpt2\) and Sent")
+            for kind in ("bert", "t5", "rwkv", "plamo2")
+        ),
+        ({"tokenizer.ggml.pre": "gemma4"}, "pre-tokenizer is gemma4, which is none of .*, llama-bpe, .*, qwen2, "),
         ({"llama.rope.dimension_count": 32}, "rotated in part"),
         ({"llama.attention.value_length": 128}, "keys and values differ in size"),
         ({"llama.expert_count": 8}, r"it has llama\.expert_count, which a plain llama model does not have"),
@@ -82,6 +87,24 @@ def test_what_would_be_converted_wrongly_is_refused_with_a_remedy(extra: dict[st
     check_convertible({**METADATA, "llama.rope.scaling.type": "linear", "llama.rope.dimension_count": 64}, TENSORS)
     with pytest.raises(ConversionError, match=f"{problem}.*take an OpenVINO version of the model"):
         check_convertible({**METADATA, **extra}, TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "expected"),
+    [
+        ("{{ bos_token }}hello", "<s>", "{{ bos_token }}hello"),
+        ("<s>hello", "<s>", "<s>hello"),
+        ("hello", "<s>", "{{ bos_token }}hello"),
+        ("hello", "", "hello"),
+        ("", "<s>", ""),
+    ],
+)
+def test_a_template_writes_the_token_that_comes_before_every_text(template: str, bos: str, expected: str) -> None:
+    assert chat_template_of({"tokenizer.chat_template": template}, bos) == expected
+
+
+def test_an_end_that_only_its_text_names_ends_a_generation() -> None:
+    assert generation_config_of(METADATA, [7, 2])["eos_token_id"] == [2, 7]
 
 
 def test_a_tensor_that_no_plain_model_has_is_named() -> None:
