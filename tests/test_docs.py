@@ -235,6 +235,35 @@ def test_the_modules_of_the_architecture_are_those_that_there_are() -> None:
     assert named_modules == {module for module in modules if "__" not in module}
 
 
+def names_in(path: Path) -> set[str]:
+    """Functions and classes of a module, and methods as `Class.method`."""
+    definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, definition)]
+    methods = {
+        f"{node.name}.{inner.name}"
+        for node in top
+        if isinstance(node, ast.ClassDef)
+        for inner in node.body
+        if isinstance(inner, definition)
+    }
+    return {node.name for node in top} | methods
+
+
+def test_the_stops_of_the_walk_exist() -> None:
+    stops = re.findall(r"`([\w/]+\.py): ([\w.]+)`", (DOCS / "architecture.md").read_text())
+    assert len(stops) > 30
+    assert [f"{file}: {name}" for file, name in stops if name not in names_in(ROOT / file)] == []
+
+
+def test_the_classes_of_the_workers_picture_exist() -> None:
+    picture = re.search(r"```mermaid\nclassDiagram\n(.*?)```", (DOCS / "architecture.md").read_text(), re.DOTALL)
+    assert picture is not None
+    drawn = set(re.findall(r"\b[A-Z]\w+[a-z]\w*\b", re.sub(r" : .*", "", picture[1])))
+    found = set[str]().union(*(names_in(path) for path in (ROOT / "worker").rglob("*.py")))
+    assert drawn
+    assert drawn <= found
+
+
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
