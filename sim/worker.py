@@ -19,11 +19,11 @@ from headrace.sim.drafts import NoGrammars, SimulatedDrafts
 from headrace.sim.step_cost import StepCost
 from headrace.sim.tiers import DiskSlots, SimulatedDisk, SimulatedPeers, TierSettings, Timer
 from headrace.sim.trace import Job
-from headrace.worker.engine.build import build_scheduler, build_speculation
+from headrace.worker.engine.build import build_cache, build_scheduler, build_speculation
 from headrace.worker.engine.engine import EngineStats
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.scheduler import SchedulerOutput
-from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepRates, StepShape
+from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepCosts, StepRates, StepShape
 from headrace.worker.engine.step_meter import StepMeter, StepSize
 from headrace.worker.engine.thread import REPORT_INTERVAL_S, report_of
 from headrace.worker.kv.block_pool import BlockPool
@@ -104,16 +104,21 @@ class SimulatedWorker:
         self._load = LoadReport(max_num_seqs=settings.max_num_seqs)
         most = settings.max_num_batched_tokens
         limits = StepLimits(settings.max_num_seqs, most, settings.max_num_mixed_tokens or most, is_exact=True)
-        self.scheduler = build_scheduler(
-            settings.num_blocks, settings.block_size, limits, target_step_ms=settings.target_step_ms, clock=clock
-        )
+        costs, target_ms, speculation = StepCosts(), settings.target_step_ms, None
         if settings.acceptance is not None:
+            drafts = SimulatedDrafts(settings.acceptance, settings.draft_cost, self._right_token)
+            # Simulated answers repeat one token, so earlier text is no draft.
             speculation = build_speculation(
-                self.scheduler, NoGrammars(), limits, target_step_ms=settings.target_step_ms
+                costs, NoGrammars(), limits, target_step_ms=target_ms, model_drafts=drafts, looks_up=False
             )
-            speculation.looks_up = False  # simulated answers repeat one token
-            speculation.model_drafts = SimulatedDrafts(settings.acceptance, settings.draft_cost, self._right_token)
-            self.scheduler.speculation = speculation
+        self.scheduler = build_scheduler(
+            build_cache(settings.num_blocks, settings.block_size),
+            limits,
+            target_step_ms=target_ms,
+            step_costs=costs,
+            speculation=speculation,
+            clock=clock,
+        )
         self._disk: SimulatedDisk | None = None
         self._peers: SimulatedPeers | None = None
         self.fetching: Fetching | None = None

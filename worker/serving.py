@@ -27,10 +27,9 @@ from headrace.protos.model_identity import model_identity
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.encoder.files import refuse_embedder_with_cache
 from headrace.worker.encoder.load import LoadedEncoder, load_encoder
-from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.serving_thread import ServingThread
-from headrace.worker.engine.watchdog import Watchdog, watch_engine
+from headrace.worker.engine.watchdog import Watchdog, end_process, watch_engine
 from headrace.worker.grammar.compiler import Grammars, Vocabulary
 from headrace.worker.host.binding import keep_binding_known, read_binding
 from headrace.worker.kv.host_memory import STALE_AFTER_S, HostMemory, open_memory

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
 from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
 from headrace.protos.status import Reason, error_of
-from headrace.worker.engine.ending import EXIT_ENGINE_FAILED
+from headrace.worker.engine.watchdog import EXIT_ENGINE_FAILED
 from tests.e2e.fleet import Process
 from tests.patience import patience
 from tests.worker.conftest import VOCAB_SIZE
@@ -148,7 +148,7 @@ async def test_a_worker_whose_engine_fails_ends_with_a_line_that_says_why(
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert await asyncio.to_thread(worker.gone, BOUND_S) == EXIT_ENGINE_FAILED
     assert (
-        "CRITICAL headrace.worker.engine.ending [-] the engine failed; the process exits and has to be restarted"
+        "CRITICAL headrace.worker.engine.watchdog [-] the engine failed; the process exits and has to be restarted"
         in worker.tail()
     )
     assert "ZeroDivisionError: a spoiled scheduler" in worker.tail()

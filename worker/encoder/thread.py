@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from headrace.worker.encoder.encoder import Encoder
-from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.mailbox import Command, Mailbox
 from headrace.worker.engine.serving_thread import ServingThread
+from headrace.worker.engine.watchdog import end_process
 from headrace.worker.request.step import RequestOutput
 
 # How often waiting texts are checked for those that have waited too long.

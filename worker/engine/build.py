@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler, DraftTimes
 from headrace.worker.speculation.medusa import MedusaHeads
 from headrace.worker.speculation.model_drafts import ModelDrafts
-from headrace.worker.speculation.speculation import GrammarDrafts, Speculation
+from headrace.worker.speculation.speculation import GrammarDrafts, SmallerModel, Speculation
 
 
 class Draft(NamedTuple):
@@ -85,35 +86,48 @@ def build_engine(
     `speculation` is "off", "auto" (as many draft tokens as make the worker faster), "ngram" (drafts of a fixed length),
     or "draft", "eagle3" or "medusa" (as "auto", with the smaller model or heads in `draft`).
     """
-    scheduler = build_scheduler(
-        num_blocks,
-        runner.block_size,
-        limits,
-        target_step_ms=target_step_ms,
-        step_costs=step_costs,
-        journal=journal,
-        groups=groups,
-    )
-    num_rows = scheduler.max_prompt_rows = max_logits_rows(runner.vocab_size)
+    costs = StepCosts() if step_costs is None else step_costs
+    kv_cache = build_cache(num_blocks, runner.block_size, journal=journal, groups=groups)
+    num_rows = max_logits_rows(runner.vocab_size)
+    drafts = None
     if speculation != "off":
-        scheduler.speculation = build_speculation(
-            scheduler,
+        drafts = build_speculation(
+            costs,
             sampler,
             replace(limits, max_num_mixed_tokens=min(limits.max_num_mixed_tokens, limits.max_num_seqs + num_rows)),
             has_controller=speculation != "ngram",
             least_tokens=runner.least_decode,
             small_decode=runner.small_decode,
             target_step_ms=target_step_ms,
+            model_drafts=None if draft is None else _drafts_of(draft, kv_cache, limits, runner.vocab_size, sampler),
         )
-        if draft is not None:
-            times = LearnedDraftTimes(draft.step_costs or StepCosts(), limits.max_num_batched_tokens)
-            model = draft.kind(draft.runner, draft.sampler, scheduler.kv_cache, times, runner.vocab_size)
-            scheduler.speculation.model_drafts = ModelDrafts(model, sampler)
+    scheduler = build_scheduler(
+        kv_cache,
+        limits,
+        target_step_ms=target_step_ms,
+        step_costs=costs,
+        speculation=drafts,
+        max_prompt_rows=num_rows,
+    )
     return Engine(scheduler, runner, sampler)
 
 
+def _drafts_of(draft: Draft, kv_cache: KVCache, limits: StepLimits, vocab_size: int, sampler: Sampler) -> ModelDrafts:
+    times = LearnedDraftTimes(draft.step_costs or StepCosts(), limits.max_num_batched_tokens)
+    return ModelDrafts(draft.kind(draft.runner, draft.sampler, kv_cache, times, vocab_size), sampler)
+
+
+def build_cache(
+    num_blocks: int, block_size: int, *, journal: Journal | None = None, groups: Sequence[GroupBudget] = ()
+) -> KVCache:
+    """An empty KV cache of `num_blocks` blocks of `block_size` tokens, and of what the `groups` of layers have beside
+    them. `journal` records the content of blocks."""
+    pool = BlockPool(num_blocks, block_size, journal)
+    return KVCache(pool, [budget.make(pool) for budget in groups])
+
+
 def build_speculation(
-    scheduler: Scheduler,
+    step_costs: StepCosts,
     grammars: GrammarDrafts,
     limits: StepLimits,
     *,
@@ -121,45 +135,47 @@ def build_speculation(
     least_tokens: int = 1,
     small_decode: int = 0,
     target_step_ms: float | None = None,
+    model_drafts: SmallerModel | None = None,
+    looks_up: bool = True,
 ) -> Speculation:
-    """Drafts for a scheduler. Without a controller they have a fixed length. Steps have at least `least_tokens`."""
+    """Drafts for a scheduler that learns `step_costs`. Without a controller they have a fixed length. Steps have at
+    least `least_tokens`. `model_drafts` are those of a smaller model. Without `looks_up`, earlier text is not
+    proposed."""
     return Speculation(
         grammars,
-        partial(_step_line, scheduler.step_costs) if has_controller else None,
+        partial(_step_line, step_costs) if has_controller else None,
         least_tokens=least_tokens,
         most_tokens=limits.max_num_mixed_tokens,
         small_decode=small_decode,
         most_ms=math.inf if target_step_ms is None else target_step_ms,
+        model_drafts=model_drafts,
+        looks_up=looks_up,
     )
 
 
 def build_scheduler(
-    num_blocks: int,
-    block_size: int,
+    kv_cache: KVCache,
     limits: StepLimits,
     *,
     target_step_ms: float | None = None,
     step_costs: StepCosts | None = None,
     clock: Callable[[], float] = time.monotonic,
-    journal: Journal | None = None,
-    groups: Sequence[GroupBudget] = (),
+    speculation: Speculation | None = None,
+    max_prompt_rows: int = sys.maxsize,
 ) -> Scheduler:
-    """A scheduler without requests, over a KV cache of `num_blocks` blocks of `block_size` tokens, and of what the
-    `groups` of layers have beside them.
-
-    `target_step_ms` is the longest time between two tokens of a stream; None lets the worker choose. `step_costs` has
-    the learned costs of steps. `journal` records the content of blocks. ValueError if the limits leave no room for
-    prompts beside a full batch.
+    """A scheduler without requests. `target_step_ms` is the longest time between two tokens of a stream; None lets the
+    worker choose. `step_costs` has the learned costs of steps. ValueError if the limits leave no room for prompts
+    beside a full batch.
     """
-    pool = BlockPool(num_blocks, block_size, journal)
-    kv_cache = KVCache(pool, [budget.make(pool) for budget in groups])
     return Scheduler(
         kv_cache,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         limits.max_num_mixed_tokens,
+        max_prompt_rows=max_prompt_rows,
         target_step_ms=target_step_ms,
         step_costs=StepCosts() if step_costs is None else step_costs,
+        speculation=speculation,
         clock=clock,
     )
 

@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.protos.load_report import LoadReport
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.ending import end_process
+from headrace.worker.engine.watchdog import end_process
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
 

@@ -14,13 +14,13 @@ from dataclasses import fields, replace
 import msgspec
 
 from headrace.protos.load_report import LoadReport
-from headrace.worker.engine.ending import end_process
 from headrace.worker.engine.engine import Engine, EngineStats
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.mailbox import Command, EngineReport, Mailbox
 from headrace.worker.engine.scheduler import Scheduler, SchedulerStats
 from headrace.worker.engine.serving_thread import ServingThread
+from headrace.worker.engine.watchdog import end_process
 from headrace.worker.request.step import RequestOutput
 
 # The shortest time between two load reports, unless commands came or the engine becomes idle.

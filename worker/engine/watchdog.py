@@ -13,12 +13,19 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 log = logging.getLogger(__name__)
 
+# EX_SOFTWARE of sysexits.h. Status 2 would mean wrong flags.
+EXIT_ENGINE_FAILED = 70
+# The process exits after this time even if the log cannot be written.
+_LAST_WORDS_S = 3.0
 DEFAULT_STUCK_AFTER_S = 60.0
 # A step may take this many times as long as expected.
 EXPECTED_STEPS = 20
@@ -29,6 +36,18 @@ GIVE_UP_AFTER = 10
 # Time between two checks, and the longest time between two checks that counts, in seconds.
 LOOK_INTERVAL_S = 0.5
 _MOST_BETWEEN_LOOKS_S = 2 * LOOK_INTERVAL_S
+
+
+def end_process(why: str, error: BaseException | None = None) -> None:
+    """Log the reason and exit with EXIT_ENGINE_FAILED. May be called from any thread; does not return."""
+    in_any_case = threading.Timer(_LAST_WORDS_S, os._exit, (EXIT_ENGINE_FAILED,))
+    in_any_case.daemon = True
+    in_any_case.start()
+    try:
+        log.critical("%s; the process exits and has to be restarted", why, exc_info=error)
+        sys.stderr.flush()
+    finally:
+        os._exit(EXIT_ENGINE_FAILED)
 
 
 class Watched(Protocol):

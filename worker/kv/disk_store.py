@@ -1,7 +1,7 @@
 """KV blocks in a file of fixed slots with an index by hash. All workers of a host share it.
 
     headrace-kv-ID.blocks   for each slot: a record (hash, parent, tokens, checksum), then the bytes of a block
-    headrace-kv-ID.index    for each slot: its hash, and how valuable its block is (`slots/index.py`)
+    headrace-kv-ID.index    for each slot: its hash, and how valuable its block is (`disk_index.py`)
 
 ID identifies the model and the layout of its cache. All workers map the index, and assign slots under a file lock. The
 index is only a hint: a block that was read is used only if the slot's record and checksum match the request. This
@@ -28,8 +28,8 @@ import numpy.typing as npt
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.block_pool import TOKEN_BYTES
 from headrace.worker.kv.disk_cipher import CHECK_BYTES, BlockCipher
-from headrace.worker.kv.slots.files import StoreFiles, starting, write_fully
-from headrace.worker.kv.slots.index import Change, SlotIndex, index_bytes
+from headrace.worker.kv.disk_files import StoreFiles, starting, write_fully
+from headrace.worker.kv.disk_index import Change, SlotIndex, index_bytes
 
 _PAGE_BYTES = 4096
 

@@ -33,8 +33,8 @@ Other: TypeAlias = Setting | LayerKind | Property
 
 
 class Exclusion(NamedTuple):
-    """`setting` is not possible with another setting, or with a model that has layers of a kind or a property. Unless it
-    `is_refused`, it has no effect there. `why` completes the sentence after a colon."""
+    """`setting` is not possible with another setting, or with a model that has layers of a kind, or a property. Unless
+    it `is_refused`, it has no effect there. `why` completes the sentence after a colon."""
 
     setting: Setting
     other: Other

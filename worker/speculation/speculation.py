@@ -101,6 +101,8 @@ class Speculation:
         least_tokens: int = 1,
         small_decode: int = 0,
         most_ms: float = math.inf,
+        model_drafts: SmallerModel | None = None,
+        looks_up: bool = True,
     ) -> None:
         self.counters = {f"{source.value}_tokens_{event}": 0 for source in Source for event in ("drafted", "accepted")}
         """Totals since the start."""
@@ -113,9 +115,9 @@ class Speculation:
         self._rate, self._corrections = AcceptanceRate(), SizeCorrections()
         self._size_before = 0
         self._num_skipped = self._num_to_skip = 0
-        self.model_drafts: SmallerModel | None = None
+        self.model_drafts = model_drafts
         """Drafts of a smaller model; None without one."""
-        self.looks_up = True
+        self.looks_up = looks_up
         """Whether earlier text and predictions are proposed."""
 
     def propose(self, wanted: dict[Request, int], kv_cache: KVCache) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from headrace.worker.config import ConfigurationError
+from headrace.worker.kv import disk_files as files
 from headrace.worker.kv.disk_store import DiskStore
-from headrace.worker.kv.slots import files
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.kv.test_disk_tier import BLOCK_BYTES, SLOT_BYTES, read, write
 

@@ -208,7 +208,7 @@ def test_a_damaged_index_costs_blocks_and_nothing_else(tmp_path: Path) -> None:
 def test_the_slot_that_is_replaced_is_always_the_least_valuable(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.worker.kv.slots import index
+    from headrace.worker.kv import disk_index as index
 
     monkeypatch.setattr(index, "_NUM_CANDIDATES", 5)
     rng = random.Random(9)

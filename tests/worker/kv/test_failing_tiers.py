@@ -28,13 +28,13 @@ from headrace.worker.engine import fetching as fetching_module
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.fetching import Fetching
+from headrace.worker.kv import disk_files as files
 from headrace.worker.kv import disk_store, disk_tier
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.fetch import ChainedBlock
 from headrace.worker.kv.groups.evicting import EvictionBudget
-from headrace.worker.kv.slots import files
 from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.peers import tier as peer_tier

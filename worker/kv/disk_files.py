@@ -18,9 +18,9 @@ from pathlib import Path
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.disk_cipher import CHECK_BYTES
+from headrace.worker.kv.disk_index import CHECK_OFFSET
 from headrace.worker.kv.host_memory import is_private
 from headrace.worker.kv.memory import GIB
-from headrace.worker.kv.slots.index import CHECK_OFFSET
 
 log = logging.getLogger(__name__)
 

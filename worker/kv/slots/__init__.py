@@ -1,1 +1,0 @@
-"""The files with the slots of `disk_store`."""
