@@ -26,7 +26,12 @@ from openvino_tokenizers.tokenizer_pipeline import (
     UTF8ValidateStep,
     VocabDecoderStep,
 )
-from openvino_tokenizers.utils import create_string_constant_node, quote_meta
+from openvino_tokenizers.utils import (
+    change_inputs_type,
+    change_outputs_type,
+    create_string_constant_node,
+    quote_meta,
+)
 
 from headrace.cli.gguf.vocabulary import BYTES, SPLIT_OFF, Vocabulary, VocabularyError, decoded_bytes
 
@@ -63,6 +68,7 @@ def tokenizer_of(vocabulary: Vocabulary, pad_id: int | None = None) -> ov.Model:
     joined = _with_special_tokens(vocabulary, _without_unknown(vocabulary, [*found, ids]))
     padded = PaddingStep(_token_id=pad_id or 0).get_ov_subgraph(joined)
     model = ov.Model(padded, [text], "tokenizer")
+    change_outputs_type(model, ov.Type.i64)  # as openvino-genai expects it
     for name, token_id in (("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id), ("pad", pad_id)):
         if token_id is not None:
             model.set_rt_info(token_id, f"{name}_token_id")
@@ -78,7 +84,9 @@ def detokenizer_of(vocabulary: Vocabulary, num_ids: int) -> ov.Model:
     ]
     pipeline = TokenizerPipeline()
     pipeline.add_steps([VocabDecoderStep(vocab=token_bytes, skip_tokens=hidden), FuseStep(), UTF8ValidateStep()])
-    return pipeline.get_detokenizer_ov_subgraph()
+    model = pipeline.get_detokenizer_ov_subgraph()
+    change_inputs_type(model, ov.Type.i64)
+    return model
 
 
 def _pieces(vocabulary: Vocabulary, parts: list[Any]) -> list[Any]:

@@ -221,7 +221,7 @@ def _write_tokenizer(reader: Any, metadata: dict[str, Any], num_ids: int, direct
     from headrace.cli.gguf.vocabulary import VocabularyError, read_vocabulary
 
     if f"{_TOKENIZER_KEY}pre" not in metadata and metadata.get(f"{_TOKENIZER_KEY}model") == "gpt2":
-        print("warning: the file names no pre-tokenizer, and the default one is taken", file=sys.stderr)
+        print("warning: it names no pre-tokenizer, and the default one is taken", file=sys.stderr)
     try:
         vocabulary = read_vocabulary(reader, metadata)
         write_tokenizer(vocabulary, directory, metadata.get(f"{_TOKENIZER_KEY}padding_token_id"), num_ids)

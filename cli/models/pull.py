@@ -374,7 +374,8 @@ def _requirements(
 def _convert(name: str, gguf: Path, directory: Path) -> None:
     """Run the converter."""
     say(f"{name}: converting")
-    _run(f"converting {gguf}", "headrace.cli.models.convert", str(gguf), str(directory))
+    for warning in _run(f"converting {gguf}", "headrace.cli.models.convert", str(gguf), str(directory)):
+        say(f"{name}: {warning}")
 
 
 def _check_servable(name: str, directory: Path) -> None:
@@ -386,14 +387,15 @@ def _check_servable(name: str, directory: Path) -> None:
         raise type(error)(error.message.replace(str(directory), name)) from None
 
 
-def _run(what: str, *module: str) -> None:
-    """Run a module of headrace with arguments, in a process that does not outlive this one. Raises CommandError."""
+def _run(what: str, *module: str) -> list[str]:
+    """Run a module of headrace with arguments, in a process that does not outlive this one, and return its warnings.
+    Raises CommandError."""
     command = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", sys.executable, "-m", *module]
     finished = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    said = finished.stderr.splitlines()
     if finished.returncode == 0:
-        return
-    errors = [line.removeprefix("error: ") for line in finished.stderr.splitlines() if line.startswith("error: ")]
-    if errors:
+        return [line.removeprefix("warning: ") for line in said if line.startswith("warning: ")]
+    if errors := [line.removeprefix("error: ") for line in said if line.startswith("error: ")]:
         raise CommandError(errors[-1])
     last = (finished.stderr.strip().splitlines() or ["no reason given"])[-1]
     raise CommandFailed(f"{what} ended with status {finished.returncode}: {last}")

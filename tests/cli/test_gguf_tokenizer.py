@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import openvino as ov
+import openvino_genai
 import pytest
 from gguf import TokenType
 from openvino_tokenizers.tokenizer_pipeline import RegexSplitStep
@@ -16,7 +17,7 @@ from openvino_tokenizers.tokenizer_pipeline import RegexSplitStep
 from headrace.cli.gguf.pre_tokenizers import PRE_TOKENIZERS, character_classes
 from headrace.cli.gguf.tokenizer import write_tokenizer
 from headrace.cli.gguf.vocabulary import Vocabulary, VocabularyError, read_vocabulary
-from headrace.cli.models.convert import convert
+from headrace.cli.models.convert import _write_tokenizer, convert
 from headrace.common.model_files.gguf_files import metadata_of, open_gguf
 from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.tokenizer import Tokenizer, load_tokenizer
@@ -166,6 +167,15 @@ def test_a_space_comes_before_a_text_if_the_file_says_so(sentencepiece: Tokenize
     assert sentencepiece.encode("<|eos|>f", add_special_tokens=False) == [ids["<|eos|>"], ids["\u2581f"]]
 
 
+def test_a_file_that_names_no_pre_tokenizer_is_split_by_the_default_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader = open_gguf(write_byte_level(tmp_path / "m.gguf", None))
+    vocabulary = _write_tokenizer(reader, metadata_of(reader), 0, tmp_path)
+    assert vocabulary.pre_tokenizer == PRE_TOKENIZERS["default"]
+    assert "warning: it names no pre-tokenizer" in capsys.readouterr().err
+
+
 def test_ends_of_answers_are_no_text(tmp_path: Path) -> None:
     tokens = byte_level_tokens() | {"<|im_end|>": TokenType.USER_DEFINED, "<|end|>": TokenType.NORMAL}
     vocabulary = vocabulary_of(
@@ -242,5 +252,8 @@ def test_a_converted_model_has_its_own_tokenizer(name: str, tmp_path: Path) -> N
     assert [tokens[i] for i in tokenizer.encode("12 the", add_special_tokens=True)] == [b"1", b"2", b" ", b"th", b"e"]
     assert (tmp_path / "openvino_model.bin").is_file()
     assert not list(tmp_path.glob(".convert.*"))
+    other = openvino_genai.Tokenizer(str(tmp_path))
+    assert other.encode("12 the").input_ids.data[0].tolist() == tokenizer.encode("12 the", add_special_tokens=True)
+    assert other.decode([16, 17]) == "12"
     ends = json.loads((tmp_path / "generation_config.json").read_bytes())["eos_token_id"]
     assert [tokens[end] for end in ends] == [b"<|im_end|>", b"<|endoftext|>"]

@@ -278,6 +278,20 @@ def test_another_gguf_of_the_same_name_is_not_taken_for_the_first(
     assert len(conversions) == 3
 
 
+def test_warnings_of_the_converter_are_said(
+    cache: Path, model_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_module(_what: str, module: str, *arguments: str) -> list[str]:
+        if module.endswith(".convert"):
+            write_files(Path(arguments[1]), model_files)
+            return ["it names no pre-tokenizer"]
+        return []
+
+    monkeypatch.setattr(pull, "_run", run_module)
+    path = write_files(tmp_path / "files", {"m.gguf": GGUF}) / "m.gguf"
+    assert "m: it names no pre-tokenizer" in run(str(path)).stderr
+
+
 def test_a_conversion_that_fails_leaves_nothing(cache: Path, tmp_path: Path) -> None:
     path = write_files(tmp_path, {"m.gguf": b"no gguf at all"}) / "m.gguf"
     result = run(str(path))
