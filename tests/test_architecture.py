@@ -140,7 +140,7 @@ TIERS = {
         ("speculation",),
         ("engine", "adapters"),
         ("encoder", "tiers"),
-        ("allocation",),
+        ("allocation", "model_card"),
         ("loading", "server", "check"),
         ("serving",),
         ("__main__",),

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.common.model_files.networks import weights_in
+from headrace.common.threads import in_thread
 from headrace.common.transport.channels import PLAIN, Transport
-from headrace.protos import inference_pb2, worker_pb2
+from headrace.protos import worker_pb2
+from headrace.protos.inference_pb2 import CacheEviction
 from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.library import AdapterLibrary
 from headrace.worker.adapters.reader import Layers
 from headrace.worker.adapters.reader_process import ReaderProcess
-from headrace.worker.allocation import allocate, kept_bytes
+from headrace.worker.allocation import Allocation, allocate, kept_bytes
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.engine import Engine, ModelRunner
@@ -30,11 +30,11 @@ from headrace.worker.engine.thread import EngineThread
 from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
-from headrace.worker.kv.block_pool import BlockPool, Journal
+from headrace.worker.kv.block_pool import Journal
 from headrace.worker.kv.cache import GroupBudget
 from headrace.worker.kv.disk_cipher import read_key
 from headrace.worker.kv.exclusions import refuse_flags, refuse_for_model
-from headrace.worker.kv.groups.recurrent import StateBudget
+from headrace.worker.kv.fetch import Bell
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import GIB, available_bytes, kv_cache_budget
@@ -42,6 +42,7 @@ from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of, for_context
 from headrace.worker.model.step_limits import StepLimits, step_limits
+from headrace.worker.model_card import card_of
 from headrace.worker.peers.handover import Handover
 from headrace.worker.request.eviction_rules import add_rule, eviction_of
 from headrace.worker.request.params import SamplingParams
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.worker")
 # Steps of the draft model after each prompt of the warm-up.
 _DRAFT_STEPS = 4
-_ROLES = {"both": worker_pb2.ROLE_UNSPECIFIED, "prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,8 @@ class LoadedModel:
     kept: KeptCache | None = None
     tiers: Tiers = NO_TIERS
     adapters: AdapterLibrary | None = None
+    bell: Bell = field(default_factory=Bell)
+    """Wakes the engine's thread when tiers have brought blocks."""
 
     @property
     def handover(self) -> Handover | None:
@@ -92,7 +94,7 @@ class LoadedModel:
 
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EngineThread:
         """The thread that serves the mailbox. From now on, it can use blocks on the disk and of other workers."""
-        self.tiers.start(mailbox.wake)
+        self.tiers.start()
         fetching, tiers = None, self.tiers
         if tiers.disk is not None or tiers.peers is not None:
             source = None if tiers.handover is None else tiers.handover.source
@@ -106,50 +108,114 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
 
     ConfigurationError if the directory holds no model that can be served, or if it does not fit this host.
     """
+    bell = Bell()
+    start = time.monotonic()
+    found = read_files(config, memory)
+    compiled = compile_all(config, found)
+    allocation = allocate(config, compiled.runner, compiled.limits, found.kept, compiled.draft)
+    log_loaded(config.name, compiled.runner, allocation, found.threads, time.monotonic() - start)
+    touching = in_thread("touch", compiled.runner.touch)
+    engine = make_engine(config, found, compiled, allocation)
+    warm_up(engine, has_adapters=config.max_adapters > 0)
+    adapters = load_adapters(config, compiled.runner)
+    touching.result()
+    give_back_weights(config)
+    fingerprint = wait_for_fingerprint(found, compiled.runner)
+    kv_cache = engine.scheduler.kv_cache
+    if allocation.kept is not None:
+        allocation.kept.restore(kv_cache.pool, fingerprint)
+    layout = kv_layout(compiled.runner, allocation.limits, fingerprint)
+    tiers = tiers_for(config, compiled.runner, layout, kv_cache, allocation.kept, found.disk_key, transport, bell)
+    card = card_of(config, kv_cache.pool, found.model_dir, fingerprint, compiled.runner, allocation.groups, tiers)
+    add_rule(card, found.rule, found.longest)
+    return LoadedModel(
+        engine,
+        card,
+        found.model_dir.tokenizer_bundle,
+        allocation.region,
+        allocation.limits.max_num_seqs,
+        allocation.kept,
+        tiers,
+        adapters,
+        bell,
+    )
+
+
+class Found(NamedTuple):
+    """What is known before the model is compiled. `longest` is the longest context in tokens, `rule` that of
+    --cache-eviction, `speculation` how to draft, and `hashing` gives the fingerprint of the model's files."""
+
+    threads: int
+    model_dir: ModelDir
+    longest: int
+    rule: CacheEviction | None
+    disk_key: bytes | None
+    speculation: str
+    heads: EagleHeads | MedusaHeads | None
+    kept: KeptCache | None
+    hashing: Future[str]
+
+
+class Compiled(NamedTuple):
+    """The compiled model, the limits of its steps, and what drafts for it, if anything does."""
+
+    runner: OpenVINOModelRunner
+    limits: StepLimits
+    draft: OpenVINOModelRunner | EagleRunner | MedusaRunner | None
+
+
+def read_files(config: WorkerConfig, memory: HostMemory | None) -> Found:
+    """Check flags, files and memory, as far as that costs little, and begin what takes long beside the compilation: to
+    hash the model, and to check the blocks of the previous process. ConfigurationError."""
     threads = num_threads_for(config.threads)
     model_dir = read_model_dir(config.model_dir)
     check_memory(config, memory.resident_bytes if memory is not None else 0)
     disk_key = None if config.kv_disk_key is None else read_key(config.kv_disk_key)
     kept = None if memory is None else KeptCache(memory, threads, huge_pages=config.huge_pages)
-    start = time.monotonic()
     hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
-    longest = config.max_context_tokens or model_dir.max_context_tokens
     rule = eviction_of(config)
     refuse_flags(config)
     speculation = speculation_for(config, with_amx=has_amx())
     heads = read_heads(config.draft_model, speculation)
-    runner = compile_model(config, threads, longest, kept, speculates=speculation != "off", heads=heads)
+    longest = config.max_context_tokens or model_dir.max_context_tokens
+    return Found(threads, model_dir, longest, rule, disk_key, speculation, heads, kept, hashing)
+
+
+def compile_all(config: WorkerConfig, found: Found) -> Compiled:
+    """Compile the model, and the smaller model or the heads. ConfigurationError."""
+    speculates, heads = found.speculation != "off", found.heads
+    runner = compile_model(config, found.threads, found.longest, found.kept, speculates=speculates, heads=heads)
     limits = step_limits(
         config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
     )
     refuse_for_model(config, runner.layer_groups)
-    draft_runner = load_draft(config.draft_model, runner, config.model_dir, heads, threads=threads)
-    num_blocks, region, limits, kept, groups = allocate(config, runner, limits, kept, draft_runner)
-    log_loaded(config.name, runner, num_blocks, region.size_bytes, threads, time.monotonic() - start)
-    log_limits(limits, runner.exact_rows)
-    # Touching the first pages while the first kernels are built saves a quarter of a second.
-    touching = threading.Thread(target=runner.touch, name="touch")
-    touching.start()
-    draft = draft_of(draft_runner, heads, threads)
-    journal = kept.journal if kept is not None else None
-    made = partial(engine_for, speculation=speculation, draft=draft, groups=groups)
-    engine = made(config, runner, sampler_for(runner, threads), num_blocks, limits, journal)
-    pool = engine.scheduler.kv_cache.pool
-    if kept is not None:
-        pool.put_last(kept.old_blocks())
-    warm_up(engine, has_adapters=config.max_adapters > 0)
-    adapters = load_adapters(config, runner)
-    touching.join()
-    give_back_weights(config)
-    fingerprint = for_context(hashing.result(), longest) if runner.depends_on_context else hashing.result()
-    if kept is not None:
-        kept.restore(pool, fingerprint)
-    tiers = tiers_for(
-        config, runner, kv_layout(runner, limits, fingerprint), engine.scheduler.kv_cache, kept, disk_key, transport
+    draft = load_draft(config.draft_model, runner, config.model_dir, heads, threads=found.threads)
+    return Compiled(runner, limits, draft)
+
+
+def make_engine(config: WorkerConfig, found: Found, compiled: Compiled, allocation: Allocation) -> Engine:
+    """The engine over the allocated cache. The warm-up then uses blocks without content first."""
+    log_limits(allocation.limits, compiled.runner.exact_rows)
+    engine = engine_for(
+        config,
+        compiled.runner,
+        sampler_for(compiled.runner, found.threads),
+        allocation.num_blocks,
+        allocation.limits,
+        None if allocation.kept is None else allocation.kept.journal,
+        speculation=found.speculation,
+        draft=draft_of(compiled.draft, found.heads, found.threads),
+        groups=allocation.groups,
     )
-    card = card_of(config, pool, model_dir, fingerprint, runner, groups, tiers)
-    add_rule(card, rule, longest)
-    return LoadedModel(engine, card, model_dir.tokenizer_bundle, region, limits.max_num_seqs, kept, tiers, adapters)
+    if allocation.kept is not None:
+        engine.scheduler.kv_cache.pool.put_last(allocation.kept.old_blocks())
+    return engine
+
+
+def wait_for_fingerprint(found: Found, runner: OpenVINOModelRunner) -> str:
+    """The fingerprint of the model as it is served."""
+    fingerprint = found.hashing.result()
+    return for_context(fingerprint, found.longest) if runner.depends_on_context else fingerprint
 
 
 def draft_of(
@@ -191,9 +257,7 @@ def load_adapters(config: WorkerConfig, runner: OpenVINOModelRunner) -> AdapterL
     return library
 
 
-def log_loaded(
-    name: str, runner: OpenVINOModelRunner, num_blocks: int, cache_bytes: int, threads: int, took_s: float
-) -> None:
+def log_loaded(name: str, runner: OpenVINOModelRunner, allocation: Allocation, threads: int, took_s: float) -> None:
     """Log that the model is loaded, and the size of its KV cache."""
     log.info(
         "%s loaded in %.1f s: %d threads, %s, KV cache %.2f GiB of %s, %d blocks of %d tokens",
@@ -201,9 +265,9 @@ def log_loaded(
         took_s,
         threads,
         "a second graph for small decode steps" if runner.small_decode else "one graph",
-        cache_bytes / GIB,
+        allocation.region.size_bytes / GIB,
         runner.kv_precision,
-        num_blocks,
+        allocation.num_blocks,
         runner.block_size,
     )
 
@@ -328,70 +392,3 @@ def give_back_weights(config: WorkerConfig) -> None:
         private_bytes() / GIB,
         given_back / GIB,
     )
-
-
-def card_of(
-    config: WorkerConfig,
-    pool: BlockPool,
-    model_dir: ModelDir,
-    fingerprint: str,
-    runner: OpenVINOModelRunner,
-    groups: Sequence[GroupBudget],
-    tiers: Tiers,
-) -> worker_pb2.ModelCard:
-    """The model card, with the properties of the KV cache that routers need. ConfigurationError for a --role if blocks
-    cannot be sent."""
-    card = model_card(
-        config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
-    )
-    card.kv_block_bytes = runner.block_bytes + runner.part_bytes
-    card.state_interval_tokens = next((group.interval for group in groups if isinstance(group, StateBudget)), 0)
-    if tiers.handover is not None:
-        card.kv_layout = tiers.handover.source.layout
-    elif config.role != "both":
-        raise ConfigurationError(
-            f"--role {config.role} is of no use with this model: its KV blocks of {runner.block_bytes} bytes are too "
-            "large to be sent to other workers; leave the flag out"
-        )
-    card.role = _ROLES[config.role]
-    return card
-
-
-def model_card(
-    config: WorkerConfig,
-    pool: BlockPool,
-    model_dir: ModelDir,
-    fingerprint: str,
-    *,
-    kv_precision: str,
-    vocab_size: int,
-) -> worker_pb2.ModelCard:
-    """The model card for callers. Its context is never longer than the whole KV cache."""
-    longest = config.max_context_tokens or model_dir.max_context_tokens
-    whole = ("top_k", "max_tokens")
-    sampling = {name: int(value) if name in whole else value for name, value in model_dir.sampling.items()}
-    return worker_pb2.ModelCard(
-        name=config.name,
-        fingerprint=fingerprint,
-        tokenizer_sha256=model_dir.tokenizer_sha256,
-        max_context_tokens=min(longest, pool.num_blocks * pool.block_size),
-        vocab_size=vocab_size,
-        block_size=pool.block_size,
-        eos_token_ids=known_tokens(model_dir.eos_token_ids, vocab_size),
-        default_sampling=inference_pb2.SamplingParams(**sampling),  # type: ignore[arg-type]
-        created_s=model_dir.created_s,
-        kv_precision=kv_precision,
-    )
-
-
-def known_tokens(eos_token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Those end-of-sequence tokens that the model can choose."""
-    unknown = [token_id for token_id in eos_token_ids if token_id >= vocab_size]
-    if unknown:
-        log.warning(
-            "the model's files name the end-of-sequence tokens %s, which its vocabulary of %d does not have; they are "
-            "not used",
-            unknown[:8],
-            vocab_size,
-        )
-    return [token_id for token_id in eos_token_ids if token_id < vocab_size]

@@ -78,7 +78,7 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
         return
     model = loading.result()
     hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size)
-    mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish)
+    mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish, bell=model.bell)
     observer = serve_metrics(config.metrics, hub) if config.metrics else RequestObserver()
     blocks = BlockCalls(model.handover, hub)
     health, sessions = add_services(server, config, model, mailbox, hub, observer, blocks)

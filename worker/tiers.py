@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +14,7 @@ from headrace.worker.kv.block_pool import TOKEN_BYTES
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier, PartsOnDisk
+from headrace.worker.kv.fetch import Bell
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import GIB
 from headrace.worker.kv.takeover import Takeover
@@ -42,14 +42,9 @@ class Tiers(NamedTuple):
     takeover: Takeover | None = None
     handover: Handover | None = None
 
-    def start(self, on_arrival: Callable[[], None]) -> None:
-        """Begin to work. Calls `on_arrival` when blocks have come."""
-        if self.peers is not None:
-            self.peers.on_arrival = on_arrival
-        if self.takeover is not None:
-            self.takeover.wake = on_arrival
+    def start(self) -> None:
+        """Begin to work."""
         if self.disk is not None:
-            self.disk.on_arrival = on_arrival
             self.disk.start()
 
     def stop(self) -> None:
@@ -77,6 +72,7 @@ def open_disk(
     contents: BlockBytes,
     parts: PartBytes | None,
     key: bytes | None,
+    bell: Bell,
 ) -> DiskTier:
     """The tier of --kv-disk. Parts of blocks for layers with a window have a store of their own, with room for those of
     one block in `_BLOCKS_PER_PART`. ConfigurationError if the disk cannot be used."""
@@ -84,7 +80,7 @@ def open_disk(
     if parts is None:
         store = DiskStore(directory, layout, size_bytes, contents.num_bytes, contents.block_size, key)
         log.info("%s has %d of at most %d KV blocks", directory, store.num_blocks, store.num_slots)
-        return DiskTier(store, contents, contents.num_bytes)
+        return DiskTier(store, contents, contents.num_bytes, on_arrival=bell.ring)
     block_size, part_bytes = parts.contents.block_size, parts.contents.num_bytes
     # The records of both have the tokens of a block.
     record_bytes = 2 * TOKEN_BYTES * block_size
@@ -97,7 +93,7 @@ def open_disk(
         "%s has %d of at most %d KV blocks, and %d of at most %d parts of layers with a window",
         *(directory, store.num_blocks, store.num_slots, part_store.num_blocks, part_store.num_slots),
     )
-    return DiskTier(store, contents, contents.num_bytes, PartsOnDisk(part_store, parts))
+    return DiskTier(store, contents, contents.num_bytes, PartsOnDisk(part_store, parts), bell.ring)
 
 
 def tiers_for(
@@ -108,14 +104,17 @@ def tiers_for(
     kept: KeptCache | None,
     disk_key: bytes | None,
     transport: Transport,
+    bell: Bell,
 ) -> Tiers:
-    """The tiers that the flags describe. ConfigurationError if the disk cannot be used. None for a model with recurrent
-    layers, whose blocks are useless without states."""
+    """The tiers that the flags describe. They ring `bell` when blocks have come. None for a model with recurrent
+    layers, whose blocks are useless without states. ConfigurationError if the disk cannot be used."""
     if kv_cache.states is not None:
         return NO_TIERS
     pool, contents = kv_cache.pool, runner.block_bytes_of
     parts = None if kv_cache.windows is None else PartBytes(runner.part_bytes_of, kv_cache.windows.parts.slots)
-    disk = None if config.kv_disk is None else open_disk(config, config.kv_disk, layout, contents, parts, disk_key)
+    disk = (
+        None if config.kv_disk is None else open_disk(config, config.kv_disk, layout, contents, parts, disk_key, bell)
+    )
     if disk is not None:
         kv_cache.spill_to(disk)
     if not config.kv_peers or runner.block_bytes + runner.part_bytes > MAX_BLOCK_BYTES:
@@ -123,9 +122,10 @@ def tiers_for(
     file = None
     if kept is not None and kept.format is not None:
         file = BlockFile(kept.memory.descriptor, kept.format.arena_offset, kept.format.num_blocks)
-    peers = PeerTier(layout, contents, runner.block_bytes, transport, None if parts is None else parts.contents)
+    part_contents = None if parts is None else parts.contents
+    peers = PeerTier(layout, contents, runner.block_bytes, transport, part_contents, bell.ring)
     source = BlockSource(layout, pool, contents, runner.block_bytes, file, parts)
-    takeover = Takeover(kv_cache, peers)
+    takeover = Takeover(kv_cache, peers, bell.ring)
     most_bytes = int(config.kv_handover_gb * GIB)
     return Tiers(
         disk,

@@ -34,10 +34,11 @@ from headrace.worker.__main__ import main as run_worker
 from headrace.worker.config import WorkerConfig
 from headrace.worker.host.binding import Region
 from headrace.worker.kv.host_memory import HostMemory
-from headrace.worker.loading import LoadedModel, engine_for, model_card
+from headrace.worker.loading import LoadedModel, engine_for
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.step_limits import step_limits
+from headrace.worker.model_card import model_card
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 

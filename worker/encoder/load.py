@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,7 @@ from headrace.worker.encoder.thread import EncoderThread
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.host.binding import Region
 from headrace.worker.host.numa import num_threads_for
+from headrace.worker.kv.fetch import Bell
 from headrace.worker.model.directory import ModelDir, read_config, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.request.params import SamplingParams
@@ -64,6 +65,7 @@ class LoadedEncoder:
     kept: None = None
     handover: None = None
     adapters: None = None
+    bell: Bell = field(default_factory=Bell)
 
     def close(self) -> None:
         """Does nothing: only the thread runs."""

@@ -79,8 +79,6 @@ class Fetching:
         self._clock = clock
         self._takeover = takeover
         self._source = source
-        if takeover is not None:
-            takeover.num_spare = self._num_spare
         self._held: dict[Fetch, _Held] = {}
         self._joined: dict[Request, _Joined] = {}
         self._uncounted: list[Request] = []
@@ -181,7 +179,7 @@ class Fetching:
         self._count()
         ready = []
         if self._takeover is not None:
-            self._takeover.advance()
+            self._takeover.advance(self._num_spare)
         for fetch in self._take_ended():
             if self._takeover is not None and self._takeover.end(fetch):
                 continue

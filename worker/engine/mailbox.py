@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,6 +19,7 @@ import msgspec
 from headrace.protos.load_report import LoadReport
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.watchdog import end_process
+from headrace.worker.kv.fetch import Bell
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
 
@@ -92,7 +92,9 @@ class Mailbox:
         capacity: int,
         on_report: Callable[[EngineReport], None],
         on_failure: Callable[[str, BaseException], None] = end_process,
+        bell: Bell | None = None,
     ) -> None:
+        """`bell` wakes the engine's thread also for others, such as the tiers of its cache."""
         self._on_failure = on_failure
         self._capacity = capacity
         self._on_report = on_report
@@ -103,9 +105,9 @@ class Mailbox:
         self._empty = asyncio.Event()
         self._empty.set()
         self._commands: deque[Command] = deque()
-        self._arrived = threading.Condition()
+        self._bell = Bell() if bell is None else bell
+        self._arrived = self._bell.changed
         self._stopping = False
-        self._is_woken = False
 
     @property
     def num_open(self) -> int:
@@ -167,17 +169,15 @@ class Mailbox:
 
     def wake(self) -> None:
         """Make `take` return without a command. Called by any thread."""
-        with self._arrived:
-            self._is_woken = True
-            self._arrived.notify()
+        self._bell.ring()
 
     def take(self, *, block: bool, timeout_s: float | None = None) -> list[Command] | None:
         """Engine thread: the commands since the last call. With `block`, wait for one, for at most `timeout_s`, or for
         `wake`. None means stop."""
         with self._arrived:
             if block:
-                self._arrived.wait_for(lambda: self._commands or self._stopping or self._is_woken, timeout_s)
-            self._is_woken = False
+                self._arrived.wait_for(lambda: self._commands or self._stopping or self._bell.has_rung, timeout_s)
+            self._bell.has_rung = False
             if self._stopping:
                 return None
             commands = list(self._commands)

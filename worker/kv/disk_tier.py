@@ -21,7 +21,7 @@ import numpy.typing as npt
 from headrace.worker.kv.block_bytes import BlockBytes, PartBytes
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.disk_store import DiskStore
-from headrace.worker.kv.fetch import NO_SLOT, Fetch, LearnedTime, Wanted
+from headrace.worker.kv.fetch import NO_SLOT, Fetch, LearnedTime, Wanted, nobody
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,15 @@ class DiskTier(threading.Thread):
     fetch has ended."""
 
     def __init__(
-        self, store: DiskStore, contents: BlockBytes, block_bytes: int, parts: PartsOnDisk | None = None
+        self,
+        store: DiskStore,
+        contents: BlockBytes,
+        block_bytes: int,
+        parts: PartsOnDisk | None = None,
+        on_arrival: Callable[[], None] = nobody,
     ) -> None:
         super().__init__(name="kv-disk", daemon=True)
-        self.on_arrival: Callable[[], None] = lambda: None
+        self.on_arrival = on_arrival
         self.has_news = False
         """Whether a report is due, because all queued blocks are written or other workers have changed the disk. The
         reader resets it."""

@@ -109,6 +109,24 @@ class LearnedTime:
         self._found = average_s + _NEWEST * (min(seconds, _MOST * average_s) - average_s), self._clock()
 
 
+def nobody() -> None:
+    """Wakes nobody."""
+
+
+class Bell:
+    """Wakes the engine's thread: `changed` is notified, and `has_rung` set, until that thread resets it."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.has_rung = False
+
+    def ring(self) -> None:
+        """Any thread: something has changed for the engine's thread."""
+        with self.changed:
+            self.has_rung = True
+            self.changed.notify()
+
+
 class Spill(Protocol):
     """Takes what the cache evicts. The engine thread calls it before the bytes change."""
 

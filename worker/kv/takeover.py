@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.worker.kv.cache import KVCache
-from headrace.worker.kv.fetch import ChainedBlock, Fetch, Held, Tier
+from headrace.worker.kv.fetch import ChainedBlock, Fetch, Held, Tier, nobody
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +36,9 @@ class _Running(NamedTuple):
 class Takeover:
     """Fetches offered blocks through `tier`. Only `offer` and `refresh` may be called outside of the engine thread."""
 
-    def __init__(self, kv_cache: KVCache, tier: Tier) -> None:
-        self.wake: Callable[[], None] = lambda: None
-        """Makes the engine thread call `advance`."""
-        self.num_spare: Callable[[], int] = lambda: 0
-        """Number of blocks that no running request needs."""
+    def __init__(self, kv_cache: KVCache, tier: Tier, wake: Callable[[], None] = nobody) -> None:
+        """`wake` makes the engine's thread call `advance`."""
+        self._wake = wake
         self.num_taken = 0
         self.has_news = False
         """Whether there is something to report. The reader resets it."""
@@ -57,17 +55,17 @@ class Takeover:
     def offer(self, offer: Offer) -> None:
         """Queue an offer. Any thread may call it."""
         self._offers.append(offer)
-        self.wake()
+        self._wake()
 
     def refresh(self) -> None:
         """Make the engine send a report. Any thread may call it."""
         self.has_news = True
-        self.wake()
+        self._wake()
 
-    def advance(self) -> None:
-        """Begin to fetch the offered blocks."""
+    def advance(self, count_spare: Callable[[], int]) -> None:
+        """Begin to fetch the offered blocks. `count_spare` counts the blocks that no running request needs."""
         while self._offers:
-            self._begin(self._offers.popleft())
+            self._begin(self._offers.popleft(), count_spare)
 
     def end(self, fetch: Fetch) -> bool:
         """Make the blocks of an ended fetch findable. Returns False if this object did not begin the fetch."""
@@ -80,8 +78,8 @@ class Takeover:
         running.offer.ended.set_result(len(came))
         return True
 
-    def _begin(self, offer: Offer) -> None:
-        held, wanted = self._kv_cache.take_offered(offer.blocks, self.num_spare)
+    def _begin(self, offer: Offer, count_spare: Callable[[], int]) -> None:
+        held, wanted = self._kv_cache.take_offered(offer.blocks, count_spare)
         if not wanted:
             offer.ended.set_result(0)
             return

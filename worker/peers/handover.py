@@ -38,10 +38,7 @@ _LOOK_S = 0.02
 
 
 class Handover:
-    """Hands the blocks of a draining worker over, and takes those of others. At most `max_bytes` are handed over.
-
-    `is_busy` returns whether the worker has running requests: it then takes blocks for at most half of the time.
-    """
+    """Hands the blocks of a draining worker over, and takes those of others. At most `max_bytes` are handed over."""
 
     def __init__(
         self,
@@ -52,7 +49,6 @@ class Handover:
         max_bytes: int,
     ) -> None:
         self.source = source
-        self.is_busy: Callable[[], bool] = lambda: False
         self._takeover = takeover
         self._pool = pool
         self._most = max_bytes // block_bytes
@@ -116,8 +112,9 @@ class Handover:
             self._begun.set()  # too late now
             self._ended.set()
 
-    async def take(self, request: worker_pb2.TakeBlocksRequest) -> int:
-        """Fetch blocks from a draining worker. Returns how many arrived. Raises StatusError."""
+    async def take(self, request: worker_pb2.TakeBlocksRequest, is_busy: Callable[[], bool] = lambda: False) -> int:
+        """Fetch blocks from a draining worker. Returns how many arrived. `is_busy`: whether the worker has running
+        requests; it then takes blocks for at most half of the time. Raises StatusError."""
         if request.kv_layout != self.source.layout:
             problem = "the KV blocks of this worker have another layout than the source's"
             raise StatusError(Reason.MODEL_CHANGED, problem, field="kv_layout")
@@ -132,6 +129,6 @@ class Handover:
         start_s = loop.time()
         self._takeover.offer(offer)
         num_taken = await asyncio.shield(asyncio.wrap_future(offer.ended))  # the engine ends it
-        if self.is_busy():
+        if is_busy():
             await asyncio.sleep(loop.time() - start_s)
         return num_taken

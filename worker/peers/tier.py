@@ -25,7 +25,7 @@ from headrace.protos import worker_pb2, worker_pb2_grpc
 from headrace.protos.block_hash import next_hash
 from headrace.worker.kv.block_bytes import BlockBytes
 from headrace.worker.kv.block_pool import TOKEN_BYTES
-from headrace.worker.kv.fetch import NO_SLOT, Fetch, LearnedTime, Wanted
+from headrace.worker.kv.fetch import NO_SLOT, Fetch, LearnedTime, Wanted, nobody
 from headrace.worker.peers.calls import Calls
 from headrace.worker.peers.channels import Channels
 from headrace.worker.peers.source import host_id
@@ -61,8 +61,9 @@ class PeerTier:
         block_bytes: int,
         transport: Transport = PLAIN,
         parts: BlockBytes | None = None,
+        on_arrival: Callable[[], None] = nobody,
     ) -> None:
-        self.on_arrival: Callable[[], None] = lambda: None
+        self.on_arrival = on_arrival
         self.num_received = 0
         self._layout = layout
         self._contents = contents

@@ -23,8 +23,6 @@ class BlockCalls:
     def __init__(self, handover: Handover | None, hub: WatchHub) -> None:
         self._found = handover
         self._hub = hub
-        if handover is not None:
-            handover.is_busy = lambda: hub.report.load.num_running > 0
 
     async def fetch(
         self, request: worker_pb2.FetchBlocksRequest, context: Context
@@ -51,7 +49,7 @@ class BlockCalls:
         try:
             if self._hub.draining:
                 raise StatusError(Reason.DRAINING, "the worker is draining itself", retry_after_s=1.0)
-            return worker_pb2.TakeBlocksResponse(num_blocks=await self._handover().take(request))
+            return worker_pb2.TakeBlocksResponse(num_blocks=await self._handover().take(request, self._is_busy))
         except StatusError as error:
             await abort(context, error)
 
@@ -64,6 +62,9 @@ class BlockCalls:
         """The worker takes requests again."""
         if self._found is not None:
             self._found.reset()
+
+    def _is_busy(self) -> bool:
+        return self._hub.report.load.num_running > 0
 
     def _handover(self) -> Handover:
         if self._found is None:

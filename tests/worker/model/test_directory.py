@@ -17,8 +17,8 @@ from headrace.common.model_files.networks import required_files
 from headrace.common.model_files.task import task_of
 from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
 from headrace.worker.config import ConfigurationError
-from headrace.worker.loading import known_tokens
 from headrace.worker.model.directory import UNKNOWN_CONTEXT_TOKENS, has_windows, read_model_dir
+from headrace.worker.model_card import known_tokens
 
 TOKENIZER_XML = '<net><rt_info><eos_token_id value="7" /><chat_template value="hello" /></rt_info></net>'
 

@@ -157,9 +157,9 @@ def test_blocks_without_a_predecessor_are_not_taken(takers: tuple[Taker, Taker])
 
 def test_only_spare_blocks_are_filled(takers: tuple[Taker, Taker]) -> None:
     first, second = takers
-    second.takeover.num_spare = lambda: 2
+    second.fetching._num_spare = lambda: 2  # type: ignore[method-assign]
     assert second.take(first.address, first.pool.hottest_first()) == 2
-    second.takeover.num_spare = lambda: 0
+    second.fetching._num_spare = lambda: 0  # type: ignore[method-assign]
     assert second.take(first.address, first.pool.hottest_first()) == 0
 
 
@@ -224,9 +224,8 @@ async def test_the_worker_takes_when_it_is_told(takers: tuple[Taker, Taker]) -> 
     ]
     request = worker_pb2.TakeBlocksRequest(kv_layout=LAYOUT, source=first.address, blocks=named[:3])
     assert await second.handover.take(request) == 3
-    second.handover.is_busy = lambda: True
     request.blocks.extend(named[3:])
-    assert await second.handover.take(request) == 3
+    assert await second.handover.take(request, is_busy=lambda: True) == 3
     for field, value in (("kv_layout", "another"), ("source", "")):
         wrong = worker_pb2.TakeBlocksRequest(kv_layout=LAYOUT, source=first.address, blocks=named)
         setattr(wrong, field, value)
