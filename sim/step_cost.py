@@ -6,7 +6,7 @@
     base       multiplication with the weights: piecewise linear between certain numbers of tokens, the knots, because
                the first tokens of a step cost more than later ones
     changed    1 if the previous step had another number of tokens, so that OpenVINO prepares the model again
-               (docs/decisions/0025)
+               (docs/decisions/scheduling.md#token-counts)
 
 The other quantities are fields of `headrace.worker.engine.step_cost.StepShape`. The model that a worker fits at run
 time is simpler: its `base` is linear, and `reread` and `context` share a coefficient.

@@ -77,10 +77,29 @@ def test_every_page_is_in_the_navigation() -> None:
                 yield from pages(inner)
 
     shown = list(pages(yaml.load((ROOT / "mkdocs.yml").read_text(), _Configuration)["nav"]))
-    decisions = set((DOCS / "decisions").glob("0*.md"))
-    assert sorted(shown) == sorted(str(path.relative_to(DOCS)) for path in set(DOCS.rglob("*.md")) - decisions)
-    listed = set(re.findall(r"\]\((0[^)]*)\)", (DOCS / "decisions" / "index.md").read_text()))
-    assert listed == {path.name for path in decisions}
+    assert sorted(shown) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "decisions" / "index.md").read_text()))
+    assert listed == {path.name for path in (DOCS / "decisions").glob("*.md")} - {"index.md"}
+
+
+def test_every_decision_that_sources_name_exists() -> None:
+    sources = [
+        *DOCUMENTS,
+        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".proto", ".js")),
+    ]
+    wrong = []
+    for path in sources:
+        for topic, anchor in re.findall(r"docs/decisions/([\w-]+(?:\.md)?)(?:#([\w-]+))?", path.read_text()):
+            target = DOCS / "decisions" / topic
+            if not target.is_file() or (anchor and anchor not in anchors(target)):
+                wrong.append(f"{path.relative_to(ROOT)}: {topic}#{anchor}")
+    assert wrong == []
+
+
+def test_the_results_that_decisions_name_exist() -> None:
+    results = anchors(ROOT / "benchmarks" / "RESULTS.md")
+    for path in (DOCS / "decisions").glob("*.md"):
+        assert set(re.findall(r"benchmarks/RESULTS\.md#([\w-]+)", path.read_text())) <= results, path.name
 
 
 def test_the_reference_of_the_command_line_is_up_to_date() -> None:

@@ -28,7 +28,7 @@ _ARM_EXTENSIONS = {"asimd", "asimdhp", "asimddp", "sve", "sve2", "i8mm", "bf16",
 def kv_numerics(runner: OpenVINOModelRunner, limits: StepLimits) -> str:
     """The name, for a model in steps of these limits. No size of exact steps changes a bit. If prompts are not exact,
     the bits of a block depend on the other tokens of its steps. With adapters, they depend on whether a request of the
-    same step had one (docs/decisions/0054)."""
+    same step had one (docs/decisions/adapters.md#one-batch)."""
     parts = [runner.numerics, vector_extensions(), f"version {KV_NUMERICS_VERSION}"]
     if runner.adapters is not None:
         parts.append("adapters")

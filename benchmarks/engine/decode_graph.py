@@ -1,4 +1,4 @@
-"""Compares decode steps on the general graph with those on the graph for small decode steps (docs/decisions/0029).
+"""Compares decode steps on the general graph with those on the graph for small decode steps (docs/decisions/graphs.md).
 
     python -m benchmarks.engine.decode_graph MODEL_DIR [--rounds 15]
 

@@ -1,6 +1,6 @@
 """Compares the two ways to make a model of a GGUF file: `python -m benchmarks.engine.gguf FILE.gguf [--rounds 7]`.
 
-One graph is ours (cli/gguf), the other that of openvino-genai's converter (docs/decisions/0047). Printed are the
+One graph is ours (cli/gguf), the other that of openvino-genai's converter (docs/decisions/models.md). Printed are the
 precision in which each computes, the mean log-probability of a paragraph in both modes, and what steps cost: CPU
 milliseconds of one thread, in turn in one process, which other work on the machine changes less than wall time.
 `--precision f32` computes as CPUs without bfloat16 do. Of random weights (`python -m benchmarks.random_model

@@ -1,4 +1,4 @@
-"""Measures the gain from rewriting a model's graph (docs/decisions/0027):
+"""Measures the gain from rewriting a model's graph (docs/decisions/graphs.md#fewer-products):
 `python -m benchmarks.engine.graph MODEL_DIR`.
 
 Three graphs alternate in one process: the original one, one with query, key and value fused into one product, and one

@@ -1,5 +1,5 @@
-"""Measures the gain from the order of prompts (docs/decisions/0028) and from larger steps of prompts alone (0030):
-`python -m benchmarks.engine.prompt_steps MODEL_DIR`.
+"""Measures the gain from the order of prompts (docs/decisions/scheduling.md) and from larger steps of prompts alone
+(docs/decisions/scheduling.md#steps-of-prompts): `python -m benchmarks.engine.prompt_steps MODEL_DIR`.
 
 The engine runs the Poisson load of benchmarks.engine.throughput in three ways in turn, with fresh tokens each time:
 prompts in order of arrival; prompts in order of their remaining tokens; and the latter with larger steps. It prints p95

@@ -1,7 +1,7 @@
 """Simulates streams of a 7B model on few cores: `python -m benchmarks.router.large_model [--rates 0.05 0.08]`.
 
 It runs one worker's real scheduler in virtual time, with the calculated step cost in sim/step_cost_7b.json. It compares
-three ways to limit the steps that streams and prompts share (docs/decisions/0032):
+three ways to limit the steps that streams and prompts share (docs/decisions/scheduling.md#step-cost):
 
     256 tokens             regardless of their time
     in milliseconds        the worker's default: 200 ms, or 1.9 times the time of the step without prompts

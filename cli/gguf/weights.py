@@ -3,7 +3,7 @@
 A quantised weight is `scale * integer`, or `scale * integer + minimum`, with a scale and a minimum for 16 or 32
 neighbours of a row. OpenVINO's products are fast if weights are integers with scales and nothing else: then the states
 are quantised too, and integers multiplied. So a minimum does not become a zero point, which would not be an integer.
-Instead, it multiplies the sum of its neighbours' states in a separate small product (docs/decisions/0047).
+Instead, it multiplies the sum of its neighbours' states in a separate small product (docs/decisions/models.md#gguf).
 """
 
 from __future__ import annotations

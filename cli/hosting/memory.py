@@ -16,7 +16,7 @@ _BUDGET_SHARE = 0.8
 # The share of a budget for the KV caches of all models together.
 _KV_CACHE_SHARE = 0.4
 # A worker makes a second copy of weights of at most this share of the available memory, on CPUs with AMX (see
-# docs/decisions/0029).
+# docs/decisions/graphs.md#decode-graph).
 _SECOND_COPY_SHARE = 0.1
 
 

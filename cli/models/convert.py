@@ -29,7 +29,7 @@ _KNOWN_TENSOR = re.compile(
 )
 _UNKNOWN_SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale", "expert_count")
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-# openvino-genai reads matrices of these kinds exactly, and rounds the minima of other kinds (docs/decisions/0047).
+# openvino-genai reads matrices of these kinds exactly, and rounds the minima of other kinds (docs/decisions/models.md).
 _KINDS_OF_GENAI = {"F16", "Q4_0", "Q8_0", "Q6_K"}
 _KINDS_IT_ROUNDS = {"Q4_1", "Q4_K"}
 # In narrower models, exact minima take 1.1 to 1.35 times the time of a step.

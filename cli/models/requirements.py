@@ -14,8 +14,8 @@ from headrace.cli.models.shape import ModelShape
 GIB = 1 << 30
 # A worker's process without weights and KV cache, as in docs/how-to/sizing.md.
 PROCESS_BYTES = GIB // 2
-# Weights of 4 bits in a worker: reordered for the kernels, with scales in float32 (docs/decisions/0058). Weights of
-# more bits take a smaller multiple.
+# Weights of 4 bits in a worker: reordered for the kernels, with scales in float32 (docs/decisions/graphs.md). Weights
+# of more bits take a smaller multiple.
 _IN_MEMORY = 1.65
 USUAL_CONTEXT_TOKENS = 8192
 # A converted model beside its GGUF file, with tokenizers and the overhead of the file system.

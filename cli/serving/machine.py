@@ -32,7 +32,7 @@ def _lines(topology: Topology) -> Iterator[str]:
 
 
 # CPU flag, name, and the largest number of tokens in a step for which prompts are exact in performance mode and in
-# accuracy mode (docs/decisions/0031). None means any number. The best comes first.
+# accuracy mode (docs/decisions/exactness.md#step-limits). None means any number. The best comes first.
 _KERNELS: tuple[tuple[str, str, int | None, int | None], ...] = (
     ("amx_tile", "AMX", None, None),
     ("avx512f", "AVX-512", None, None),

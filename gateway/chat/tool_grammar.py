@@ -26,7 +26,7 @@ from headrace.protos.status import StatusError
 # The spacing of the models' own examples. It is fixed, because small models would otherwise write only spaces.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# The spacing of content without tools: docs/decisions/0007.
+# The spacing of content without tools: docs/decisions/structured-output.md#compact-json.
 _CONTENT_OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
 # An escape of an expression, which stays unchanged; or characters that have a meaning between the slashes around an
 # expression in Lark.

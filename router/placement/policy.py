@@ -20,7 +20,7 @@ random, so that several routers with the same view do not all choose the same wo
 
 If several routers place requests on the same workers, none of them knows the others' latest placements. So a placement
 has a belief about its worker's load, and how wrong the belief may be before another worker would be better. A worker
-with more work than that returns the request (docs/decisions/0035).
+with more work than that returns the request (docs/decisions/placement.md#several-routers).
 
 Pure: the same request, candidates, time and random numbers give the same Placement.
 """
@@ -45,10 +45,10 @@ from headrace.router.placement.rates import Priors, believed_rates
 from headrace.router.placement.transfers import Moved, Transfers, worth_moving
 
 # How many times workers may return one request; after that it stays where it is placed. In simulated bursts of ten
-# requests at eight routers, four times were not enough (docs/decisions/0035).
+# requests at eight routers, four times were not enough (docs/decisions/placement.md#several-routers).
 MAX_GIVEN_BACK = 8
-# If workers are reserved for long prompts (docs/decisions/0068), a prompt is long if computing its uncached part is
-# expected to take more milliseconds than this.
+# If workers are reserved for long prompts (docs/decisions/placement.md), a prompt is long if computing its uncached
+# part is expected to take more milliseconds than this.
 LONG_PROMPT_MS = 1000.0
 
 

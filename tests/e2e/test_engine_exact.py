@@ -1,6 +1,6 @@
 """The engine on the real model: hits and chunking give the cold run's bits; in accuracy mode also the same text.
 
-The seams that remain are in docs/decisions/0006.
+The seams that remain are in docs/decisions/exactness.md#prompt-chunks.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ from tests.worker.conftest import CHEAP_STEPS
 SOAK = os.environ.get("HEADRACE_SOAK") == "1"
 RULE = EvictionRule(192, start_size=32, recent_size=64)
 NUM_BLOCKS = 256 if SOAK else 60
-# A step that ends within the last 8 tokens of a prompt changes GenAI's scores (docs/decisions/0067). None ends there.
+# A step that ends within the last 8 tokens of a prompt changes GenAI's scores (docs/decisions/kv-cache.md). None ends
+# there.
 BUDGET = 240
 ANSWER = 60
 # No document that people edit: with some prompts these few layers answer the same without the blocks that are given up.

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-# Declared absent before OpenVINO is imported, see docs/decisions/0004.
+# Declared absent before OpenVINO is imported, see docs/decisions/dependencies.md#no-reports.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 import numpy as np  # noqa: E402

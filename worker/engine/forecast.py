@@ -156,7 +156,7 @@ class Forecast:
         return [other for other in self._scheduler.waiting if rank(other) <= place]
 
     def _overtakes(self, request: Request) -> bool:
-        """Whether the first waiting request lacks blocks, and this one would be admitted now (docs/decisions/0072)."""
+        """Whether the first waiting request lacks blocks, and this one would be admitted now."""
         scheduler = self._scheduler
         first = scheduler.waiting[0] if scheduler.waiting else None
         if first is None or not first.lacks_blocks_since_s or len(scheduler.running) >= scheduler.max_num_seqs:

@@ -232,7 +232,7 @@ class Scheduler:
 
     def may_be_overtaken(self, first: Request) -> bool:
         """Whether others may go before the first waiting request, which lacks blocks. They may for as long as its own
-        prompt takes to compute, and never once its answer has begun (docs/decisions/0072)."""
+        prompt takes to compute, and never once its answer has begun (docs/decisions/scheduling.md#overtaking)."""
         first.lacks_blocks_since_s = first.lacks_blocks_since_s or self.clock()
         waited_ms = 1000 * (self.clock() - first.lacks_blocks_since_s)
         return not first.num_generated_tokens and waited_ms < self.step_costs.prompts.chunk_ms(0, first.num_tokens)

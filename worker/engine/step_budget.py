@@ -41,16 +41,16 @@ STEP_COST_SHARE = 1 / 8
 FIRST_IN_RANK_SHARE = 8
 # With this much room, a prompt of any length makes progress; see chunk_of.
 MIN_CHUNK_ROOM = 3
-# A change in the number of tokens costs time (docs/decisions/0025). So a step that divides prompts keeps the number of
-# the previous step if that is at least this share of the possible number. Otherwise it takes a number with few
-# significant bits.
+# A change in the number of tokens costs time (docs/decisions/scheduling.md). So a step that divides prompts keeps the
+# number of the previous step if that is at least this share of the possible number. Otherwise it takes a number with
+# few significant bits.
 KEPT_SHARE = 0.7
 _BITS = 3
 
 
 def chunk_of(remaining: int, room: int) -> int:
     """How many of `remaining` tokens to compute now, at most `room`. Neither this chunk nor the rest is a single token,
-    because other kernels compute a single token and give other bits (docs/decisions/0006). 0 if that is not
+    because other kernels compute a single token and give other bits (docs/decisions/exactness.md). 0 if that is not
     possible."""
     if remaining == 1:
         return min(remaining, room)

@@ -6,7 +6,7 @@ A `StepShape` has the quantities. The scheduler sizes steps with this model, and
 reported to routers are averages over the same observations. The simulator uses the same shapes.
 
 **Two models.** Steps with prompts and decode steps have a model each (`StepCosts`). They may use different graphs
-(docs/decisions/0029), and the first tokens of a product cost more than later ones. Nearly every step with prompts
+(docs/decisions/graphs.md), and the first tokens of a product cost more than later ones. Nearly every step with prompts
 differs in size from the previous one, so the cost of a change is learned from decode steps only, and subtracted from
 the cost of steps with prompts.
 

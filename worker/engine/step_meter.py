@@ -1,7 +1,7 @@
 """The size of each step, padding included, and its cost: predicted before the step, learned from it afterwards.
 
-A step with a prompt is padded to MIN_PROMPT_STEP tokens (docs/decisions/0006). In accuracy mode and with speculation, a
-decode step is padded to two (docs/decisions/0048).
+A step with a prompt is padded to MIN_PROMPT_STEP tokens (docs/decisions/exactness.md). In accuracy mode and with
+speculation, a decode step is padded to two (docs/decisions/speculation.md#verification).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Where the compiler would accept answers that violate the schema, the schema is n
 - At most `MAX_PATTERNS` patterns may apply to one text. The compiler's time grows exponentially with them, and nothing
   can interrupt it.
 
-Answers are compact, without white space between tokens: docs/decisions/0007.
+Answers are compact, without white space between tokens: docs/decisions/structured-output.md#compact-json.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A full block can be found by its hash and shared. A block can also be found by t
 its beginning is computed. A sequence that shares only this beginning copies the block.
 
 The findable blocks are closed under prefixes: if a block can be found by its hash, so can all blocks before it in its
-chain. Routers rely on this (docs/decisions/0023). Three rules ensure it:
+chain. Routers rely on this (docs/decisions/placement.md#closed-prefixes). Three rules ensure it:
 
 - A block becomes findable only after its predecessor.
 - A request that holds a findable block also holds its predecessors.

@@ -11,7 +11,7 @@ each token is multiplied only with its own adapter:
 `adapter_rows` `[slots, rows]` has the tokens of each slot, and any token where a slot has fewer. `adapter_places`
 `[tokens]` says where each token's result is; for a token without an adapter it lies beyond the end, where a gather
 gives zeros. Slots, rows and ranks are dynamic. Layers of the same states share the gathered rows and one A, whose ranks
-are those of all of them, side by side. docs/decisions/0054 has the alternatives and measurements.
+are those of all of them, side by side. docs/decisions/adapters.md#one-batch has the alternatives and measurements.
 """
 
 from __future__ import annotations

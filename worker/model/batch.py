@@ -14,8 +14,8 @@ For two sequences, the first with 40 cached tokens and 1 new one, the second wit
 The tokens of a draft, and tokens of an answer that a request with eviction computes again, are sequences of one token
 each, over the blocks of their request. The operator stores the keys and values of a step before it computes any
 attention, so each token also sees the draft before it. So it has the same bits as if it were computed alone
-(docs/decisions/0048). The tokens of a branch come after those of the draft, over a copy of the last block
-(docs/decisions/0069).
+(docs/decisions/speculation.md). The tokens of a branch come after those of the draft, over a copy of the last block
+(docs/decisions/speculation.md#branches).
 
 Source of the layout: the operator's description in OpenVINO's paged_attention_extension.
 """

@@ -2,7 +2,8 @@
 
 On CPUs with AMX, OpenVINO decompresses weights to bfloat16 tiles before it multiplies. This makes prompts fast, but for
 few rows most of the time goes into decompression. The kernels for CPUs without AMX multiply 8-bit integers and take two
-thirds of the time. OpenVINO uses them in a graph whose precision is float32. docs/decisions/0029 has the measurements.
+thirds of the time. OpenVINO uses them in a graph whose precision is float32. docs/decisions/graphs.md has the
+measurements.
 """
 
 from __future__ import annotations

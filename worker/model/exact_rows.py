@@ -2,9 +2,9 @@
 
 OpenVINO multiplies compressed weights by kernels that it chooses by the number of rows. Two kernels add up in different
 orders, so a token's keys, values and logits then depend on how many other tokens its step has. On CPUs with AVX2 and
-without VNNI, the kernel changes between 80 rows and 81; docs/decisions/0031 has the list. No property of OpenVINO
-reports it. But it does not depend on the size of a product, so a small product with weights of the model's type,
-compiled like the model, shows it.
+without VNNI, the kernel changes between 80 rows and 81; docs/decisions/exactness.md has the list. No property of
+OpenVINO reports it. But it does not depend on the size of a product, so a small product with weights of the model's
+type, compiled like the model, shows it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computes query, key and value of an attention with one product instead of three, since all multiply the same states.
 
 Each product of a step costs about 20 us besides its arithmetic: its input is quantised and the threads synchronise
-twice. In a small model that is a large part of a decode step. docs/decisions/0027 has measurements, and says why gates
-are not fused.
+twice. In a small model that is a large part of a decode step. docs/decisions/graphs.md has measurements, and says why
+gates are not fused.
 
 Weights are concatenated in their stored form, so all numbers and scales stay the same.
 """

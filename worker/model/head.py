@@ -13,7 +13,7 @@ them would take 2 % of a step), and the sums are computed for a few rows at a ti
 caches. The model's graph computes exactly the sampled rows.
 
 `sampling.reduction` defines runs. If the vocabulary does not divide into runs, or if the model applies more than one
-product to make its logits, there are only logits. docs/decisions/0024 has the measurements.
+product to make its logits, there are only logits. docs/decisions/sampling.md#reading-logits has the measurements.
 """
 
 from __future__ import annotations

@@ -73,10 +73,10 @@ class OpenVINOModelRunner:
 
     Decode steps have at least `least_decode` tokens and sampled rows: two in accuracy mode and with `speculates`,
     because other kernels compute a single one. A token then does not depend on how many others its step has, in
-    performance mode only on some CPUs (docs/decisions/0048). `states` reads hidden states of every step. With `evicts`,
-    requests may evict their own KV blocks. With `has_parts`, layers with a sliding window have their parts of blocks
-    in separate slots of `part_bytes` bytes. `block_bytes` then counts only the other layers. `layer_groups` says what
-    the cache has to keep for which layers.
+    performance mode only on some CPUs (docs/decisions/speculation.md). `states` reads hidden states of every step. With
+    `evicts`, requests may evict their own KV blocks. With `has_parts`, layers with a sliding window have their parts of
+    blocks in separate slots of `part_bytes` bytes. `block_bytes` then counts only the other layers. `layer_groups` says
+    what the cache has to keep for which layers.
     """
 
     _batch: Batch | None = None

@@ -1,7 +1,7 @@
 """Selects the sampled rows as early in a model's graph as possible.
 
 After the last attention, no operation looks at other tokens. So the rest of the last layer, which is most of its
-arithmetic, is computed for the sampled rows only: one of hundreds in a prompt (measured in docs/decisions/0027).
+arithmetic, is computed for the sampled rows only: one of hundreds in a prompt (measured in docs/decisions/graphs.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ DEFAULT_SEQS, DEFAULT_TOKENS = 128, 1024
 # Prompt tokens in a step with a full batch of streams, unless flags leave less room.
 ROOM_FOR_PROMPTS = 8
 # The fewest tokens of a step with a prompt, and the fewest rows of logits if it has any. On some CPUs products of fewer
-# rows use other kernels, which give other bits (docs/decisions/0006). On CPUs with AMX that is four rows or fewer.
+# rows use other kernels, which give other bits (docs/decisions/exactness.md). On CPUs with AMX that is four rows or
+# fewer.
 MIN_PROMPT_STEP = 8
 # The logits of a step for log-probabilities of prompts, and those for draft tokens. OpenVINO keeps the memory of the
 # largest step, twice in each graph, and the KV cache takes most of the rest.

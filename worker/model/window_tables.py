@@ -4,7 +4,7 @@
     input   window_block_indices    i32 [blocks]   blocks of layers with a window, in the same order
 
 Both tables have an entry for each block of a sequence. The operator reads all of them. It multiplies values outside of
-the window by zero, so their entries may name any block with finite numbers (docs/decisions/0073).
+the window by zero, so their entries may name any block with finite numbers (docs/decisions/kv-cache.md#windows).
 """
 
 from __future__ import annotations

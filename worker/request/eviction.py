@@ -7,7 +7,7 @@ The cache of a sequence has three areas, in tokens:
 
 When the sequence has a full block more than `max_cache_size` tokens, each layer evicts the evictable block that its
 queries have attended to least. Scores are sums of attention weights over heads and queries: the last tokens of the
-prompt, then each token of the answer. The algorithm is that of OpenVINO GenAI (docs/decisions/0067).
+prompt, then each token of the answer. The algorithm is that of OpenVINO GenAI (docs/decisions/kv-cache.md).
 """
 
 from __future__ import annotations

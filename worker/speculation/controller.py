@@ -1,15 +1,15 @@
 """How many draft tokens a step verifies: the number that gives the most tokens a second.
 
 A step of B streams and K draft tokens gives B tokens, and as many more as are accepted. The model of step costs
-predicts its cost for B + K tokens (docs/decisions/0032). The prediction is corrected by the observed cost of steps of
-that size, because the first tokens of a product are cheaper than later ones, which a linear model cannot show. Draft
-tokens are taken in the order of the probability that they are reached and accepted.
+predicts its cost for B + K tokens (docs/decisions/scheduling.md). The prediction is corrected by the observed cost of
+steps of that size, because the first tokens of a product are cheaper than later ones, which a linear model cannot show.
+Draft tokens are taken in the order of the probability that they are reached and accepted.
 
-A change in the number of tokens costs time (docs/decisions/0025), and kernels have to be prepared for each new number.
-So only a few sizes are used. A change to a larger size has to be worth its cost in the same step. If drafts are likely
-to be right, only half of the cost counts, because the next step then has this size too. The cost of a change to a
-smaller size is weighted by the probability that drafts are right again soon, which would change the size back. With its
-full cost, a stream would keep a size that it does not need.
+A change in the number of tokens costs time (docs/decisions/scheduling.md), and kernels have to be prepared for each new
+number. So only a few sizes are used. A change to a larger size has to be worth its cost in the same step. If drafts are
+likely to be right, only half of the cost counts, because the next step then has this size too. The cost of a change to
+a smaller size is weighted by the probability that drafts are right again soon, which would change the size back. With
+its full cost, a stream would keep a size that it does not need.
 
 Steps have a minimum number of tokens, padding included. A draft token that replaces padding costs nothing.
 

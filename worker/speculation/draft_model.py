@@ -226,7 +226,7 @@ class DraftModel:
         """Compute all missing tokens of some requests, and sample the next."""
         scheduled = [Scheduled(self._view(shadow), shadow.num_uncomputed_tokens) for shadow in shadows]
         num_tokens = sum(count for _, count in scheduled)
-        # A change in the number of tokens costs time (docs/decisions/0025); a few more tokens cost little.
+        # A change in the number of tokens costs time (docs/decisions/scheduling.md); a few more tokens cost little.
         if not num_tokens <= self._size <= max(2, 2 * num_tokens):
             self._size = rounded_size(max(2, num_tokens))
         batch = one_by_one(scheduled, self._runner.block_size)

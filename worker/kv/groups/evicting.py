@@ -1,4 +1,4 @@
-"""Requests that evict KV blocks of their own when they become long (docs/decisions/0067).
+"""Requests that evict KV blocks of their own when they become long (docs/decisions/kv-cache.md).
 
 Until its first eviction such a request is like any other: it shares, finds and publishes blocks. Then it moves to
 private blocks, which no other request finds. A block has a part for each layer, and layers keep different tokens. So

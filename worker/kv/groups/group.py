@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from headrace.worker.request.request import Request
 
 # At least this many tokens are computed after a cache hit. One would be enough for the logits, but different kernels
-# compute a single token, with slightly different results (docs/decisions/0006).
+# compute a single token, with slightly different results (docs/decisions/exactness.md#prompt-chunks).
 MIN_TOKENS_LEFT = 2
 
 BlockAt: TypeAlias = Callable[[int], int | None]
