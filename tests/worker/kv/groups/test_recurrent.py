@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from headrace.worker.engine.build import build_engine
+from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.kv.chain import BlockKey
 from headrace.worker.kv.groups.recurrent import StateBudget
 from headrace.worker.kv.groups.state_slots import StateSlots
@@ -16,6 +16,7 @@ from headrace.worker.sampling.sampler import BatchSampler
 from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnderTest, RandomRequests, run_random_load
 from tests.worker.fake_runner import expected_tokens
 from tests.worker.kv.groups.stateful_runner import StatefulRunner
+from tests.worker.speculation.test_draft_model import FREE_STEPS, FakeDraftRunner
 
 
 def make_engine(
@@ -230,6 +231,31 @@ def test_a_draft_continues_from_the_state_after_its_last_accepted_token() -> Non
     following = engine.request([*requests[0].token_ids, *tokens(2, 9)], 3)
     engine.run()
     assert following.num_cached_tokens == (19 + 60 - 1) // BLOCK_SIZE * BLOCK_SIZE, "a state at each border is saved"
+    assert_answers(engine)
+
+
+@pytest.mark.parametrize("accuracy", [1.0, 0.6])
+def test_a_smaller_model_drafts_beside_states(accuracy: float) -> None:
+    """It has keys and values in the same blocks, and no states."""
+    num_blocks, num_slots = 128, 60
+    runner = StatefulRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_slots)
+    draft = Draft(FakeDraftRunner(num_blocks, accuracy), BatchSampler(), FREE_STEPS)
+    engine = EngineUnderTest(
+        build_engine(
+            runner,
+            BatchSampler(),
+            num_blocks,
+            StepLimits(4, 32, 32, is_exact=True),
+            step_costs=CHEAP_STEPS,
+            groups=[StateBudget(num_slots, 8)],
+            speculation="draft",
+            draft=draft,
+        ),
+        runner,
+    )
+    requests = [engine.request(tokens(number, 19 + number), 40) for number in range(3)]
+    engine.run()
+    assert all(request.num_accepted > 0 for request in requests)
     assert_answers(engine)
 
 
