@@ -205,7 +205,7 @@ class SimulatedWorker:
             self.scheduler.add(request)
         if not self.scheduler.has_requests:
             return None
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(None if self.fetching is None else self.fetching.begin_late)
         if not output.scheduled:
             assert self.scheduler.num_fetching, "there are requests, but none is scheduled"
             return None

@@ -39,6 +39,8 @@ class EngineUnderTest:
     last: dict[Request, RequestOutput] = field(default_factory=dict)
     arrivals: itertools.count[int] = field(default_factory=itertools.count)
     is_pipelined: bool = False
+    fetch_first: Callable[[Request, int], bool] | None = None
+    """See `Scheduler.schedule`."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -63,9 +65,9 @@ class EngineUnderTest:
         """Run one step and check all invariants afterwards."""
         outputs: list[RequestOutput] = []
         if self.is_pipelined:
-            self.engine.advance(outputs.extend)
+            self.engine.advance(outputs.extend, self.fetch_first)
         else:
-            outputs += self.engine.step()
+            outputs += self.engine.step(self.fetch_first)
         self.scheduler.check()
         for output in outputs:
             request = output.request

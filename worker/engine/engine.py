@@ -17,7 +17,7 @@ import numpy as np
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.isolation import IsolatedSampler, Sampler
 from headrace.worker.engine.overlap import Deliver, Overlap
-from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput, SchedulerStats
+from headrace.worker.engine.scheduler import FetchFirst, Scheduler, SchedulerOutput, SchedulerStats
 from headrace.worker.engine.step_meter import StepMeter, StepSize
 from headrace.worker.model.batch import Batch, build_batch, graph_of, padded
 from headrace.worker.request.request import Request, StepNote
@@ -108,17 +108,17 @@ class Engine:
         """Whether there is something to deliver."""
         return self._overlap.has_outputs
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, fetch_first: FetchFirst | None = None) -> list[RequestOutput]:
         """Compute the next step and return its outputs at once."""
         outputs: list[RequestOutput] = []
-        self.advance(outputs.extend)
+        self.advance(outputs.extend, fetch_first)
         self._overlap.deliver(outputs.extend)
         self._end_failed([])
         return outputs
 
-    def advance(self, deliver: Deliver) -> bool:
+    def advance(self, deliver: Deliver, fetch_first: FetchFirst | None = None) -> bool:
         """Compute the next step, if there is one, and deliver the outputs of the previous step. Returns whether there
-        was a step.
+        was a step. `fetch_first` is as for `Scheduler.schedule`.
 
         If the kernels raise, all requests of the step end with an error, and the engine remains usable. If the sampler
         raises, only the affected request ends. Any other exception, from the scheduler or from `deliver`, leaves the
@@ -128,7 +128,7 @@ class Engine:
         is_traced = self.scheduler.num_traced > 0
         if self.scheduler.speculation is not None and self.scheduler.speculation.model_drafts is not None:
             self._overlap.deliver(deliver)  # deliver before the next drafts are computed
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(fetch_first)
         if not output.scheduled:
             self._overlap.deliver(deliver)
             self._end_failed([])

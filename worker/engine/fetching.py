@@ -85,7 +85,6 @@ class Fetching:
         """Requests that were fetched for, and were not scheduled yet."""
         self._fetch_of: dict[int, Fetch] = {}
         """The fetch that brings the block with this hash."""
-        scheduler.fetch_first = self._begin_late
 
     @property
     def num_held(self) -> int:
@@ -99,7 +98,7 @@ class Fetching:
             return True
         return self._begin(request, first, *self._best(request, first), self._num_spare)
 
-    def _begin_late(self, request: Request, num_free: int) -> bool:
+    def begin_late(self, request: Request, num_free: int) -> bool:
         """Hold a request that is about to be computed, if it should wait for blocks: when it arrived there was no room
         for them, or they have been evicted since. It gets up to `num_free` free blocks, which it would need for its
         computation anyway."""

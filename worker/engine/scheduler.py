@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from headrace.protos.status import StatusError
 from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, LogitsRows, Prompt, Room, StepBudget
@@ -25,6 +26,10 @@ from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import FinishReason, Request, RequestState
 from headrace.worker.request.step import RequestOutput, Sampled, Scheduled, StepPlan
 from headrace.worker.speculation.speculation import Speculation
+
+FetchFirst: TypeAlias = Callable[[Request, int], bool]
+"""Takes a waiting request whose cached blocks are elsewhere, and fetches them into up to this many free blocks. Returns
+whether it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +104,6 @@ class Scheduler:
     num_traced: int = 0
     num_fetching: int = 0
     """Prompts for which a tier fills blocks that no request here holds."""
-    fetch_first: Callable[[Request, int], bool] | None = None
-    """Takes a waiting request whose cached blocks are elsewhere, and fetches them into up to this many free blocks."""
     _num_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -156,9 +159,10 @@ class Scheduler:
                 self._end(request)
         return outputs
 
-    def schedule(self) -> SchedulerOutput:
-        """Decide the next step. It is empty if nothing can be computed."""
-        self._admit()
+    def schedule(self, fetch_first: FetchFirst | None = None) -> SchedulerOutput:
+        """Decide the next step. It is empty if nothing can be computed. `fetch_first` is asked before a waiting request
+        is admitted."""
+        self._admit(fetch_first)
         scheduled = self._reserve(self._share_budget())
         self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
         num_draft_tokens = sum(num_tokens - 1 for request, num_tokens in scheduled if request.draft)
@@ -202,7 +206,7 @@ class Scheduler:
         for requests in (self.running, self.waiting):
             assert requests == sorted(requests, key=rank)
 
-    def _admit(self) -> None:
+    def _admit(self, fetch_first: FetchFirst | None) -> None:
         """Admit waiting requests in order of rank. If the first lacks blocks, others may overtake it."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return
@@ -221,7 +225,7 @@ class Scheduler:
                 if not self.may_be_overtaken(overtaken):
                     return
                 continue
-            if self.fetch_first is not None and self.fetch_first(request, missing):
+            if fetch_first is not None and fetch_first(request, missing):
                 continue
             promised += missing
             self.waiting.remove(request)

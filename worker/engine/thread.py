@@ -46,6 +46,7 @@ class EngineThread(ServingThread):
         super().__init__("engine", mailbox, on_failure)
         self._engine = engine
         self._fetching = fetching
+        self._fetch_first = None if fetching is None else fetching.begin_late
         self._next_report_s = 0.0
         self._report: EngineReport | None = None
         self._num_taken = 0
@@ -64,7 +65,7 @@ class EngineThread(ServingThread):
             if self._fetching is not None:
                 for request in self._fetching.take_ready():
                     self._engine.scheduler.add(request)
-            has_stepped = self._engine.advance(self._deliver)
+            has_stepped = self._engine.advance(self._deliver, self._fetch_first)
             if has_stepped:
                 self.num_turns += 1
                 self._forecast.observe()

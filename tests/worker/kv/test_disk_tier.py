@@ -281,6 +281,7 @@ class Worker:
         self.pool = engine.scheduler.kv_cache.pool
         self.pool.on_eviction = self.tier.spill
         self.fetching = Fetching(engine.scheduler, self.tier)
+        self.under_test.fetch_first = self.fetching.begin_late
         self.tier.start()
 
     def request(self, prompt: list[int], max_tokens: int = 2) -> Request:
@@ -855,7 +856,7 @@ def test_a_request_that_needs_the_whole_pool_waits_for_what_the_disk_fills(
     worker.under_test.tokens[large] = []
     worker.under_test.scheduler.add(large)
     for _ in range(30):
-        worker.under_test.engine.advance(lambda _: None)
+        worker.under_test.engine.advance(lambda _: None, worker.fetching.begin_late)
     assert not large.first_token_s
     gate.set()
     until(worker.add_ready)

@@ -121,7 +121,7 @@ class RandomLoad:
 
     def turn(self) -> None:
         self._add_ready()
-        self.load.step()
+        self.load.step(self.fetching.begin_late)
         self._now_s += self.rng.choice(self._pauses_s)
         for _ in range(self.rng.randrange(4)):
             self.tier.tick()

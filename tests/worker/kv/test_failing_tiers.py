@@ -263,7 +263,7 @@ class FailingWorker:
             self._hanging.popleft()[1].set()
         for request in self.fetching.take_ready():
             self.scheduler.add(request)
-        self.engine.advance(lambda _: None)
+        self.engine.advance(lambda _: None, self.fetching.begin_late)
         self.num_joined += len(self.fetching._joined)
         self.check()
 

@@ -127,6 +127,7 @@ class WithDisk(Trimmed):
         self.kv_cache.spill_to(self.disk)
         self.disk.start()
         self.fetching = Fetching(self.under_test.scheduler, self.disk)
+        self.under_test.fetch_first = self.fetching.begin_late
 
     def fill(self, seed: int, count: int) -> None:
         """Compute other prompts, so that the cache has nothing left of those before, and wait for the disk."""
@@ -266,6 +267,7 @@ def test_random_loads_with_a_tier_keep_every_promise(seed: int) -> None:
     tier = MemoryTier(worker, rng)
     worker.kv_cache.spill_to(tier)
     worker.fetching = Fetching(worker.under_test.scheduler, tier)
+    worker.under_test.fetch_first = worker.fetching.begin_late
     texts = [rng.choices(range(VOCAB_SIZE), k=90) for _ in range(5)]
     running: list[Request] = []
     for _ in range(60):
@@ -293,6 +295,7 @@ class WithPeers(Trimmed):
         self.source = BlockSource("layout", self.kv_cache.pool, self.contents, SHAPE.num_bytes, None, self.parts)
         self.takeover = Takeover(self.kv_cache, self.tier)
         self.fetching = Fetching(self.under_test.scheduler, None, self.tier, takeover=self.takeover)
+        self.under_test.fetch_first = self.fetching.begin_late
         self._server = Server(address, lambda request: self.source.send(request))
 
     def end(self) -> None:

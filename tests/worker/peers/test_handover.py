@@ -33,6 +33,7 @@ class Taker(Peer):
         self.takeover = Takeover(self.under_test.scheduler.kv_cache, self.tier)
         scheduler = self.under_test.engine.scheduler
         self.fetching = Fetching(scheduler, None, self.tier, takeover=self.takeover, source=self.source)
+        self.under_test.fetch_first = self.fetching.begin_late
         self.handover = Handover(self.source, self.takeover, self.pool, SHAPE.num_bytes, 1 << 30)
 
     def take(self, source: str, blocks: Sequence[Content], timeout_s: float = 10.0) -> int:

@@ -64,6 +64,7 @@ class Peer:
         self.pool = engine.scheduler.kv_cache.pool
         self.tier = PeerTier(LAYOUT, contents, SHAPE.num_bytes)
         self.fetching = Fetching(engine.scheduler, None, self.tier)
+        self.under_test.fetch_first = self.fetching.begin_late
         file = BlockFile(self.descriptor, OFFSET, num_blocks + 1)
         self.source = BlockSource(LAYOUT, self.pool, contents, SHAPE.num_bytes, file)
         self.address = f"unix:{directory}/{name}.sock"

@@ -16,6 +16,7 @@ import pytest
 
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
+from headrace.worker.engine.scheduler import FetchFirst
 from headrace.worker.kv.groups.evicting import EvictionBudget
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.scored import add_scores, tables_of
@@ -120,8 +121,8 @@ class Load:
         self.engine.scheduler.add(request)
         return request
 
-    def step(self) -> None:
-        self.engine.step()
+    def step(self, fetch_first: FetchFirst | None = None) -> None:
+        self.engine.step(fetch_first)
         self.engine.scheduler.check()
         for request in self.engine.scheduler.running:
             if request.eviction is not None and request.eviction.tables is not None:
