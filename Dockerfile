@@ -20,6 +20,7 @@ RUN useradd --uid 10001 --create-home headrace && install -d -o headrace -g head
 COPY --from=build /opt/headrace /opt/headrace
 ENV PATH=/opt/headrace/bin:$PATH \
     HEADRACE_CACHE=/models \
+    HF_HOME=/models/huggingface \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 # By number, so that others can tell that it is not root.

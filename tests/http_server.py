@@ -24,6 +24,8 @@ def respond(
     for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
         handler.send_header(name, value)
     handler.end_headers()
+    if handler.command == "HEAD":
+        return
     handler.wfile.write(body if cut is None else body[:cut])
     if cut is not None:
         handler.close_connection = True
@@ -40,11 +42,13 @@ def _not_found(handler: BaseHTTPRequestHandler) -> None:
 
 @contextmanager
 def http_server(get: Answer = _not_found, post: Answer = _not_found) -> Iterator[str]:
-    """Serve GET and POST requests. Yields the URL of the server, without a path."""
+    """Serve GET, HEAD and POST requests. Yields the URL of the server, without a path."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             get(self)
+
+        do_HEAD = do_GET
 
         def do_POST(self) -> None:
             post(self)

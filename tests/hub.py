@@ -1,5 +1,5 @@
-"""A fake hub with the two requests of the Hugging Face API that headrace uses. Large files are redirected to another
-address, which must not get the token.
+"""A fake hub with the requests of the Hugging Face API that huggingface_hub makes to list and fetch files. Large files
+are redirected to another address, which must not get the token.
 
 Everyone can list the files of gated repositories, but only accounts with access can download them.
 """
@@ -44,12 +44,15 @@ class Repository:
 @dataclass
 class Hub:
     """`tokens` maps each known token to the gated and private repositories that it may read. `cut_after` cuts each of
-    the next responses with large files after that many bytes."""
+    the next responses with large files after that many bytes. `failures` are status codes for the next requests of
+    files. Files whose paths are in `corrupted` are sent with another first byte."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     tokens: dict[str, set[str]] = field(default_factory=dict)
     cut_after: list[int] = field(default_factory=list)
+    failures: list[int] = field(default_factory=list)
+    corrupted: set[str] = field(default_factory=set)
     seen: list[tuple[str, str | None]] = field(default_factory=list)
 
     def add(self, name: str, files: dict[str, bytes], revision: str = "main", **of_repository: bool) -> None:
@@ -63,8 +66,9 @@ class Hub:
 
     def fetched(self, name: str) -> list[str]:
         """The requested paths of files in a repository."""
-        found = (re.fullmatch(rf"/{re.escape(name)}/resolve/[^/]+/(.+)", path) for path, _range in self.seen)
-        return [matched[1] for matched in found if matched]
+        found = (re.fullmatch(rf"(HEAD )?/{re.escape(name)}/resolve/[^/]+/(.+)", path) for path, _range in self.seen)
+        # Of a large file there is only the HEAD request: what it redirects to is asked for directly.
+        return [matched[2] for matched in found if matched and bool(matched[1]) == matched[2].endswith(_LARGE)]
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer one request."""
@@ -72,10 +76,13 @@ class Hub:
             self._answer_large(handler, handler.path.removeprefix("/large/"))
             return
         path = unquote(urlsplit(handler.path).path)
+        # The list, and GET requests of files that are not redirected; the library asks for each file with HEAD first.
+        if handler.command == "HEAD":
+            path = f"HEAD {path}"
         self.seen.append((path, handler.headers.get("Range")))
         if listed := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)", path):
             self._answer_list(handler, listed[1], listed[2])
-        elif resolved := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        elif resolved := re.fullmatch(r"(?:HEAD )?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._answer_file(handler, resolved[1], resolved[2], resolved[3])
         else:
             respond(handler, 404, b"")
@@ -108,27 +115,35 @@ class Hub:
         if refusal := self._refusal(handler, name, of_files=True):
             respond(handler, refusal[0], b"", {"X-Error-Code": refusal[1]})
             return
-        raw = (self.repositories[name].files(revision) or {}).get(path)
-        if raw is None:
-            respond(handler, 404, b"", {"X-Error-Code": "EntryNotFound"})
+        repository = self.repositories[name]
+        commit = {"X-Repo-Commit": repository.commit(revision)}
+        raw = (repository.files(revision) or {}).get(path)
+        if self.failures:
+            respond(handler, self.failures.pop(0), b"")
+        elif raw is None:
+            respond(handler, 404, b"", {"X-Error-Code": "EntryNotFound", **commit})
         elif path.endswith(_LARGE):
             port = self.url.rpartition(":")[2]
+            digest = sha256(raw).hexdigest()
+            linked = {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(raw))}
             # Another host name for the same server: the client has to take it for another origin.
-            location = f"http://localhost:{port}/large/{sha256(raw).hexdigest()}"
-            respond(handler, 302, b"", {"Location": location})
+            respond(handler, 302, b"", {"Location": f"http://localhost:{port}/large/{digest}", **linked, **commit})
         else:
-            respond(handler, 200, raw)
+            sent = bytes([raw[0] ^ 1]) + raw[1:] if path in self.corrupted else raw
+            respond(handler, 200, sent, {"ETag": f'"{git_name(raw)}"', **commit})
 
     def _answer_large(self, handler: BaseHTTPRequestHandler, digest: str) -> None:
         """Send the file with this SHA-256, or the part in the Range header."""
         assert "Authorization" not in handler.headers, "the token went to another origin"
         everything = (
-            raw
+            (path, raw)
             for repository in self.repositories.values()
             for raws in repository.revisions.values()
-            for raw in raws.values()
+            for path, raw in raws.items()
         )
-        raw = next(raw for raw in everything if sha256(raw).hexdigest() == digest)
+        path, raw = next(found for found in everything if sha256(found[1]).hexdigest() == digest)
+        if path in self.corrupted:
+            raw = bytes([raw[0] ^ 1]) + raw[1:]
         wanted = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
         self.seen.append((f"/large/{digest}", handler.headers.get("Range")))
         start = int(wanted[1]) if wanted else 0
@@ -137,8 +152,13 @@ class Hub:
         respond(handler, 206 if wanted else 200, raw[start:], headers, cut)
 
 
+def git_name(raw: bytes) -> str:
+    """The name of a file's content in git, which hubs use as the ETag of small files."""
+    return sha1(b"blob %d\0" % len(raw) + raw).hexdigest()
+
+
 def _sibling(path: str, raw: bytes) -> dict[str, object]:
-    plain = {"rfilename": path, "size": len(raw)}
+    plain = {"rfilename": path, "size": len(raw), "blobId": git_name(raw)}
     if not path.endswith(_LARGE):
         return plain
     return {**plain, "lfs": {"sha256": sha256(raw).hexdigest(), "size": len(raw), "pointerSize": 134}}

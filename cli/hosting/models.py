@@ -244,6 +244,8 @@ def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
     if quantisation := model.source.get("quantisation"):
         yield "quantisation", quantisation
     yield "on disk", f"{model.num_bytes / 1e9:.2f} GB"
+    if held := _held_bytes(model):
+        yield "downloads", f"{held / 1e9:.2f} GB in the Hub's cache"
     if architecture := model.config.get("model_type"):
         yield "architecture", str(architecture)
     shape = model.shape
@@ -264,16 +266,48 @@ def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
 @models.command()
 @click.argument("names", nargs=-1, required=True)
 @click.option("--force", is_flag=True, help="Remove a model even while it is being served.")
-def rm(names: tuple[str, ...], force: bool) -> None:
-    """Remove models from the cache. If a name refers to a directory elsewhere, only the name is removed."""
+@click.option(
+    "--downloads", is_flag=True, help="Also remove its files from the Hub's cache, which other programs share."
+)
+def rm(names: tuple[str, ...], force: bool, downloads: bool) -> None:
+    """Remove models from the cache. If a name refers to a directory elsewhere, only the name is removed.
+
+    What was fetched from a hub stays in the Hub's cache (HF_HOME), unless --downloads is given.
+    """
     for model in [cached_model(name) for name in names]:
         served = [record.url for record in running_serves() if model.name in record.models]
         if served and not force:
             raise CommandError(f"{model.name} is being served at {served[0]}; stop that first, or use --force")
+        held = _held_bytes(model)
         with model_lock(model.name, lambda name=model.name: say(f"{name}: waiting for a pull of it")):  # type: ignore[misc]
             remove_path(model.directory)
         freed = "only the name" if model.source.get("kind") == "link" else f"{model.num_bytes / 1e9:.2f} GB"
         click.echo(f"removed {model.name} ({freed})")
+        if held:
+            _settle_downloads(model, held, remove=downloads)
+
+
+def _held_bytes(model: CachedModel) -> int:
+    """Bytes of the model's files in the Hub's cache."""
+    if model.source.get("kind") != "hub":
+        return 0
+    from headrace.cli.models.hub import held_bytes
+
+    return held_bytes(model.source.get("repository", ""), model.source.get("commit", ""))
+
+
+def _settle_downloads(model: CachedModel, held: int, *, remove: bool) -> None:
+    """Remove the model's files from the Hub's cache, or tell that they stay there."""
+    from headrace.cli.models.hub import hub_cache, remove_held
+
+    files = (
+        f"the files of {model.source['repository']} at {model.source['commit'][:12]} in the Hub's cache {hub_cache()}"
+    )
+    if remove:
+        num_bytes = remove_held(model.source["repository"], model.source["commit"])
+        click.echo(f"removed {files} ({num_bytes / 1e9:.2f} GB)")
+    else:
+        say(f"{files} stay ({held / 1e9:.2f} GB), since other programs may use them; --downloads removes them too")
 
 
 @models.command()

@@ -29,13 +29,11 @@ _MAX_RETRY_AFTER_S = 30.0
 
 
 class DownloadError(CommandFailed):
-    """A download failed. The message says which one and why. `http_status` is the last answer's, if any, and `hub_code`
-    its X-Error-Code."""
+    """A download failed. The message says which one and why. `http_status` is the last answer's, if any."""
 
-    def __init__(self, message: str, http_status: int | None = None, hub_code: str = "") -> None:
+    def __init__(self, message: str, http_status: int | None = None) -> None:
         super().__init__(message)
         self.http_status = http_status
-        self.hub_code = hub_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +77,19 @@ def hub_client() -> httpx.Client:
     return http_client(verify=_tls_context(), timeout=timeout, follow_redirects=True, max_redirects=10)
 
 
+def named_authorities() -> tuple[str, str] | None:
+    """The variable of the environment that names a CA bundle, and the bundle; None if there is none."""
+    return next(((name, bundle) for name in _CA_VARIABLES if (bundle := os.environ.get(name))), None)
+
+
 def _tls_context() -> ssl.SSLContext:
-    for variable in _CA_VARIABLES:
-        bundle = os.environ.get(variable)
-        if bundle:
-            try:
-                return ssl.create_default_context(cafile=bundle)
-            except (OSError, ssl.SSLError) as error:
-                raise CommandError(f"{variable} names {bundle}, which is no usable CA bundle: {error}") from None
-    return httpx.create_ssl_context()
+    if (named := named_authorities()) is None:
+        return httpx.create_ssl_context()
+    variable, bundle = named
+    try:
+        return ssl.create_default_context(cafile=bundle)
+    except (OSError, ssl.SSLError) as error:
+        raise CommandError(f"{variable} names {bundle}, which is no usable CA bundle: {error}") from None
 
 
 def download(
@@ -173,8 +175,7 @@ def _refuse_failure(response: httpx.Response, url: str) -> None:
     if status in _RETRIED_STATUS:
         asked = response.headers.get("Retry-After", "")
         raise _TryAgain(f"the server answered {status}", float(asked) if asked.isdecimal() else None)
-    code = response.headers.get("X-Error-Code", "")
-    raise DownloadError(f"{url} could not be downloaded: the server answered {status}", status, code)
+    raise DownloadError(f"{url} could not be downloaded: the server answered {status}", status)
 
 
 def _range_start(response: httpx.Response) -> int | None:

@@ -2,11 +2,11 @@
 
     CACHE/models/NAME/          a complete model directory with headrace.json, or a link to one elsewhere
     CACHE/models/.NAME.XXXX/    one being built; renamed into place when complete
-    CACHE/downloads/            parts of downloads, kept to be resumed, with locks while they are in use
+    CACHE/downloads/            parts of wheels, kept to be resumed, with locks while they are in use
     CACHE/locks/                one lock a model, and one that every pull shares
 
-CACHE is $HEADRACE_CACHE, $XDG_CACHE_HOME/headrace or ~/.cache/headrace. This module imports nothing slow: `headrace
-serve` uses it.
+CACHE is $HEADRACE_CACHE, $XDG_CACHE_HOME/headrace or ~/.cache/headrace. Files of a hub are downloaded into the Hub's
+cache (`hub`). This module imports nothing slow: `headrace serve` uses it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -249,18 +249,10 @@ def model_lock(name: str, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def download_locks(targets: Iterable[Path], on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the locks of downloads, by the path of each finished file, until it has been used or removed. Calls
-    `on_wait` if another pull holds one."""
-    with ExitStack() as stack:
-        for target in sorted(set(targets)):  # always in the same order, so that two pulls never wait for each other
-            stack.enter_context(_download_lock(target.with_name(f"{target.name}.lock"), on_wait))
-        yield
-
-
-@contextmanager
-def _download_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock whose file is removed afterwards."""
+def download_lock(target: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of a download, by the path of the finished file, until it has been used or removed. Calls `on_wait`
+    if another pull holds it. The lock's file is removed afterwards."""
+    path = target.with_name(f"{target.name}.lock")
     while True:
         with path.open("w") as file:
             try:

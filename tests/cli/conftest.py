@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 
 from headrace.cli.models import pull
@@ -68,8 +70,9 @@ def file_server() -> Iterator[FileServer]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A separate cache and runtime directory. No hub or package index is reachable unless the test sets it up."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Separate caches, of headrace and of the Hub, and a runtime directory. No hub or package index is reachable unless
+    the test sets it up."""
     folder = tmp_path / "cache"
     runtime = tmp_path / "run"
     runtime.mkdir()
@@ -81,9 +84,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     indexes = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "HTTP_PROXY", "http_proxy")
-    for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", *indexes):
+    for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", *indexes):
         monkeypatch.delenv(variable, raising=False)
-    return folder
+    # huggingface_hub reads the environment when it is imported.
+    with monkeypatch.context() as of_hub:
+        of_hub.setenv("HF_HOME", str(tmp_path / "huggingface"))
+        importlib.reload(huggingface_hub.constants)
+        yield folder
+    importlib.reload(huggingface_hub.constants)
+
+
+@pytest.fixture
+def hub_cache(cache: Path, tmp_path: Path) -> Path:
+    """The Hub's cache, which does not exist yet."""
+    return tmp_path / "huggingface" / "hub"
 
 
 @pytest.fixture

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import threading
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import certifi
+import huggingface_hub
 import pytest
 from click.testing import CliRunner, Result
 
@@ -21,14 +27,15 @@ from headrace.cli.hosting.finding import find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
 from headrace.cli.models.catalogue import CATALOGUE
-from headrace.cli.models.model_cache import model_directory, read_manifest
+from headrace.cli.models.model_cache import model_directory, read_manifest, write_manifest
 from headrace.cli.models.reference import HubReference, parse_reference
-from headrace.cli.models.requirements import check_weights_fit
+from headrace.cli.models.requirements import Requirements, check_disk, check_weights_fit
 from headrace.cli.models.selection import HubFile, HubListing, choose_files
 from headrace.cli.models.shape import ModelShape, shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.gateway.chat.output_parsers.families import TOOL_FORMATS
 from tests.cli.conftest import write_files
+from tests.http_server import http_server
 from tests.hub import Hub
 from tests.patience import patience
 
@@ -245,52 +252,275 @@ def test_the_quantisation_is_chosen_by_name_and_split_files_come_together(
 
 
 def test_a_download_of_many_files_goes_on_where_it_was(
-    hub: Hub, converted: list[dict[str, bytes]], cache: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, converted: list[dict[str, bytes]], hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {f"m-0000{number}-of-00003.gguf": bytes([number]) * 5000 for number in (1, 2, 3)}
     hub.add("owner/model", files)
     real = pull.download_files
-    monkeypatch.setattr(pull, "download_files", lambda *args: real(*args[:3], args[3][:2], args[4]) and 1 / 0)
+    monkeypatch.setattr(pull, "download_files", lambda *args: real(*args[:2], args[2][:2]) and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         find_model("owner/model")
     monkeypatch.setattr(pull, "download_files", real)
     third = sha256(files["m-00003-of-00003.gguf"]).hexdigest()
-    write_files(cache / "downloads", {f"{third}.part": files["m-00003-of-00003.gguf"][:100]})
+    blobs = hub_cache / "models--owner--model" / "blobs"
+    write_files(blobs, {f"{third}.incomplete": files["m-00003-of-00003.gguf"][:100]})
     num_seen = len(hub.seen)
     said = run("pull", "owner/model").stderr
     assert "(0.0 MB of it are here)" in said
-    assert [path for path, _range in hub.seen[num_seen:] if "/large/" in path] == [f"/large/{third}"]
+    fetched = [path for path, _range in hub.seen[num_seen:] if path.startswith("/large/")]
+    assert fetched == [f"/large/{third}"]
     assert (f"/large/{third}", "bytes=100-") in hub.seen
     assert converted == [files]
 
 
-def test_two_models_that_share_files_are_pulled_at_once(
-    hub: Hub, model_files: dict[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_pulls_of_a_repository_at_once_fetch_each_file_once(
+    hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add("owner/first", model_files)
-    hub.add("owner/second", model_files)
-    second = threading.Thread(target=run, args=("pull", "owner/second"))
-    waits = threading.Event()
-    real = pull._make
+    hub.add("owner/model", model_files)
+    both = threading.Barrier(2)
+    real = pull.download_files
 
-    def make(*args: Any) -> dict[str, str]:
-        if args[0] == "owner/first":
-            second.start()
-            while second.is_alive() and not waits.wait(0.01):
-                pass
+    def download(*args: Any) -> dict[str, Path]:
+        both.wait(patience(30))
         return real(*args)
 
-    monkeypatch.setattr(pull, "_make", make)
-    monkeypatch.setattr("headrace.cli.models.hub.say", lambda _sentence: waits.set())
-    assert run("pull", "owner/first").exit_code == 0
+    monkeypatch.setattr(pull, "download_files", download)
+    second = threading.Thread(target=run, args=("pull", "owner/model", "--name", "second"))
+    second.start()
+    assert run("pull", "owner/model").exit_code == 0
     second.join(patience(30))
-    for name in ("owner/first", "owner/second"):
+    for name in ("owner/model", "second"):
         assert (model_directory(name) / "openvino_tokenizer.bin").read_bytes() == model_files["openvino_tokenizer.bin"]
-    assert list((cache / "downloads").iterdir()) == []
+    fetched = [path for path, _range in hub.seen if path.startswith("/large/")]
+    assert sorted(fetched) == sorted(set(fetched))
+
+
+def fetch_as_others_do(hub: Hub, hub_cache: Path, repository: str, files: dict[str, bytes]) -> None:
+    """Fetch files as another program does that uses the same cache."""
+    for name in files:
+        huggingface_hub.hf_hub_download(repository, name, endpoint=hub.url, cache_dir=hub_cache)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_model_in_the_hubs_cache_is_found_and_not_fetched_again(
+    hub: Hub, model_files: dict[str, bytes], hub_cache: Path, offline: bool
+) -> None:
+    files = {**model_files, "openvino_model.bin": b"w" * (2 << 20)}
+    hub.add("owner/model", {**files, "README.md": b"#"})
+    fetch_as_others_do(hub, hub_cache, "owner/model", files)
+    num_seen = len(hub.seen)
+    directory, _name = find_model("owner/model", offline=offline)
+    assert [path for path, _range in hub.seen[num_seen:] if "/resolve/" in path or "/large/" in path] == []
+    assert len(hub.seen) == num_seen + (not offline)
+    assert {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "headrace.json"} == files
+    # Weights take no disk twice; small files may be edited without harm to others.
+    (snapshot,) = (hub_cache / "models--owner--model" / "snapshots").iterdir()
+    assert (directory / "openvino_model.bin").samefile(snapshot / "openvino_model.bin")
+    assert not (directory / "openvino_model.xml").samefile(snapshot / "openvino_model.xml")
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert manifest.source["commit"] == snapshot.name
+
+
+def test_what_was_pulled_is_found_by_other_programs_without_a_network(
+    hub: Hub, model_files: dict[str, bytes], hub_cache: Path
+) -> None:
+    hub.add("owner/model", model_files)
+    find_model("owner/model")
+    for name, content in model_files.items():
+        found = huggingface_hub.hf_hub_download("owner/model", name, cache_dir=hub_cache, local_files_only=True)
+        assert Path(found).read_bytes() == content
+
+
+def test_a_part_of_a_model_in_the_hubs_cache_is_refused_offline_and_completed_online(
+    hub: Hub, model_files: dict[str, bytes], hub_cache: Path
+) -> None:
+    hub.add("owner/model", model_files)
+    fetch_as_others_do(hub, hub_cache, "owner/model", {"openvino_model.xml": b""})
+    refused = run("pull", "owner/model", "--offline")
+    assert refused.exit_code == 2
+    assert re.search(
+        "owner/model is not whole in the Hub's cache .*lacks openvino_model.bin.*--offline", refused.stderr
+    )
+    num_seen = len(hub.seen)
+    assert run("pull", "owner/model").exit_code == 0
+    assert not any("openvino_model.xml" in path for path, _range in hub.seen[num_seen:])
+
+
+def test_a_hub_out_of_reach_leaves_the_models_of_its_cache(
+    hub: Hub, model_files: dict[str, bytes], hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("owner/model", model_files)
+    fetch_as_others_do(hub, hub_cache, "owner/model", model_files)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    pulled = run("pull", "owner/model")
+    assert pulled.exit_code == 0, pulled.stderr
+    commit = hub.repositories["owner/model"].commit("main")
+    assert f"cannot be reached; the Hub's cache has its commit {commit[:12]}" in pulled.stderr
+
+
+@pytest.mark.parametrize("name", ["openvino_model.bin", "openvino_model.xml"])
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-1] + b"#", lambda raw: raw[:-1]])
+def test_a_damaged_file_in_the_hubs_cache_is_fetched_again(
+    hub: Hub, model_files: dict[str, bytes], hub_cache: Path, name: str, damage: Callable[[bytes], bytes]
+) -> None:
+    hub.add("owner/model", model_files)
+    fetch_as_others_do(hub, hub_cache, "owner/model", model_files)
+    (snapshot,) = (hub_cache / "models--owner--model" / "snapshots").iterdir()
+    (snapshot / name).write_bytes(damage(model_files[name]))
+    pulled = run("pull", "owner/model")
+    assert pulled.exit_code == 0, pulled.stderr
+    assert f"{name} in the Hub's cache {hub_cache} is damaged; fetching it again" in pulled.stderr
+    assert (model_directory("owner/model") / name).read_bytes() == model_files[name]
+    assert (snapshot / name).read_bytes() == model_files[name]
+
+
+@pytest.mark.parametrize("name", ["openvino_model.bin", "openvino_model.xml"])
+def test_a_file_with_a_wrong_checksum_leaves_nothing(
+    hub: Hub, model_files: dict[str, bytes], hub_cache: Path, name: str
+) -> None:
+    hub.add("owner/model", model_files)
+    hub.corrupted = {name}
+    refused = run("pull", "owner/model")
+    assert refused.exit_code == 1
+    assert re.search(rf"/{name} is not the expected file .*; nothing was kept", refused.stderr)
+    assert not model_directory("owner/model").exists()
+    assert not any(path.name == name for path in hub_cache.rglob("*"))
+    hub.corrupted = set()
+    assert run("pull", "owner/model").exit_code == 0
+
+
+def test_removing_a_model_leaves_its_downloads_to_other_programs_unless_told(
+    hub: Hub, model_files: dict[str, bytes], hub_cache: Path
+) -> None:
+    other = {**model_files, "config.json": b"{}"}
+    hub.add("owner/model", {**model_files, "openvino_model.bin": b"w" * 20_000_000})
+    hub.add("owner/model", other, revision="v2")
+    find_model("owner/model")
+    find_model("owner/model@v2")
+    commit = hub.repositories["owner/model"].commit("main")
+    assert "0.02 GB in the Hub's cache" in run("models", "show", "owner/model").stdout
+    removed = run("models", "rm", "owner/model")
+    assert removed.stdout == "removed owner/model (0.02 GB)\n"
+    kept = f"the files of owner/model at {commit[:12]} in the Hub's cache {hub_cache}"
+    assert f"{kept} stay (0.02 GB), since other programs may use them; --downloads removes them too" in removed.stderr
+    find_model("owner/model", offline=True)
+    assert f"removed {kept} (0.02 GB)" in run("models", "rm", "owner/model", "--downloads").stdout
+    snapshots = hub_cache / "models--owner--model" / "snapshots"
+    assert [path.name for path in snapshots.iterdir()] == [hub.repositories["owner/model"].commit("v2")]
+    for name, content in other.items():
+        assert (next(snapshots.iterdir()) / name).read_bytes() == content
+
+
+def test_a_model_of_an_older_cache_is_still_there(hub: Hub, model_files: dict[str, bytes]) -> None:
+    directory = write_files(model_directory("owner/model"), model_files)
+    write_manifest(directory, "owner/model", {"kind": "hub", "repository": "owner/model", "commit": "c0ffee"}, "0.1.0")
+    assert find_model("owner/model") == (directory, "owner/model")
+    assert "already there" in run("pull", "owner/model").stderr
+    assert run("models", "rm", "owner/model").stdout.startswith("removed owner/model")
+    assert hub.seen == []
+
+
+def test_a_token_of_hf_auth_login_is_used(
+    hub: Hub, model_files: dict[str, bytes], hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("meta/llama", model_files, gated=True)
+    hub.tokens = {"hf_member": {"meta/llama"}, "hf_stranger": set()}
+    write_files(hub_cache.parent, {"token": b"hf_stranger\n"})
+    assert "the account of hf auth login has no access to it" in run("pull", "meta/llama").stderr
+    write_files(hub_cache.parent, {"token": b"hf_member\n"})
+    assert run("pull", "meta/llama").exit_code == 0
+
+
+def test_answers_that_may_pass_are_asked_for_again(hub: Hub, model_files: dict[str, bytes]) -> None:
+    hub.add("owner/model", model_files)
+    hub.failures = [503, 429, 502]
+    assert run("pull", "owner/model").exit_code == 0
+    hub.add("owner/other", model_files)
+    hub.failures = [418]
+    refused = run("pull", "owner/other")
+    assert (refused.exit_code, "the server answered 418" in refused.stderr) == (1, True)
+
+
+def test_the_hub_is_reached_through_the_proxy_of_the_environment(
+    hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("owner/model", model_files)
+    seen: list[str] = []
+
+    def forward(handler: BaseHTTPRequestHandler) -> None:
+        url = urlsplit(handler.path)
+        seen.append(url.hostname or "")
+        handler.path = url.path
+        hub.answer(handler)
+
+    monkeypatch.setenv("NO_PROXY", "localhost")
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    with http_server(forward) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy)
+        monkeypatch.setenv("http_proxy", proxy)
+        pulled = run("pull", "owner/model")
+    assert pulled.exit_code == 0, pulled.stderr
+    assert set(seen) == {"hub.invalid"}
+
+
+@pytest.mark.parametrize("variable", ["PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"])
+def test_the_certificates_of_the_environment_are_trusted(
+    hub: Hub, model_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    bundle = tmp_path / "ca.pem"
+    for name in ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        # Set first, so that what the command sets does not outlive the test.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, str(bundle))
+    refused = run("pull", "owner/model")
+    assert (refused.exit_code, f"{variable} names {bundle}, which is no usable CA bundle" in refused.stderr) == (
+        2,
+        True,
+    )
+    shutil.copyfile(certifi.where(), bundle)
+    hub.add("owner/model", model_files)
+    assert run("pull", "owner/model").exit_code == 0
+    assert (os.environ["REQUESTS_CA_BUNDLE"], os.environ["SSL_CERT_FILE"]) == (str(bundle), str(bundle))
+
+
+def test_disks_of_both_caches_are_checked(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, shared = write_files(tmp_path / "own", {}), write_files(tmp_path / "shared", {})
+    needed = Requirements(10 << 30, 4 << 30, 10 << 30, False)
+    free = {own: 11 << 30, shared: 7 << 30}
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, free[folder]))
+    check_disk("m", needed, own, own)  # links take nothing
+    devices = {own: 1, shared: 2}
+    stat = namedtuple("stat", "st_dev")
+    monkeypatch.setattr(Path, "stat", lambda path, **_options: stat(devices[path]))
+    check_disk("m", needed, shared, own)
+    free[own] = 9 << 30
+    with pytest.raises(CommandError, match=f"needs 10.80 GB of disk in {own}.*set HEADRACE_CACHE"):
+        check_disk("m", needed, shared, own)
+    free[shared] = 6 << 30
+    with pytest.raises(CommandError, match=f"needs 6.51 GB of disk in {shared}.*set HF_HOME"):
+        check_disk("m", needed, shared, own)
+
+
+def test_a_hubs_cache_that_cannot_be_made_is_told(hub: Hub, model_files: dict[str, bytes], hub_cache: Path) -> None:
+    hub.add("owner/model", model_files)
+    hub_cache.parent.write_bytes(b"a file")
+    refused = run("pull", "owner/model")
+    assert (refused.exit_code, f"the Hub's cache {hub_cache} cannot be made" in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("sha256", "{victim}"), ("sha256", "../../victim"), ("size", -1), ("size", 10**400)]
+    ("field", "value"),
+    [
+        ("sha256", "{victim}"),
+        ("sha256", "../../victim"),
+        ("size", -1),
+        ("size", 10**400),
+        ("rfilename", "../openvino_model.gguf"),
+        ("rfilename", "/openvino_model.gguf"),
+    ],
 )
 def test_a_hub_that_lists_nonsense_is_refused(
     hub: Hub,

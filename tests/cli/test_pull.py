@@ -20,6 +20,7 @@ from headrace.cli.main import cli
 from headrace.cli.models import catalogue, pull
 from headrace.cli.models.model_cache import MANIFEST_NAME, model_directory, model_lock, read_manifest, write_manifest
 from tests.cli.conftest import FileServer, write_files
+from tests.hub import Hub
 from tests.patience import patience
 
 GGUF = b"GGUF and then the weights" * 1000
@@ -405,31 +406,6 @@ def test_a_lock_held_elsewhere_is_told_and_waited_for(cache: Path) -> None:
             assert process.stdin.closed
 
 
-class Hub:
-    """A hub on the file server, with repositories of small files."""
-
-    def __init__(self, server: FileServer) -> None:
-        self.server = server
-
-    def add(self, repository: str, files: dict[str, bytes]) -> None:
-        siblings = [
-            {"rfilename": path, "size": len(raw), "lfs": {"sha256": sha256(raw).hexdigest(), "size": len(raw)}}
-            if path.endswith((".bin", ".gguf"))
-            else {"rfilename": path, "size": len(raw)}
-            for path, raw in files.items()
-        ]
-        answer = {"sha": "c0ffee", "siblings": siblings}
-        self.server.files[f"/api/models/{repository}/revision/main?blobs=true"] = json.dumps(answer).encode()
-        for path, raw in files.items():
-            self.server.files[f"/{repository}/resolve/c0ffee/{path}"] = raw
-
-
-@pytest.fixture
-def hub(file_server: FileServer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    monkeypatch.setenv("HF_ENDPOINT", file_server.url + "/")
-    return Hub(file_server)
-
-
 def test_an_openvino_repository_is_fetched_with_the_files_that_matter(hub: Hub, model_files: dict[str, bytes]) -> None:
     extra = {"config.json": b"{}", "README.md": b"#", "other.gguf": GGUF}
     hub.add("owner/model", {**model_files, **extra})
@@ -439,7 +415,10 @@ def test_an_openvino_repository_is_fetched_with_the_files_that_matter(hub: Hub, 
     assert sorted(path.name for path in directory.iterdir()) == sorted([*model_files, "config.json", "headrace.json"])
     manifest = read_manifest(directory)
     assert manifest is not None
-    assert (manifest.source["repository"], manifest.source["commit"]) == ("owner/model", "c0ffee")
+    assert (manifest.source["repository"], manifest.source["commit"]) == (
+        "owner/model",
+        hub.repositories["owner/model"].commit("main"),
+    )
     assert "already there" in run("owner/model").stderr
 
 
@@ -455,14 +434,6 @@ def test_an_encoder_brings_the_files_that_say_how_texts_become_vectors(hub: Hub,
     (directory / "1_Pooling" / "config.json").write_bytes(b"damaged")
     assert run("owner/encoder").exit_code == 0
     assert (directory / "1_Pooling" / "config.json").read_bytes() == b"{}"
-
-
-def test_a_hub_download_that_broke_off_goes_on(hub: Hub, model_files: dict[str, bytes], cache: Path) -> None:
-    weights = b"weights" * 5000
-    hub.add("owner/model", {**model_files, "openvino_model.bin": weights})
-    write_files(cache / "downloads", {f"{sha256(weights).hexdigest()}.part": weights[:70]})
-    assert run("owner/model").exit_code == 0
-    assert ("/owner/model/resolve/c0ffee/openvino_model.bin", "bytes=70-") in hub.server.seen
 
 
 def test_a_repository_with_one_gguf_is_converted(hub: Hub, conversions: list[bytes]) -> None:
@@ -495,8 +466,8 @@ def test_a_repository_without_a_usable_model_says_what_was_looked_for(
 def test_a_repository_that_needs_an_account_says_so_and_takes_the_token(
     hub: Hub, model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add("owner/model", model_files)
-    hub.server.token = "hf_abc"
+    hub.add("owner/model", model_files, private=True)
+    hub.tokens = {"hf_abc": {"owner/model"}}
     refused = run("owner/model")
     assert refused.exit_code == 2
     assert "set HF_TOKEN" in refused.stderr
@@ -508,12 +479,3 @@ def test_a_hub_that_cannot_be_reached_is_a_failure(cache: Path) -> None:
     result = run("owner/model")
     assert result.exit_code == 1
     assert "error: the hub http://127.0.0.1:9 cannot be reached" in result.stderr
-
-
-def test_a_file_of_the_hub_with_a_wrong_checksum_leaves_nothing(hub: Hub, model_files: dict[str, bytes]) -> None:
-    hub.add("owner/model", model_files)
-    hub.server.files["/owner/model/resolve/c0ffee/openvino_model.bin"] = b"openvino_model bim"
-    result = run("owner/model")
-    assert result.exit_code == 1
-    assert "not the expected file" in result.stderr
-    assert not model_directory("owner/model").exists()

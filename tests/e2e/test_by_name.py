@@ -40,6 +40,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             write_gguf(TinyModel(default=kind), tmp_path / "gguf" / f"tiny-{kind.name}.gguf")
         hub.add_directory("owner/tiny-GGUF", tmp_path / "gguf")
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
         monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
         monkeypatch.setenv("HEADRACE_SERVE_KV_CACHE_GB", "0.2")

@@ -40,6 +40,7 @@ def hub(divided: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         for name, directory in zip(NAMES, (small_model(), divided), strict=True):
             hub.add_directory(name, directory)
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
         monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
         monkeypatch.setenv("HEADRACE_SERVE_KV_CACHE_GB", "0.2")
