@@ -24,24 +24,24 @@ class _Subcommand(NamedTuple):
 
 # name -> the path of its click.Command below headrace.cli, and its line in --help
 _SUBCOMMANDS = {
-    "pull": _Subcommand("models.pull:pull", "Fetch a model, convert it if need be, and keep it in the cache."),
+    "pull": _Subcommand("models.pull:pull", "Fetch a model, convert it if necessary, and store it in the cache."),
     "serve": _Subcommand("serving.serve:serve", "Serve models on this host: workers, router and gateway."),
     "ovms": _Subcommand("serving.ovms_command:ovms", "Serve with the command line of OpenVINO Model Server."),
     "run": _Subcommand("serving.run:run", "Chat with a model; start and stop a server for it if none runs."),
-    "models": _Subcommand("hosting.models:models", "List, show and remove models of the cache; load and unload."),
+    "models": _Subcommand("hosting.models:models", "List, show and remove cached models; load and unload served ones."),
     "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host."),
-    "health": _Subcommand("fleet.health:health", "Ask one process whether it serves."),
-    "drain": _Subcommand("fleet.drain:drain", "Let a worker end its requests, or take them again (--undo)."),
-    "topology": _Subcommand("serving.machine:topology", "Show the machine and where workers would run."),
+    "health": _Subcommand("fleet.health:health", "Check whether one process is serving."),
+    "drain": _Subcommand("fleet.drain:drain", "Drain a worker, or let it take requests again (--undo)."),
+    "topology": _Subcommand("serving.machine:topology", "Show this machine's cores, and where workers would run."),
     "adapters": _Subcommand("fleet.adapters:adapters", "List, load and unload LoRA adapters of a fleet."),
     "explain": _Subcommand("fleet.explain:explain", "Show which worker a prompt would go to, and why."),
     "chat": _Subcommand("fleet.chat:chat", "Chat with a served model in the terminal."),
-    "keys": _Subcommand("fleet.keys:keys", "Make, list and revoke API keys (headrace keys --help)."),
-    "certs": _Subcommand("fleet.certs:certs", "Make certificates for a fleet (headrace certs --help)."),
-    "worker": _Subcommand("serving.roles:worker", "Run one worker (see headrace worker --help)."),
-    "router": _Subcommand("serving.roles:router", "Run one router (see headrace router --help)."),
-    "gateway": _Subcommand("serving.roles:gateway", "Run one gateway (see headrace gateway --help)."),
-    "sim": _Subcommand("serving.roles:sim", "Compare routing policies on a simulated fleet (headrace sim --help)."),
+    "keys": _Subcommand("fleet.keys:keys", "Create, list and revoke API keys."),
+    "certs": _Subcommand("fleet.certs:certs", "Create certificates for a fleet."),
+    "worker": _Subcommand("serving.roles:worker", "Run one worker."),
+    "router": _Subcommand("serving.roles:router", "Run one router."),
+    "gateway": _Subcommand("serving.roles:gateway", "Run one gateway."),
+    "sim": _Subcommand("serving.roles:sim", "Compare routing policies on a simulated fleet."),
 }
 
 

@@ -130,7 +130,7 @@ _NEED_DRAFT_MODEL = {
     default="whole",
     help="Tokens that layers with a sliding window keep of a request (Gemma 2 and 3, gpt-oss, Mistral 7B v0.1 and "
     "others). trim: only those that queries can still reach, so that the KV cache holds several times as many tokens. "
-    "The cache then ends with its process. whole: all tokens.",
+    "The KV cache is then not kept after a crash. whole: all tokens.",
 )
 @click.option(
     "--max-num-seqs",
@@ -278,9 +278,7 @@ _NEED_DRAFT_MODEL = {
 )
 @click.option("--probe", help="Additional host:port for gRPC health checks, without TLS.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Minimum level of log lines.")
-@click.option(
-    "--log-format", type=click.Choice(FORMATS), default="text", help="Format of log lines: for people or for machines."
-)
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Format of log lines.")
 @click.option(
     "--otlp-endpoint", help="Send traces by OTLP to this endpoint, such as http://HOST:4317. Needs headrace[otel]."
 )

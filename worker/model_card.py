@@ -41,7 +41,7 @@ def card_of(
         card.kv_layout = tiers.handover.source.layout
     elif config.role != "both":
         raise ConfigurationError(
-            f"--role {config.role} is of no use with this model: its KV blocks of {runner.block_bytes} bytes are too "
+            f"--role {config.role} does not work with this model: its KV blocks of {runner.block_bytes} bytes are too "
             "large to be sent to other workers; leave the flag out"
         )
     card.role = _ROLES[config.role]

@@ -81,7 +81,8 @@ def own_start_ticks() -> int:
 
 
 def make_socket_directory(port: int) -> Path:
-    """Make an empty directory for the sockets of the serve on that port, with a path that is short enough for them."""
+    """Make an empty directory for the sockets of the `headrace serve` on `port`. Its path leaves room for the names of
+    sockets, whose paths the kernel limits."""
     _sweep()
     directory = runtime_directory() / str(port)
     if len(os.fsencode(directory)) > _MAX_SOCKET_DIRECTORY_BYTES or _in_use(directory):

@@ -49,7 +49,7 @@ class Configuration:
 
 
 def read_configuration(path: Path) -> Configuration:
-    """Read the file. Raises CommandError if it is no such file at all."""
+    """Read the file. Raises CommandError if it cannot be read, is not JSON, or has another structure."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:

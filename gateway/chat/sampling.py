@@ -220,4 +220,4 @@ def _check_token_ids(name: str, token_ids: Sequence[int] | Mapping[int, float], 
         raise invalid(name, f"{name} takes at most {most} tokens")
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise invalid(name, f"{name}: {token_id} is no token of a vocabulary of {vocab_size}")
+            raise invalid(name, f"{name}: {token_id} is not a token of this model, whose vocabulary has {vocab_size}")

@@ -83,7 +83,10 @@ class PlainEncoding:
         raise _cannot_write()
 
     def _joined(self, runs: Sequence[Sequence[Piece]]) -> list[int]:
-        """Token ids of a text in runs of pieces. Each run but the first begins in the middle of a text."""
+        """Token ids of a text that is cut into runs of pieces.
+
+        The first run begins the text. Each other run continues it, so the tokenizer must not put a space before it.
+        """
         middles = self._ids_of_middles({run[0][0] for run in runs[1:]})
         rests = self._tokenizer.encode_pieces([runs[0], *(run[1:] for run in runs[1:])])
         ids = rests[0]

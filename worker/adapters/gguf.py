@@ -34,7 +34,10 @@ _REMEDY = "give the adapter in PEFT's format"
 
 
 def read_gguf(path: Path, linears: Sequence[Linear], num_kv_heads: int) -> AdapterFiles:
-    """Read an adapter for a model with these layers and this number of key heads. AdapterError."""
+    """Read an adapter for a model with these linear layers and this number of key heads.
+
+    Raises AdapterError if the file cannot be read or does not fit the model.
+    """
     try:
         digest = sha256(path.read_bytes())
         reader = open_gguf(path)
@@ -91,7 +94,7 @@ def _module_of(tensor: Any, path: Path) -> tuple[str, str]:
     match = _NAME.fullmatch(tensor.name)
     if match is None or match["matrix"] not in MODULES or len(tensor.shape) != 2:
         raise AdapterError(
-            f"{path} has {tensor.name}, which is no LoRA weight of a linear layer; only those are supported"
+            f"{path} has {tensor.name}, which is not a LoRA weight of a linear layer; only those are supported"
         )
     return f"layers.{match['layer']}.{MODULES[match['matrix']]}", match["side"]
 

@@ -44,7 +44,10 @@ class _Config(NamedTuple):
     alphas: Mapping[str, Any]
 
     def scale(self, module: str, rank: int) -> float:
-        """The factor of a module's product. AdapterError if the module should have another rank."""
+        """The factor by which a module's product of A and B is scaled.
+
+        Raises AdapterError if the configuration names another rank for the module, or no usable alpha.
+        """
         expected = _matching(self.ranks, module, self.rank)
         if rank != expected:
             raise AdapterError(
@@ -68,8 +71,8 @@ def read_peft(path: Path, linears: Sequence[Linear]) -> AdapterFiles:
         match = _KEY.match(key)
         if match is None or values.ndim != 2:
             raise AdapterError(
-                f"{path / WEIGHTS} has {key} of shape {list(values.shape)}, which is no LoRA weight of a linear layer; "
-                "only those are supported"
+                f"{path / WEIGHTS} has {key} of shape {list(values.shape)}, which is not a LoRA weight of a linear "
+                "layer; only those are supported"
             )
         if _NOT_OF_TEXT.search(match["module"]):
             continue
@@ -137,7 +140,7 @@ def _matching(pattern: Mapping[str, Any], module: str, default: float) -> Any:
             if re.match(rf"(?:.*\.)?(?:{key})$", module):
                 return value
         except re.error:
-            raise AdapterError(f"{CONFIG} has the pattern {key!r}, which is no regular expression") from None
+            raise AdapterError(f"{CONFIG} has the pattern {key!r}, which is not a regular expression") from None
     return default
 
 

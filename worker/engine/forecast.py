@@ -222,6 +222,6 @@ class Forecast:
         return max(0, for_a_place, num_short)
 
     def _num_missing_blocks(self, request: Request, computed: Mapping[Request, int]) -> int:
-        """Blocks that the request lacks and no other request has or computes."""
+        """The number of blocks that the request needs and that no other request holds or computes."""
         num_more = computed.get(request, 0) // self._scheduler.kv_cache.block_size - len(request.block_table)
         return max(0, self._scheduler.num_missing_blocks(request) - max(0, num_more))

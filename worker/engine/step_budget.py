@@ -135,7 +135,8 @@ class StepBudget:
         return self._room(limit_ms, NOTHING, prompts, first, MIN_PROMPT_STEP, self.max_num_batched_tokens)
 
     def tokens_per_ms(self, streams: StepShape, past: int) -> float:
-        """The rate of prompts after `past` tokens, together with these streams."""
+        """The rate of prefill, in prompt tokens per millisecond, beside these running streams and after `past` computed
+        tokens of the prompt."""
         prompts = [Prompt(past, self.max_num_batched_tokens)]
         room = self.with_streams(streams, prompts, 0) if streams.sequences else self.alone(prompts, 0)
         return room.tokens_per_ms

@@ -111,8 +111,11 @@ class SlotIndex:
             self._scan()
 
     def reserve(self) -> Reservation | None:
-        """Reserve the least valuable slot; None if others write all of them. The caller holds the lock, has called
-        `take_changes` since it got that, and then removes the slot's name."""
+        """Reserve the least valuable slot. Returns None if other workers are writing all slots.
+
+        The caller holds the lock and has called `take_changes` since it acquired the lock. It removes the slot's name
+        after this call.
+        """
         slot = self._least_valuable()
         if slot is None:
             return None

@@ -140,7 +140,11 @@ class BatchSampler:
     def _runs(
         self, logits: Logits, rows: IndexArray, inverse_temperatures: FloatArray, *, is_drawn: bool = True
     ) -> Runs:
-        """Some rows with their changes, at the `inverse_temperatures` of all rows; sums only if `is_drawn`."""
+        """The `rows` of a step, with the changes of logits processors and their summary.
+
+        `inverse_temperatures` are those of all rows of the step. Unless `is_drawn`, the summary may lack sums of
+        weights, because greedy rows need maxima only.
+        """
         reduction = logits.reduction
         if reduction is None or (is_drawn and not reduction.sums.shape[1]):
             return self._read(logits.whole(rows), inverse_temperatures[rows])

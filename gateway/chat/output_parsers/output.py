@@ -37,8 +37,11 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class ArgumentsDelta(msgspec.Struct, frozen=True):
-    """More of a call's arguments. All of them together are a JSON object, or its beginning if the text was cut off;
-    of a custom tool, any text."""
+    """The next part of a call's arguments.
+
+    All parts of a call together are a JSON object, which is incomplete if the answer was cut off. For a custom tool
+    they are any text.
+    """
 
     index: int
     text: str

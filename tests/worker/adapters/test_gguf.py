@@ -103,7 +103,7 @@ def test_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
             {"more": {"token_embd.weight.lora_a": np.zeros((4, 32), np.float32)}},
             "token_embd.weight.lora_a, which",
         ),
-        ({"more": {"blk.0.attn_norm.weight": np.zeros(32, np.float32)}}, "blk.0.attn_norm.weight, which is no LoRA"),
+        ({"more": {"blk.0.attn_norm.weight": np.zeros(32, np.float32)}}, "blk.0.attn_norm.weight, which is not a LoRA"),
         ({"more": {"blk.5.attn_v.weight.lora_a": np.zeros((4, 32), np.float32)}}, "only one of lora_a and lora_b"),
     ],
 )

@@ -78,7 +78,7 @@ def test_the_hash_is_that_of_both_files(tmp_path: Path) -> None:
         ({"r": "four"}, "numbers r and lora_alpha"),
         ({"alpha_pattern": {"q_proj": "four"}}, "rank 4 and alpha 'four'"),
         ({"rank": 0}, "rank 0"),
-        ({"alpha_pattern": {"(": 1}}, r"pattern '\(', which is no regular expression"),
+        ({"alpha_pattern": {"(": 1}}, r"pattern '\(', which is not a regular expression"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
@@ -94,8 +94,11 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[s
         ({Q_KEY: np.full((4, 12), 0xFF80, np.uint16)}, "not finite numbers"),
         ({Q_KEY: np.zeros((4, 12), np.int32)}, "in I32"),
         ({Q_KEY.replace(".0.", ".7."): np.zeros((4, 12), np.float32)}, "only one of lora_A and lora_B"),
-        ({"base_model.model.lm_head.lora_embedding_A": np.zeros((4, 12), np.float32)}, "no LoRA weight of a linear"),
-        ({Q_KEY.replace("lora_A", "lora_magnitude_vector"): np.zeros((4,), np.float32)}, "no LoRA weight of a linear"),
+        ({"base_model.model.lm_head.lora_embedding_A": np.zeros((4, 12), np.float32)}, "not a LoRA weight of a linear"),
+        (
+            {Q_KEY.replace("lora_A", "lora_magnitude_vector"): np.zeros((4,), np.float32)},
+            "not a LoRA weight of a linear",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
