@@ -9,12 +9,25 @@ from pathlib import Path
 from headrace.gateway.anthropic.fields import COUNT_TOKENS, MESSAGES
 from headrace.gateway.fields import Applied, FieldTable, Hint, Row
 from headrace.gateway.ollama.fields import TABLES as OLLAMA
-from headrace.gateway.openai.fields import CHAT, COMPLETION
+from headrace.gateway.openai.fields import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, TOKENIZE
+from headrace.gateway.rerank.fields import TABLES as RERANK
 from headrace.gateway.responses.fields import FIELDS as RESPONSES
 from headrace.gateway.tgi.fields import TABLES as TGI
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "fields.md"
-TABLES: Sequence[FieldTable] = (CHAT, COMPLETION, RESPONSES, MESSAGES, COUNT_TOKENS, *OLLAMA, *TGI)
+TABLES: Sequence[FieldTable] = (
+    CHAT,
+    COMPLETION,
+    RESPONSES,
+    MESSAGES,
+    COUNT_TOKENS,
+    *OLLAMA,
+    *TGI,
+    EMBEDDING,
+    *RERANK,
+    TOKENIZE,
+    DETOKENIZE,
+)
 _HEAD = """\
 # Fields of requests
 

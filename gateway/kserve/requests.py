@@ -14,6 +14,7 @@ from headrace.gateway.chat.request import Completion, SamplingFields
 from headrace.gateway.checks import invalid, is_one_of, json_of, unsupported
 from headrace.gateway.edge.wire import convert
 from headrace.gateway.field_names import FieldNames
+from headrace.gateway.hints import ignored
 from headrace.gateway.kserve.tensors import Tensor
 from headrace.protos.status import Reason, StatusError
 
@@ -39,7 +40,7 @@ NAMES = FieldNames([("prompt", TEXT_INPUT), (r"(?:top_)?logprobs", "return_cumul
 """The names of a completion's fields here."""
 
 
-class KserveParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class KserveParameters(SamplingFields, kw_only=True):
     """Sampling parameters, with the names of completions. Numbers may be texts."""
 
     max_tokens: int | None = None
@@ -50,6 +51,9 @@ class KserveParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     response_format: dict[str, Any] | None = None
+
+
+_KNOWN = frozenset({*KserveParameters.__struct_fields__, *FLAGS, *_ALIASES, TEXT_INPUT, SAMPLING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ def values_of(tensors: Sequence[Tensor]) -> dict[str, Any]:
             if tensor.datatype != "BYTES":
                 raise invalid(TEXT_INPUT, f"{TEXT_INPUT} must have the datatype BYTES")
             _put(values, TEXT_INPUT, list(tensor.values))
+        elif tensor.name not in _KNOWN:
+            raise invalid("inputs", f"inputs: the model has no input '{tensor.name[:64]}'")
         else:
             _put(values, tensor.name, list(tensor.values) if tensor.name in _LISTS else _single(tensor))
     return values
@@ -134,6 +140,8 @@ def inference_of(values: Mapping[str, Any], outputs: Sequence[str] = (), streams
         # A number would be converted to a boolean, which is a schema.
         if isinstance(rest.get(name), int) and not isinstance(rest[name], bool):
             raise invalid(name, f"{name} must be a JSON schema, an object or its text")
+    for name in rest.keys() - set(KserveParameters.__struct_fields__):
+        ignored(name, "there is no such parameter", is_known=False)
     parameters = convert({name: value for name, value in rest.items() if value is not None}, KserveParameters)
     asked = [name for name, flag in OPTIONAL_OUTPUTS.items() if flags[flag]]
     for name in outputs:

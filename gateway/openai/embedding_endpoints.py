@@ -11,6 +11,7 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import Text, TextsToEmbed
 from headrace.gateway.encoding.vectors import base64_of, check_dimensions, floats_of, shortened
+from headrace.gateway.openai.fields import EMBEDDING
 from headrace.gateway.openai.types import EmbeddingRequest
 from headrace.gateway.services import Services
 
@@ -19,7 +20,9 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     """POST embeddings."""
 
     async def embeddings(exchange: Exchange) -> None:
-        request = decode_body(await exchange.body(), EmbeddingRequest)
+        body = await exchange.body()
+        request = decode_body(body, EmbeddingRequest)
+        EMBEDDING.check(body)
         texts = texts_of(request)
         plan = await services.encodings.plan(
             TextsToEmbed(request.model or "", texts, request.truncate_prompt_tokens, request.priority or 0)

@@ -14,7 +14,13 @@ from headrace.gateway.chat.sampling import (
 )
 from headrace.gateway.chat_fields import lacking
 from headrace.gateway.fields import Applied, FieldTable, Hint, Refused, Row
-from headrace.gateway.openai.types import ChatRequest, CompletionRequest
+from headrace.gateway.openai.types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from headrace.protos.sampling_fields import NUMBERS
 
 _SAMPLING = "use temperature, top_p, top_k or min_p"
@@ -279,4 +285,39 @@ COMPLETION = FieldTable(
         "suffix": Refused("the model continues a prompt and fills no gaps", ("",)),
         **lacking((CompletionRequest,), {"top_logprobs": "use logprobs"}, _OTHERS),
     },
+)
+
+EMBEDDING = FieldTable(
+    "POST /v1/embeddings",
+    (EmbeddingRequest,),
+    {
+        "model": _APPLIED["model"],
+        "input": Applied("text, list of texts, list of tokens, list of lists of tokens"),
+        "encoding_format": Applied("`float`, `base64`"),
+        "dimensions": Applied("1 to those of the model", "Shortens the vectors, and scales them to length 1 again"),
+        "truncate_prompt_tokens": Applied("1 or more, or -1", "Keep only this many tokens of each text"),
+        "priority": Applied("32 bits", "Higher priorities go first"),
+        "user": Hint(_OF_PROVIDER),
+    },
+)
+TOKENIZE = FieldTable(
+    "POST /tokenize",
+    (TokenizeRequest,),
+    {
+        "model": _APPLIED["model"],
+        "prompt": Applied("text", "Excludes `messages`"),
+        "messages": Applied("a conversation", "Tokenized through the chat template"),
+        "add_special_tokens": Applied("bool, default true", "For `prompt`"),
+        "return_token_strs": Applied("bool", "The answer has the texts of the tokens, too"),
+        "tools": Applied("functions", "Needs `messages`"),
+        "add_generation_prompt": Applied("bool, default true", "Needs `messages`"),
+        "continue_final_message": Applied("bool", "Needs `messages`"),
+        "chat_template_kwargs": Applied("object", "Needs `messages`"),
+        "chat_template": Refused("the model's own template is used; its variables are in chat_template_kwargs"),
+    },
+)
+DETOKENIZE = FieldTable(
+    "POST /detokenize",
+    (DetokenizeRequest,),
+    {"model": _APPLIED["model"], "tokens": Applied("list of token ids")},
 )

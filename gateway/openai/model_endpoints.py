@@ -13,7 +13,8 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.query import number_of, query_of
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.openai.answers import model_value
-from headrace.gateway.openai.types import DetokenizeRequest, TokenizeRequest, check_tokenize_body
+from headrace.gateway.openai.fields import DETOKENIZE, TOKENIZE
+from headrace.gateway.openai.types import DetokenizeRequest, TokenizeRequest
 from headrace.gateway.services import Services
 from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.models import Model
@@ -67,8 +68,9 @@ class _Models:
         await exchange.respond(encode(answer))
 
     async def tokenize(self, exchange: Exchange) -> None:
-        request = decode_body(await exchange.body(), TokenizeRequest)
-        check_tokenize_body(request)
+        body = await exchange.body()
+        request = decode_body(body, TokenizeRequest)
+        TOKENIZE.check(body)
         model, token_ids = await self._services.chats.tokenize(request)
         answer: dict[str, Any] = {
             "count": len(token_ids),
@@ -82,7 +84,9 @@ class _Models:
         await exchange.respond(encode(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        request = decode_body(await exchange.body(), DetokenizeRequest)
+        body = await exchange.body()
+        request = decode_body(body, DetokenizeRequest)
+        DETOKENIZE.check(body)
         model = await self._services.models.find(request.model or "")
         if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < model.card.vocab_size:
             raise invalid("tokens", f"tokens must be from 0 to {model.card.vocab_size - 1}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from headrace.gateway.chat.request import Chat, Completion, Tokenization, refuse_unless_neutral
+from headrace.gateway.chat.request import Chat, Completion, Tokenization
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.hints import ignored
 
@@ -63,13 +63,12 @@ class CompletionRequest(Completion, kw_only=True):
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/embeddings. `user` is accepted without effect."""
+    """Body of POST /v1/embeddings."""
 
     model: str | None = None
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    user: str | None = None
     truncate_prompt_tokens: int | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
@@ -78,7 +77,6 @@ class TokenizeRequest(Tokenization, kw_only=True):
     """Body of POST /tokenize: a text, or a conversation through the chat template."""
 
     return_token_strs: bool | None = None
-    chat_template: Any = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -131,11 +129,6 @@ def _apply_reasoning(request: ChatRequest, reasoning: ChatReasoning) -> None:
 def check_completion_body(request: CompletionRequest) -> None:
     """Raise `StatusError` for contradictory fields of this protocol."""
     _check_body(request)
-
-
-def check_tokenize_body(request: TokenizeRequest) -> None:
-    """Raise `StatusError` for fields of this protocol that the server does not support."""
-    refuse_unless_neutral(request, {"chat_template": ()})
 
 
 def _check_body(request: ChatRequest | CompletionRequest) -> None:

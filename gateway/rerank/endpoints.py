@@ -11,6 +11,7 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore, paired
 from headrace.gateway.encoding.vectors import best_first, floats_of
+from headrace.gateway.rerank.fields import RERANK, SCORE
 from headrace.gateway.rerank.types import RerankRequest, ScoreRequest
 from headrace.gateway.services import Services
 
@@ -33,7 +34,9 @@ class _Ranking:
 
     async def rerank(self, exchange: Exchange) -> None:
         """Order documents by their score, best first. Of equal scores, the earlier document comes first."""
-        request = decode_body(await exchange.body(), RerankRequest)
+        body = await exchange.body()
+        request = decode_body(body, RerankRequest)
+        RERANK.check(body)
         texts = [document if isinstance(document, str) else document.text for document in request.documents]
         pairs = PairsToScore(
             request.model or "",
@@ -59,7 +62,9 @@ class _Ranking:
 
     async def score(self, exchange: Exchange) -> None:
         """Score each pair: of one text with many, or of two lists of the same length."""
-        request = decode_body(await exchange.body(), ScoreRequest)
+        body = await exchange.body()
+        request = decode_body(body, ScoreRequest)
+        SCORE.check(body)
         first, second = request.text_1, request.text_2
         firsts = [first] if isinstance(first, str) else first
         seconds = [second] if isinstance(second, str) else second

@@ -118,7 +118,6 @@ async def test_failures_have_their_status_and_field(stub: Any, router: Any) -> N
     for made, field in (
         (request("hi", stream=True), "stream"),
         (request("hi", temperature=3.0), "temperature"),
-        (request("hi", nonsense=1), None),
         (request(), "text_input"),
         (request("hi", sequence_id=5), "parameters.sequence_id"),
     ):

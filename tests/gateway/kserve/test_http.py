@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.gateway.hints import HEADER
 from headrace.gateway.kserve.tensors import Tensor, checked, decoded, encoded
 from headrace.protos.inference_pb2 import CacheEviction
 from headrace.protos.status import Reason, StatusError
@@ -193,7 +194,6 @@ async def test_elements_may_be_bytes_behind_the_json(gateway: Any, router: Any) 
             [TEXT],
             {"outputs": [{"name": "x", "parameters": {"classification": 1}}]},
         ),
-        ("nonsense", [TEXT], {"nonsense": 1}),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_by_name(
@@ -277,7 +277,6 @@ async def test_generate_stream_has_an_event_for_each_part(gateway: Any) -> None:
         ("stream", "generate", {"stream": True}),
         ("text_input", "generate_stream", {"text_input": ["hi", "ho"]}),
         ("exclude_input_in_output", "generate_stream", {"exclude_input_in_output": False}),
-        ("nonsense", "generate", {"nonsense": 1}),
         ("max_tokens", "generate", {"max_tokens": 0}),
         ("max_tokens", "generate", {"max_tokens": 5, "parameters": {"max_tokens": 5}}),
         ("id", "generate", {"id": 5}),
@@ -288,6 +287,16 @@ async def test_generate_refuses_by_name(gateway: Any, field: str, path: str, bod
     response = await gateway.http.post(f"{MODEL}/{path}", json=sent)
     assert response.status_code == 400, response.text
     assert field in response.json()["error"]
+
+
+async def test_parameters_that_nobody_knows_are_hints_and_inputs_are_refused(gateway: Any) -> None:
+    body = {"text_input": "hi", "parameters": {"more": 2}, "nonsense": 1}
+    response = await gateway.http.post(f"{MODEL}/generate", json=body)
+    assert response.status_code == 200, response.text
+    assert sorted(response.headers[HEADER].split(", ")) == ["more", "nonsense"]
+    unknown = {"name": "logits_in", "datatype": "INT32", "shape": [1], "data": [1]}
+    response = await gateway.http.post(f"{MODEL}/infer", json={"inputs": [TEXT, unknown]})
+    assert (response.status_code, "no input 'logits_in'" in response.text) == (400, True)
 
 
 async def test_a_stream_that_fails_ends_with_the_error(gateway: Any, router: Any, kit: Any) -> None:
