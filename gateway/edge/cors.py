@@ -12,7 +12,7 @@ _METHODS = b"GET, POST, DELETE"
 _EXPOSED = (
     b"x-request-id, request-id, retry-after, retry-after-ms, "
     b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
-    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens, x-headrace-ignored"
 )
 _MAX_ECHO_BYTES = 2048
 

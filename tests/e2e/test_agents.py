@@ -15,13 +15,17 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.recorder import Recorder, recording
 from tests.e2e.scripted_model import CONTEXT, calls, write_scripted_model
 from tests.e2e.serving import HTTP, Serve
 
 pytestmark = pytest.mark.e2e
 
 MODULES = Path(__file__).parents[2] / ".make" / "clients" / "node_modules"
-CLAUDE = MODULES / ".bin" / "claude"
+CLAUDE, CLINE, CONTINUE, OPENCODE, QWEN = (
+    MODULES / ".bin" / name for name in ("claude", "cline", "cn", "opencode", "qwen")
+)
+AIDER = Path(__file__).parents[2] / ".make" / "aider" / "bin" / "aider"
 TASK_BOUND_S = 300
 NAME = "scripted"
 SMALL_CONTEXT = 32768
@@ -29,6 +33,7 @@ SMALL_CONTEXT = 32768
 LEAST_CACHED = 0.9
 TASK = "Read note.txt and write the number in it into answer.txt."
 DONE = "The number is 42."
+NEXT = "And what is it?"
 
 
 @contextmanager
@@ -165,3 +170,166 @@ def usages(events: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
             cached = usage["cache_read_input_tokens"]
             found[event["message"]["id"]] = (cached, cached + usage["input_tokens"])
     return list(found.values())
+
+
+@contextmanager
+def recorded_system(directory: Path, answers: Sequence[str], context: int = CONTEXT) -> Iterator[Recorder]:
+    """What an agent does with a system that serves a model with these answers."""
+    with scripted_system(directory, answers, context) as system, recording(system.base_url) as recorder:
+        yield recorder
+
+
+def script_of(read: tuple[str, dict[str, object]], write: tuple[str, dict[str, object]]) -> list[str]:
+    """Answers that do the task with these calls."""
+    return [calls(read), calls(write), DONE]
+
+
+def assert_finished(recorder: Recorder, workplace: Workplace, *, num_turns: int, least_tokens: int) -> None:
+    """The task is done. Nothing was refused, and every prompt but the first was in the cache. The first had at least so
+    many tokens: it is the whole agent."""
+    assert workplace.answer.strip() == "42"
+    assert {one.status for one in recorder.exchanges} == {200}
+    usages = [one.usage for one in recorder.turns]
+    assert len(usages) == num_turns
+    assert usages[0] is not None
+    assert usages[0][1] >= least_tokens
+    for usage in usages[1:]:
+        assert usage is not None
+        assert usage[0] >= LEAST_CACHED * usage[1]
+
+
+def needs(program: Path, name: str) -> pytest.MarkDecorator:
+    """Skip a test where the program is not installed."""
+    return pytest.mark.skipif(not program.exists(), reason=f"{name} is not installed: make test-clients, with npm")
+
+
+@needs(OPENCODE, "opencode")
+def test_opencode_reads_and_writes_files_and_finds_its_turns_in_the_cache(workplace: Workplace, tmp_path: Path) -> None:
+    script = script_of(
+        ("read", {"filePath": str(workplace.files / "note.txt")}),
+        ("write", {"filePath": str(workplace.files / "answer.txt"), "content": "42\n"}),
+    )
+    with recorded_system(tmp_path, script) as recorder:
+        provider = {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": f"{recorder.base_url}/v1", "apiKey": "unused"},
+            "models": {NAME: {"limit": {"context": CONTEXT, "output": 4096}}},
+        }
+        config = {
+            "model": f"headrace/{NAME}",
+            "provider": {"headrace": provider},
+            "autoupdate": False,
+            "share": "disabled",
+        }
+        (workplace.files / "opencode.json").write_text(json.dumps(config))
+        offline = {f"OPENCODE_DISABLE_{what}": "1" for what in ("AUTOUPDATE", "LSP_DOWNLOAD", "MODELS_FETCH")}
+        for task in ([TASK], ["--continue", NEXT]):
+            assert DONE in workplace.run(str(OPENCODE), "run", *task, **offline)
+    assert_finished(recorder, workplace, num_turns=4, least_tokens=10_000)
+    assert {one.ignored for one in recorder.exchanges} == {""}
+
+
+@needs(QWEN, "Qwen Code")
+def test_qwen_code_reads_and_writes_files_and_finds_its_turns_in_the_cache(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    script = script_of(
+        ("read_file", {"file_path": str(workplace.files / "note.txt")}),
+        ("write_file", {"file_path": str(workplace.files / "answer.txt"), "content": "42\n"}),
+    )
+    with recorded_system(tmp_path, script) as recorder:
+        for task in (["-p", TASK], ["--continue", "-p", NEXT]):
+            output = workplace.run(
+                str(QWEN),
+                *("--auth-type", "openai", "--yolo", *task),
+                OPENAI_BASE_URL=f"{recorder.base_url}/v1",
+                OPENAI_API_KEY="unused",
+                OPENAI_MODEL=NAME,
+                QWEN_TELEMETRY_ENABLED="0",
+            )
+            assert DONE in output
+    assert_finished(recorder, workplace, num_turns=4, least_tokens=10_000)
+    # It asks for answers of 32,000 tokens, whatever is left of the context.
+    assert all(one.ignored.startswith("max_tokens>") for one in recorder.turns)
+
+
+@needs(CONTINUE, "the command line of Continue")
+def test_continue_reads_and_writes_files_and_finds_its_turns_in_the_cache(workplace: Workplace, tmp_path: Path) -> None:
+    script = script_of(
+        ("Read", {"filepath": str(workplace.files / "note.txt")}),
+        ("Write", {"filepath": str(workplace.files / "answer.txt"), "content": "42\n"}),
+    )
+    with recorded_system(tmp_path, script) as recorder:
+        model = {
+            "name": NAME,
+            "provider": "openai",
+            "model": NAME,
+            "apiBase": f"{recorder.base_url}/v1",
+            "apiKey": "unused",
+            "roles": ["chat"],
+            "capabilities": ["tool_use"],
+        }
+        config = workplace.home / "config.yaml"
+        config.write_text(json.dumps({"name": "headrace", "version": "1.0.0", "schema": "v1", "models": [model]}))
+        output = workplace.run(
+            str(CONTINUE),
+            *("--config", str(config), "--allow", "Read", "--allow", "Write", "-p", TASK),
+            CONTINUE_CLI_ENABLE_TELEMETRY="0",
+            CONTINUE_METRICS_ENABLED="0",
+        )
+    assert DONE in output
+    assert_finished(recorder, workplace, num_turns=3, least_tokens=2000)
+    assert {one.ignored for one in recorder.exchanges} == {""}
+
+
+@needs(CLINE, "the command line of Cline")
+def test_cline_reads_and_writes_files_and_finds_its_turns_in_the_cache(workplace: Workplace, tmp_path: Path) -> None:
+    script = script_of(
+        ("read_files", {"files": [{"path": str(workplace.files / "note.txt")}]}),
+        ("editor", {"command": "create", "path": str(workplace.files / "answer.txt"), "new_text": "42\n"}),
+    )
+    with recorded_system(tmp_path, script) as recorder:
+        # With a directory of its own, it starts no process that outlives it.
+        own = ("--data-dir", str(workplace.home / "data"))
+        provider = ("-p", "openai", "-b", f"{recorder.base_url}/v1", "-k", "unused", "-m", NAME)
+        offline = {"CLINE_TELEMETRY_DISABLED": "1", "CLINE_NO_AUTO_UPDATE": "1"}
+        workplace.run(str(CLINE), "auth", *own, *provider, **offline)
+        output = workplace.run(str(CLINE), *own, "--json", TASK, **offline)
+    assert json.loads(output.splitlines()[-1])["text"] == DONE
+    assert_finished(recorder, workplace, num_turns=3, least_tokens=8000)
+    assert {one.ignored for one in recorder.exchanges} == {""}
+
+
+@pytest.mark.skipif(not AIDER.exists(), reason="aider is not installed: make test-clients")
+@pytest.mark.parametrize(
+    ("form", "edit"),
+    [
+        ("whole", "answer.txt\n```\n42\n```\n"),
+        ("diff", "answer.txt\n```\n<<<<<<< SEARCH\nunknown\n=======\n42\n>>>>>>> REPLACE\n```\n"),
+    ],
+)
+def test_aider_edits_a_file_and_commits_it(workplace: Workplace, tmp_path: Path, form: str, edit: str) -> None:
+    """It uses no tools: edits are in the texts of its model, and so are its examples, as turns of a conversation."""
+    identity = {
+        f"GIT_{role}_{what}": "aider@example.com" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
+    (workplace.files / "answer.txt").write_text("unknown\n")
+    workplace.run("git", "init", "--quiet")
+    workplace.run("git", "add", ".")
+    workplace.run("git", "commit", "--quiet", "--message", "begin", **identity)
+    with scripted_system(tmp_path, [edit]) as system, recording(system.base_url) as recorder:
+        output = workplace.run(
+            str(AIDER),
+            *("--openai-api-base", f"{recorder.base_url}/v1", "--openai-api-key", "unused"),
+            *("--model", f"openai/{NAME}", "--edit-format", form, "--yes-always", "--message", TASK),
+            *("--no-analytics", "--no-check-update", "--no-show-model-warnings", "--no-stream"),
+            *("--read", "note.txt", "answer.txt"),
+            **identity,
+        )
+    assert "Applied edit to answer.txt" in output
+    assert workplace.answer == "42\n"
+    assert len(workplace.run("git", "log", "--oneline").splitlines()) == 2
+    assert {one.status for one in recorder.exchanges} == {200}
+    assert {one.ignored for one in recorder.exchanges} == {""}
+    roles = [message["role"] for message in recorder.exchanges[0].request["messages"]]
+    assert roles.count("assistant") >= 3  # turns that no model wrote
