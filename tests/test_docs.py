@@ -190,7 +190,7 @@ def test_every_command_line_is_one_that_headrace_takes(path: Path) -> None:
             refuse_unknown(args)
 
 
-GUIDES = [path for path in DOCUMENTS if not {"decisions", "benchmarks"} & set(path.parts)]
+GUIDES = [path for path in DOCUMENTS if "benchmarks" not in path.parts]
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=identified(GUIDES))
