@@ -24,7 +24,7 @@ from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.gateway.chat.formats import parse_parsers
 from headrace.gateway.chat.prompts import SpecialTokensInText
-from headrace.gateway.edge.security import SecurityError, security_options
+from headrace.gateway.edge.settings import EdgeSettingsError, edge_options
 from headrace.gateway.edge.spans import ACCESS
 from headrace.gateway.protocol import CannotServeError
 from headrace.gateway.protocols import PROTOCOLS
@@ -125,7 +125,7 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     is_flag=True,
     help="Call routers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
-@security_options
+@edge_options
 @click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Minimum level of log lines.")
 @click.option(
     "--log-format", default="text", type=click.Choice(FORMATS), help="Log lines as text, or as JSON for machines."
@@ -182,7 +182,7 @@ def main() -> None:
     """Run the command; exit status 2 and one sentence on standard error if the flags are wrong."""
     try:
         command.main(prog_name="headrace gateway", standalone_mode=False)
-    except (click.ClickException, CannotServeError, SecurityError, TracingUnavailableError) as error:
+    except (click.ClickException, CannotServeError, EdgeSettingsError, TracingUnavailableError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         click.echo(f"error: {message}", err=True)
         sys.exit(EXIT_USAGE)

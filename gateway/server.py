@@ -28,7 +28,7 @@ from headrace.gateway.chat.shadowing import ChatCopies, Shadows
 from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import GrpcService, start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
-from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.encoding.planning import Encodings
 from headrace.gateway.encoding.running import EncodingRunner
 from headrace.gateway.encoding.shadowing import EncodingCopies
@@ -73,7 +73,7 @@ class Settings:
     """Whether requests wait until the host's models are known."""
     aliases: Aliases
     """Other names of models."""
-    security: SecuritySettings
+    controls: EdgeSettings
     protocol_flags: Mapping[str, Any]
     """Values of the protocols' own options, by parameter name."""
 
@@ -92,37 +92,37 @@ class Threads:
 
 
 async def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `CannotServeError` or `SecurityError` if the settings are wrong."""
+    """Serve until SIGTERM or SIGINT. Raises `CannotServeError` or `EdgeSettingsError` if the settings are wrong."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    security = Security(settings.security)
+    controls = EdgeControls(settings.controls)
     bound = _bind(settings.host, settings.port)
-    await security.start()
+    await controls.start()
     threads = Threads()
-    services = _services(settings, security, threads)
+    services = _services(settings, controls, threads)
     opened: list[OpenProtocol] = []
     try:
         for protocol in PROTOCOLS.values():
             flags = protocol.flags(settings.protocol_flags)
-            opened.append(protocol.open(Setup(services, flags, settings.security.redis_url)))
-        await _run(settings, security, services, opened, bound, threads, stop)
+            opened.append(protocol.open(Setup(services, flags, settings.controls.redis_url)))
+        await _run(settings, controls, services, opened, bound, threads, stop)
     finally:
         await services.shadows.close()
         await services.upstream.close()
         await services.host.close()
         for one in opened:
             await one.close()
-        await security.close()
+        await controls.close()
         threads.close()
         services.models.close()
 
 
-def _services(settings: Settings, security: Security, threads: Threads) -> Services:
+def _services(settings: Settings, controls: EdgeControls, threads: Threads) -> Services:
     return services_behind(
         settings.routers,
         threads,
-        transport=security.transport,
+        transport=controls.transport,
         model_host=settings.model_host,
         await_model_host=settings.await_model_host,
         worker_wait_s=settings.worker_wait_s,
@@ -183,7 +183,7 @@ def services_behind(
 
 async def _run(
     settings: Settings,
-    security: Security,
+    controls: EdgeControls,
     services: Services,
     opened: Sequence[OpenProtocol],
     bound: socket.socket,
@@ -191,17 +191,17 @@ async def _run(
     stop: asyncio.Event,
 ) -> None:
     """Serve until `stop` is set, or the HTTP server or a background task ends; then drain."""
-    edge = HttpEdge(endpoints(services, opened), services.metrics, admission=security.admission, bodies=security.bodies)
-    grpc_server = await _start_grpc(settings, security, [one for protocol in opened for one in protocol.grpc_services])
+    edge = HttpEdge(endpoints(services, opened), services.metrics, admission=controls.admission, bodies=controls.bodies)
+    grpc_server = await _start_grpc(settings, controls, [one for protocol in opened for one in protocol.grpc_services])
     stop_timeout_s = math.ceil(settings.drain_timeout_s + STOP_S)
-    application = with_cors(edge, security.cors_origins)
-    http_server = HttpServer(application, stop_timeout_s, security.connections, security.tls)
+    application = with_cors(edge, controls.cors_origins)
+    http_server = HttpServer(application, stop_timeout_s, controls.connections, controls.tls)
     serving = asyncio.create_task(http_server.serve(sockets=[bound]))
     # Importing OpenVINO takes a third of a second. It is done before a router has a model.
     threads.loading.submit(importlib.import_module, "headrace.gateway.text.tokenizer")
     works = (services.models.run(), services.host.run(), *(protocol.run() for protocol in opened), _wait(stop))
     tasks = [asyncio.create_task(work) for work in works]
-    _log_address(bound, security)
+    _log_address(bound, controls)
     done, _ = await asyncio.wait({serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     _LOG.info("stopping")
     http_server.should_exit = True
@@ -218,14 +218,14 @@ async def _run(
 
 
 async def _start_grpc(
-    settings: Settings, security: Security, services: Sequence[GrpcService]
+    settings: Settings, controls: EdgeControls, services: Sequence[GrpcService]
 ) -> grpc.aio.Server | None:
     if not settings.grpc_port:
         return None
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.grpc_port}"
     try:
-        server, _ = await start_grpc_server(services, address, security.admission, security.tls)
+        server, _ = await start_grpc_server(services, address, controls.admission, controls.tls)
     except RuntimeError as error:
         raise CannotServeError(
             f"cannot listen for gRPC on {address}; is it in use? Choose another with --grpc-port"
@@ -234,9 +234,9 @@ async def _start_grpc(
     return server
 
 
-def _log_address(bound: socket.socket, security: Security) -> None:
+def _log_address(bound: socket.socket, controls: EdgeControls) -> None:
     host, port = bound.getsockname()[:2]
-    scheme = "http" if security.tls is None else "https"
+    scheme = "http" if controls.tls is None else "https"
     _LOG.info("listening on %s://%s", scheme, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 

@@ -30,7 +30,7 @@ from headrace.common.transport.wire_request import WireRequest
 from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
-from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.protocol import Protocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.server import Threads, services_behind
@@ -376,7 +376,7 @@ def default_flags(protocol: Protocol) -> dict[str, Any]:
 @asynccontextmanager
 async def serving_gateway(
     *routers: str,
-    security: Security | None = None,
+    controls: EdgeControls | None = None,
     plain_grpc: bool = False,
     flags: Mapping[str, Any] | None = None,
     model_host: str | None = None,
@@ -387,7 +387,7 @@ async def serving_gateway(
 
     `flags` are the protocols' flags by parameter name, `model_host` is the address of a host of models.
     """
-    security = security or Security(SecuritySettings())
+    controls = controls or EdgeControls(EdgeSettings())
     threads = Threads()
     services = services_behind(
         routers,
@@ -405,15 +405,15 @@ async def serving_gateway(
         for name, protocol in PROTOCOLS.items()
     }
     edge = HttpEdge(
-        endpoints(services, [*opened.values()]), metrics, admission=security.admission, bodies=security.bodies
+        endpoints(services, [*opened.values()]), metrics, admission=controls.admission, bodies=controls.bodies
     )
     bound = bound_socket("127.0.0.1", 0)
-    url = f"{'http' if security.tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
-    application = with_cors(edge, security.cors_origins)
-    http_server = HttpServer(application, 2, security.connections, security.tls)
+    url = f"{'http' if controls.tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
+    application = with_cors(edge, controls.cors_origins)
+    http_server = HttpServer(application, 2, controls.connections, controls.tls)
     serving = asyncio.create_task(http_server.serve(sockets=[bound]))
     grpc_services = [service for protocol in opened.values() for service in protocol.grpc_services]
-    grpc_server, grpc_port = await start_grpc_server(grpc_services, "127.0.0.1:0", security.admission)
+    grpc_server, grpc_port = await start_grpc_server(grpc_services, "127.0.0.1:0", controls.admission)
     await models.listed()
     try:
         async with httpx.AsyncClient(base_url=url, timeout=patience(20), verify=False) as http:

@@ -28,7 +28,7 @@ from headrace.common.stores.api_keys import (
     write_keys,
 )
 from headrace.gateway.access.keys import KeyFile, KeyRing, KeysError, KeyTable
-from headrace.gateway.edge.security import Security, SecurityError, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings, EdgeSettingsError
 from headrace.protos import text_pb2, text_pb2_grpc
 from headrace.protos.cache_scope import scoped_salt
 from headrace.protos.status import Reason, StatusError, error_of
@@ -59,14 +59,14 @@ Guarded = Callable[..., Any]
 async def guarded_gateway(kit: Any, router: Any, path: Path, **settings: Any) -> AsyncIterator[tuple[Any, KeyRing]]:
     """A gateway that asks for the keys in a file, which is empty, and its key ring."""
     write_keys(path, [])
-    security = Security(SecuritySettings(api_keys=path, **settings))
-    await security.start()
-    assert security.keys is not None
+    controls = EdgeControls(EdgeSettings(api_keys=path, **settings))
+    await controls.start()
+    assert controls.keys is not None
     try:
-        async with kit.serving_gateway(router.address, security=security) as gateway:
-            yield gateway, security.keys
+        async with kit.serving_gateway(router.address, controls=controls) as gateway:
+            yield gateway, controls.keys
     finally:
-        await security.close()
+        await controls.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -433,7 +433,7 @@ async def test_keys_in_redis_are_followed_and_outlive_it(tmp_path: Path) -> None
 async def test_what_cannot_be_done_is_refused_with_the_remedy_and_without_secrets(
     settings: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(SecurityError) as raised:
-        await Security(SecuritySettings(**settings)).start()
+    with pytest.raises(EdgeSettingsError) as raised:
+        await EdgeControls(EdgeSettings(**settings)).start()
     assert said in str(raised.value)
     assert "hunter2" not in str(raised.value)

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.common.retries import MAX_FAILED
 from headrace.gateway.edge import exchange
-from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.upstream import address, routers
 from headrace.gateway.upstream import backoff as upstream
 from headrace.protos.status import Reason, StatusError
@@ -542,8 +542,8 @@ async def test_an_idle_stream_gets_comments_once_it_has_begun(
     monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.02)
     router = kit.FakeRouter(tiny_bundle)
     address, _ = await stack.enter_async_context(kit.serving_router(router))
-    security = Security(SecuritySettings(early_headers=0.05 if begins == "by itself" else None))
-    gateway = await stack.enter_async_context(kit.serving_gateway(address, security=security))
+    controls = EdgeControls(EdgeSettings(early_headers=0.05 if begins == "by itself" else None))
+    gateway = await stack.enter_async_context(kit.serving_gateway(address, controls=controls))
     go = asyncio.Event()
 
     async def after_a_while(own: Any, stream: Any, send: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,7 +25,7 @@ BOUND_S = 20
 @asynccontextmanager
 async def bounded(kit: Any, router: Any, **settings: Any) -> AsyncIterator[Any]:
     """A gateway with these limits."""
-    async with kit.serving_gateway(router.address, security=Security(SecuritySettings(**settings))) as gateway:
+    async with kit.serving_gateway(router.address, controls=EdgeControls(EdgeSettings(**settings))) as gateway:
         yield gateway
 
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from headrace.common.stores.api_keys import ApiKey, sha256_of, write_keys
 from headrace.gateway.access.limits import LEVELS
-from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -83,7 +83,7 @@ class Books:
     """All that is counted of requests, at the gateway, for their key, and at the router."""
 
     gateway: Any
-    security: Security
+    controls: EdgeControls
     num_at_router: int = 0
 
     @property
@@ -95,8 +95,8 @@ class Books:
         """What is not at zero."""
         found = {
             "in flight": self._metric("headrace_requests_in_flight"),
-            "admitted": self.security.admission._num_admitted,
-            "bodies": self.security.bodies.num_bytes,
+            "admitted": self.controls.admission._num_admitted,
+            "bodies": self.controls.bodies.num_bytes,
             "of the key": sum(len(one.inside) for one in self._accounts.values()),
             "models": self.gateway.upstream.models_in_use,
             "at the router": self.num_at_router,
@@ -113,7 +113,7 @@ class Books:
 
     @property
     def _accounts(self) -> dict[str, Any]:
-        accounts: dict[str, Any] = self.security.admission._limits._local._accounts  # type: ignore[union-attr]
+        accounts: dict[str, Any] = self.controls.admission._limits._local._accounts  # type: ignore[union-attr]
         return accounts
 
     def _metric(self, name: str) -> float:
@@ -128,12 +128,12 @@ async def books(kit_of_module: Any, router: Any, tmp_path_factory: pytest.TempPa
     limits = {"tokens_per_minute": many, "requests_per_minute": many, "max_concurrent": 1}
     key = ApiKey(id="key_1", name="somebody", tenant="mill", created_s=1, sha256=sha256_of(SECRET), **limits)
     write_keys(path, [key])
-    security = Security(SecuritySettings(api_keys=path))
-    await security.start()
-    security.admission._limits._local._now_us = lambda: 0  # type: ignore[union-attr]
-    async with kit_of_module.serving_gateway(router.address, security=security) as gateway:
-        yield Books(gateway, security)
-    await security.close()
+    controls = EdgeControls(EdgeSettings(api_keys=path))
+    await controls.start()
+    controls.admission._limits._local._now_us = lambda: 0  # type: ignore[union-attr]
+    async with kit_of_module.serving_gateway(router.address, controls=controls) as gateway:
+        yield Books(gateway, controls)
+    await controls.close()
 
 
 @pytest.fixture(autouse=True)

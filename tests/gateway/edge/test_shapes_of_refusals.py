@@ -10,7 +10,7 @@ import pytest
 from headrace.common.stores.api_keys import ApiKey
 from headrace.gateway.access.admission import AdmissionControl, OwnLimits
 from headrace.gateway.access.limits import LocalLimits
-from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.protos.status import Reason, StatusError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,10 +52,10 @@ def shape_of(path: str, response: Any) -> None:
 async def test_keys_and_their_limits(router: Any, kit: Any) -> None:
     router.reset()
     ring: Any = _Ring()
-    security = Security(SecuritySettings())
+    controls = EdgeControls(EdgeSettings())
     limits = OwnLimits(LocalLimits(lambda: time.monotonic_ns() // 1000))
-    security.admission = AdmissionControl(keys=ring, limits=limits)
-    async with kit.serving_gateway(router.address, security=security) as gateway:
+    controls.admission = AdmissionControl(keys=ring, limits=limits)
+    async with kit.serving_gateway(router.address, controls=controls) as gateway:
         for path, (body, _) in ASKED.items():
             for headers in ({}, {"authorization": "Bearer wrong"}):
                 response = await gateway.http.post(path, json={"model": "tiny", **body}, headers=headers)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from headrace.common.stores import watched_files
-from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.protos import text_pb2, text_pb2_grpc
 from tests.certificates import make_certificates
 from tests.patience import patience
@@ -28,8 +28,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_certificates(tmp_path_factory.mktemp("certs") / "edge")
 
 
-def settings_of(directory: Path, **more: Any) -> SecuritySettings:
-    return SecuritySettings(tls_cert=directory / "cert.pem", tls_key=directory / "key.pem", **more)
+def settings_of(directory: Path, **more: Any) -> EdgeSettings:
+    return EdgeSettings(tls_cert=directory / "cert.pem", tls_key=directory / "key.pem", **more)
 
 
 def trusting(directory: Path, client: Path | None = None) -> ssl.SSLContext:
@@ -59,8 +59,8 @@ async def grpc_answers(address: str, credentials: grpc.ChannelCredentials) -> bo
 async def test_clients_that_trust_the_authority_are_answered_and_streams_work(
     kit: Any, router: Any, certificates: Path
 ) -> None:
-    security = Security(settings_of(certificates))
-    async with kit.serving_gateway(router.address, security=security) as gateway:
+    controls = EdgeControls(settings_of(certificates))
+    async with kit.serving_gateway(router.address, controls=controls) as gateway:
         router.reset()
         async with asking(gateway.url, trusting(certificates)) as http:
             streamed = await http.post(CHAT, json={**BODY, "stream": True})
@@ -72,9 +72,9 @@ async def test_clients_that_trust_the_authority_are_answered_and_streams_work(
             async with asking(gateway.url.replace("https", "http")) as http:
                 await http.get("/health/live")
         # The test kit's gRPC server is plain; the credentials are tried on one of their own.
-        assert security.tls is not None
+        assert controls.tls is not None
         server = grpc.aio.server()
-        port = server.add_secure_port("127.0.0.1:0", security.tls.grpc_credentials())
+        port = server.add_secure_port("127.0.0.1:0", controls.tls.grpc_credentials())
         text_pb2_grpc.add_TextServicer_to_server(Lists(), server)
         await server.start()
         trusted = grpc.ssl_channel_credentials((certificates / "ca.pem").read_bytes())
@@ -94,8 +94,8 @@ async def test_with_an_authority_of_clients_only_health_is_for_those_without_a_c
     kit: Any, router: Any, certificates: Path, tmp_path: Path
 ) -> None:
     stranger = make_certificates(tmp_path / "stranger")
-    security = Security(settings_of(certificates, tls_client_ca=certificates / "ca.pem"))
-    async with kit.serving_gateway(router.address, security=security) as gateway:
+    controls = EdgeControls(settings_of(certificates, tls_client_ca=certificates / "ca.pem"))
+    async with kit.serving_gateway(router.address, controls=controls) as gateway:
         async with asking(gateway.url, trusting(certificates)) as http:
             assert (await http.get("/health/ready")).status_code == 200
             for path in ("/v1/models", "/metrics", "/", "/nothing"):
@@ -120,8 +120,8 @@ async def test_a_renewed_certificate_is_used_from_the_next_connection_on(
         await go_on.wait()
         await send([kit.EOS], 1, 1)
 
-    security = Security(settings_of(own, tls_client_ca=own / "ca.pem"))
-    async with kit.serving_gateway(router.address, security=security) as gateway:
+    controls = EdgeControls(settings_of(own, tls_client_ca=own / "ca.pem"))
+    async with kit.serving_gateway(router.address, controls=controls) as gateway:
         router.reset()
         router.script = pausing
         async with (

@@ -16,7 +16,7 @@ import pytest_asyncio
 from headrace.common.stores.api_keys import ApiKey
 from headrace.gateway.access.admission import AdmissionControl, OwnLimits
 from headrace.gateway.access.limits import LocalLimits
-from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.kserve import service
 from headrace.protos import kserve_pb2, kserve_pb2_grpc
 from headrace.protos.kserve_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
@@ -228,12 +228,12 @@ class _Ring:
 
 
 async def test_calls_need_a_key_and_count_against_its_limits(router: Any, kit: Any) -> None:
-    security = Security(SecuritySettings())
+    controls = EdgeControls(EdgeSettings())
     ring: Any = _Ring()
-    security.admission = AdmissionControl(keys=ring, limits=OwnLimits(LocalLimits(lambda: time.monotonic_ns() // 1000)))
+    controls.admission = AdmissionControl(keys=ring, limits=OwnLimits(LocalLimits(lambda: time.monotonic_ns() // 1000)))
     metadata = (("authorization", "Bearer secret"),)
     async with (
-        kit.serving_gateway(router.address, security=security) as gateway,
+        kit.serving_gateway(router.address, controls=controls) as gateway,
         grpc.aio.insecure_channel(gateway.grpc_address) as channel,
     ):
         stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.common.stores.api_keys import ApiKey, sha256_of, write_keys
-from headrace.gateway.edge.security import Security, SecuritySettings
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.responses import background as response_runs
 from headrace.gateway.responses import redis_store
 from headrace.gateway.responses import store as response_store
@@ -380,11 +380,11 @@ async def test_a_redis_with_room_for_a_few_bytes_only_is_not_ok(tmp_path: Path) 
 
 async def test_a_response_is_only_for_the_tenant_of_its_key(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> None:
     write_keys(tmp_path / "keys", [api_key("one"), api_key("other"), api_key("second", tenant="one")])
-    security = Security(SecuritySettings(api_keys=tmp_path / "keys"))
-    await security.start()
+    controls = EdgeControls(EdgeSettings(api_keys=tmp_path / "keys"))
+    await controls.start()
     fake = kit.FakeRouter(tiny_bundle)
     one, other, second = ({"x-api-key": name} for name in ("one", "other", "second"))
-    async with kit.serving_router(fake) as (address, _), kit.serving_gateway(address, security=security) as gateway:
+    async with kit.serving_router(fake) as (address, _), kit.serving_gateway(address, controls=controls) as gateway:
         http = gateway.http
         made = (await http.post(RESPONSES, json=BODY, headers=one)).json()
         path = f"{RESPONSES}/{made['id']}"
@@ -399,16 +399,16 @@ async def test_a_response_is_only_for_the_tenant_of_its_key(kit: Any, tiny_bundl
         assert (await http.post(RESPONSES, json=asked, headers=other)).status_code == 400
         assert (await http.post(RESPONSES, json=asked, headers=second)).status_code == 200
         assert (await http.get(path)).status_code == 401
-    await security.close()
+    await controls.close()
 
 
 async def test_a_run_takes_a_place_of_its_key_until_it_ends(kit: Any, tiny_bundle: bytes, tmp_path: Path) -> None:
     write_keys(tmp_path / "keys", [api_key("one", max_concurrent=1)])
-    security = Security(SecuritySettings(api_keys=tmp_path / "keys"))
-    await security.start()
+    controls = EdgeControls(EdgeSettings(api_keys=tmp_path / "keys"))
+    await controls.start()
     fake = kit.FakeRouter(tiny_bundle)
     headers = {"x-api-key": "one"}
-    async with kit.serving_router(fake) as (address, _), kit.serving_gateway(address, security=security) as gateway:
+    async with kit.serving_router(fake) as (address, _), kit.serving_gateway(address, controls=controls) as gateway:
         holding(fake)
         made = (await gateway.http.post(RESPONSES, json={**BODY, "background": True}, headers=headers)).json()
         assert (await gateway.http.post(RESPONSES, json=BODY, headers=headers)).status_code == 429
@@ -416,7 +416,7 @@ async def test_a_run_takes_a_place_of_its_key_until_it_ends(kit: Any, tiny_bundl
         assert cancelled.json()["status"] == "cancelled"
         fake.script = fake.speak
         assert (await gateway.http.post(RESPONSES, json=BODY, headers=headers)).status_code == 200
-    await security.close()
+    await controls.close()
 
 
 def api_key(secret: str, tenant: str = "", **limits: Any) -> ApiKey:

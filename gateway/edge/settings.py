@@ -1,4 +1,4 @@
-"""The security flags of the gateway, and the objects made from them: admission control, limits, TLS on both sides."""
+"""The flags of the edge, and the objects made from them: admission control, limits, TLS on both sides."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MIB = 1024 * 1024
 _FILE = click.Path(path_type=Path)
 
 
-class SecurityError(ValueError):
+class EdgeSettingsError(ValueError):
     """The flags are wrong. The message is a sentence with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
-class SecuritySettings:
+class EdgeSettings:
     """The values of the command line. Sizes in MiB or KiB as named, times in seconds."""
 
     api_keys: Path | None = None
@@ -57,11 +57,11 @@ class SecuritySettings:
     send_timeout: float = 60.0
 
 
-class Security:
+class EdgeControls:
     """The objects made from the settings. Call `start` and `close` on one event loop."""
 
-    def __init__(self, settings: SecuritySettings) -> None:
-        """Raises SecurityError."""
+    def __init__(self, settings: EdgeSettings) -> None:
+        """Raises EdgeSettingsError."""
         _check(settings)
         self.cors_origins = settings.cors_origins
         self.bodies = Bodies(settings.max_body_mb * _MIB, settings.body_timeout, settings.max_bodies_mb * _MIB)
@@ -82,7 +82,7 @@ class Security:
             if settings.tls_cert is not None and settings.tls_key is not None:
                 self.tls = EdgeTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         except (TransportError, TlsError) as error:
-            raise SecurityError(str(error)) from None
+            raise EdgeSettingsError(str(error)) from None
         wants_certificate = self.tls is not None and self.tls.wants_client_certificate
         bounds = AdmissionBounds(
             settings.max_requests,
@@ -94,7 +94,7 @@ class Security:
         limits = self._limits(settings)
         self.admission = AdmissionControl(bounds, self._key_ring(settings, limits.retain), limits)
 
-    def _limits(self, settings: SecuritySettings) -> Limits:
+    def _limits(self, settings: EdgeSettings) -> Limits:
         local = LocalLimits(lambda: time.monotonic_ns() // 1000)
         has_keys = settings.api_keys is not None or settings.api_keys_redis
         if settings.redis_url is None or not has_keys:
@@ -103,10 +103,10 @@ class Security:
             self._shared = SharedLimits(settings.redis_url, local)
         except ValueError as error:
             # Without the URL: it may have a password.
-            raise SecurityError(f"--redis is not a Redis URL: {error}") from None
+            raise EdgeSettingsError(f"--redis is not a Redis URL: {error}") from None
         return self._shared
 
-    def _key_ring(self, settings: SecuritySettings, on_change: Callable[[Collection[str]], None]) -> KeyRing | None:
+    def _key_ring(self, settings: EdgeSettings, on_change: Callable[[Collection[str]], None]) -> KeyRing | None:
         if settings.api_keys is not None:
             self.keys = KeyRing(KeyFile(settings.api_keys), on_change)
         elif settings.api_keys_redis:
@@ -116,7 +116,7 @@ class Security:
         return self.keys
 
     async def start(self) -> None:
-        """Read the keys, and follow their changes. Raises SecurityError if a file of keys cannot be read."""
+        """Read the keys, and follow their changes. Raises EdgeSettingsError if a file of keys cannot be read."""
         if self._shared is not None:
             await self._shared.start()
         if self.keys is not None:
@@ -125,7 +125,7 @@ class Security:
                     await self.keys.refresh()
                 except KeysError as error:
                     problem = f"--api-keys: {error}; headrace keys create makes one"
-                    raise SecurityError(problem) from None
+                    raise EdgeSettingsError(problem) from None
             self._following = asyncio.create_task(self.keys.run(), name="API keys")
 
     async def close(self) -> None:
@@ -138,27 +138,29 @@ class Security:
             await self._shared.close()
 
 
-def _check(settings: SecuritySettings) -> None:
+def _check(settings: EdgeSettings) -> None:
     if settings.api_keys is not None and settings.api_keys_redis:
-        raise SecurityError("--api-keys and --api-keys-redis exclude each other; choose one")
+        raise EdgeSettingsError("--api-keys and --api-keys-redis exclude each other; choose one")
     if settings.api_keys_redis and settings.redis_url is None:
-        raise SecurityError("--api-keys-redis needs --redis URL")
+        raise EdgeSettingsError("--api-keys-redis needs --redis URL")
     if (settings.tls_cert is None) != (settings.tls_key is None):
-        raise SecurityError("--tls-cert and --tls-key go together")
+        raise EdgeSettingsError("--tls-cert and --tls-key go together")
     if settings.tls_client_ca is not None and settings.tls_cert is None:
-        raise SecurityError("--tls-client-ca needs --tls-cert and --tls-key")
+        raise EdgeSettingsError("--tls-client-ca needs --tls-cert and --tls-key")
     for origin in settings.cors_origins:
         if origin != "*" and ("://" not in origin or origin.count("/") != 2 or not origin.isascii()):
-            raise SecurityError(f"--cors-origin {origin[:100]!r} is not an origin: write SCHEME://HOST[:PORT], or *")
+            raise EdgeSettingsError(
+                f"--cors-origin {origin[:100]!r} is not an origin: write SCHEME://HOST[:PORT], or *"
+            )
 
 
-def security_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options to a command, which gets their values as `security`."""
-    names = [field.name for field in fields(SecuritySettings)]
+def edge_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options to a command, which gets their values as `controls`."""
+    names = [field.name for field in fields(EdgeSettings)]
 
     @functools.wraps(command)
     def with_settings(**options: Any) -> None:
-        command(security=SecuritySettings(**{name: options.pop(name) for name in names}), **options)
+        command(controls=EdgeSettings(**{name: options.pop(name) for name in names}), **options)
 
     wrapped: Callable[..., None] = with_settings
     for option in reversed(_OPTIONS):
