@@ -218,7 +218,8 @@ def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: Any) -> Arguments:
-    """The arguments of an earlier call. They may be anything, as a model wrote them."""
+    """The arguments of an earlier tool call, for the chat template. A model may have written text that is not a JSON
+    object; such text becomes `RawArguments`."""
     if isinstance(value, dict):
         return Arguments(value)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -22,8 +22,11 @@ _KINDS = ("function", "custom")
 
 
 class LoadedTool(dict[str, Any]):
-    """A tool that the conversation itself describes, so that the prompt does not list it again: the beginning of the
-    prompt, and with it the cache, stays the same when tools are loaded."""
+    """A tool that is loaded during the conversation and described there.
+
+    The list of tools at the head of the prompt omits it. So loading a tool changes no prefix of the prompt, and cached
+    blocks stay valid.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class TemplateRefusal(StatusError):
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call in a conversation: an object, which becomes JSON text where a template adds it to a text."""
+    """Arguments of a tool call in a conversation: an object that becomes JSON if a template inserts it into text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -64,9 +64,10 @@ class Arguments(dict[str, Any]):
 
 
 class RawArguments(Arguments):
-    """Arguments that are no JSON object, such as those of an answer that was cut off.
+    """Arguments that are not a JSON object, such as those of an answer that was cut off.
 
-    As a text they are what the model wrote. For templates that read an object they are its only value.
+    A template that inserts them as text gets the text that the model wrote. A template that reads an object finds this
+    text under the key `arguments`.
     """
 
     @classmethod

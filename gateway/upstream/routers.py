@@ -375,8 +375,10 @@ def _for_clients(failure: StatusError) -> StatusError:
 
 
 def _was_too_long(failure: StatusError, timeout_s: float, began_s: float) -> bool:
-    """Whether an attempt was ended after the longest time for attempts, and not at the deadline of its request or by a
-    router's own decision."""
+    """Whether an attempt failed because it reached `ATTEMPT_TIMEOUT_S`.
+
+    False if its request reached an earlier deadline, or if the router ended it sooner for a reason of its own.
+    """
     if failure.reason is not Reason.DEADLINE or timeout_s < ATTEMPT_TIMEOUT_S:
         return False
     return time.monotonic() - began_s > 0.9 * timeout_s  # clocks differ a little

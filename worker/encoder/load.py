@@ -147,7 +147,8 @@ def fingerprint_for(network: str, files: EncoderFiles) -> str:
 def card_of(
     config: WorkerConfig, model_dir: ModelDir, files: EncoderFiles, vocab_size: int, dimensions: int, fingerprint: str
 ) -> ModelCard:
-    """The model card for callers. Nothing is cached, so a block is longer than any text."""
+    """The model card of an encoder. Encoders have no prefix cache, so `block_size` exceeds the longest text, and no
+    text has a full block that routers could look for."""
     return ModelCard(
         name=config.name,
         fingerprint=fingerprint,

@@ -155,7 +155,8 @@ class DiskTier(threading.Thread):
         return self._can_read and self._store.has(block_hash)
 
     def has_part(self, block_hash: int) -> bool:
-        """Engine thread: as `has`, of the block's part for layers with a window."""
+        """Whether the disk has the part of this block that belongs to layers with a sliding window. Engine thread.
+        False for a while after the disk could not be read."""
         return self._parts is not None and self._can_read and self._parts.store.has(block_hash)
 
     @property

@@ -48,7 +48,8 @@ async def responses_of(stream: OutputStream, identity: str) -> AsyncIterator[inf
 
 
 async def _add_prompt_logprobs(request: Request, response: inference_pb2.GenerateResponse) -> None:
-    """Add them in parts, so that other streams continue in between."""
+    """Add the log-probabilities of the prompt to `response`, and let other streams run after every
+    `PROMPT_LOGPROBS_AT_ONCE` positions."""
     for position, entry in enumerate(request.prompt_logprobs):
         response.prompt_logprobs.append(_logprobs_of(entry))
         if position % PROMPT_LOGPROBS_AT_ONCE == PROMPT_LOGPROBS_AT_ONCE - 1:
