@@ -36,12 +36,12 @@ help:
 	@echo "making .venv with $(PYTHON)" >&2
 	@$(PYTHON) -m venv .venv >&2
 
-.venv/.serve: .venv/pyvenv.cfg pyproject.toml constraints.txt
+.venv/.serve: .venv/pyvenv.cfg pyproject.toml setup.py constraints.txt
 	@echo "installing headrace and what it needs into .venv" >&2
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert,encryption]' >&2
 	@touch $@
 
-.venv/.dev: .venv/pyvenv.cfg pyproject.toml constraints.txt
+.venv/.dev: .venv/pyvenv.cfg pyproject.toml setup.py constraints.txt
 	@echo "installing headrace and what its development needs into .venv" >&2
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert,dev,encryption,otel]' >&2
 	@touch $@ .venv/.serve
