@@ -129,7 +129,7 @@ DEVICE = "`CPU`, or `AUTO` with the CPU among its devices; others are refused: h
 
 
 def take_device(draft: Draft, value: str) -> None:
-    """Check the name of a device. Raises OptionError for others than CPUs."""
+    """Check the name of a device. Raises OptionError if it does not include the CPU."""
     kind, _, devices = value.upper().partition(":")
     named = [device.strip().partition(".")[0] for device in devices.split(",") if device.strip()]
     if kind in ("", "CPU"):

@@ -33,7 +33,7 @@ class ModelsFile:
     last: Configuration = field(init=False, default=Configuration(()))
 
     def read(self) -> Configuration:
-        """Read the file. Raises CommandError if it is no configuration."""
+        """Read the file. Raises CommandError if it is not a configuration file of OVMS."""
         found, ours = read_configuration(self.path), self.defaults
         models = tuple(
             replace(
@@ -85,7 +85,7 @@ class ConfiguredModels:
 
     async def reload(self) -> Reloaded:
         """Read the file again, and return when the host has its models. Models whose requests run are unloaded after
-        these. Raises CommandError if it is no configuration at all; then nothing changes."""
+        these. Raises CommandError, and changes nothing, if it is not a configuration file."""
         async with self._reloading:
             found = await asyncio.to_thread(self.file.read)
             self._tell(found)

@@ -67,9 +67,10 @@ def _single_tokens(core: Any, graph: Any, decoder: Any, fuse: Any) -> list[bytes
 
 
 def _before(fuse: Any) -> list[Any]:
-    """Begins, ends and characters of single tokens, as they enter the node that joins them.
+    """The three outputs that hold the strings of single tokens, in front of the node `fuse`, which joins the tokens of
+    a row: where each string begins, where it ends, and the characters of all.
 
-    The node itself takes begins and ends of rows and tokens; the characters go past it to the next node.
+    `fuse` has inputs for the begins and ends of rows and tokens only. The characters are an input of the node after it.
     """
     for target in fuse.output(0).get_target_inputs():
         if target.get_node().get_input_size() >= 3:

@@ -114,7 +114,10 @@ class Chat(Generation, kw_only=True):
 
 
 class Completion(Generation, kw_only=True):
-    """Prompts that the model continues. A list is one of texts, of tokens, or of lists of tokens."""
+    """A request to continue one or more prompts.
+
+    `prompt` is a text, a list of texts, a list of token ids, or a list of such lists.
+    """
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None

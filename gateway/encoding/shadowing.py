@@ -1,4 +1,4 @@
-"""Sends copies of texts to encode to another model and drops the vectors."""
+"""Copies requests for embeddings, reranking and scores to a model on trial, and drops its answers."""
 
 from __future__ import annotations
 

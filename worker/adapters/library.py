@@ -137,7 +137,10 @@ class AdapterLibrary:
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def load_now(self, name: str, path: Path) -> None:
-        """Read and register an adapter before serving begins, and put it into memory if there is room. AdapterError."""
+        """Read and register an adapter before serving begins, and put it into memory if there is room.
+
+        Raises AdapterError if its files cannot be used, or its weights do not fit into memory.
+        """
         adapter = self._new(name, path, self._reader.read(path))
         free = [slot for slot, owner in enumerate(self._slots.owners) if owner is None]
         if free:

@@ -80,7 +80,11 @@ class ModelDrafts:
     def _ask_all(
         self, streams: Sequence[Request], drafts: Sequence[Draft], kv_cache: KVCache
     ) -> tuple[dict[int, Asked], tuple[Request, int] | None]:
-        """The requests to draft for, by their places, and the first one that is behind, with its number of tokens."""
+        """Choose the requests for which the smaller model computes drafts in this step.
+
+        Returns them by their index in `streams`; and, if any, the first request of which the smaller model has too few
+        tokens in its KV cache, with the number of draft tokens that it wants.
+        """
         asked: dict[int, Asked] = {}
         behind: tuple[Request, int] | None = None
         for place, (request, draft) in enumerate(zip(streams, drafts, strict=True)):
