@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED, Task
 from headrace.protos.status import Reason, StatusError
 
-NAMES = {TASK_UNSPECIFIED: "generate", TASK_EMBED: "embed", TASK_RANK: "rank"}
+TaskName: TypeAlias = Literal["generate", "embed", "rank"]
+NAMES: Mapping[Task, TaskName] = {TASK_UNSPECIFIED: "generate", TASK_EMBED: "embed", TASK_RANK: "rank"}
 """The tasks in words, as users see them."""
 _WANTED = {TASK_UNSPECIFIED: "text generation", TASK_EMBED: "embeddings", TASK_RANK: "scores of documents"}
 _OFFERED = {

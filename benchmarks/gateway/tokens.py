@@ -36,6 +36,7 @@ from headrace.gateway.openai.answers import Identity, Shown
 from headrace.gateway.openai.streams import ChatStream
 from headrace.protos.inference_pb2 import GenerateResponse
 
+WHO = Identity("chatcmpl-" + "0" * 32, "chat.completion", 1, "benchmark", "fp_0123456789ab")
 MODEL = "smollm2-135m"
 LIMIT_US = 40.0
 _READY_BOUND_S = 60.0
@@ -183,7 +184,7 @@ def own_code(num_tokens: int = 20_000) -> float:
     """Microseconds per token from a message to the bytes of its event."""
     table = [b" water"] * (TOKEN_IDS[-1] + 1)
     choice, reader = Choice(table, frozenset({2}), Sampling()), ChatChoice(None)
-    stream = ChatStream(Identity("chatcmpl-" + "0" * 32, 1, "benchmark", "fp_0123456789ab"), None, Shown())
+    stream = ChatStream(WHO, None, Shown())
     messages = [GenerateResponse(start_pos=i, token_ids=[TOKEN_IDS[i % 400]]) for i in range(num_tokens)]
     start_s = time.process_time()
     for message in messages:

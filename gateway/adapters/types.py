@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.gateway.edge.description import Shape
+from headrace.gateway.edge.wire import Shape
 
 
 class LoadRequest(msgspec.Struct, kw_only=True):

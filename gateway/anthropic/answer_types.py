@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from headrace.gateway.edge.description import Shape
+import msgspec
+
+from headrace.gateway.edge.wire import Shape
 
 
 class AnthropicErrorDetail(Shape):
@@ -39,11 +41,11 @@ class Message(Shape):
     container: None
     diagnostics: None
     usage: dict[str, Any]
-    context_management: dict[str, Any] | None = None
+    context_management: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TokenCount(Shape):
     """Tokens of a prompt."""
 
     input_tokens: int
-    context_management: dict[str, Any] | None = None
+    context_management: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET

@@ -3,12 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from headrace.gateway.chat.choice import TokenLogprob
+from headrace.gateway.edge.wire import Shape
 
 LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
+
+
+class ShownToken(Shape):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenToken(ShownToken):
+    """A token of the answer, and the most probable ones at its position."""
+
+    top_logprobs: list[ShownToken]
+
+
+class ShownChatLogprobs(Shape):
+    """Log-probabilities of a chat's choice."""
+
+    content: list[ChosenToken]
+    refusal: None = None
+
+
+class ShownCompletionLogprobs(Shape):
+    """Parallel lists, with null at the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptToken(Shape):
+    """A possible token of the prompt, by its id."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+"""Null for the first token of the prompt, then one object by token id for each token."""
 
 
 def token_bytes_of(token_bytes: Sequence[bytes], token_id: int) -> bytes:
@@ -23,11 +65,13 @@ class _TokenNames:
         self._token_bytes = token_bytes
         self._as_ids = as_ids
 
-    def raw(self, token_id: int) -> bytes:
-        return token_bytes_of(self._token_bytes, token_id)
+    def named(self, token_id: int) -> tuple[str, bytes]:
+        """The name and the bytes."""
+        raw = token_bytes_of(self._token_bytes, token_id)
+        return f"token_id:{token_id}" if self._as_ids else raw.decode(errors="replace"), raw
 
     def name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self.raw(token_id).decode(errors="replace")
+        return self.named(token_id)[0]
 
 
 class ChatLogprobs:
@@ -36,20 +80,20 @@ class ChatLogprobs:
     def __init__(self, token_bytes: Sequence[bytes], as_ids: bool = False) -> None:
         self._names = _TokenNames(token_bytes, as_ids)
 
-    def value(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """The object for some tokens of a choice; those of later tokens are appended to its `content`."""
-        content = []
-        for one in logprobs:
-            top = [self._token(token_id, logprob) for token_id, logprob in one.top]
-            content.append({**self._token(one.token_id, one.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+    def tokens(self, logprobs: Iterable[TokenLogprob]) -> list[ChosenToken]:
+        """Some tokens of a choice; later ones are appended."""
+        return [
+            ChosenToken(*self._token(one.token_id, one.logprob), [ShownToken(*self._token(*top)) for top in one.top])
+            for one in logprobs
+        ]
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._names.name(token_id),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(self._names.raw(token_id)),
-        }
+    def value(self, logprobs: Iterable[TokenLogprob]) -> ShownChatLogprobs:
+        """The object for some tokens of a choice; those of later tokens are appended to its `content`."""
+        return ShownChatLogprobs(self.tokens(logprobs))
+
+    def _token(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        name, raw = self._names.named(token_id)
+        return name, max(logprob, LEAST_LOGPROB), list(raw)
 
 
 class CompletionLogprobs:
@@ -65,7 +109,7 @@ class CompletionLogprobs:
         echo: str = "",
         first_token_id: int | None = None,
         prompt_logprobs: Sequence[TokenLogprob] = (),
-    ) -> dict[str, Any]:
+    ) -> ShownCompletionLogprobs:
         """The object for some tokens of a choice; those of later tokens are appended to each of its lists.
 
         `echo` is the prompt that the choice begins with. With `first_token_id`, the prompt's tokens are listed too:
@@ -76,14 +120,14 @@ class CompletionLogprobs:
         for one in logprobs:
             ones.append(one)
             offsets.append(len(echo) + one.offset)
-        none = [] if first_token_id is None else [None]
-        return {
-            "tokens": [self._names.name(i) for i in ([] if first_token_id is None else [first_token_id])]
-            + [self._names.name(one.token_id) for one in ones],
-            "token_logprobs": none + [max(one.logprob, LEAST_LOGPROB) for one in ones],
-            "top_logprobs": none + [self._top(one) for one in ones],
-            "text_offset": [0 for _ in none] + offsets,
-        }
+        first = [] if first_token_id is None else [first_token_id]
+        none = [None for _ in first]
+        return ShownCompletionLogprobs(
+            tokens=[self._names.name(token_id) for token_id in (*first, *(one.token_id for one in ones))],
+            token_logprobs=[*none, *(max(one.logprob, LEAST_LOGPROB) for one in ones)],
+            top_logprobs=[*none, *(self._top(one) for one in ones)],
+            text_offset=[*(0 for _ in none), *offsets],
+        )
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         """Best first. Of several tokens with one name, the most probable is listed."""
@@ -95,20 +139,18 @@ class CompletionLogprobs:
 
 def prompt_logprobs_value(
     logprobs: Iterable[TokenLogprob], num_top: int, token_bytes: Sequence[bytes]
-) -> list[dict[str, Any] | None]:
-    """The `prompt_logprobs` of an answer: null for the first token, then one object by token id for each token."""
-    found: list[dict[str, Any] | None] = [None]
+) -> PromptLogprobs:
+    """The `prompt_logprobs` of an answer."""
+    found: PromptLogprobs = [None]
     for one in logprobs:
         opinions = {one.token_id: (one.logprob, one.rank)}
         for rank, (token_id, logprob) in enumerate(one.top[:num_top], 1):
             opinions.setdefault(token_id, (logprob, rank))
         found.append(
             {
-                str(token_id): {
-                    "logprob": max(logprob, LEAST_LOGPROB),
-                    "rank": rank,
-                    "decoded_token": token_bytes_of(token_bytes, token_id).decode(errors="replace"),
-                }
+                str(token_id): PromptToken(
+                    max(logprob, LEAST_LOGPROB), rank, token_bytes_of(token_bytes, token_id).decode(errors="replace")
+                )
                 for token_id, (logprob, rank) in opinions.items()
             }
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
+from headrace.gateway.edge.failures import Error
 
 TEXT = "text/plain"
 EVENTS = "text/event-stream"
@@ -14,25 +14,6 @@ API = ("/v1", "/v3")
 """Prefixes of the API: its own, and the one that clients of OpenVINO Model Server use."""
 BARE_API = (*API, "")
 """The same for paths that llama.cpp's server has without a prefix, too."""
-
-
-class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Fields with a default may be missing."""
-
-
-class ErrorDetail(Shape):
-    """The message and type of an error. `param` names the field at fault."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(Shape):
-    """The format of all errors."""
-
-    error: ErrorDetail
 
 
 @dataclass(frozen=True, slots=True)

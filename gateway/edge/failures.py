@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from headrace.gateway.edge.wire import encode
+from headrace.gateway.edge.wire import Shape, encode
 from headrace.protos.status import Reason, StatusError
 
 Headers = list[tuple[bytes, bytes]]
@@ -45,6 +45,21 @@ class Failure:
     param: str | None
     """The field at fault, by the name that the caller used."""
     headers: Headers
+
+
+class ErrorDetail(Shape):
+    """The message and type of an error. `param` names the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Shape):
+    """OpenAI's format of errors."""
+
+    error: ErrorDetail
 
 
 class ErrorShape(Protocol):
@@ -94,9 +109,9 @@ def draining() -> StatusError:
     return StatusError(Reason.DRAINING, "the gateway is stopping; try again", retry_after_s=1.0)
 
 
-def error_value(failure: Failure) -> dict[str, Any]:
-    """The members of an `error` object."""
-    return {"message": failure.message, "type": failure.kind, "param": failure.param, "code": failure.code}
+def detail_of(failure: Failure) -> ErrorDetail:
+    """The `error` object of a failure."""
+    return ErrorDetail(failure.message, failure.kind, failure.param, failure.code)
 
 
 class _OpenAiErrors(ErrorShape):
@@ -104,7 +119,7 @@ class _OpenAiErrors(ErrorShape):
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
-        return encode({"error": error_value(failure)})
+        return encode(Error(detail_of(failure)))
 
     def event(self, failure: Failure) -> bytes:
         """The event that ends a failed stream. No chunk and no [DONE] may follow."""

@@ -23,6 +23,10 @@ _FLOAT_FOR_INT = "Expected `int"
 _BYTE = re.compile(r"\(byte (\d+)\)")
 
 
+class Shape(msgspec.Struct, forbid_unknown_fields=True):
+    """An object of an answer. Fields that are UNSET are left out; all others are there, whatever their value."""
+
+
 def decode_body(raw: bytes, kind: type[_T]) -> _T:
     """The request in a body. Whole numbers may be written as 40.0, as some languages write all numbers.
 

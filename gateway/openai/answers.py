@@ -8,60 +8,267 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
+from msgspec import UNSET, UnsetType, field
+from msgspec.structs import asdict
 
 from headrace.gateway.chat.choice import Ending, Piece, WholeChoice
 from headrace.gateway.chat.generation import Usage
-from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs_value
+from headrace.gateway.chat.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprobs,
+    ShownChatLogprobs,
+    ShownCompletionLogprobs,
+    prompt_logprobs_value,
+)
 from headrace.gateway.chat.output import ToolCall, WholeChat
-from headrace.gateway.edge.failures import error_value, failure_of
-from headrace.gateway.edge.wire import encode
-from headrace.gateway.text.listing import ListedModel
-from headrace.protos.tasks import NAMES
-from headrace.protos.worker_pb2 import ModelCard
+from headrace.gateway.edge.failures import ErrorDetail, detail_of, failure_of
+from headrace.gateway.edge.wire import Shape, encode
+from headrace.gateway.text.listing import ListedModel, ModelState
+from headrace.protos import worker_pb2
+from headrace.protos.tasks import NAMES, TaskName
+
+FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """The fields that all chunks of an answer share."""
+class Identity(Shape):
+    """The fields that whole answers and all chunks of a stream begin with."""
 
     id: str
+    object: str
     created: int
     model: str
     system_fingerprint: str
 
 
-def identity(kind: str, request_id: str, created_s: int, card: ModelCard) -> Identity:
-    """Identity of an answer; `kind` is `chatcmpl` or `cmpl`."""
-    return Identity(f"{kind}-{request_id}", created_s, card.name, f"fp_{card.fingerprint[:12]}")
+class CachedTokensByTier(Shape):
+    """Cached prompt tokens by where they were found: in a worker's memory, on its disk, at other workers."""
+
+    memory: int
+    disk: int
+    peers: int
 
 
-def usage_value(usage: Usage) -> dict[str, Any]:
+class PromptTokensDetails(Shape):
+    """The number of prompt tokens found in a prefix cache. By tier, if some were not in the worker's memory."""
+
+    cached_tokens: int
+    cached_tokens_by_tier: CachedTokensByTier | UnsetType = UNSET
+
+
+class CompletionTokensDetails(Shape):
+    """The number of reasoning tokens among the generated tokens, and the numbers of accepted and rejected draft
+    tokens."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class TokenCounts(Shape):
+    """The tokens of a request so far."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class UsageShape(TokenCounts, kw_only=True):
+    """The usage of a request, in tokens."""
+
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class CalledFunction(Shape):
+    """The called function; arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class CalledCustomTool(Shape):
+    """The called custom tool; its input is any text."""
+
+    name: str
+    input: str
+
+
+class Call(Shape):
+    """A call of a function or of a custom tool for the caller to make."""
+
+    id: str
+    type: Literal["function", "custom"]
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustomTool | UnsetType = UNSET
+
+
+class AssistantMessage(Shape, kw_only=True):
+    """The message of the model. It has reasoning and calls only if there are any."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    annotations: tuple[()] = ()
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[Call] | UnsetType = UNSET
+
+
+class ChatChoice(Shape, kw_only=True):
+    """One answer to a chat; `error` only if it failed."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ShownChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    error: ErrorDetail | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class LastDelta(Shape, kw_only=True):
+    """The choice of the last chunk of a choice of a chat."""
+
+    index: int
+    delta: dict[str, str] = field(default_factory=dict)
+    logprobs: None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    error: ErrorDetail | UnsetType = UNSET
+
+
+class ChatCompletion(Identity, kw_only=True):
+    """The answer to a chat."""
+
+    choices: list[ChatChoice]
+    usage: UsageShape
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(Shape, kw_only=True):
+    """One continuation of a prompt; `error` only if it failed."""
+
+    index: int
+    text: str
+    logprobs: ShownCompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    error: ErrorDetail | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Identity, kw_only=True):
+    """The answer to a completion."""
+
+    choices: list[CompletionChoice]
+    usage: UsageShape
+
+
+class ModelCard(Shape, kw_only=True):
+    """A model, loaded or not."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "headrace"
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+    task: TaskName
+    dimensions: int | None
+    state: ModelState
+    problem: str | None
+
+
+class ModelList(Shape, kw_only=True):
+    """The list of models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class EmbeddingUsage(Shape):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Shape, kw_only=True):
+    """A vector: its numbers, or little-endian float32 in base64."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(Shape, kw_only=True):
+    """A vector for each text, in their order."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Tokens(Shape, kw_only=True):
+    """Tokens of a text or a conversation, and their texts if requested."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizedText(Shape):
+    """The text of tokens."""
+
+    prompt: str
+
+
+def identity(prefix: str, kind: str, request_id: str, created_s: int, card: worker_pb2.ModelCard) -> Identity:
+    """Identity of an answer with an id of this prefix; `kind` is its `object`."""
+    return Identity(f"{prefix}-{request_id}", kind, created_s, card.name, f"fp_{card.fingerprint[:12]}")
+
+
+def tokens_of(usage: Usage) -> TokenCounts:
+    """The part of the `usage` object that is known before the end."""
+    total = usage.num_prompt_tokens + usage.num_generated_tokens
+    return TokenCounts(usage.num_prompt_tokens, usage.num_generated_tokens, total)
+
+
+def usage_of(usage: Usage) -> UsageShape:
     """The `usage` object."""
-    cached: dict[str, Any] = {"cached_tokens": usage.num_cached_tokens}
+    cached = PromptTokensDetails(usage.num_cached_tokens)
     elsewhere = usage.num_disk_tokens + usage.num_peer_tokens
     if elsewhere:
         memory = max(0, usage.num_cached_tokens - elsewhere)
-        tiers = {"memory": memory, "disk": usage.num_disk_tokens, "peers": usage.num_peer_tokens}
-        cached["cached_tokens_by_tier"] = tiers
-    return {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_generated_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
-        "prompt_tokens_details": cached,
-        "completion_tokens_details": {
-            "reasoning_tokens": usage.num_reasoning_tokens,
-            "accepted_prediction_tokens": usage.num_accepted_tokens,
-            "rejected_prediction_tokens": usage.num_rejected_tokens,
-        },
-    }
+        cached.cached_tokens_by_tier = CachedTokensByTier(memory, usage.num_disk_tokens, usage.num_peer_tokens)
+    return UsageShape(
+        **asdict(tokens_of(usage)),
+        prompt_tokens_details=cached,
+        completion_tokens_details=CompletionTokensDetails(
+            usage.num_reasoning_tokens, usage.num_accepted_tokens, usage.num_rejected_tokens
+        ),
+    )
 
 
-def ending_value(ending: Ending) -> dict[str, Any]:
-    """The fields of a choice about its end; `error` only if it failed."""
-    value: dict[str, Any] = {"finish_reason": ending.reason, "stop_reason": ending.stop_reason}
-    return value if ending.error is None else {**value, "error": error_value(failure_of(ending.error))}
+def end_of(ending: Ending | None) -> dict[str, Any]:
+    """The fields of a choice about its end."""
+    assert ending is not None
+    error = UNSET if ending.error is None else detail_of(failure_of(ending.error))
+    return {"finish_reason": ending.reason, "stop_reason": ending.stop_reason, "error": error}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,47 +305,43 @@ def whole_chat(
     token_bytes: Sequence[bytes],
 ) -> bytes:
     """Body of a chat's answer."""
-    values = []
-    for index, choice in enumerate(choices):
-        assert choice.ending is not None
-        value = {
-            "index": index,
-            "message": message_value(choice, shows_reasoning=shown.reasoning),
-            "logprobs": None if logprobs is None else logprobs.value(choice.logprobs),
-            **ending_value(choice.ending),
-        }
-        values.append({**value, "token_ids": choice.token_ids} if shown.token_ids else value)
-    of_prompt: dict[str, Any] = {}
+    answer = ChatCompletion(
+        **asdict(who),
+        choices=[
+            ChatChoice(
+                index=index,
+                message=message_of(choice, shows_reasoning=shown.reasoning),
+                logprobs=None if logprobs is None else logprobs.value(choice.logprobs),
+                **end_of(choice.ending),
+                token_ids=choice.token_ids if shown.token_ids else UNSET,
+            )
+            for index, choice in enumerate(choices)
+        ],
+        usage=usage_of(usage),
+    )
     if shown.prompt_logprobs is not None:
         known = choices[0].prompt_logprobs
-        of_prompt["prompt_logprobs"] = prompt_logprobs_value(known, shown.prompt_logprobs, token_bytes)
+        answer.prompt_logprobs = prompt_logprobs_value(known, shown.prompt_logprobs, token_bytes)
     if shown.token_ids:
-        of_prompt["prompt_token_ids"] = list(shown.prompts[0])
-    return _whole(who, "chat.completion", values, usage, of_prompt)
+        answer.prompt_token_ids = list(shown.prompts[0])
+    return encode(answer)
 
 
-def message_value(choice: WholeChat, *, shows_reasoning: bool = True) -> dict[str, Any]:
-    """The message of a chat's choice. It has reasoning and calls only if there are any."""
-    calls = [call_value(call) for call in choice.calls]
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": None if calls and not choice.content else choice.content,
-        "refusal": None,
-        "annotations": [],
-    }
-    if choice.reasoning and shows_reasoning:
-        message["reasoning_content"] = choice.reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
+def message_of(choice: WholeChat, *, shows_reasoning: bool = True) -> AssistantMessage:
+    """The message of a chat's choice."""
+    calls = [call_of(call) for call in choice.calls]
+    return AssistantMessage(
+        content=None if calls and not choice.content else choice.content,
+        reasoning_content=choice.reasoning if choice.reasoning and shows_reasoning else UNSET,
+        tool_calls=calls or UNSET,
+    )
 
 
-def call_value(call: ToolCall) -> dict[str, Any]:
+def call_of(call: ToolCall) -> Call:
     """A call of a message."""
     if call.is_custom:
-        return {"id": call.call_id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": function}
+        return Call(call.call_id, "custom", custom=CalledCustomTool(call.name, call.arguments))
+    return Call(call.call_id, "function", CalledFunction(call.name, call.arguments))
 
 
 def whole_completion(
@@ -152,26 +355,25 @@ def whole_completion(
     """Body of a completion's answer."""
     values = []
     for index, choice in enumerate(choices):
-        assert choice.ending is not None
-        value: dict[str, Any] = {
-            "index": index,
-            "text": shown.echoes[index] + choice.text if shown.echoes else choice.text,
-            "logprobs": None if logprobs is None else completion_logprobs_value(logprobs, shown, index, choice),
-            **ending_value(choice.ending),
-        }
+        value = CompletionChoice(
+            index=index,
+            text=shown.echoes[index] + choice.text if shown.echoes else choice.text,
+            logprobs=None if logprobs is None else completion_logprobs_value(logprobs, shown, index, choice),
+            **end_of(choice.ending),
+        )
         if shown.prompt_logprobs is not None:
             known = choice.prompt_logprobs
-            value["prompt_logprobs"] = prompt_logprobs_value(known, shown.prompt_logprobs, token_bytes)
+            value.prompt_logprobs = prompt_logprobs_value(known, shown.prompt_logprobs, token_bytes)
         if shown.token_ids:
-            value["token_ids"] = choice.token_ids
-            value["prompt_token_ids"] = list(shown.prompts[index])
+            value.token_ids = choice.token_ids
+            value.prompt_token_ids = list(shown.prompts[index])
         values.append(value)
-    return _whole(who, "text_completion", values, usage)
+    return encode(Completion(**asdict(who), choices=values, usage=usage_of(usage)))
 
 
 def completion_logprobs_value(
     logprobs: CompletionLogprobs, shown: Shown, index: int, part: WholeChoice | Piece, is_first: bool = True
-) -> dict[str, Any]:
+) -> ShownCompletionLogprobs:
     """The `logprobs` of a completion or of a piece of it, including those of an echoed prompt."""
     if not shown.echoes:
         return logprobs.value(part.logprobs)
@@ -180,41 +382,21 @@ def completion_logprobs_value(
     return logprobs.value(part.logprobs, shown.echoes[index], shown.prompts[index][0], part.prompt_logprobs)
 
 
-def _whole(
-    who: Identity, kind: str, choices: list[dict[str, Any]], usage: Usage, of_prompt: dict[str, Any] | None = None
-) -> bytes:
-    return encode(
-        {
-            "id": who.id,
-            "object": kind,
-            "created": who.created,
-            "model": who.model,
-            "system_fingerprint": who.system_fingerprint,
-            "choices": choices,
-            "usage": usage_value(usage),
-            **(of_prompt or {}),
-        }
-    )
-
-
-def model_value(model: ListedModel) -> dict[str, Any]:
+def card_of(model: ListedModel) -> ModelCard:
     """A model as GET /v1/models shows it, for clients of OpenAI and of Anthropic. Most values of a model that was not
     loaded yet are null."""
     card = model.card
     created_s = 0 if card is None else card.created_s
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": created_s,
-        "owned_by": "headrace",
-        "type": "model",
-        "display_name": model.name,
-        "created_at": datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z"),
-        "root": model.alias_of or model.name,
-        "parent": None if card is None else card.parent or None,
-        "max_model_len": None if card is None else card.max_context_tokens,
-        "task": NAMES[model.task],
-        "dimensions": None if card is None else card.dimensions or None,
-        "state": model.state,
-        "problem": model.problem or None,
-    }
+    return ModelCard(
+        id=model.name,
+        created=created_s,
+        display_name=model.name,
+        created_at=datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z"),
+        root=model.alias_of or model.name,
+        parent=None if card is None else card.parent or None,
+        max_model_len=None if card is None else card.max_context_tokens,
+        task=NAMES[model.task],
+        dimensions=None if card is None else card.dimensions or None,
+        state=model.state,
+        problem=model.problem or None,
+    )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.gateway.edge.description import API, BARE_API, Operation
-from headrace.gateway.openai import answer_types, types
+from headrace.gateway.openai import answers, types
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "POST",
         "/chat/completions",
         "Answer a conversation",
-        answer_types.ChatCompletion,
+        answers.ChatCompletion,
         (types.ChatRequest,),
         is_streamed=True,
         prefixes=BARE_API,
@@ -21,7 +21,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/completions",
         "Continue one or more prompts",
-        answer_types.Completion,
+        answers.Completion,
         (types.CompletionRequest,),
         is_streamed=True,
         prefixes=BARE_API,
@@ -30,7 +30,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         "/models",
         "List the models",
-        answer_types.ModelList,
+        answers.ModelList,
         prefixes=BARE_API,
         query={
             "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
@@ -38,12 +38,12 @@ OPERATIONS: tuple[Operation, ...] = (
             "before_id": {"type": "string"},
         },
     ),
-    Operation("GET", "/models/{name}", "Look a model up", answer_types.ModelCard, prefixes=BARE_API),
+    Operation("GET", "/models/{name}", "Look a model up", answers.ModelCard, prefixes=BARE_API),
     Operation(
         "POST",
         "/embeddings",
         "Turn texts into vectors",
-        answer_types.EmbeddingList,
+        answers.EmbeddingList,
         (types.EmbeddingRequest,),
         is_generated=True,
         prefixes=API,
@@ -55,7 +55,7 @@ OPERATIONS: tuple[Operation, ...] = (
         dict[str, Any],
         query={"model": {"type": "string"}},
     ),
-    Operation("POST", "/tokenize", "Turn text into tokens", answer_types.Tokens, (types.TokenizeRequest,)),
-    Operation("POST", "/detokenize", "Turn tokens into text", answer_types.DetokenizedText, (types.DetokenizeRequest,)),
+    Operation("POST", "/tokenize", "Turn text into tokens", answers.Tokens, (types.TokenizeRequest,)),
+    Operation("POST", "/detokenize", "Turn tokens into text", answers.DetokenizedText, (types.DetokenizeRequest,)),
 )
 """All operations."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.endpoint import Endpoint, at_api
@@ -11,6 +10,7 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import Text, TextsToEmbed
 from headrace.gateway.encoding.vectors import base64_of, check_dimensions, floats_of, shortened
+from headrace.gateway.openai.answers import Embedding, EmbeddingList, EmbeddingUsage
 from headrace.gateway.openai.fields import EMBEDDING
 from headrace.gateway.openai.types import EmbeddingRequest
 from headrace.gateway.services import Services
@@ -31,12 +31,11 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
         vectors = await services.encoding_runner.run(plan, exchange.caller)
         shown = base64_of if request.encoding_format == "base64" else floats_of
         data = [
-            {"object": "embedding", "index": index, "embedding": shown(shortened(vector, request.dimensions))}
+            Embedding(index=index, embedding=shown(shortened(vector, request.dimensions)))
             for index, vector in enumerate(vectors)
         ]
-        usage = {"prompt_tokens": plan.num_tokens, "total_tokens": plan.num_tokens}
-        answer: dict[str, Any] = {"object": "list", "data": data, "model": plan.model.name, "usage": usage}
-        await exchange.respond(encode(answer))
+        usage = EmbeddingUsage(plan.num_tokens, plan.num_tokens)
+        await exchange.respond(encode(EmbeddingList(data=data, model=plan.model.name, usage=usage)))
 
     return at_api("POST", "/embeddings", "embeddings", embeddings)
 

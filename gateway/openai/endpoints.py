@@ -50,7 +50,7 @@ class _Completions:
             chat = await self._services.chats.plan(request)
         model, plan, reading = chat.model, chat.plan, chat.reading
         token_bytes = model.text.tokenizer.token_bytes
-        who = identity("chatcmpl", plan.requests[0].request_id, int(time.time()), model.card)
+        who = identity("chatcmpl", "chat.completion", plan.requests[0].request_id, int(time.time()), model.card)
         logprobs = ChatLogprobs(token_bytes, bool(request.return_tokens_as_token_ids)) if request.logprobs else None
         shown = _shown(request, [plan])
         if request.stream:
@@ -72,7 +72,7 @@ class _Completions:
         model, plans = completion.model, completion.plans
         token_bytes = model.text.tokenizer.token_bytes
         shown = _shown(request, plans, completion.echoes)
-        who = identity("cmpl", plans[0].requests[0].request_id, int(time.time()), model.card)
+        who = identity("cmpl", "text_completion", plans[0].requests[0].request_id, int(time.time()), model.card)
         logprobs = None
         if request.logprobs is not None:
             as_ids = bool(request.return_tokens_as_token_ids)

@@ -12,7 +12,7 @@ from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.query import number_of, query_of
 from headrace.gateway.edge.wire import decode_body, encode
-from headrace.gateway.openai.answers import model_value
+from headrace.gateway.openai.answers import DetokenizedText, ModelCard, ModelList, Tokens, card_of
 from headrace.gateway.openai.fields import DETOKENIZE, TOKENIZE
 from headrace.gateway.openai.types import DetokenizeRequest, TokenizeRequest
 from headrace.gateway.services import Services
@@ -41,14 +41,14 @@ class _Models:
         self._services = services
 
     async def list_models(self, exchange: Exchange) -> None:
-        cards = [model_value(model) for model in await self._services.models.overview()]
+        cards = [card_of(model) for model in await self._services.models.overview()]
         page, has_more = _page_of(cards, query_of(exchange))
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        await exchange.respond(encode({"object": "list", "data": page, "has_more": has_more, **ends}))
+        first, last = (page[0].id, page[-1].id) if page else (None, None)
+        await exchange.respond(encode(ModelList(data=page, has_more=has_more, first_id=first, last_id=last)))
 
     async def get_model(self, exchange: Exchange) -> None:
         await exchange.respond(
-            encode(model_value(await self._services.models.look_up(exchange.scope["path_params"]["name"])))
+            encode(card_of(await self._services.models.look_up(exchange.scope["path_params"]["name"])))
         )
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
@@ -72,15 +72,10 @@ class _Models:
         request = decode_body(body, TokenizeRequest)
         TOKENIZE.check(body)
         model, token_ids = await self._services.chats.tokenize(request)
-        answer: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": model.card.max_context_tokens,
-            "tokens": token_ids,
-            "token_strs": None,
-        }
+        answer = Tokens(count=len(token_ids), max_model_len=model.card.max_context_tokens, tokens=token_ids)
         if request.return_token_strs:
             table = _table(model)
-            answer["token_strs"] = [token_bytes_of(table, i).decode(errors="replace") for i in token_ids]
+            answer.token_strs = [token_bytes_of(table, i).decode(errors="replace") for i in token_ids]
         await exchange.respond(encode(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
@@ -90,7 +85,7 @@ class _Models:
         model = await self._services.models.find(request.model or "")
         if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < model.card.vocab_size:
             raise invalid("tokens", f"tokens must be from 0 to {model.card.vocab_size - 1}")
-        await exchange.respond(encode({"prompt": detokenize(request.tokens, _table(model))}))
+        await exchange.respond(encode(DetokenizedText(detokenize(request.tokens, _table(model)))))
 
 
 def _table(model: Model) -> Sequence[bytes]:
@@ -101,11 +96,11 @@ def _table(model: Model) -> Sequence[bytes]:
     return model.text.tokenizer.token_bytes
 
 
-def _page_of(cards: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Sequence[dict[str, Any]], bool]:
+def _page_of(cards: list[ModelCard], query: Mapping[str, str]) -> tuple[list[ModelCard], bool]:
     """The models that Anthropic's parameters of pages choose, and whether there are more in that direction. Without
     `limit`, these are all models. Raises `StatusError`."""
     limit = number_of(query, "limit", max(1, len(cards)), 1, MAX_PAGE)
-    places = {card["id"]: place for place, card in enumerate(cards)}
+    places = {card.id: place for place, card in enumerate(cards)}
     for name in ("after_id", "before_id"):
         if name in query and query[name] not in places:
             raise invalid(name, f"{name}: there is no model of this id")

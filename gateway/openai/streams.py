@@ -10,19 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.gateway.chat.choice import Ending, Piece
+from msgspec.structs import replace
+
+from headrace.gateway.chat.choice import Piece
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs
 from headrace.gateway.chat.output import ChatPiece, ToolCall, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from headrace.gateway.edge.wire import encode, padding
 from headrace.gateway.openai.answers import (
+    CompletionChoice,
     Identity,
+    LastDelta,
     Shown,
-    call_value,
+    call_of,
     completion_logprobs_value,
-    ending_value,
-    usage_value,
+    end_of,
+    tokens_of,
+    usage_of,
 )
 
 DONE = b"data: [DONE]\n\n"
@@ -32,15 +37,8 @@ _NO_LOGPROBS = b"null"
 class _Events:
     """The parts that all chunks of one stream share."""
 
-    def __init__(self, who: Identity, kind: str, shown: Shown) -> None:
-        common = {
-            "id": who.id,
-            "object": kind,
-            "created": who.created,
-            "model": who.model,
-            "system_fingerprint": who.system_fingerprint,
-        }
-        self.head = b"data: " + encode(common)[:-1] + b',"choices":['
+    def __init__(self, who: Identity, shown: Shown) -> None:
+        self.head = b"data: " + encode(who)[:-1] + b',"choices":['
         self._shown = shown
         self._num_tokens = 0
         self._close = b',"usage":null}\n\n' if shown.usage else b"}\n\n"
@@ -52,8 +50,7 @@ class _Events:
         if self._shown.running_usage:
             self._num_tokens += len(token_ids)
             usage = Usage(self._shown.num_prompt_tokens, self._num_tokens, 0)
-            value = {name: number for name, number in usage_value(usage).items() if isinstance(number, int)}
-            self._close = b',"usage":' + encode(value) + b"}\n\n"
+            self._close = b',"usage":' + encode(tokens_of(usage)) + b"}\n\n"
             self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._close
 
     def tail(self, logprobs: bytes = _NO_LOGPROBS, token_ids: Sequence[int] = ()) -> bytes:
@@ -70,23 +67,22 @@ class _Events:
             return event
         return event[:-3] + b',"obfuscation":"%b"}\n\n' % padding(num_chars).encode()
 
-    def last(self, choice: dict[str, object], ending: Ending) -> bytes:
-        """The last chunk of a choice. `choice` is the beginning of the chunk."""
-        whole = {**choice, "logprobs": None, **ending_value(ending)}
-        return self.head + encode(whole) + b"]" + self._close
+    def last(self, choice: LastDelta | CompletionChoice) -> bytes:
+        """The last chunk of a choice."""
+        return self.head + encode(choice) + b"]" + self._close
 
     def end(self, usage: Usage) -> bytes:
         """The last events of the stream."""
         if not self._shown.usage:
             return DONE
-        return self.head + b'],"usage":' + encode(usage_value(usage)) + b"}\n\n" + DONE
+        return self.head + b'],"usage":' + encode(usage_of(usage)) + b"}\n\n" + DONE
 
 
 class ChatStream:
     """Events of a streamed chat. `num_id_chars` is the length of the ids of tool calls."""
 
     def __init__(self, who: Identity, logprobs: ChatLogprobs | None, shown: Shown, num_id_chars: int = 24) -> None:
-        self._events = _Events(who, "chat.completion.chunk", shown)
+        self._events = _Events(replace(who, object="chat.completion.chunk"), shown)
         self._logprobs = logprobs
         self._shown = shown
         self._num_id_chars = num_id_chars
@@ -114,7 +110,7 @@ class ChatStream:
             logprobs, token_ids = _NO_LOGPROBS, ()
         if piece.ending is None:
             return events
-        return events + self._events.last({"index": index, "delta": {}}, piece.ending)
+        return events + self._events.last(LastDelta(index=index, **end_of(piece.ending)))
 
     def _first(self, index: int, head: bytes) -> bytes:
         """The event with the role. That of the first choice has the prompt's tokens, if they are shown."""
@@ -139,7 +135,7 @@ class ChatStream:
                 return form % (index, encode(text))
             case CallDelta(index, name, is_custom):
                 call = ToolCall(new_call_id(self._num_id_chars), name, "", is_custom)
-                return b'"tool_calls":[' + encode({"index": index, **call_value(call)}) + b"]"
+                return b'"tool_calls":[{"index":%d,' % index + encode(call_of(call))[1:] + b"]"
 
     def end(self, usage: Usage) -> bytes:
         """The last events of the stream."""
@@ -150,7 +146,7 @@ class CompletionStream:
     """Events of a streamed completion."""
 
     def __init__(self, who: Identity, logprobs: CompletionLogprobs | None, shown: Shown) -> None:
-        self._events = _Events(who, "text_completion", shown)
+        self._events = _Events(who, shown)
         self._logprobs = logprobs
         self._shown = shown
         self._begun: set[int] = set()
@@ -175,7 +171,7 @@ class CompletionStream:
             events = self._events.padded(events + self._events.tail(logprobs, token_ids), len(text))
         if piece.ending is None:
             return events
-        return events + self._events.last({"index": index, "text": ""}, piece.ending)
+        return events + self._events.last(CompletionChoice(index=index, text="", logprobs=None, **end_of(piece.ending)))
 
     def end(self, usage: Usage) -> bytes:
         """The last events of the stream."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.gateway.edge.description import Shape
+from headrace.gateway.edge.wire import Shape
 
 
 class RedisStates(Shape):

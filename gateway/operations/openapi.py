@@ -161,6 +161,9 @@ def document(operations: Iterable[Operation]) -> dict[str, Any]:
     }
     listed = sorted(types, key=str)
     references, schemas = msgspec.json.schema_components(listed, ref_template=_SCHEMAS)
+    told = {kind for one in operations for kind in (one.answer, one.error, one.unavailable) if kind is not None}
+    for name in msgspec.json.schema_components(told)[1]:
+        _require(schemas[name])
     reference_of = dict(zip(map(str, listed), references, strict=True))
     neutral: dict[str, Sequence[Any]] = dict(request.NEUTRAL)
     for one in operations:
@@ -225,6 +228,17 @@ def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> 
         body = bodies[0] if len(bodies) == 1 else {"allOf": bodies}
         value["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return value
+
+
+def _require(schema: dict[str, Any]) -> None:
+    """Require the fields of an answer that have a default: they are always there. Those without one may be UNSET."""
+    properties = schema.get("properties", {})
+    required = schema.get("required", ())
+    always = [name for name, value in properties.items() if name in required or "default" in value]
+    for value in properties.values():
+        value.pop("default", None)
+    if always:
+        schema["required"] = always
 
 
 def _bound(name: str, schema: dict[str, Any], neutral_values: Mapping[str, Sequence[Any]]) -> None:

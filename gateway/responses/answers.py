@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.gateway.chat.choice import Ending
 from headrace.gateway.chat.generation import Usage
-from headrace.gateway.chat.logprobs import ChatLogprobs
+from headrace.gateway.chat.logprobs import ChatLogprobs, ChosenToken
 from headrace.gateway.chat.output import ChatPiece, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from headrace.gateway.chat.sampling import shortest
@@ -113,7 +113,7 @@ class _OpenItem:
     item_id: str
     index: int
     texts: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[ChosenToken] = field(default_factory=list)
     name: CallName | None = None
     call_id: str = ""
 
@@ -179,7 +179,7 @@ class ResponseAnswer(ErrorShape):
         """If events are kept: all events so far, except the last one of the response. The number of each is its
         index."""
         self._open: _OpenItem | None = None
-        self._early_logprobs: list[dict[str, Any]] = []
+        self._early_logprobs: list[ChosenToken] = []
         self._ending: Ending | None = None
 
     # --- AnswerStream and WholeAnswer -------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class ResponseAnswer(ErrorShape):
         """Events for a piece."""
         events = self.begin()
         if self._logprobs is not None and piece.logprobs:
-            self._early_logprobs += self._logprobs.value(piece.logprobs)["content"]
+            self._early_logprobs += self._logprobs.tokens(piece.logprobs)
         for delta in piece.deltas:
             events += self._delta(delta)
         if self._early_logprobs and self._open is not None and self._open.kind == "message":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
 
 from headrace.protos.host_pb2 import HOSTED_MODEL_STATE_LOADED, HostedModel, HostedModelState
 from headrace.protos.inference_pb2 import Task
 from headrace.protos.worker_pb2 import ModelCard
+
+ModelState: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,7 @@ class ListedModel:
     model's host reports."""
 
     name: str
-    state: str
+    state: ModelState
     task: Task
     problem: str = ""
     card: ModelCard | None = None
@@ -24,8 +27,8 @@ class ListedModel:
     hosted: HostedModel | None = None
 
 
-def word_for(state: HostedModelState) -> str:
+def word_for(state: HostedModelState) -> ModelState:
     """The state of a model that has no live worker. One that was loaded has a worker that is restarting."""
     if state == HOSTED_MODEL_STATE_LOADED:
         return "loading"
-    return HostedModelState.Name(state).removeprefix("HOSTED_MODEL_STATE_").lower()
+    return cast(ModelState, HostedModelState.Name(state).removeprefix("HOSTED_MODEL_STATE_").lower())

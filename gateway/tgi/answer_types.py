@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.gateway.edge.description import Shape
+from headrace.gateway.edge.wire import Shape
 
 
 class TgiError(Shape):

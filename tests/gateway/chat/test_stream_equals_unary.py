@@ -117,7 +117,7 @@ def test_the_cut_into_messages_changes_nothing(
 
 # --- whole requests, from the worker's messages to the bytes that a client gets ------------------------------------
 
-WHO = Identity("id", 1, "tiny", "fp")
+WHO = Identity("id", "chat.completion", 1, "tiny", "fp")
 SCHEMAS: dict[str, Any] = {"turn": {"type": "object"}, "stop": {}}
 BYTES = [bytes([i]) for i in range(256)] + [b"</s>", b"<tool_call>", b"\xf0\x9f", b'", "', b"</"]
 END = 256
