@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
 
 from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob, WholeChoice
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import LEAST_LOGPROB
 from headrace.gateway.edge.failures import ErrorShape, Failure
-from headrace.gateway.edge.wire import encode
+from headrace.gateway.edge.wire import Shape, encode
 from headrace.gateway.kserve.requests import OPTIONAL_OUTPUTS, SAMPLING, TEXT_INPUT, TEXT_OUTPUT, VERSION, Inference
 from headrace.gateway.kserve.tensors import Tensor
 
@@ -24,12 +26,83 @@ _TYPES = {
 }
 
 
+class KserveError(Shape):
+    """The shape of failures in KServe's protocol."""
+
+    error: str
+
+
+class KserveServer(Shape, kw_only=True):
+    """Metadata of the server."""
+
+    name: Literal["headrace"] = "headrace"
+    version: str
+    extensions: Sequence[str] = EXTENSIONS
+
+
+class KserveTensor(Shape):
+    """A tensor that a model takes or gives."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+
+
+class KserveModel(Shape, kw_only=True):
+    """A model and its tensors."""
+
+    name: str
+    versions: Sequence[str] = (VERSION,)
+    platform: str = PLATFORM
+    inputs: list[KserveTensor]
+    outputs: list[KserveTensor]
+
+
+class KserveReady(Shape):
+    """The response for a model that is ready."""
+
+    name: str
+    ready: bool
+
+
+class KserveResult(Shape):
+    """An output tensor. Its elements are in `data`, or in the binary data after the JSON."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    data: Sequence[Any] | UnsetType = UNSET
+    parameters: dict[str, int] | UnsetType = UNSET
+
+
+class KserveInferAnswer(Shape, kw_only=True):
+    """The tensors of an answer."""
+
+    model_name: str
+    model_version: str = VERSION
+    outputs: list[KserveResult]
+    id: str | UnsetType = UNSET
+
+
+class KserveGenerateAnswer(Shape, kw_only=True):
+    """An answer of `generate`; of several texts, each member is a list."""
+
+    model_name: str
+    model_version: str = VERSION
+    id: str | UnsetType = UNSET
+    text_output: str | list[str]
+    finish_reason: str | list[str] | UnsetType = UNSET
+    cumulative_logprob: float | list[float] | UnsetType = UNSET
+    num_input_tokens: int | list[int] | UnsetType = UNSET
+    num_output_tokens: int | list[int] | UnsetType = UNSET
+
+
 class _KserveErrors(ErrorShape):
     """The format of all errors of this protocol over HTTP."""
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
-        return encode({"error": failure.message})
+        return encode(KserveError(failure.message))
 
     def event(self, failure: Failure) -> bytes:
         """The last event of a stream that failed."""
@@ -39,16 +112,16 @@ class _KserveErrors(ErrorShape):
 KSERVE_ERRORS = _KserveErrors()
 
 
-def model_metadata(name: str) -> dict[str, Any]:
+def model_metadata(name: str) -> KserveModel:
     """The input and output tensors of a model. Only the text input is required."""
     flags = ("stream", "exclude_input_in_output", *OPTIONAL_OUTPUTS.values())
     inputs = [
-        {"name": TEXT_INPUT, "datatype": "BYTES", "shape": [-1]},
-        {"name": SAMPLING, "datatype": "BYTES", "shape": [1]},
-        *({"name": flag, "datatype": "BOOL", "shape": [1]} for flag in flags),
+        KserveTensor(TEXT_INPUT, "BYTES", (-1,)),
+        KserveTensor(SAMPLING, "BYTES", (1,)),
+        *(KserveTensor(flag, "BOOL", (1,)) for flag in flags),
     ]
-    outputs = [{"name": name, "datatype": datatype, "shape": [-1]} for name, datatype in _TYPES.items()]
-    return {"name": name, "versions": [VERSION], "platform": PLATFORM, "inputs": inputs, "outputs": outputs}
+    outputs = [KserveTensor(name, datatype, (-1,)) for name, datatype in _TYPES.items()]
+    return KserveModel(name=name, inputs=inputs, outputs=outputs)
 
 
 def whole(inference: Inference, choices: Sequence[WholeChoice], num_prompt_tokens: Sequence[int]) -> list[Tensor]:
@@ -105,11 +178,10 @@ def _sum(logprobs: Sequence[TokenLogprob]) -> float:
     return sum(max(one.logprob, LEAST_LOGPROB) for one in logprobs)
 
 
-def generated(model: str, request_id: str | None, tensors: Sequence[Tensor]) -> dict[str, Any]:
+def generated(model: str, request_id: str | None, tensors: Sequence[Tensor]) -> KserveGenerateAnswer:
     """Tensors in the format of `generate`: a tensor with one element becomes that element."""
-    values = {one.name: one.values[0] if len(one.values) == 1 else list(one.values) for one in tensors}
-    head = {"model_name": model, "model_version": VERSION}
-    return {**head, **({} if request_id is None else {"id": request_id}), **values}
+    values: dict[str, Any] = {one.name: one.values[0] if len(one.values) == 1 else list(one.values) for one in tensors}
+    return KserveGenerateAnswer(model_name=model, id=UNSET if request_id is None else request_id, **values)
 
 
 class GenerateStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.gateway.edge.description import Operation
-from headrace.gateway.kserve import answer_types
+from headrace.gateway.kserve import answers
 from headrace.gateway.kserve.endpoints import MODEL_PATHS
 from headrace.gateway.kserve.wire import KserveGenerate, KserveInfer
 
@@ -13,22 +13,22 @@ _PATHS = tuple(path.replace(":path", "") for path in MODEL_PATHS)
 
 
 def _operation(method: str, path: str, summary: str, answer: Any, **more: Any) -> Operation:
-    return Operation(method, path, f"{summary}, for KServe's clients", answer, error=answer_types.KserveError, **more)
+    return Operation(method, path, f"{summary}, for KServe's clients", answer, error=answers.KserveError, **more)
 
 
 OPERATIONS: tuple[Operation, ...] = (
-    _operation("GET", "/v2", "Describe the gateway", answer_types.KserveServer),
+    _operation("GET", "/v2", "Describe the gateway", answers.KserveServer),
     *(
         operation
         for path in _PATHS
         for operation in (
-            _operation("GET", path, "Describe a model", answer_types.KserveModel),
-            _operation("GET", f"{path}/ready", "Tell that a model can be asked for", answer_types.KserveReady),
+            _operation("GET", path, "Describe a model", answers.KserveModel),
+            _operation("GET", f"{path}/ready", "Tell that a model can be asked for", answers.KserveReady),
             _operation(
                 "POST",
                 f"{path}/infer",
                 "Continue texts in tensors",
-                answer_types.KserveInferAnswer,
+                answers.KserveInferAnswer,
                 requests=(KserveInfer,),
                 is_generated=True,
             ),
@@ -36,7 +36,7 @@ OPERATIONS: tuple[Operation, ...] = (
                 "POST",
                 f"{path}/generate",
                 "Continue texts",
-                answer_types.KserveGenerateAnswer,
+                answers.KserveGenerateAnswer,
                 requests=(KserveGenerate,),
                 is_generated=True,
             ),

@@ -11,9 +11,10 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.kserve.answering import answer_whole, find_model
 from headrace.gateway.kserve.answers import (
-    EXTENSIONS,
     KSERVE_ERRORS,
     GenerateStream,
+    KserveReady,
+    KserveServer,
     Parts,
     generated,
     model_metadata,
@@ -55,13 +56,12 @@ class _Inferences:
 
     async def server(self, exchange: Exchange) -> None:
         """GET /v2."""
-        version = headrace_version()
-        await exchange.respond(encode({"name": "headrace", "version": version, "extensions": EXTENSIONS}))
+        await exchange.respond(encode(KserveServer(version=headrace_version())))
 
     async def ready(self, exchange: Exchange) -> None:
         """GET ready: 200, or the error that a request would get."""
         model = await self._model(exchange, loads=False)
-        await exchange.respond(encode({"name": model.name, "ready": True}))
+        await exchange.respond(encode(KserveReady(model.name, True)))
 
     async def model(self, exchange: Exchange) -> None:
         """GET a model."""

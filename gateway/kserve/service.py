@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+from msgspec import to_builtins
+
 from headrace.common.version import headrace_version
 from headrace.gateway.access.caller import Caller
 from headrace.gateway.checks import unsupported
@@ -76,7 +78,9 @@ class KserveService(GRPCInferenceServiceServicer):
 
         async def metadata() -> ModelMetadataResponse:
             return ModelMetadataResponse(
-                **model_metadata((await find_model(self._services, request.name, request.version, loads=False)).name)
+                **to_builtins(
+                    model_metadata((await find_model(self._services, request.name, request.version, loads=False)).name)
+                )
             )
 
         return await self.calls.answered(metadata, "grpc_kserve_models", "ModelMetadata", context)

@@ -10,9 +10,9 @@ import msgspec
 
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.kserve.answers import KserveInferAnswer, KserveResult
 from headrace.gateway.kserve.requests import (
     SAMPLING,
-    VERSION,
     Inference,
     inference_of,
     merged,
@@ -110,15 +110,15 @@ def answer_of(model: str, infer: Infer, tensors: Sequence[Tensor]) -> tuple[byte
     """The body of an answer, and the length of its JSON if bytes follow."""
     described, tail = [], []
     for tensor in tensors:
-        value: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        value = KserveResult(tensor.name, tensor.datatype, tensor.shape)
         if infer.binary is None or tensor.name in infer.binary:
             tail.append(encoded(tensor))
-            value["parameters"] = {_SIZE: len(tail[-1])}
+            value.parameters = {_SIZE: len(tail[-1])}
         else:
-            value["data"] = list(tensor.values)
+            value.data = tensor.values
         described.append(value)
-    head: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": described}
-    body = encode(head if infer.request_id is None else {**head, "id": infer.request_id})
+    request_id = msgspec.UNSET if infer.request_id is None else infer.request_id
+    body = encode(KserveInferAnswer(model_name=model, outputs=described, id=request_id))
     return (body + b"".join(tail), len(body)) if tail else (body, None)
 
 

@@ -8,20 +8,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
-from headrace.gateway.chat.choice import Ending, TokenLogprob
+from headrace.gateway.chat.choice import Ending
 from headrace.gateway.chat.generation import Usage
-from headrace.gateway.chat.logprobs import LEAST_LOGPROB, token_bytes_of
+from headrace.gateway.chat.logprobs import ChatLogprobs, ChosenToken
 from headrace.gateway.chat.output import ChatPiece, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from headrace.gateway.edge.failures import ErrorShape, Failure
-from headrace.gateway.edge.wire import encode
+from headrace.gateway.edge.wire import Shape, encode
 
 NDJSON = b"application/x-ndjson"
 KEEP_ALIVE = b" "
@@ -32,12 +34,153 @@ INVALID_JSON = "INVALID_JSON"
 """The name for the text of a cut-off call's arguments."""
 
 
+class OllamaError(Shape):
+    """The shape of failures in Ollama's protocol."""
+
+    error: str
+
+
+class OllamaFunction(Shape):
+    """A called function, and its place among the calls of the answer."""
+
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(Shape):
+    """A function call for the caller to make."""
+
+    id: str
+    function: OllamaFunction
+
+
+class OllamaAnswerMessage(Shape, kw_only=True):
+    """The message of an answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaCall] | UnsetType = UNSET
+
+
+class OllamaReply(Shape, kw_only=True):
+    """The answer to a conversation, in `message`, or to a prompt, in `response` and beside it; whole, or a line of it.
+
+    Times are in nanoseconds. `context` has the tokens of prompt and answer.
+    """
+
+    model: str
+    created_at: str
+    message: OllamaAnswerMessage | UnsetType = UNSET
+    response: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaCall] | UnsetType = UNSET
+    logprobs: list[ChosenToken] | UnsetType = UNSET
+    done: bool
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
+    context: list[int] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class OllamaEmbedded(Shape, kw_only=True):
+    """A vector for each text; times are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Shape):
+    """The vector of one text."""
+
+    embedding: list[float]
+
+
+class OllamaDetails(Shape):
+    """The known properties of a model's files."""
+
+    parent_model: str = ""
+    format: str = "openvino"
+    family: str = ""
+    families: tuple[()] = ()
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(Shape):
+    """A model, with the hash of its files and the bytes of memory that it takes, 0 if they are not known."""
+
+    name: str
+    model: str
+    digest: str
+    details: OllamaDetails
+    size: int
+
+
+class OllamaListed(OllamaModel):
+    """A model that is served."""
+
+    modified_at: str
+
+
+class OllamaList(Shape):
+    """The list of models."""
+
+    models: list[OllamaListed]
+
+
+class OllamaRunning(OllamaModel, kw_only=True):
+    """A model that is served, as one that runs."""
+
+    size_vram: int = 0
+    expires_at: str
+    context_length: int
+
+
+class OllamaRunningList(Shape):
+    """The list of running models."""
+
+    models: list[OllamaRunning]
+
+
+class OllamaShown(Shape, kw_only=True):
+    """The known properties of a model."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaStatus(Shape):
+    """The progress of a pull."""
+
+    status: str
+
+
+class OllamaVersion(Shape):
+    """The version of Ollama whose API this is."""
+
+    version: str
+
+
 class _OllamaErrors(ErrorShape):
     """The format of all errors of this protocol."""
 
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
-        return encode({"error": failure.message})
+        return encode(OllamaError(failure.message))
 
     def event(self, failure: Failure) -> bytes:
         """The last line of a stream that failed."""
@@ -57,7 +200,7 @@ def time_of(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def line(value: dict[str, Any]) -> bytes:
+def line(value: OllamaReply | OllamaStatus) -> bytes:
     """A line of a stream."""
     raw = bytes(encode(value))
     for separator, escaped in _SEPARATORS:
@@ -105,8 +248,8 @@ class _Part:
     def __init__(self) -> None:
         self.contents: list[str] = []
         self.thoughts: list[str] = []
-        self.calls: list[dict[str, Any]] = []
-        self.logprobs: list[dict[str, Any]] = []
+        self.calls: list[OllamaCall] = []
+        self.logprobs: list[ChosenToken] = []
 
     def __bool__(self) -> bool:
         return bool(self.contents or self.thoughts or self.calls or self.logprobs)
@@ -125,20 +268,18 @@ class OllamaAnswer:
         self,
         model: str,
         watch: Stopwatch,
-        token_bytes: Sequence[bytes],
+        logprobs: ChatLogprobs | None = None,
         *,
         num_id_chars: int = 24,
         is_chat: bool = True,
-        has_logprobs: bool = False,
         prompt: Sequence[int] | None = None,
     ) -> None:
         """`num_id_chars` is the length of the ids of calls. With `prompt`, the answer has the tokens of both."""
         self._model = model
         self._watch = watch
-        self._token_bytes = token_bytes
+        self._logprobs = logprobs
         self._num_id_chars = num_id_chars
         self._is_chat = is_chat
-        self._has_logprobs = has_logprobs
         self._context = None if prompt is None else list(prompt)
         self._all = _Part()
         self._call: tuple[str, str, list[str]] | None = None
@@ -148,7 +289,7 @@ class OllamaAnswer:
     def piece(self, index: int, piece: ChatPiece) -> bytes:
         """Lines for a piece; none if it shows nothing. A call is shown when it is complete."""
         part = self._part(piece)
-        return line({**self._head(), **self._body(part), "done": False}) if part else b""
+        return line(self._reply(part)) if part else b""
 
     def push(self, piece: ChatPiece) -> None:
         """Add the next piece of an answer that is not streamed."""
@@ -160,15 +301,15 @@ class OllamaAnswer:
 
     def whole(self, usage: Usage) -> bytes:
         """The body of the answer."""
-        return bytes(encode(self._last(self._all, usage)))
+        return encode(self._last(self._all, usage))
 
     def _part(self, piece: ChatPiece) -> _Part:
         self._watch.tick()
         part = _Part()
         for delta in piece.deltas:
             self._add(part, delta)
-        if self._has_logprobs:
-            part.logprobs += logprobs_value(piece.logprobs, self._token_bytes)
+        if self._logprobs is not None:
+            part.logprobs += self._logprobs.tokens(piece.logprobs)
         if self._context is not None:
             self._context += piece.token_ids
         if piece.ending is not None:
@@ -195,48 +336,44 @@ class OllamaAnswer:
         if self._call is None:
             return
         (call_id, name, texts), self._call = self._call, None
-        function = {"index": self._num_calls, "name": name, "arguments": _arguments("".join(texts))}
-        part.calls.append({"id": call_id, "function": function})
+        part.calls.append(OllamaCall(call_id, OllamaFunction(self._num_calls, name, _arguments("".join(texts)))))
         self._num_calls += 1
 
-    def _head(self) -> dict[str, Any]:
-        return {"model": self._model, "created_at": now()}
+    def _reply(self, part: _Part) -> OllamaReply:
+        thinking = "".join(part.thoughts) if part.thoughts else UNSET
+        reply = _reply(self._model, self._is_chat, "".join(part.contents), thinking, part.calls or UNSET)
+        reply.logprobs = part.logprobs or UNSET
+        return reply
 
-    def _body(self, part: _Part) -> dict[str, Any]:
-        shown: dict[str, Any] = {"content" if self._is_chat else "response": "".join(part.contents)}
-        if part.thoughts:
-            shown["thinking"] = "".join(part.thoughts)
-        if part.calls:
-            shown["tool_calls"] = part.calls
-        body = {"message": {"role": "assistant", **shown}} if self._is_chat else shown
-        return {**body, "logprobs": part.logprobs} if part.logprobs else body
-
-    def _last(self, part: _Part, usage: Usage) -> dict[str, Any]:
+    def _last(self, part: _Part, usage: Usage) -> OllamaReply:
         assert self._ending is not None
-        reason = "length" if self._ending.reason == "length" else "stop"
-        context = {} if self._context is None else {"context": self._context}
-        body = {**self._head(), **self._body(part), "done": True, "done_reason": reason}
-        return {**body, **context, **self._watch.durations(usage)}
+        return replace(
+            self._reply(part),
+            done=True,
+            done_reason="length" if self._ending.reason == "length" else "stop",
+            context=UNSET if self._context is None else self._context,
+            **self._watch.durations(usage),
+        )
 
 
-def loaded(model: str, is_chat: bool, reason: str) -> dict[str, Any]:
-    """The answer to a request without a prompt, which only asks for the model to be loaded or unloaded. `reason` is
-    load or unload."""
-    body = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-    return {"model": model, "created_at": now(), **body, "done": True, "done_reason": reason}
+def _reply(
+    model: str,
+    is_chat: bool,
+    text: str,
+    thinking: str | UnsetType = UNSET,
+    calls: list[OllamaCall] | UnsetType = UNSET,
+) -> OllamaReply:
+    reply = OllamaReply(model=model, created_at=now(), done=False)
+    if is_chat:
+        reply.message = OllamaAnswerMessage(content=text, thinking=thinking, tool_calls=calls)
+    else:
+        reply.response, reply.thinking, reply.tool_calls = text, thinking, calls
+    return reply
 
 
-def logprobs_value(logprobs: Iterable[TokenLogprob], token_bytes: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The `logprobs` of a line."""
-
-    def token(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = token_bytes_of(token_bytes, token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(raw)}
-
-    return [
-        {**token(one.token_id, one.logprob), "top_logprobs": [token(*alternative) for alternative in one.top]}
-        for one in logprobs
-    ]
+def loaded(model: str, is_chat: bool, reason: Literal["load", "unload"]) -> OllamaReply:
+    """The answer to a request without a prompt, which only asks for the model to be loaded or unloaded."""
+    return replace(_reply(model, is_chat, ""), done=True, done_reason=reason)
 
 
 def _arguments(text: str) -> dict[str, Any]:

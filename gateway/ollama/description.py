@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.gateway.edge.description import Operation
-from headrace.gateway.ollama import answer_types, types
+from headrace.gateway.ollama import answers, types
 
 _NDJSON = "application/x-ndjson"
 
@@ -14,7 +14,7 @@ _NDJSON = "application/x-ndjson"
 def _operation(
     method: str, path: str, summary: str, answer: Any, requests: Sequence[Any] = (), **more: Any
 ) -> Operation:
-    return Operation(method, path, summary, answer, requests, error=answer_types.OllamaError, **more)
+    return Operation(method, path, summary, answer, requests, error=answers.OllamaError, **more)
 
 
 def _streamed(path: str, summary: str, answer: Any, request: Any, generates: bool = True) -> Operation:
@@ -22,31 +22,29 @@ def _streamed(path: str, summary: str, answer: Any, request: Any, generates: boo
 
 
 OPERATIONS: tuple[Operation, ...] = (
-    _streamed(
-        "/api/chat", "Answer a conversation, for Ollama's clients", answer_types.OllamaChatAnswer, types.OllamaChat
-    ),
+    _streamed("/api/chat", "Answer a conversation, for Ollama's clients", answers.OllamaReply, types.OllamaChat),
     _streamed(
         "/api/generate",
         "Answer a prompt, for Ollama's clients",
-        answer_types.OllamaGenerateAnswer,
+        answers.OllamaReply,
         types.OllamaGenerate,
     ),
     _streamed(
         "/api/pull",
         "Tell whether a model is served, as a pull that has ended",
-        answer_types.OllamaStatus,
+        answers.OllamaStatus,
         types.OllamaPull,
         generates=False,
     ),
-    _operation("POST", "/api/show", "Describe a model", answer_types.OllamaShown, (types.OllamaShow,)),
-    _operation("GET", "/api/tags", "List the models", answer_types.OllamaList),
-    _operation("GET", "/api/ps", "List the models, as those that run", answer_types.OllamaRunningList),
-    _operation("GET", "/api/version", "The version of Ollama's API", answer_types.OllamaVersion),
+    _operation("POST", "/api/show", "Describe a model", answers.OllamaShown, (types.OllamaShow,)),
+    _operation("GET", "/api/tags", "List the models", answers.OllamaList),
+    _operation("GET", "/api/ps", "List the models, as those that run", answers.OllamaRunningList),
+    _operation("GET", "/api/version", "The version of Ollama's API", answers.OllamaVersion),
     _operation(
         "POST",
         "/api/embed",
         "Turn texts into vectors, for Ollama's clients",
-        answer_types.OllamaEmbedded,
+        answers.OllamaEmbedded,
         (types.OllamaEmbed,),
         is_generated=True,
     ),
@@ -54,7 +52,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/api/embeddings",
         "Turn a text into a vector, for Ollama's clients",
-        answer_types.OllamaEmbedding,
+        answers.OllamaEmbedding,
         (types.OllamaEmbeddings,),
         is_generated=True,
     ),

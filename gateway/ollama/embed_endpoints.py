@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import TextsToEmbed
 from headrace.gateway.encoding.vectors import check_dimensions, floats_of, shortened
-from headrace.gateway.ollama.answers import OLLAMA_ERRORS
+from headrace.gateway.ollama.answers import OLLAMA_ERRORS, OllamaEmbedded, OllamaEmbedding
 from headrace.gateway.ollama.fields import EMBED, EMBEDDINGS
 from headrace.gateway.ollama.names import find
 from headrace.gateway.ollama.turns import check_fields
@@ -45,13 +44,13 @@ class _Embeddings:
         check_dimensions(request.dimensions, model.card.dimensions)
         planned_s = time.monotonic()
         vectors = await self._services.encoding_runner.run(plan, exchange.caller)
-        answer: dict[str, Any] = {
-            "model": model.name,
-            "embeddings": [floats_of(shortened(vector, request.dimensions)) for vector in vectors],
-            "total_duration": round(1e9 * (time.monotonic() - exchange.caller.arrived_s)),
-            "load_duration": round(1e9 * (planned_s - exchange.caller.arrived_s)),
-            "prompt_eval_count": plan.num_tokens,
-        }
+        answer = OllamaEmbedded(
+            model=model.name,
+            embeddings=[floats_of(shortened(vector, request.dimensions)) for vector in vectors],
+            total_duration=round(1e9 * (time.monotonic() - exchange.caller.arrived_s)),
+            load_duration=round(1e9 * (planned_s - exchange.caller.arrived_s)),
+            prompt_eval_count=plan.num_tokens,
+        )
         await exchange.respond(encode(answer))
 
     async def embeddings(self, exchange: Exchange) -> None:
@@ -63,4 +62,4 @@ class _Embeddings:
         model = await find(self._services.models, request.model)
         plan = await self._services.encodings.plan(TextsToEmbed(model.asked_as, [request.prompt], -1, field="prompt"))
         (vector,) = await self._services.encoding_runner.run(plan, exchange.caller)
-        await exchange.respond(encode({"embedding": floats_of(vector)}))
+        await exchange.respond(encode(OllamaEmbedding(floats_of(vector))))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.gateway.chat.generation import Plan, plan_job
+from headrace.gateway.chat.logprobs import ChatLogprobs
 from headrace.gateway.chat.output import ChatChoice
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.endpoint import Endpoint
@@ -62,9 +63,8 @@ class _Generations:
             answer = OllamaAnswer(
                 model.name,
                 _watch(exchange),
-                model.text.tokenizer.token_bytes,
+                _logprobs(request, model),
                 num_id_chars=chat.reading.num_id_chars,
-                has_logprobs=bool(request.logprobs),
             )
             await self._answer(exchange, request, _within(chat.plan, request), answer, chat.choices())
 
@@ -94,9 +94,8 @@ class _Generations:
             answer = OllamaAnswer(
                 model.name,
                 _watch(exchange),
-                model.text.tokenizer.token_bytes,
+                _logprobs(request, model),
                 is_chat=False,
-                has_logprobs=bool(request.logprobs),
                 prompt=None if request.raw else plan.job.token_ids,
             )
             await self._answer(exchange, request, plan, answer, [ChatChoice(None)])
@@ -115,9 +114,8 @@ class _Generations:
             answer = OllamaAnswer(
                 model.name,
                 _watch(exchange),
-                model.text.tokenizer.token_bytes,
+                _logprobs(request, model),
                 is_chat=False,
-                has_logprobs=bool(request.logprobs),
                 prompt=plan.job.token_ids,
             )
             await self._answer(exchange, request, plan, answer, chat.choices())
@@ -142,13 +140,16 @@ async def _load(exchange: Exchange, request: OllamaChat | OllamaGenerate, model:
     """Answer a request without a prompt, which only checks the model."""
     if is_zero(request.keep_alive):
         ignored("keep_alive", "a gateway does not unload models; its operator does")
-    reason = "unload" if is_zero(request.keep_alive) else "load"
-    value = loaded(model.name, isinstance(request, OllamaChat), reason)
+    value = loaded(model.name, isinstance(request, OllamaChat), "unload" if is_zero(request.keep_alive) else "load")
     if request.stream is False:
         await exchange.respond(encode(value))
     else:
         exchange.stream_type = NDJSON
         await exchange.write(line(value), last=True)
+
+
+def _logprobs(request: OllamaChat | OllamaGenerate, model: Model) -> ChatLogprobs | None:
+    return ChatLogprobs(model.text.tokenizer.token_bytes) if request.logprobs else None
 
 
 def _context(token_ids: Sequence[int], model: Model) -> Sequence[int]:

@@ -10,7 +10,20 @@ from headrace.gateway.chat.sampling import shortest
 from headrace.gateway.edge.endpoint import Endpoint, Handler
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
-from headrace.gateway.ollama.answers import NDJSON, OLLAMA_ERRORS, line, time_of
+from headrace.gateway.ollama.answers import (
+    NDJSON,
+    OLLAMA_ERRORS,
+    OllamaDetails,
+    OllamaList,
+    OllamaListed,
+    OllamaRunning,
+    OllamaRunningList,
+    OllamaShown,
+    OllamaStatus,
+    OllamaVersion,
+    line,
+    time_of,
+)
 from headrace.gateway.ollama.fields import PULL, SHOW
 from headrace.gateway.ollama.names import find
 from headrace.gateway.ollama.types import OllamaPull, OllamaShow
@@ -25,14 +38,6 @@ API_VERSION = "0.13.4"
 """The version of Ollama whose API is served. Clients compare it with the minimum that they need."""
 _NEVER = "9999-12-31T23:59:59Z"
 _MOST_IDLE_MS = 1000 * 366 * 24 * 3600 * 1000
-_DETAILS = {
-    "parent_model": "",
-    "format": "openvino",
-    "family": "",
-    "families": [],
-    "parameter_size": "",
-    "quantization_level": "",
-}
 # Default of the card -> name of Ollama's parameter.
 _PARAMETERS = {
     "temperature": "temperature",
@@ -73,25 +78,24 @@ class _Models:
 
     async def tags(self, exchange: Exchange) -> None:
         models = await self._services.models.overview()
-        listed = [{**_identity(model), "modified_at": time_of(_card(model).created_s)} for model in models]
-        await exchange.respond(encode({"models": listed}))
+        listed = [OllamaListed(**_identity(model), modified_at=time_of(_card(model).created_s)) for model in models]
+        await exchange.respond(encode(OllamaList(listed)))
 
     async def running(self, exchange: Exchange) -> None:
         models = await self._services.models.overview()
         running = [
-            {
+            OllamaRunning(
                 **_identity(model),
-                "size_vram": 0,
-                "expires_at": _expires_at(model),
-                "context_length": _card(model).max_context_tokens,
-            }
+                expires_at=_expires_at(model),
+                context_length=_card(model).max_context_tokens,
+            )
             for model in models
             if model.state == "loaded"
         ]
-        await exchange.respond(encode({"models": running}))
+        await exchange.respond(encode(OllamaRunningList(running)))
 
     async def version(self, exchange: Exchange) -> None:
-        await exchange.respond(encode({"version": API_VERSION}))
+        await exchange.respond(encode(OllamaVersion(API_VERSION)))
 
     async def show(self, exchange: Exchange) -> None:
         body = await exchange.body()
@@ -99,20 +103,20 @@ class _Models:
         SHOW.check(body)
         model = await find(self._services.models, request.model or request.name, loads=False)
         template = model.text.own_template
-        value: dict[str, Any] = {
-            "modelfile": f"FROM {model.name}\n",
-            "parameters": "\n".join(_parameters(model.card)),
-            "template": "" if template is None else template.source,
-            "details": _DETAILS,
-            "model_info": {
+        shown = OllamaShown(
+            modelfile=f"FROM {model.name}\n",
+            parameters="\n".join(_parameters(model.card)),
+            template="" if template is None else template.source,
+            details=OllamaDetails(),
+            model_info={
                 "general.architecture": "openvino",
                 "openvino.context_length": model.card.max_context_tokens,
                 "openvino.vocab_size": model.card.vocab_size,
             },
-            "capabilities": self._capabilities(model),
-            "modified_at": time_of(model.card.created_s),
-        }
-        await exchange.respond(encode(value))
+            capabilities=self._capabilities(model),
+            modified_at=time_of(model.card.created_s),
+        )
+        await exchange.respond(encode(shown))
 
     def _capabilities(self, model: Model) -> list[str]:
         if model.card.task:
@@ -137,11 +141,11 @@ class _Models:
             remedy = "a gateway pulls no models: ask its operator to serve this one (headrace pull, headrace serve)"
             raise StatusError(error.reason, f"{error.message}; {remedy}", field=error.field) from error
         if request.stream is False:
-            await exchange.respond(encode({"status": "success"}))
+            await exchange.respond(encode(OllamaStatus("success")))
             return
         exchange.stream_type = NDJSON
         statuses = (f"the model '{model.name}' is served already", "success")
-        await exchange.write(b"".join(line({"status": status}) for status in statuses), last=True)
+        await exchange.write(b"".join(line(OllamaStatus(status)) for status in statuses), last=True)
 
 
 def _refusing(verb: str) -> Handler:
@@ -158,7 +162,7 @@ def _identity(model: ListedModel) -> dict[str, Any]:
         "name": model.name,
         "model": model.name,
         "digest": _card(model).fingerprint,
-        "details": _DETAILS,
+        "details": OllamaDetails(),
         "size": _size(model),
     }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
+from headrace.gateway.operations.answers import ModelStatus, VersionError, VersionStatus
 from headrace.gateway.services import Services
 from headrace.gateway.text.listing import ListedModel
 from headrace.protos.status import Reason, StatusError
@@ -28,7 +28,7 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
 
     async def states() -> bytes:
         models = await services.models.overview()
-        return encode({model.name: {"model_version_status": [_version(model)]} for model in models})
+        return encode({model.name: ModelStatus([_version(model)]) for model in models})
 
     async def config(exchange: Exchange) -> None:
         await exchange.respond(await states())
@@ -53,7 +53,6 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     ]
 
 
-def _version(model: ListedModel) -> dict[str, Any]:
-    problem = {"error_code": "UNKNOWN", "error_message": model.problem}
-    status = problem if model.problem else {"error_code": "OK", "error_message": "OK"}
-    return {"version": "1", "state": _STATES[model.state], "status": status}
+def _version(model: ListedModel) -> VersionStatus:
+    status = VersionError("UNKNOWN", model.problem) if model.problem else VersionError("OK", "OK")
+    return VersionStatus(state=_STATES[model.state], status=status)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from msgspec import UNSET
 
 from headrace.common.stores.redis_link import word_for
 from headrace.common.version import headrace_version
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
+from headrace.gateway.operations.answers import Health, Version
 from headrace.gateway.services import Services
 from headrace.gateway.telemetry.metrics import CONTENT_TYPE
 from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
@@ -53,7 +56,7 @@ class _State:
         await exchange.respond(text, content_type=CONTENT_TYPE.encode())
 
     async def version(self, exchange: Exchange) -> None:
-        await exchange.respond(encode({"version": headrace_version()}))
+        await exchange.respond(encode(Version(headrace_version())))
 
     def _redis_states(self) -> dict[str, str]:
         """The state of each Redis in use, by purpose."""
@@ -63,11 +66,9 @@ class _State:
         return {name: word_for(state) for name, state in states.items() if state != REDIS_STATE_UNSPECIFIED}
 
     async def live(self, exchange: Exchange) -> None:
-        await exchange.respond(encode({"status": "live"}))
+        await exchange.respond(encode(Health("live")))
 
     async def ready(self, exchange: Exchange) -> None:
         ready = self._services.models.ready
-        body: dict[str, Any] = {"status": "ready" if ready else "no model is ready"}
-        if states := self._redis_states():
-            body["redis"] = states
-        await exchange.respond(encode(body), status=200 if ready else 503)
+        health = Health("ready" if ready else "no model is ready", self._redis_states() or UNSET)
+        await exchange.respond(encode(health), status=200 if ready else 503)

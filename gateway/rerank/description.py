@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.gateway.edge.description import API, Operation
-from headrace.gateway.rerank import answer_types, types
+from headrace.gateway.rerank import answers, types
 
 _UNVERSIONED = ("", "/v2")
 
@@ -12,7 +12,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/rerank",
         "Order documents by how well they answer a query",
-        answer_types.Reranked,
+        answers.Reranked,
         (types.RerankRequest,),
         is_generated=True,
         prefixes=(*API, *_UNVERSIONED),
@@ -21,7 +21,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/score",
         "Score pairs of texts",
-        answer_types.ScoreList,
+        answers.ScoreList,
         (types.ScoreRequest,),
         is_generated=True,
         prefixes=(*API, ""),

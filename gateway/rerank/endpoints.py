@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+
+from msgspec import UNSET
 
 from headrace.gateway.edge.endpoint import Endpoint, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore, paired
 from headrace.gateway.encoding.vectors import best_first, floats_of
+from headrace.gateway.rerank.answers import Reranked, RerankedText, RerankResult, RerankUsage, Score, ScoreList
 from headrace.gateway.rerank.fields import RERANK, SCORE
 from headrace.gateway.rerank.types import RerankRequest, ScoreRequest
 from headrace.gateway.services import Services
@@ -49,16 +51,13 @@ class _Ranking:
             request.priority or 0,
         )
         plan, scores = await self._scored(exchange, pairs)
-        results: list[dict[str, Any]] = []
-        for number in best_first(scores, request.top_n):
-            result: dict[str, Any] = {"index": number, "relevance_score": scores[number]}
-            if request.return_documents:
-                result["document"] = {"text": texts[number]}
-            results.append(result)
+        shows = request.return_documents
+        results = [
+            RerankResult(number, scores[number], RerankedText(texts[number]) if shows else UNSET)
+            for number in best_first(scores, request.top_n)
+        ]
         name = f"rerank-{exchange.caller.request_id}"
-        await exchange.respond(
-            encode({"id": name, "model": plan.model.name, "results": results, "usage": _usage(plan)})
-        )
+        await exchange.respond(encode(Reranked(name, plan.model.name, results, _usage(plan))))
 
     async def score(self, exchange: Exchange) -> None:
         """Score each pair: of one text with many, or of two lists of the same length."""
@@ -79,14 +78,13 @@ class _Ranking:
             priority=request.priority or 0,
         )
         plan, scores = await self._scored(exchange, pairs)
-        answer: dict[str, Any] = {
-            "id": f"score-{exchange.caller.request_id}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": plan.model.name,
-            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
-            "usage": _usage(plan),
-        }
+        answer = ScoreList(
+            id=f"score-{exchange.caller.request_id}",
+            created=int(time.time()),
+            model=plan.model.name,
+            data=[Score(index=i, score=score) for i, score in enumerate(scores)],
+            usage=_usage(plan),
+        )
         await exchange.respond(encode(answer))
 
     async def _scored(self, exchange: Exchange, pairs: PairsToScore) -> tuple[EncodingPlan, list[float]]:
@@ -95,5 +93,5 @@ class _Ranking:
         return plan, [floats_of(vector)[0] for vector in vectors]
 
 
-def _usage(plan: EncodingPlan) -> dict[str, int]:
-    return {"prompt_tokens": plan.num_tokens, "total_tokens": plan.num_tokens}
+def _usage(plan: EncodingPlan) -> RerankUsage:
+    return RerankUsage(plan.num_tokens, plan.num_tokens)

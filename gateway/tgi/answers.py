@@ -8,17 +8,107 @@ The texts of the tokens that are not special add up to the generated text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import LEAST_LOGPROB, token_bytes_of
 from headrace.gateway.edge.failures import ErrorShape, Failure
-from headrace.gateway.edge.wire import encode
+from headrace.gateway.edge.wire import Shape, encode
 
-_ERROR_TYPES = {401: "authentication", 403: "authentication", 429: "overloaded", 503: "overloaded"}
+TgiErrorType: TypeAlias = Literal["validation", "authentication", "overloaded", "generation"]
+_ERROR_TYPES: Mapping[int, TgiErrorType] = {
+    401: "authentication",
+    403: "authentication",
+    429: "overloaded",
+    503: "overloaded",
+}
+
+
+class TgiError(Shape):
+    """The shape of failures in TGI's protocol."""
+
+    error: str
+    error_type: TgiErrorType
+
+
+class TgiPrefillToken(Shape):
+    """A token of the prompt. The first one has no log-probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class TgiToken(Shape):
+    """A token of the answer. The texts of all tokens that are not special add up to the answer."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+class _Summary(Shape, kw_only=True):
+    generated_text: str | UnsetType = UNSET
+    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    generated_tokens: int
+    seed: int | None
+
+
+class TgiStreamDetails(_Summary, kw_only=True):
+    """Details at the end of a stream."""
+
+    input_length: int
+
+
+class TgiDetails(_Summary, kw_only=True):
+    """Details of an answer: its finish reason and its tokens. The best one of several has the others, with their
+    texts."""
+
+    prefill: list[TgiPrefillToken]
+    tokens: list[TgiToken]
+    top_tokens: list[list[TgiToken]] | UnsetType = UNSET
+    best_of_sequences: list[TgiDetails] | UnsetType = UNSET
+
+
+class TgiAnswer(Shape):
+    """The answer to a prompt."""
+
+    generated_text: str
+    details: TgiDetails | UnsetType = UNSET
+
+
+class TgiEvent(Shape, kw_only=True):
+    """An event of a stream: a token, and with the last one the whole text."""
+
+    index: int
+    token: TgiToken
+    top_tokens: list[TgiToken] | UnsetType = UNSET
+    generated_text: str | None
+    details: TgiStreamDetails | None
+
+
+class TgiInfo(Shape, kw_only=True):
+    """The served model and the limits of requests."""
+
+    model_id: str
+    model_sha: str
+    model_device_type: Literal["cpu"] = "cpu"
+    model_pipeline_tag: Literal["text-generation"] = "text-generation"
+    max_best_of: int
+    max_stop_sequences: int
+    max_top_n_tokens: int
+    max_input_tokens: int
+    max_total_tokens: int
+    max_client_batch_size: int = 1
+    router: Literal["headrace"] = "headrace"
+    version: str
 
 
 class _TgiErrors(ErrorShape):
@@ -27,7 +117,7 @@ class _TgiErrors(ErrorShape):
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
         kind = _ERROR_TYPES.get(failure.status, "validation" if failure.status < 500 else "generation")
-        return encode({"error": failure.message, "error_type": kind})
+        return encode(TgiError(failure.message, kind))
 
     def event(self, failure: Failure) -> bytes:
         """The last event of a stream that failed."""
@@ -67,8 +157,8 @@ class TgiChoice:
         self._text = ""
         self._num_shown_chars = 0
         self._pending: list[TokenLogprob] = []
-        self.tokens: list[dict[str, Any]] = []
-        self.tops: list[list[dict[str, Any]]] = []
+        self.tokens: list[TgiToken] = []
+        self.tops: list[list[TgiToken]] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.ending: Ending | None = None
@@ -103,19 +193,34 @@ class TgiChoice:
         if self._shown.num_top:
             self.tops.append([self._token(*alternative) for alternative in one.top[: self._shown.num_top]])
 
-    def _token(self, token_id: int, logprob: float, text: str | None = None) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float, text: str | None = None) -> TgiToken:
         if text is None:
             text = token_bytes_of(self._shown.token_bytes, token_id).decode(errors="replace")
         special = token_id in self._shown.special_ids
-        return {"id": token_id, "text": text, "logprob": max(logprob, LEAST_LOGPROB), "special": special}
+        return TgiToken(token_id, text, max(logprob, LEAST_LOGPROB), special)
 
     @property
     def generated_text(self) -> str:
         """The whole text."""
         return self._shown.prefix + self._text
 
-    def summary(self) -> dict[str, Any]:
-        """The finish reason and token count of the answer."""
+    def stream_details(self) -> TgiStreamDetails:
+        """The details at the end of a stream."""
+        return TgiStreamDetails(**self._summary(), input_length=len(self._shown.prompt))
+
+    def details(self) -> TgiDetails:
+        """The details of the answer, with its tokens."""
+        prefill = []
+        if self._shown.prefill:
+            first = self._shown.prompt[0]
+            prefill = [TgiPrefillToken(first, self._token(first, 0.0).text, None)]
+            for one in self.prompt_logprobs:
+                token = self._token(one.token_id, one.logprob)
+                prefill.append(TgiPrefillToken(token.id, token.text, token.logprob))
+        tops = self.tops if self._shown.num_top else UNSET
+        return TgiDetails(**self._summary(), prefill=prefill, tokens=self.tokens, top_tokens=tops)
+
+    def _summary(self) -> dict[str, Any]:
         ending = self.ending
         assert ending is not None
         reason = "length"
@@ -128,30 +233,18 @@ class TgiChoice:
             "seed": None if seed is None else (seed + self._seed_offset) % 2**64,
         }
 
-    def details(self) -> dict[str, Any]:
-        """The summary of the answer, with its tokens."""
-        prefill: list[dict[str, Any]] = []
-        if self._shown.prefill:
-            first = self._shown.prompt[0]
-            prefill = [{"id": first, "text": self._token(first, 0.0)["text"], "logprob": None}]
-            for one in self.prompt_logprobs:
-                token = self._token(one.token_id, one.logprob)
-                prefill.append({name: token[name] for name in ("id", "text", "logprob")})
-        value = {**self.summary(), "prefill": prefill, "tokens": self.tokens}
-        return {**value, "top_tokens": self.tops} if self._shown.num_top else value
 
-
-def whole(choices: Sequence[TgiChoice], shown: Shown) -> dict[str, Any]:
+def whole(choices: Sequence[TgiChoice], shown: Shown) -> TgiAnswer:
     """The response with these choices, best first."""
     best, *others = choices
-    value: dict[str, Any] = {"generated_text": best.generated_text}
+    answer = TgiAnswer(best.generated_text)
     if shown.details:
-        details = best.details()
+        answer.details = best.details()
         if others:
-            sequences = [{"generated_text": one.generated_text, **one.details()} for one in others]
-            details["best_of_sequences"] = sequences
-        value["details"] = details
-    return value
+            answer.details.best_of_sequences = [
+                replace(one.details(), generated_text=one.generated_text) for one in others
+            ]
+    return answer
 
 
 class TgiStream:
@@ -173,7 +266,7 @@ class TgiStream:
             events += self._event(i, choice.tokens[i], is_last and i == count - 1)
         if is_last and count and count == self._num_events:
             # All tokens arrived before a worker was lost. Readers omit the texts of special tokens.
-            events = self._event(count - 1, {**choice.tokens[-1], "text": "", "special": True}, is_last=True)
+            events = self._event(count - 1, replace(choice.tokens[-1], text="", special=True), is_last=True)
         self._num_events = count
         return events
 
@@ -181,13 +274,13 @@ class TgiStream:
         """Write nothing: the last piece was the last event."""
         return b""
 
-    def _event(self, position: int, token: dict[str, Any], is_last: bool) -> bytes:
+    def _event(self, position: int, token: TgiToken, is_last: bool) -> bytes:
         choice = self._choice
-        value: dict[str, Any] = {"index": position + 1, "token": token}
-        if self._shown.num_top:
-            value["top_tokens"] = choice.tops[position]
-        details = None
-        if is_last and self._shown.details:
-            details = {**choice.summary(), "input_length": len(self._shown.prompt)}
-        value |= {"generated_text": choice.generated_text if is_last else None, "details": details}
-        return b"data:" + encode(value) + b"\n\n"
+        event = TgiEvent(
+            index=position + 1,
+            token=token,
+            top_tokens=choice.tops[position] if self._shown.num_top else UNSET,
+            generated_text=choice.generated_text if is_last else None,
+            details=choice.stream_details() if is_last and self._shown.details else None,
+        )
+        return b"data:" + encode(event) + b"\n\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.gateway.edge.description import Operation
 from headrace.gateway.tgi import types
-from headrace.gateway.tgi.answer_types import TgiAnswer, TgiError, TgiInfo
+from headrace.gateway.tgi.answers import TgiAnswer, TgiError, TgiInfo
 
 
 def _generating(path: str, summary: str, answer: Any, is_streamed: bool) -> Operation:

@@ -15,7 +15,7 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.query import query_of
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.services import Services
-from headrace.gateway.tgi.answers import TGI_ERRORS, Shown, TgiChoice, TgiStream, whole
+from headrace.gateway.tgi.answers import TGI_ERRORS, Shown, TgiAnswer, TgiChoice, TgiInfo, TgiStream, whole
 from headrace.gateway.tgi.fields import PARAMETERS, REQUEST
 from headrace.gateway.tgi.types import NAMES, TgiParameters, TgiRequest, completion_of, samples
 
@@ -69,21 +69,17 @@ class _Generations:
     async def info(self, exchange: Exchange) -> None:
         """GET /info."""
         model = await self._services.models.find(query_of(exchange).get("model", ""), loads=False)
-        value = {
-            "model_id": model.name,
-            "model_sha": model.card.fingerprint,
-            "model_device_type": "cpu",
-            "model_pipeline_tag": "text-generation",
-            "max_best_of": MAX_CHOICES,
-            "max_stop_sequences": MAX_STOP_STRINGS,
-            "max_top_n_tokens": MAX_LOGPROBS,
-            "max_input_tokens": model.card.max_context_tokens - 1,
-            "max_total_tokens": model.card.max_context_tokens,
-            "max_client_batch_size": 1,
-            "router": "headrace",
-            "version": headrace_version(),
-        }
-        await exchange.respond(encode(value))
+        info = TgiInfo(
+            model_id=model.name,
+            model_sha=model.card.fingerprint,
+            max_best_of=MAX_CHOICES,
+            max_stop_sequences=MAX_STOP_STRINGS,
+            max_top_n_tokens=MAX_LOGPROBS,
+            max_input_tokens=model.card.max_context_tokens - 1,
+            max_total_tokens=model.card.max_context_tokens,
+            version=headrace_version(),
+        )
+        await exchange.respond(encode(info))
 
     async def _stream(self, exchange: Exchange, request: TgiRequest) -> None:
         with NAMES.in_callers_terms():
@@ -91,7 +87,7 @@ class _Generations:
             stream = TgiStream(_shown(request, completion))
             await self._services.answering.stream(exchange, completion.plans, stream)
 
-    async def _whole(self, exchange: Exchange, request: TgiRequest) -> dict[str, object]:
+    async def _whole(self, exchange: Exchange, request: TgiRequest) -> TgiAnswer:
         with NAMES.in_callers_terms():
             completion = await self._services.chats.plan_completion(completion_of(request, streams=False))
             shown = _shown(request, completion)

@@ -1,10 +1,10 @@
-"""Types of rerank responses, for the OpenAPI document. Tests compare real responses with them."""
+"""The answers of rerank and score."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.gateway.edge.wire import Shape
 
@@ -27,7 +27,7 @@ class RerankResult(Shape):
 
     index: int
     relevance_score: float
-    document: RerankedText | msgspec.UnsetType = msgspec.UNSET
+    document: RerankedText | UnsetType = UNSET
 
 
 class Reranked(Shape):
@@ -39,19 +39,19 @@ class Reranked(Shape):
     usage: RerankUsage
 
 
-class Score(Shape):
+class Score(Shape, kw_only=True):
     """The score of a pair."""
 
     index: int
-    object: Literal["score"]
+    object: Literal["score"] = "score"
     score: float
 
 
-class ScoreList(Shape):
+class ScoreList(Shape, kw_only=True):
     """A score for each pair, in their order."""
 
     id: str
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     created: int
     model: str
     data: list[Score]

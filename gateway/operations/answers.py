@@ -1,29 +1,19 @@
-"""The types of answers to operators, for the OpenAPI document.
-
-Real answers are written from prepared bytes; tests compare them with these types.
-"""
+"""The answers to operators."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.gateway.edge.wire import Shape
-
-
-class RedisStates(Shape):
-    """Whether Redis can be read and written. Requests are served in any case."""
-
-    leases: Literal["ok", "unwritable", "unreachable"] | msgspec.UnsetType = msgspec.UNSET
-    responses: Literal["ok", "unwritable", "unreachable"] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Health(Shape):
     """The state in a word or two, and that of each Redis that is used."""
 
     status: str
-    redis: RedisStates | msgspec.UnsetType = msgspec.UNSET
+    redis: dict[str, str] | UnsetType = UNSET
 
 
 class Version(Shape):
@@ -39,10 +29,10 @@ class VersionError(Shape):
     error_message: str
 
 
-class VersionStatus(Shape):
+class VersionStatus(Shape, kw_only=True):
     """The state of a version."""
 
-    version: str
+    version: str = "1"
     state: str
     status: VersionError
 
