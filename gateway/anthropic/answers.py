@@ -7,8 +7,11 @@ One instance makes one message, streamed or not, so that a stream adds up to the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.common.telemetry.logs import request_id_var
 from headrace.gateway.anthropic.turns import input_of
@@ -17,7 +20,7 @@ from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.output import ChatPiece, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from headrace.gateway.edge.failures import ErrorShape, Failure
-from headrace.gateway.edge.wire import encode
+from headrace.gateway.edge.wire import Shape, encode
 from headrace.gateway.text.reasoning_seal import sealed
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -33,6 +36,132 @@ _ERROR_TYPES = {
 }
 
 
+class AnthropicErrorDetail(Shape):
+    """The type and message of an error."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Shape, kw_only=True):
+    """The error format of Anthropic's protocol."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+class TextBlock(Shape, tag="text"):
+    """Text of the answer."""
+
+    text: str
+    citations: tuple[()] = ()
+
+
+class ThinkingBlock(Shape, tag="thinking"):
+    """Reasoning before the answer."""
+
+    thinking: str
+    signature: str
+
+
+class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="direct"):
+    """The model called the tool, not code that it runs."""
+
+
+class ToolUseBlock(Shape, tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: DirectCaller = DirectCaller()
+
+
+Block: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class ThinkingTokens(Shape):
+    """Tokens of thinking among those of the answer."""
+
+    thinking_tokens: int
+
+
+class MessageTokens(Shape, kw_only=True):
+    """The usage of a request. The tokens of the prompt exclude cached ones."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+    server_tool_use: None = None
+
+
+class CacheCreation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens that callers had put into a cache. Here every prompt is cached, and none of them is counted."""
+
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
+
+
+class MessageUsage(MessageTokens, kw_only=True):
+    """The usage in a whole message, which has fields about the service too."""
+
+    cache_creation: CacheCreation = CacheCreation()
+    inference_geo: None = None
+    service_tier: Literal["standard"] = "standard"
+    speed: Literal["standard"] = "standard"
+
+
+class AppliedEdits(Shape):
+    """The edits of the context that were applied: none."""
+
+    applied_edits: tuple[()] = ()
+
+
+StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class Message(Shape, kw_only=True):
+    """An answer in Anthropic's protocol."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Block]
+    container: None = None
+    diagnostics: None = None
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    stop_details: None = None
+    usage: MessageUsage
+    context_management: AppliedEdits | UnsetType = UNSET
+
+
+class MessageEnd(Shape):
+    """What the last events of a stream say of the message's end."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+    stop_details: None = None
+    container: None = None
+
+
+class OriginalTokens(Shape):
+    """Tokens of a prompt before the edits of its context."""
+
+    original_input_tokens: int
+
+
+class TokenCount(Shape):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+    context_management: OriginalTokens | UnsetType = UNSET
+
+
 class _AnthropicErrors(ErrorShape):
     """The error format of this protocol."""
 
@@ -44,8 +173,8 @@ class _AnthropicErrors(ErrorShape):
         """The error object."""
         status = self.status(failure)
         other = "invalid_request_error" if status < 500 else "api_error"
-        error = {"type": _ERROR_TYPES.get(status, other), "message": failure.message}
-        return encode({"type": "error", "error": error, "request_id": request_id_var.get()})
+        error = AnthropicErrorDetail(_ERROR_TYPES.get(status, other), failure.message)
+        return encode(AnthropicError(error=error, request_id=request_id_var.get()))
 
     def event(self, failure: Failure) -> bytes:
         """The last event of a stream that failed."""
@@ -67,25 +196,20 @@ class _Block:
     def add(self, text: str) -> None:
         self._texts.append(text)
 
-    def value(self, shows_thinking: bool = True) -> dict[str, Any]:
+    def value(self, shows_thinking: bool = True) -> Block:
         """The block as the message shows it."""
         text = "".join(self._texts)
         if self.kind == "text":
-            return {"type": "text", "text": text, "citations": []}
+            return TextBlock(text)
         if self.kind == "thinking":
-            return {"type": "thinking", "thinking": text if shows_thinking else "", "signature": sealed(text)}
-        return self._call(input_of(text))
+            return ThinkingBlock(text if shows_thinking else "", sealed(text))
+        return ToolUseBlock(self.call_id, self.name, input_of(text))
 
-    def opening(self) -> dict[str, Any]:
+    def opening(self) -> Block:
         """The block as its first event shows it."""
         if self.kind == "tool_use":
-            return self._call({})
-        empty: dict[str, Any] = {"type": self.kind, self.kind: ""}
-        return {**empty, "signature": ""} if self.kind == "thinking" else {**empty, "citations": []}
-
-    def _call(self, value: dict[str, Any]) -> dict[str, Any]:
-        caller = {"type": "direct"}
-        return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": value, "caller": caller}
+            return ToolUseBlock(self.call_id, self.name, {})
+        return ThinkingBlock("", "") if self.kind == "thinking" else TextBlock("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +222,7 @@ class Showing:
     """Whether these have their text."""
     anything: bool = True
     """False for a request that only computes its prompt into the cache."""
-    length_reason: str = "max_tokens"
+    length_reason: StopReason = "max_tokens"
     """The reason to stop of an answer that reached its length."""
     context_management: bool = False
     """Whether the message says which edits of its context were applied."""
@@ -111,26 +235,14 @@ class MessageAnswer:
         self, message_id: str, model: str, num_prompt_tokens: int, num_id_chars: int, showing: Showing
     ) -> None:
         """`num_id_chars` is the length of the ids of calls."""
-        self._message: dict[str, Any] = {
-            "id": message_id,
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": [],
-            "container": None,
-            "diagnostics": None,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "stop_details": None,
-        }
+        self._message_id = message_id
+        self._model = model
         self._num_prompt_tokens = num_prompt_tokens
         self._num_id_chars = num_id_chars
         self._showing = showing
-        edits: dict[str, Any] = {"context_management": {"applied_edits": []}}
-        self._edits = edits if showing.context_management else {}
         self._begun = False
         self._open: _Block | None = None
-        self._blocks: list[dict[str, Any]] = []
+        self._blocks: list[Block] = []
         self._ending: Ending | None = None
 
     def piece(self, index: int, piece: ChatPiece) -> bytes:
@@ -138,8 +250,8 @@ class MessageAnswer:
         events = b""
         if not self._begun:
             self._begun = True
-            usage = _usage_value(Usage(self._num_prompt_tokens, 0, piece.num_cached_tokens))
-            events = _event("message_start", message={**self._message, "usage": {**usage, **_SERVICE}}) + PING
+            message = self._message(Usage(self._num_prompt_tokens, 0, piece.num_cached_tokens))
+            events = _event("message_start", message=message) + PING
         for delta in piece.deltas if self._showing.anything else ():
             events += self._delta(delta)
         if piece.ending is not None:
@@ -153,29 +265,43 @@ class MessageAnswer:
 
     def end(self, usage: Usage) -> bytes:
         """The last events."""
-        delta = {**self._stop(), "container": None}
-        events = _event("message_delta", delta=delta, usage=self._usage(usage), **self._edits)
+        edits = {"context_management": AppliedEdits()} if self._showing.context_management else {}
+        events = _event("message_delta", delta=self._stop(), usage=MessageTokens(**self._tokens(usage)), **edits)
         return events + _event("message_stop")
 
     def whole(self, usage: Usage) -> bytes:
         """The body of the answer."""
-        account = {**self._usage(usage), **_SERVICE}
-        return encode({**self._message, "content": self._blocks, **self._stop(), "usage": account, **self._edits})
+        message = self._message(usage)
+        stop = self._stop()
+        message.content, message.stop_reason, message.stop_sequence = self._blocks, stop.stop_reason, stop.stop_sequence
+        if self._showing.context_management:
+            message.context_management = AppliedEdits()
+        return encode(message)
 
-    def _usage(self, usage: Usage) -> dict[str, Any]:
+    def _message(self, usage: Usage) -> Message:
+        """The message as it begins."""
+        return Message(id=self._message_id, model=self._model, content=[], usage=MessageUsage(**self._tokens(usage)))
+
+    def _tokens(self, usage: Usage) -> dict[str, Any]:
         """The usage; the token that a worker samples in order to compute a prompt is not in it."""
-        return _usage_value(usage if self._showing.anything else replace(usage, num_generated_tokens=0))
+        return {
+            "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+            "cache_read_input_tokens": usage.num_cached_tokens,
+            "output_tokens": usage.num_generated_tokens if self._showing.anything else 0,
+            "output_tokens_details": ThinkingTokens(usage.num_reasoning_tokens),
+        }
 
-    def _stop(self) -> dict[str, Any]:
+    def _stop(self) -> MessageEnd:
         assert self._ending is not None
-        reason, sequence = "end_turn", None
+        reason: StopReason = "end_turn"
+        sequence = None
         if self._ending.reason == "length" or not self._showing.anything:
             reason = self._showing.length_reason
         elif isinstance(self._ending.stop_reason, str):
             reason, sequence = "stop_sequence", self._ending.stop_reason
-        elif any(block["type"] == "tool_use" for block in self._blocks):
+        elif any(isinstance(block, ToolUseBlock) for block in self._blocks):
             reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
+        return MessageEnd(reason, sequence)
 
     def _delta(self, delta: Delta) -> bytes:
         match delta:
@@ -221,32 +347,11 @@ class MessageAnswer:
             return b""
         value = block.value(self._showing.thinking)
         events = b""
-        if block.kind == "thinking":
-            events += self._block_delta({"type": "signature_delta", "signature": value["signature"]})
+        if isinstance(value, ThinkingBlock):
+            events += self._block_delta({"type": "signature_delta", "signature": value.signature})
         events += _event("content_block_stop", index=len(self._blocks))
         self._blocks.append(value)
         return events
-
-
-# Fixed fields of a whole message about its service.
-_SERVICE = {
-    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
-    "inference_geo": None,
-    "service_tier": "standard",
-    "speed": "standard",
-}
-
-
-def _usage_value(usage: Usage) -> dict[str, Any]:
-    """The `usage` object. In this protocol, the tokens of the prompt exclude cached ones."""
-    return {
-        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.num_cached_tokens,
-        "output_tokens": usage.num_generated_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
-        "server_tool_use": None,
-    }
 
 
 def _event(kind: str, **fields: Any) -> bytes:

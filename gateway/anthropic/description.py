@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.gateway.anthropic import answer_types
+from headrace.gateway.anthropic import answers
 from headrace.gateway.anthropic.types import MessagesRequest, PromptFields
 from headrace.gateway.chat.request import AnswerFields
 from headrace.gateway.edge.description import API, Operation
@@ -12,20 +12,20 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/messages",
         "Answer in the manner of Anthropic's Messages API",
-        answer_types.Message,
+        answers.Message,
         (MessagesRequest, AnswerFields),
         is_streamed=True,
         prefixes=API,
-        error=answer_types.AnthropicError,
+        error=answers.AnthropicError,
     ),
     Operation(
         "POST",
         "/messages/count_tokens",
         "Count the tokens of a prompt of the Messages API",
-        answer_types.TokenCount,
+        answers.TokenCount,
         (PromptFields,),
         prefixes=API,
-        error=answer_types.AnthropicError,
+        error=answers.AnthropicError,
     ),
 )
 """All operations."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from headrace.gateway.anthropic.answers import ANTHROPIC_ERRORS, PING, MessageAnswer, Showing
+from msgspec import UNSET
+
+from headrace.gateway.anthropic.answers import (
+    ANTHROPIC_ERRORS,
+    PING,
+    MessageAnswer,
+    OriginalTokens,
+    Showing,
+    TokenCount,
+)
 from headrace.gateway.anthropic.fields import COUNT_TOKENS, MESSAGES, OUTPUT_CONFIG, THINKING
 from headrace.gateway.anthropic.types import (
     MessagesRequest,
@@ -85,8 +94,8 @@ class _Messages:
         chat_request, names, _ = await self._chat(exchange, request)
         with names.in_callers_terms(), _in_providers_words():
             count = await self._services.chats.count(chat_request)
-            edits = {"context_management": {"original_input_tokens": count}} if request.context_management else {}
-            await exchange.respond(encode({"input_tokens": count, **edits}))
+            edited = OriginalTokens(count) if request.context_management else UNSET
+            await exchange.respond(encode(TokenCount(count, edited)))
 
     async def _chat(
         self, exchange: Exchange, request: PromptFields, answer: AnswerFields | None = None

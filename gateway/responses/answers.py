@@ -26,6 +26,16 @@ from headrace.gateway.chat.sampling import shortest
 from headrace.gateway.edge.failures import OPENAI_ERRORS, ErrorShape, Failure
 from headrace.gateway.edge.wire import encode, padding
 from headrace.gateway.responses.references import new_output_id
+from headrace.gateway.responses.response import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    Response,
+    ResponseError,
+    ResponseReasoning,
+    ResponseText,
+    ResponseUsage,
+)
 from headrace.gateway.responses.tools import CallName
 from headrace.gateway.responses.types import ENCRYPTED_REASONING, ResponsesRequest, TextFields
 from headrace.gateway.text.reasoning_seal import sealed
@@ -34,7 +44,7 @@ from headrace.protos.inference_pb2 import SamplingParams
 _ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 
 
-def response_head(request: ResponsesRequest, response_id: str, model: str, params: SamplingParams) -> dict[str, Any]:
+def response_head(request: ResponsesRequest, response_id: str, model: str, params: SamplingParams) -> Response:
     """The fields of a response that are known before it is generated."""
     reasoning, text = request.reasoning, request.text or TextFields()
     tools = [
@@ -49,40 +59,33 @@ def response_head(request: ResponsesRequest, response_id: str, model: str, param
             return float(given)
         return shortest(getattr(params, name)) if params.HasField(name) else default
 
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        "background": bool(request.background),
-        "completed_at": None,
-        "error": None,
-        "frequency_penalty": number("frequency_penalty", 0.0),
-        "incomplete_details": None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
-        "metadata": request.metadata or {},
-        "model": model,
-        "output": [],
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "presence_penalty": number("presence_penalty", 0.0),
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
-        "safety_identifier": request.safety_identifier,
-        "service_tier": "default",
-        "store": request.store is not False,
-        "temperature": number("temperature", 1.0),
-        "text": {"format": _format_value(text.format), "verbosity": text.verbosity or "medium"},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": tools,
-        "top_logprobs": request.top_logprobs or 0,
-        "top_p": number("top_p", 1.0),
-        "truncation": request.truncation or "disabled",
-        "usage": None,
-        "user": request.user,
-    }
+    return Response(
+        id=response_id,
+        created_at=int(time.time()),
+        background=bool(request.background),
+        frequency_penalty=number("frequency_penalty", 0.0),
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata or {},
+        model=model,
+        output=[],
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        presence_penalty=number("presence_penalty", 0.0),
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning=ResponseReasoning(None if reasoning is None else reasoning.effort),
+        safety_identifier=request.safety_identifier,
+        store=request.store is not False,
+        temperature=number("temperature", 1.0),
+        text=ResponseText(_format_value(text.format), text.verbosity or "medium"),
+        tool_choice=request.tool_choice or "auto",
+        tools=tools,
+        top_logprobs=request.top_logprobs or 0,
+        top_p=number("top_p", 1.0),
+        truncation=request.truncation or "disabled",
+        user=request.user,
+    )
 
 
 def _format_value(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -94,15 +97,15 @@ def _format_value(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**given, "description": given.get("description"), "strict": given.get("strict") is not False}
 
 
-def usage_value(usage: Usage) -> dict[str, Any]:
-    """The `usage` object of a response. Tokens written to a cache are not counted, because every prompt is cached."""
-    return {
-        "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.num_generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
-        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
-    }
+def usage_of(usage: Usage) -> ResponseUsage:
+    """The `usage` object of a response."""
+    return ResponseUsage(
+        input_tokens=usage.num_prompt_tokens,
+        input_tokens_details=InputTokensDetails(usage.num_cached_tokens),
+        output_tokens=usage.num_generated_tokens,
+        output_tokens_details=OutputTokensDetails(usage.num_reasoning_tokens),
+        total_tokens=usage.num_prompt_tokens + usage.num_generated_tokens,
+    )
 
 
 @dataclass(slots=True)
@@ -151,7 +154,7 @@ class ResponseAnswer(ErrorShape):
 
     def __init__(
         self,
-        head: Mapping[str, Any],
+        response: Response,
         include: Sequence[str],
         logprobs: ChatLogprobs | None,
         num_id_chars: int,
@@ -167,7 +170,7 @@ class ResponseAnswer(ErrorShape):
         """
         self._pads = pads
         self._names = names or {}
-        self.response: dict[str, Any] = dict(head)
+        self.response = response
         """The response so far."""
         self._seals = ENCRYPTED_REASONING in include
         self._logprobs = logprobs
@@ -202,7 +205,7 @@ class ResponseAnswer(ErrorShape):
             events += self._text(self._open, "")
         if piece.ending is not None:
             self._ending = piece.ending
-            if not self.response["output"] and self._open is None:
+            if not self.response.output and self._open is None:
                 events += self._add("message")  # an empty answer is a message too
             events += self._close("incomplete" if piece.ending.reason == "length" else "completed")
         return events
@@ -215,10 +218,10 @@ class ResponseAnswer(ErrorShape):
         """Complete the response."""
         assert self._ending is not None
         cut_off = self._ending.reason == "length"
-        self.response["status"] = "incomplete" if cut_off else "completed"
-        self.response["incomplete_details"] = {"reason": "max_output_tokens"} if cut_off else None
-        self.response["completed_at"] = None if cut_off else int(time.time())
-        self.response["usage"] = usage_value(usage)
+        self.response.status = "incomplete" if cut_off else "completed"
+        self.response.incomplete_details = IncompleteDetails("max_output_tokens") if cut_off else None
+        self.response.completed_at = None if cut_off else int(time.time())
+        self.response.usage = usage_of(usage)
 
     def end(self, usage: Usage) -> bytes:
         """The last event. Call `finish` before."""
@@ -242,9 +245,9 @@ class ResponseAnswer(ErrorShape):
 
     def fail(self, failure: Failure) -> None:
         """The response has failed."""
-        self.response["status"] = "failed"
+        self.response.status = "failed"
         code = _ERROR_CODES.get(failure.kind, "server_error")
-        self.response["error"] = {"code": code, "message": failure.message}
+        self.response.error = ResponseError(code, failure.message)
 
     # --- items ------------------------------------------------------------------------------------------------------
 
@@ -272,8 +275,8 @@ class ResponseAnswer(ErrorShape):
         return self._close("completed") + self._add(kind)
 
     def _add(self, kind: str, name: CallName | None = None) -> bytes:
-        item_id = new_output_id(_KINDS[kind][0], self.response["id"])
-        item = self._open = _OpenItem(kind, item_id, len(self.response["output"]), name=name)
+        item_id = new_output_id(_KINDS[kind][0], self.response.id)
+        item = self._open = _OpenItem(kind, item_id, len(self.response.output), name=name)
         if item.is_call:
             item.call_id = new_call_id(self._num_id_chars)
         if not self._streams:
@@ -307,7 +310,7 @@ class ResponseAnswer(ErrorShape):
         if item is None:
             return b""
         value = self._value(item, status)
-        self.response["output"].append(value)
+        self.response.output.append(value)
         if not self._streams:
             return b""
         _, _, done, name = _KINDS[item.kind]
@@ -356,9 +359,9 @@ class ResponseAnswer(ErrorShape):
         return event
 
 
-def ending_event(response: Mapping[str, Any], number: int) -> bytes:
+def ending_event(response: Response, number: int) -> bytes:
     """The last event of a response that has ended, by its status."""
-    status = response["status"]
+    status = response.status
     # The API has no event for a cancelled response: its stream ends as failed.
     return _encoded(f"response.{'failed' if status == 'cancelled' else status}", number, {"response": response})
 

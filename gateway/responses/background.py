@@ -45,7 +45,7 @@ class ResponseRun:
     @property
     def response_id(self) -> str:
         """The id of the response."""
-        return str(self.answer.response["id"])
+        return self.answer.response.id
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """Wake the followers: there are new events."""
@@ -145,8 +145,8 @@ class ResponseRuns:
         try:
             await generate(run)
         except asyncio.CancelledError:
-            if response["status"] == "in_progress":
-                response["status"] = "cancelled"
+            if response.status == "in_progress":
+                response.status = "cancelled"
         except StatusError as error:
             run.answer.fail(failure_of(error))
         except Exception:

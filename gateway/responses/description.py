@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.gateway.edge.description import API, Operation
-from headrace.gateway.responses import answer_types
+from headrace.gateway.responses import response
 from headrace.gateway.responses.types import ResponsesRequest
 
 _RESPONSE = "/responses/{response_id}"
@@ -13,7 +13,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         "/responses",
         "Answer in the manner of the Responses API",
-        answer_types.Response,
+        response.Response,
         (ResponsesRequest,),
         is_streamed=True,
         prefixes=API,
@@ -22,18 +22,18 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         _RESPONSE,
         "Retrieve a response, or follow it",
-        answer_types.Response,
+        response.Response,
         is_streamed=True,
         prefixes=API,
         query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
     ),
-    Operation("DELETE", _RESPONSE, "Forget a response", answer_types.DeletedResponse, prefixes=API),
-    Operation("POST", f"{_RESPONSE}/cancel", "Cancel a response", answer_types.Response, prefixes=API),
+    Operation("DELETE", _RESPONSE, "Forget a response", response.DeletedResponse, prefixes=API),
+    Operation("POST", f"{_RESPONSE}/cancel", "Cancel a response", response.Response, prefixes=API),
     Operation(
         "GET",
         f"{_RESPONSE}/input_items",
         "List what a response answers",
-        answer_types.InputItems,
+        response.InputItems,
         prefixes=API,
         query={
             "limit": {"type": "integer", "minimum": 1, "maximum": 100},

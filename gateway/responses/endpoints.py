@@ -24,6 +24,7 @@ from headrace.gateway.responses.background import ResponseRun, ResponseRuns
 from headrace.gateway.responses.fields import FIELDS
 from headrace.gateway.responses.items import Turn, input_items, turns_of
 from headrace.gateway.responses.references import resolved
+from headrace.gateway.responses.response import DeletedResponse, InputItems, ResponseError
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unpacked
 from headrace.gateway.responses.tools import Offer, offer_of
 from headrace.gateway.responses.types import (
@@ -125,10 +126,10 @@ class _Responses:
         if not planned.is_stored:
             return
         try:
-            await self._store.put(answer.response["id"], await packed(planned.stored), owner=planned.stored.owner)
+            await self._store.put(answer.response.id, await packed(planned.stored), owner=planned.stored.owner)
         except StoreError as error:
-            _LOG.warning("%s is not stored: %s", answer.response["id"], error)
-            answer.response["store"] = False
+            _LOG.warning("%s is not stored: %s", answer.response.id, error)
+            answer.response.store = False
 
     async def _in_background(self, exchange: Exchange, planned: _Planned) -> None:
         async def generate(run: ResponseRun) -> None:
@@ -151,7 +152,7 @@ class _Responses:
         earlier: list[dict[str, Any]] = []
         if request.previous_response_id is not None:
             previous = await self._previous(exchange, request.previous_response_id)
-            earlier = [*previous.items, *previous.response["output"]]
+            earlier = [*previous.items, *previous.response.output]
         items = input_items(await resolved(request.input, lambda name: self._stored(exchange, name)))
         offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
         plan, names = await self._plan(request, turns_of(earlier, items), offer)
@@ -215,8 +216,8 @@ class _Responses:
         if stored is None:
             message = f"there is no response '{response_id[:MAX_ID_CHARS]}' to go on from; was it stored?"
             raise HttpError(400, "previous_response_not_found", message, param="previous_response_id")
-        if stored.response["status"] not in ("completed", "incomplete"):
-            message = f"previous_response_id: the response is {stored.response['status']}; only a whole one can go on"
+        if stored.response.status not in ("completed", "incomplete"):
+            message = f"previous_response_id: the response is {stored.response.status}; only a whole one can go on"
             raise invalid("previous_response_id", message)
         return stored
 
@@ -238,7 +239,7 @@ class _Responses:
         if stored.events is None:
             raise invalid("stream", "stream: only a response that was created with background and stream has events")
         position = number_of(query, "starting_after", -1, -1, 2**31) + 1
-        run = self._runs.get(stored.response["id"])
+        run = self._runs.get(stored.response.id)
         if run is not None:
             await self._follow(exchange, run, position)
         else:
@@ -247,21 +248,21 @@ class _Responses:
     async def delete(self, exchange: Exchange) -> None:
         """DELETE responses/{id}."""
         stored = await self._found(exchange)
-        response_id = stored.response["id"]
-        if stored.response["status"] not in _ENDED:
+        response_id = stored.response.id
+        if stored.response.status not in _ENDED:
             await self._cancelled(exchange, stored)
         try:
             await self._store.delete(response_id, stored.owner)
         except StoreError as error:
             raise _unreachable(error) from error
-        await exchange.respond(encode({"id": response_id, "object": "response", "deleted": True}))
+        await exchange.respond(encode(DeletedResponse(id=response_id)))
 
     async def cancel(self, exchange: Exchange) -> None:
         """POST responses/{id}/cancel."""
         stored = await self._found(exchange)
-        if not stored.response["background"]:
+        if not stored.response.background:
             raise invalid("response_id", "only a response that was created with background can be cancelled")
-        if stored.response["status"] not in _ENDED:
+        if stored.response.status not in _ENDED:
             stored = await self._cancelled(exchange, stored)
         await exchange.respond(encode(stored.response))
 
@@ -282,17 +283,9 @@ class _Responses:
                 raise invalid("after", "after: there is no item of this id")
             items = items[position + 1 :]
         page = items[:limit]
-        await exchange.respond(
-            encode(
-                {
-                    "object": "list",
-                    "data": page,
-                    "first_id": page[0]["id"] if page else None,
-                    "last_id": page[-1]["id"] if page else None,
-                    "has_more": len(items) > len(page),
-                }
-            )
-        )
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        more = len(items) > len(page)
+        await exchange.respond(encode(InputItems(data=page, first_id=first, last_id=last, has_more=more)))
 
     async def _found(self, exchange: Exchange) -> StoredResponse:
         """The response that the path names."""
@@ -315,21 +308,22 @@ class _Responses:
             stored = None if value is None else await unpacked(value)
             if stored is None or stored.owner != exchange.owner:
                 return None
-            if stored.response["status"] not in _ENDED and not await self._runs.is_alive(response_id):
+            if stored.response.status not in _ENDED and not await self._runs.is_alive(response_id):
                 # It may have ended after it was read.
                 value = await self._store.get(response_id)
                 stored = None if value is None else await unpacked(value)
-                if stored is not None and stored.response["status"] not in _ENDED:
-                    stored.response["status"] = "failed"
-                    error = {"code": "server_error", "message": "the gateway that generated the response is gone"}
-                    stored.response["error"] = error
+                if stored is not None and stored.response.status not in _ENDED:
+                    stored.response.status = "failed"
+                    stored.response.error = ResponseError(
+                        "server_error", "the gateway that generated the response is gone"
+                    )
             return stored
         except StoreError as error:
             raise _unreachable(error) from error
 
     async def _cancelled(self, exchange: Exchange, stored: StoredResponse) -> StoredResponse:
         """The response after it was cancelled, here or by the gateway that runs it."""
-        response_id = stored.response["id"]
+        response_id = stored.response.id
         run = self._runs.get(response_id)
         if run is not None:
             await self._runs.cancel(run)
@@ -349,7 +343,7 @@ class _Responses:
             stored = await self._stored(exchange, response_id)
             if stored is None:
                 raise StatusError(Reason.NOT_FOUND, "the response was deleted", field="response_id")
-            if stored.response["status"] in _ENDED:
+            if stored.response.status in _ENDED:
                 return stored
             await asyncio.sleep(POLL_S)
 
@@ -366,8 +360,8 @@ class _Responses:
     async def _replay(self, exchange: Exchange, stored: StoredResponse, position: int) -> None:
         keep_alive = asyncio.create_task(exchange.keep_alive())
         try:
-            if stored.response["status"] not in _ENDED:
-                stored = await self._ended(exchange, stored.response["id"])
+            if stored.response.status not in _ENDED:
+                stored = await self._ended(exchange, stored.response.id)
             # The events of a run are stored when it has ended; of one that is lost there is only the end.
             events = stored.events[position:] if stored.events else [ending_event(stored.response, position)]
             await exchange.write(b"".join(events), last=True)

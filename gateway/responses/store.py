@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.gateway.responses.response import Response
 from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
 
 DEFAULT_TTL_S = 24 * 3600.0
@@ -68,7 +69,7 @@ class StoredResponse(msgspec.Struct):
 
     owner: str
     """The tenant that may see it; empty without keys."""
-    response: dict[str, Any]
+    response: Response
     """As the API shows it."""
     items: list[dict[str, Any]]
     """The conversation before its output: that of `previous_response_id`, and its own input."""
@@ -80,7 +81,7 @@ class _Kept(msgspec.Struct):
     """A `StoredResponse` whose values are JSON text if msgpack cannot hold them."""
 
     owner: str
-    response: dict[str, Any] | bytes
+    response: Response | bytes
     items: list[dict[str, Any]] | bytes
     events: list[bytes] | None = None
 
@@ -111,7 +112,7 @@ async def unpacked(value: bytes) -> StoredResponse:
     response, items = kept.response, kept.items
     return StoredResponse(
         kept.owner,
-        msgspec.json.decode(response) if isinstance(response, bytes) else response,
+        msgspec.json.decode(response, type=Response) if isinstance(response, bytes) else response,
         msgspec.json.decode(items) if isinstance(items, bytes) else items,
         kept.events,
     )

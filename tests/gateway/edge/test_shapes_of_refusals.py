@@ -18,7 +18,7 @@ HI = [{"role": "user", "content": "hi"}]
 # path -> what is asked there, and the names in its errors
 ASKED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "/v1/chat/completions": ({"messages": HI}, ["error"]),
-    "/v1/messages": ({"messages": HI, "max_tokens": 1}, ["type", "error"]),
+    "/v1/messages": ({"messages": HI, "max_tokens": 1}, ["type", "error", "request_id"]),
     "/api/chat": ({"messages": HI, "options": {"num_predict": 1}}, ["error"]),
     "/api/generate": ({"prompt": "hi", "options": {"num_predict": 1}}, ["error"]),
     "/generate": ({"inputs": "hi", "parameters": {"max_new_tokens": 1}}, ["error", "error_type"]),

@@ -21,7 +21,9 @@ from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.responses import background as response_runs
 from headrace.gateway.responses import redis_store
 from headrace.gateway.responses import store as response_store
+from headrace.gateway.responses.answers import response_head
 from headrace.gateway.responses.redis_store import RedisStore
+from headrace.gateway.responses.response import Response
 from headrace.gateway.responses.store import (
     MAX_RESPONSE_BYTES,
     MemoryStore,
@@ -30,12 +32,21 @@ from headrace.gateway.responses.store import (
     packed,
     unpacked,
 )
+from headrace.gateway.responses.types import ResponsesRequest
+from headrace.protos.inference_pb2 import SamplingParams
 from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNWRITABLE
 from tests.patience import patience
 from tests.redis_server import RedisServer
 
 RESPONSES = "/v1/responses"
 BODY = {"model": "tiny", "input": "hi"}
+
+
+def response(*output: dict[str, Any]) -> Response:
+    """A response with this output."""
+    head = response_head(ResponsesRequest(input="hi"), "resp_1", "tiny", SamplingParams())
+    head.output += output
+    return head
 
 
 class Clock:
@@ -104,18 +115,18 @@ async def test_bounds_hold_whatever_is_put(steps: list[tuple[str, int, bool]]) -
 @pytest.mark.parametrize("num_items", [1, 100_000])
 async def test_a_response_is_packed_and_unpacked(num_items: int) -> None:
     items = [{"id": f"msg_{i}"} for i in range(num_items)]
-    stored = StoredResponse("o", {"id": "resp_1", "output": [{"text": "é"}]}, items, [b"event"])
+    stored = StoredResponse("o", response({"text": "é"}), items, [b"event"])
     value = await unpacked(await packed(stored))
     assert (value.owner, value.response, value.items, value.events) == ("o", stored.response, stored.items, [b"event"])
 
 
 async def test_integers_of_any_size_are_kept() -> None:
-    stored = StoredResponse("o", {"maximum": 10**30}, [{"const": -(10**30)}], [b"event"])
+    stored = StoredResponse("o", response({"maximum": 10**30}), [{"const": -(10**30)}], [b"event"])
     assert await unpacked(await packed(stored)) == stored
 
 
 async def test_a_response_that_is_too_large_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = StoredResponse("", {}, [{"text": "x"}])
+    stored = StoredResponse("", response(), [{"text": "x"}])
     monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", len(await packed(stored)) - 1)
     with pytest.raises(StoreError, match="too large"):
         await packed(stored)
@@ -123,9 +134,9 @@ async def test_a_response_that_is_too_large_is_not_packed(monkeypatch: pytest.Mo
 
 async def test_a_conversation_that_compresses_well_is_not_kept_at_any_length() -> None:
     turn = {"text": "a" * (MAX_RESPONSE_BYTES - 1024)}
-    assert len(await packed(StoredResponse("owner", {}, [turn]))) < MAX_RESPONSE_BYTES // 100
+    assert len(await packed(StoredResponse("owner", response(), [turn]))) < MAX_RESPONSE_BYTES // 100
     with pytest.raises(StoreError, match="too large"):
-        await packed(StoredResponse("owner", {}, [turn] * 5))
+        await packed(StoredResponse("owner", response(), [turn] * 5))
 
 
 # --- Redis ----------------------------------------------------------------------------------------------------------
@@ -218,7 +229,7 @@ async def test_a_run_whose_gateway_is_gone_has_failed(pair: Any, server: RedisSe
     await pair.gateways[0].protocols["responses"].drain(0)
     server.client().set(f"headrace:response:{made['id']}", left)
     server.client().delete(f"headrace:response:{made['id']}:alive")
-    run.stored.response["status"] = "in_progress"
+    run.stored.response.status = "in_progress"
     failed = (await other.get(f"{RESPONSES}/{made['id']}")).json()
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
 
