@@ -209,8 +209,8 @@ class AdmissionControl:
         return self._keys.find(secret)
 
     def authorize(self, key: ApiKey | None) -> Authorization | None:
-        """The authorization of a request with this key; None without keys or limits. It counts against the limits of the
-        key only from `admitted` on."""
+        """The authorization of a request with this key; None without keys or limits. The request counts against the
+        limits of the key only once it is `admitted`."""
         if key is None or self._limits is None:
             return None
         return Authorization(key, next(self._names), self._limits)
