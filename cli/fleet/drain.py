@@ -28,7 +28,7 @@ from headrace.protos.status import error_of
 )
 @access_options
 def drain(worker: str, undo: bool, timeout_s: float, tls_dir: Path | None, join_token_file: Path | None) -> None:
-    """Let the worker at WORKER, HOST:PORT or unix:/path, end its requests and take no new ones.
+    """Drain WORKER (HOST:PORT or unix:/path): it finishes its requests and takes no new ones.
 
     From then on its health is NOT_SERVING and routers skip it. The exit status is 1 while requests still run.
     """

@@ -197,7 +197,7 @@ def _default_serve(url: str | None) -> ServeRecord:
 @click.option("--prompt", help="The same as TEXT.")
 @click.option("--tokens", help="Token ids of the prompt, such as 1,2,3, instead of a text.")
 @click.option("--against", help="Another prompt, a text or @FILE: show where the two have their first difference.")
-@click.option("--router", help="Router to ask, HOST:PORT or unix:PATH.  [default: that of the serve]")
+@click.option("--router", help="Router to ask, HOST:PORT or unix:PATH.  [default: that of the running headrace serve]")
 @click.option("--url", help="Gateway that tokenizes.  [default: the one on this host]")
 @click.option("--model", default="", help="Model to ask for.  [default: the only one]")
 @click.option("--adapter", default="", help="LoRA adapter.")

@@ -455,7 +455,7 @@ def pull(
     ratio: float | None,
     offline: bool,
 ) -> None:
-    """Put MODEL into the cache.
+    """Fetch MODEL, convert it if necessary, and store it in the cache.
 
     MODEL is a name of the catalogue (headrace models catalogue), a GGUF file, a directory with an OpenVINO model, or
     OWNER/NAME[:QUANTISATION][@REVISION] on a hub (HF_ENDPOINT, HF_TOKEN): a repository in OpenVINO, GGUF or safetensors
