@@ -138,8 +138,6 @@ class _Generations:
 
 async def _load(exchange: Exchange, request: OllamaChat | OllamaGenerate, model: Model) -> None:
     """Answer a request without a prompt, which only checks the model."""
-    if is_zero(request.keep_alive):
-        ignored("keep_alive", "a gateway does not unload models; its operator does")
     value = loaded(model.name, isinstance(request, OllamaChat), "unload" if is_zero(request.keep_alive) else "load")
     if request.stream is False:
         await exchange.respond(encode(value))

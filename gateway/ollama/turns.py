@@ -46,6 +46,8 @@ def check_fields(request: msgspec.Struct) -> None:
     keep_alive = getattr(request, "keep_alive", None)
     if isinstance(keep_alive, str) and _DURATION.fullmatch(keep_alive) is None:
         raise invalid("keep_alive", "keep_alive must be seconds, or a duration such as 5m or 1h30m")
+    if keep_alive is not None:
+        ignored("keep_alive", "the operator decides how long a model stays loaded")
     if getattr(request, "top_logprobs", None) and not getattr(request, "logprobs", None):
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     options = getattr(request, "options", None)

@@ -296,6 +296,8 @@ class Ollama(Client):
 class ZedOllama(Ollama):
     """Every option is there, null too. `num_ctx` is 16,384 at most, and the model stays loaded for ever."""
 
+    ignored = "keep_alive"
+
     def body(self) -> dict[str, Any]:
         return {
             "model": NAME,
@@ -349,7 +351,7 @@ class ClineOllama(Ollama):
 class ContinueOllama(ClineOllama):
     """It sends tools only if the last turn is the user's, so that results of tools have another prompt."""
 
-    ignored = ""
+    ignored = "keep_alive"
 
     def body(self) -> dict[str, Any]:
         body = {**super().body(), "options": {"num_ctx": 8192, "num_predict": 2048}, "keep_alive": 1800}

@@ -343,6 +343,14 @@ async def test_answers_without_a_limit_end_with_the_context(ask: Any, model: Any
         assert request.sampling.max_tokens == 4096 - len(request.token_ids)
 
 
+@pytest.mark.parametrize("keep_alive", [-1, 1800, "5m", 0])
+async def test_keep_alive_is_named_because_the_operator_decides(front: Any, keep_alive: Any) -> None:
+    for path, more in ((CHAT, {"messages": HI}), (GENERATE, {"prompt": "hi"})):
+        body = {"model": "tiny", "stream": False, "keep_alive": keep_alive, **more}
+        response = await front.http.post(path, json=body)
+        assert (response.status_code, response.headers[HEADER]) == (200, "keep_alive")
+
+
 async def test_hints_change_nothing(ask: Any, model: Any) -> None:
     hints = {"num_batch": 8, "num_gpu": 0, "main_gpu": 0, "num_thread": 4, "num_keep": 5, "numa": True}
     more = {"low_vram": False, "f16_kv": True, "use_mmap": True, "use_mlock": False, "mirostat_tau": 5.0}
