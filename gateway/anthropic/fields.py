@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from headrace.gateway.anthropic.types import MessagesRequest, OutputConfig, PromptFields, Thinking
-from headrace.gateway.chat.request import NEUTRAL, AnswerFields
+from headrace.gateway.chat.request import AnswerFields
 from headrace.gateway.chat.sampling import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from headrace.gateway.chat_fields import lacking
+from headrace.gateway.chat_fields import AS_CHATS, OF_PROVIDER, as_chats, lacking
 from headrace.gateway.fields import Applied, FieldTable, Hint, Refused, Row
 
-_AS_CHATS = "as for [chats](#post-v1chatcompletions)"
-_OF_PROVIDER = "it concerns the provider's own storage, billing and monitoring"
 _ANYWHERE = "the model runs where this server runs"
 _HOSTED = "the server runs no hosted tools, containers or MCP clients"
 
@@ -65,9 +63,9 @@ _PROMPT: dict[str, Row] = {
     "betas": Hint("what is served needs no header and no list of beta features", ([],)),
     "anthropic_beta": Hint("what is served needs no header and no list of beta features", ([],)),
     "anthropic_version": Hint("there is one version"),
-    "billing_policy": Hint(_OF_PROVIDER),
-    "user_profile_id": Hint(_OF_PROVIDER),
-    "workspace_id": Hint(_OF_PROVIDER),
+    "billing_policy": Hint(OF_PROVIDER),
+    "user_profile_id": Hint(OF_PROVIDER),
+    "workspace_id": Hint(OF_PROVIDER),
 }
 _COMPACTION = Refused("ask for a summary in messages")
 
@@ -86,17 +84,16 @@ MESSAGES = FieldTable(
             f"up to {MAX_STOP_STRINGS} texts",
             f"At most {MAX_STOP_CHARS} characters each. Empty texts have no effect",
         ),
-        **{name: Applied(_AS_CHATS) for name in AnswerFields.__struct_fields__ if name not in NEUTRAL},
-        **{name: Refused("leave it out", neutral) for name, neutral in NEUTRAL.items()},
+        **as_chats(AnswerFields),
         "stream": Applied("bool", "Send the answer as [a stream](../protocol.md#messages)"),
-        "request_id": Applied(_AS_CHATS),
+        "request_id": Applied(AS_CHATS),
         "metadata": Hint("tenants are those of the API keys"),
-        "service_tier": Hint(_OF_PROVIDER, ("auto", "standard_only")),
+        "service_tier": Hint(OF_PROVIDER, ("auto", "standard_only")),
         "inference_geo": Hint(_ANYWHERE),
         "container": Hint(_HOSTED),
-        "diagnostics": Hint(_OF_PROVIDER),
+        "diagnostics": Hint(OF_PROVIDER),
         "fallbacks": Hint("no answer is declined for policy reasons", ([], "default")),
-        "fallback_credit_token": Hint(_OF_PROVIDER),
+        "fallback_credit_token": Hint(OF_PROVIDER),
         "compaction": _COMPACTION,
         "thread": Refused("send all turns in messages"),
         **lacking(

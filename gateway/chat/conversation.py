@@ -185,7 +185,8 @@ def _text_of(where: str, role: str, content: str | list[dict[str, Any]] | None) 
             if isinstance(thought, str):
                 thoughts.append(thought)
             else:
-                ignored(f"messages.content.{kind}", "the model cannot read such a part of its own earlier turns")
+                why = "the model cannot read such a part of its own earlier turns"
+                ignored(f"messages.content.{kind}", why, is_known=False)
         elif role == "tool" and isinstance(kind, str):
             texts.append(note_of(kind))
         else:
@@ -196,7 +197,7 @@ def _text_of(where: str, role: str, content: str | list[dict[str, Any]] | None) 
 
 def note_of(kind: str, place: str = "messages.content") -> str:
     """What the model reads in place of a part of a tool's result that is no text, such as `image_url`."""
-    ignored(f"{place}.{kind}", "the model reads text only, and finds a note in place of it")
+    ignored(f"{place}.{kind}", "the model reads text only, and finds a note in place of it", is_known=False)
     what = kind.removeprefix("input_").removesuffix("_url")[:_MAX_ECHO_CHARS]
     return f"[{what}: omitted, because this model reads text only]"
 

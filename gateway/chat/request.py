@@ -6,15 +6,14 @@ this module, which are OpenAI's names. A protocol with other names translates th
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from headrace.gateway.cache_eviction import CacheEvictionFields, eviction_rule
 from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, Sampling
-from headrace.gateway.checks import check_range, invalid, is_one_of, unsupported
+from headrace.gateway.checks import check_range, invalid, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.structure.fields import ConstraintFields, Structure
 from headrace.protos.sampling_fields import numbers_of
@@ -23,13 +22,6 @@ COMPLETION_MAX_TOKENS = 16
 MAX_KEY_CHARS = 512
 MAX_PROMPTS = 256
 VERBOSITIES = ("low", "medium", "high")
-# field -> values besides null that have no effect; other values are refused
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "grammar_lazy": (False,),
-    "grammar_triggers": ([],),
-}
 
 
 class AnswerFields(ConstraintFields, kw_only=True):
@@ -179,7 +171,6 @@ def check_completion(request: Completion) -> None:
 
 
 def _check_common(request: Generation) -> None:
-    refuse_unless_neutral(request, NEUTRAL)
     _check_choices(request)
     if request.max_completion_tokens is not None and request.max_tokens is not None:
         least = 0 if isinstance(request, Completion) and request.echo else 1
@@ -219,15 +210,6 @@ def _check_prompt(request: Generation) -> None:
         raise invalid("bad_words", f"bad_words takes at most {MAX_BAD_WORDS} texts")
     if any(not word.strip() or len(word) > MAX_BAD_WORD_CHARS for word in words):
         raise invalid("bad_words", f"bad_words: a text must have 1 to {MAX_BAD_WORD_CHARS} characters, not only spaces")
-
-
-def refuse_unless_neutral(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `StatusError` for a field whose value is not null and not one of those without effect."""
-    for name, values in neutral.items():
-        value = getattr(request, name)
-        if value is not None and not is_one_of(value, values):
-            hint = f"; it may only be {json.dumps(values[0])}" if values else "; leave it out"
-            raise unsupported(name, f"{name} is not supported yet{hint}")
 
 
 # --- values ---------------------------------------------------------------------------------------------------------

@@ -40,8 +40,6 @@ class Operation:
     """Type of a 503 that reports a state rather than an error."""
     query: Mapping[str, Any] = field(default_factory=dict)
     """Schemas of the parameters in the query, by name."""
-    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Fields of its requests that are refused with other values than these."""
 
     is_generated: bool = False
     """A model answers, although never as a stream."""

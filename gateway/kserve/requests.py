@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.gateway.chat.request import Completion, SamplingFields
-from headrace.gateway.chat_fields import NEUTRAL_FIELDS
+from headrace.gateway.chat_fields import NEUTRAL_FIELDS, REFUSED
 from headrace.gateway.checks import invalid, is_one_of, json_of, unsupported
 from headrace.gateway.edge.wire import convert
 from headrace.gateway.field_names import FieldNames
@@ -143,7 +143,8 @@ def inference_of(values: Mapping[str, Any], outputs: Sequence[str] = (), streams
             raise invalid(name, f"{name} must be a JSON schema, an object or its text")
     for name in rest.keys() - set(KserveParameters.__struct_fields__):
         if name in NEUTRAL_FIELDS and not is_one_of(rest[name], (None, *NEUTRAL_FIELDS[name])):
-            raise unsupported(name, f"{name} is not supported; use /v1/completions or /v1/chat/completions")
+            instead = REFUSED[name].instead if name in REFUSED else "use /v1/completions or /v1/chat/completions"
+            raise unsupported(name, f"{name} is not supported; {instead}")
         ignored(name, "there is no such parameter", is_known=False)
     parameters = convert({name: value for name, value in rest.items() if value is not None}, KserveParameters)
     asked = [name for name, flag in OPTIONAL_OUTPUTS.items() if flags[flag]]

@@ -12,7 +12,7 @@ from headrace.gateway.chat.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from headrace.gateway.chat_fields import lacking
+from headrace.gateway.chat_fields import OF_PROVIDER, REFUSED, REFUSED_BY_CHATS, lacking
 from headrace.gateway.fields import Applied, FieldTable, Hint, Refused, Row
 from headrace.gateway.openai.types import (
     ChatRequest,
@@ -25,7 +25,6 @@ from headrace.protos.sampling_fields import NUMBERS
 
 _SAMPLING = "use temperature, top_p, top_k or min_p"
 _KEY = "up to 512 characters"
-_OF_PROVIDER = "it concerns the provider's own storage, billing and monitoring"
 _CACHE = "the prefix cache needs no such parameters"
 _DRAFTS = "the server chooses by itself how much to speculate; drafts change no answer"
 _CONSTRAINT = "[Structured output](../protocol.md#structured-output)"
@@ -115,10 +114,6 @@ _APPLIED: dict[str, Row] = {
         )
     },
     "guided_decoding_backend": Hint("constraints have one implementation here"),
-    "guided_whitespace_pattern": Refused("leave it out: JSON has no white space between tokens"),
-    "structural_tag": Refused("use response_format, or tools with strict"),
-    "grammar_lazy": Refused("leave it out: a grammar constrains the whole answer", (False,)),
-    "grammar_triggers": Refused("leave it out: a grammar constrains the whole answer", ([],)),
 }
 _MAX_TOKENS = Applied(
     "1 or more",
@@ -129,20 +124,16 @@ _MAX_TOKENS = Applied(
 # Fields of other servers and of the provider's own infrastructure, the same for chats and completions.
 _OTHERS: dict[str, Row] = {
     # OpenAI
-    "user": Hint(_OF_PROVIDER),
-    "safety_identifier": Hint(_OF_PROVIDER),
-    "metadata": Hint(_OF_PROVIDER),
+    "user": Hint(OF_PROVIDER),
+    "safety_identifier": Hint(OF_PROVIDER),
+    "metadata": Hint(OF_PROVIDER),
     "store": Hint("only responses are stored", (False,)),
-    "service_tier": Hint(_OF_PROVIDER, ("auto", "default")),
+    "service_tier": Hint(OF_PROVIDER, ("auto", "default")),
     "prompt_cache_retention": Hint(
         "the prefix cache keeps blocks as long as there is room", ("in_memory", "in-memory")
     ),
     # vLLM
-    "use_beam_search": Refused("use n or best_of", (False,)),
-    "length_penalty": Refused("it belongs to beam search; leave it out", (1,)),
-    "early_stopping": Refused("it belongs to beam search; leave it out", (False,)),
-    "diversity_penalty": Refused("it belongs to beam search; leave it out", (0,)),
-    "logits_processors": Refused("use logit_bias, allowed_token_ids or bad_words", ([],)),
+    **REFUSED,
     "thinking_token_budget": Refused("use reasoning_effort", (-1,)),
     "logprob_token_ids": Refused("use top_logprobs", ([],)),
     "prompt_embeds": Refused("send the prompt as text or tokens", ([],)),
@@ -256,13 +247,7 @@ CHAT = FieldTable(
         **_APPLIED,
         **_OTHERS,
         "web_search_options": Hint("the server has no web search"),
-        "modalities": Refused("answers are text", (["text"],)),
-        "audio": Refused("answers are text"),
-        "functions": Refused("use tools"),
-        "function_call": Refused("use tool_choice", ("none",)),
-        "chat_template": Refused("the model's own template is used; its variables are in chat_template_kwargs"),
-        "documents": Refused("send them in messages", ([],)),
-        "echo": Refused("use /v1/completions", (False,)),
+        **REFUSED_BY_CHATS,
     },
 )
 
@@ -297,7 +282,7 @@ EMBEDDING = FieldTable(
         "dimensions": Applied("1 to those of the model", "Shortens the vectors, and scales them to length 1 again"),
         "truncate_prompt_tokens": Applied("1 or more, or -1", "Keep only this many tokens of each text"),
         "priority": Applied("32 bits", "Higher priorities go first"),
-        "user": Hint(_OF_PROVIDER),
+        "user": Hint(OF_PROVIDER),
     },
 )
 TOKENIZE = FieldTable(
@@ -313,7 +298,7 @@ TOKENIZE = FieldTable(
         "add_generation_prompt": Applied("bool, default true", "Needs `messages`"),
         "continue_final_message": Applied("bool", "Needs `messages`"),
         "chat_template_kwargs": Applied("object", "Needs `messages`"),
-        "chat_template": Refused("the model's own template is used; its variables are in chat_template_kwargs"),
+        "chat_template": REFUSED_BY_CHATS["chat_template"],
     },
 )
 DETOKENIZE = FieldTable(

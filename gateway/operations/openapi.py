@@ -6,7 +6,7 @@ Each protocol describes its operations in its `description`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -116,8 +116,6 @@ _INSIDE: dict[str, dict[str, Any]] = {
     "string.verbosity": {"enum": list(request.VERBOSITIES)},
     "string.reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
 }
-# Known fields of messages that are refused.
-_REFUSED = {"ChatMessage": ("function_call", "audio")}
 _TIMEOUT = {
     "name": TIMEOUT_HEADER,
     "in": "header",
@@ -165,11 +163,8 @@ def document(operations: Iterable[Operation]) -> dict[str, Any]:
     for name in msgspec.json.schema_components(told)[1]:
         _require(schemas[name])
     reference_of = dict(zip(map(str, listed), references, strict=True))
-    neutral: dict[str, Sequence[Any]] = dict(request.NEUTRAL)
-    for one in operations:
-        neutral |= one.neutral
     for name, schema in schemas.items():
-        _bound(name, schema, neutral)
+        _bound(name, schema)
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
         for prefix in one.prefixes:
@@ -241,16 +236,11 @@ def _require(schema: dict[str, Any]) -> None:
         schema["required"] = always
 
 
-def _bound(name: str, schema: dict[str, Any], neutral_values: Mapping[str, Sequence[Any]]) -> None:
+def _bound(name: str, schema: dict[str, Any]) -> None:
     """Add the ranges of its fields' checks to a type's schema."""
     for name_of_field, value in schema.get("properties", {}).items():
         if value.get("default", 0) is None:
             del value["default"]
-        neutral = () if name_of_field in _REFUSED.get(name, ()) else neutral_values.get(name_of_field)
-        if neutral is not None and not set(value) - {"description"}:
-            value["enum"] = [None, *neutral]
-            value["description"] = "Known; other values are refused"
-            continue
         keywords = _BOUNDS.get(f"{name}.{name_of_field}", _BOUNDS.get(name_of_field))
         for branch in value.get("anyOf", [value]):
             for keyword in _KEYWORDS_OF.get(branch.get("type"), ()):

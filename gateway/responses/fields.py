@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.gateway.chat.request import NEUTRAL, SamplingFields
+from headrace.gateway.chat.request import SamplingFields
 from headrace.gateway.chat.sampling import MAX_LOGPROBS
-from headrace.gateway.chat_fields import lacking
+from headrace.gateway.chat_fields import AS_CHATS, OF_PROVIDER, as_chats, lacking
 from headrace.gateway.fields import Applied, FieldTable, Hint, Refused, Row
 from headrace.gateway.responses.types import (
     ENCRYPTED_REASONING,
@@ -15,8 +15,6 @@ from headrace.gateway.responses.types import (
     ResponsesRequest,
 )
 
-_AS_CHATS = "as for [chats](#post-v1chatcompletions)"
-_OF_PROVIDER = "it concerns the provider's own storage, billing and monitoring"
 _CACHE = "the prefix cache keeps blocks as long as there is room"
 
 _ROWS: dict[str, Row] = {
@@ -37,9 +35,9 @@ _ROWS: dict[str, Row] = {
     "max_output_tokens": Applied(
         "1 or more", "As `max_tokens` of chats. With `truncation`, turns are dropped before the answer is shortened"
     ),
-    **{name: Applied(_AS_CHATS) for name in SamplingFields.__struct_fields__ if name not in NEUTRAL},
-    "chat_template_kwargs": Applied(_AS_CHATS),
-    "request_id": Applied(_AS_CHATS),
+    **as_chats(SamplingFields),
+    "chat_template_kwargs": Applied(AS_CHATS),
+    "request_id": Applied(AS_CHATS),
     "text.format": Applied(
         "`text`, `json_object`, or `json_schema` with `name`, `schema`, `strict`, `description`", "As `response_format`"
     ),
@@ -80,11 +78,10 @@ _ROWS: dict[str, Row] = {
     "context_management": Hint("the server does not compact conversations", ([],)),
     "prompt_cache_options": Hint(_CACHE, ({"mode": "implicit"}, {})),
     "prompt_cache_retention": Hint(_CACHE, ("in_memory", "in-memory")),
-    "access_programs": Hint(_OF_PROVIDER),
+    "access_programs": Hint(OF_PROVIDER),
     "conversation": Refused("use previous_response_id"),
     "prompt": Refused("send its text as instructions and input"),
     "moderation": Refused("moderate the answer in your program"),
-    **{name: Refused("leave it out", neutral) for name, neutral in NEUTRAL.items()},
 }
 FIELDS = FieldTable(
     "POST /v1/responses",

@@ -324,7 +324,8 @@ def _parts(where: str, content: Any, kind: str) -> list[dict[str, Any]]:
         if kind_of_part in _TEXTS:
             parts.append(_text_part(place, part))
         elif kind == "output_text":
-            ignored(f"input.content.{kind_of_part}", "the model cannot read such a part of its own earlier turns")
+            why = "the model cannot read such a part of its own earlier turns"
+            ignored(f"input.content.{kind_of_part}", why, is_known=False)
         else:
             found = f"{kind_of_part[:_MAX_ECHO_CHARS]} is not supported"
             raise unsupported(f"{place}.type", f"{place}.type: {found}; only input_text, output_text and refusal are")
@@ -385,7 +386,7 @@ def _thoughts(where: str, value: Any) -> list[Mapping[str, Any]]:
         if isinstance(part.get("text"), str):
             found.append(part)
         else:
-            ignored(f"input.reasoning.{part.get('type')}", "it has no text")
+            ignored(f"input.reasoning.{part.get('type')}", "it has no text", is_known=False)
     return found
 
 

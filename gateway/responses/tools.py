@@ -88,7 +88,8 @@ def offer_of(
         where, kind = left_out[0]
         raise unsupported(where, f"{where}: there is no built-in '{kind}' here; offer a function for it")
     for _, kind in left_out:
-        ignored(f"tools.{kind}", "the server runs no hosted tools, so that the model does not get this one")
+        why = "the server runs no hosted tools, so that the model does not get this one"
+        ignored(f"tools.{kind}", why, is_known=False)
     for name in [*offer.names.values()]:
         # Models may leave out the namespace.
         if name.namespace is not None:

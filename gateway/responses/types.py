@@ -86,7 +86,7 @@ def check_response(request: ResponsesRequest) -> None:
     rest."""
     for name in request.include or ():
         if name not in (LOGPROBS, ENCRYPTED_REASONING):
-            ignored(f"include.{name}", "answers have no such part")
+            ignored(f"include.{name}", "answers have no such part", is_known=False)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options needs stream to be true")
     if request.background and request.store is False:

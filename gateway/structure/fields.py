@@ -53,10 +53,6 @@ class ConstraintFields(SamplingNumbers, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
     ebnf: str | None = None
-    guided_whitespace_pattern: Any = None
-    structural_tag: Any = None
-    grammar_lazy: Any = None
-    grammar_triggers: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.gateway import hints
+from headrace.gateway.chat.conversation import note_of
 from headrace.gateway.hints import HEADER, MAX_LOGGED, Hints, hints_var, ignored
 
 
@@ -38,3 +39,10 @@ def test_names_of_callers_leave_room_in_the_log_for_known_ones(caplog: pytest.Lo
     for number in range(2 * MAX_LOGGED):
         ignored(f"input.{number}", "it is of no use")
     assert len(caplog.records) == MAX_LOGGED
+
+
+def test_kinds_of_parts_are_names_of_callers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(hints, "MAX_LOGGED", 2)
+    for kind in ("made_up", "another"):
+        note_of(kind)
+    assert len(caplog.records) == 1
