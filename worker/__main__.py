@@ -13,6 +13,7 @@ from typing import Any
 import click
 import uvloop
 
+from headrace.common import worker_flags
 from headrace.common.flags import FiniteRange
 from headrace.common.model_files.cache import find_directory
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
@@ -30,7 +31,6 @@ from headrace.worker.serving import serve
 
 DRAIN_TIMEOUT_S = 2.0
 DEFAULT_MAX_ADAPTERS = 16
-SPECULATION = ("auto", "off", "ngram", "draft", "eagle3", "medusa")
 _NEED_DRAFT_MODEL = {
     "draft": "a smaller model",
     "eagle3": "heads in the format of EAGLE-3",
@@ -75,41 +75,17 @@ _NEED_DRAFT_MODEL = {
     help="Seconds that running requests have to finish after SIGTERM. Routers then resume them on other workers.",
 )
 @click.option("--threads", type=click.IntRange(1), help="Number of cores to compute with. Default: all usable cores.")
-@click.option("--kv-cache-gb", type=FiniteRange(0, min_open=True), help="Size of the KV cache in GiB.")
+@worker_flags.KV_CACHE_GB.worker_option()
 @click.option(
     "--kv-cache-share",
     type=FiniteRange(0, 0.95, min_open=True),
     default=0.4,
     help="Share of the available memory for the KV cache, if --kv-cache-gb is not given.",
 )
-@click.option(
-    "--kv-precision",
-    type=click.Choice(["u8", "u4", "bf16", "f32"]),
-    default="u8",
-    help="Precision of the KV cache. A lower precision holds more tokens.",
-)
-@click.option(
-    "--execution-mode",
-    type=click.Choice(["performance", "accuracy"]),
-    default="performance",
-    help="Compute in the fastest precision of this CPU, or in that of the model.",
-)
-@click.option(
-    "--decode-graph",
-    type=click.Choice(["auto", "on", "off"]),
-    default="auto",
-    help="Keep a second copy of the weights that makes decode steps with few sequences faster. auto: on CPUs with AMX, "
-    "if the copy takes at most a tenth of the memory.",
-)
-@click.option(
-    "--speculation",
-    type=click.Choice(SPECULATION),
-    help="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: always "
-    "propose the tokens that followed the same text earlier in prompt or answer. auto: as ngram, but only as many "
-    "tokens as make this worker faster. draft: as auto, and also tokens of --draft-model. eagle3, medusa: the same "
-    "with heads in these formats. All propose a request's prediction, and the tokens that its grammar requires.  "
-    "[default: the kind of --draft-model, else auto; off on CPUs with AMX, unless --execution-mode is accuracy]",
-)
+@worker_flags.KV_PRECISION.worker_option()
+@worker_flags.EXECUTION_MODE.worker_option()
+@worker_flags.DECODE_GRAPH.worker_option()
+@worker_flags.SPECULATION.worker_option()
 @click.option(
     "--draft-model",
     type=click.Path(path_type=Path),
@@ -124,43 +100,12 @@ _NEED_DRAFT_MODEL = {
     "max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS][,aggregation_mode=sum|norm_sum]: all requests that "
     "do not set cache_eviction to false; this many tokens stay.",
 )
-@click.option(
-    "--window-cache",
-    type=click.Choice(["whole", "trim"]),
-    default="whole",
-    help="Tokens that layers with a sliding window keep of a request (Gemma 2 and 3, gpt-oss, Mistral 7B v0.1 and "
-    "others). trim: only those that queries can still reach, so that the KV cache holds several times as many tokens. "
-    "The KV cache is then not kept after a crash. whole: all tokens.",
-)
-@click.option(
-    "--max-num-seqs",
-    type=click.IntRange(1),
-    help="Maximum number of requests in a batch. Default: 128, or fewer if steps are smaller.",
-)
-@click.option(
-    "--max-num-batched-tokens",
-    type=click.IntRange(1),
-    help="Maximum number of tokens in a step. Default: 1024, or as many as this CPU computes exactly.",
-)
-@click.option(
-    "--max-num-mixed-tokens",
-    type=click.IntRange(1),
-    help="Maximum number of tokens in a step with both prompts and running streams. Default: --max-num-batched-tokens.",
-)
-@click.option(
-    "--max-ttft-s",
-    type=FiniteRange(0, min_open=True),
-    default=60.0,
-    help="Refuse requests that would wait longer than this for other requests. The time for their own prompt does not "
-    "count.",
-)
-@click.option(
-    "--stuck-after-s",
-    type=FiniteRange(0, min_open=True),
-    default=DEFAULT_STUCK_AFTER_S,
-    help="Stop serving while there is work and no step has finished for this long. If steps are expected to be long, "
-    "the limit is higher.",
-)
+@worker_flags.WINDOW_CACHE.worker_option()
+@worker_flags.MAX_NUM_SEQS.worker_option()
+@worker_flags.MAX_NUM_BATCHED_TOKENS.worker_option()
+@worker_flags.MAX_NUM_MIXED_TOKENS.worker_option()
+@worker_flags.MAX_TTFT_S.worker_option()
+@worker_flags.STUCK_AFTER_S.worker_option(DEFAULT_STUCK_AFTER_S)
 @click.option(
     "--target-tpot-ms",
     type=FiniteRange(0, min_open=True),
@@ -168,11 +113,7 @@ _NEED_DRAFT_MODEL = {
     "prompts, whichever is longer.",
 )
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Maximum number of waiting requests.")
-@click.option(
-    "--max-context-tokens",
-    type=click.IntRange(2),
-    help="Maximum length of prompt and answer together. Default: the model's.",
-)
+@worker_flags.MAX_CONTEXT_TOKENS.worker_option()
 @click.option(
     "--pooling",
     type=click.Choice([pooling.value for pooling in Pooling]),
@@ -214,11 +155,7 @@ _NEED_DRAFT_MODEL = {
     type=click.Path(path_type=Path, file_okay=False),
     help="Directory on a fast disk for cached prefixes that leave the KV cache. Workers of one host share it.",
 )
-@click.option(
-    "--kv-disk-gb",
-    type=FiniteRange(0, min_open=True),
-    help="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.  [default: 16]",
-)
+@worker_flags.KV_DISK_GB.worker_option()
 @click.option(
     "--kv-disk-key",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -251,12 +188,7 @@ _NEED_DRAFT_MODEL = {
     help="LoRA adapter, a directory in PEFT's format or a GGUF file; a model name of its own for requests. May be "
     "repeated.",
 )
-@click.option(
-    "--max-adapters",
-    type=click.IntRange(0, 1024),
-    help="Number of adapters in memory at a time; 0 for none. Adapters take a second copy of the model's weights. "
-    "Default: as many as --adapter names, at most 16.",
-)
+@worker_flags.MAX_ADAPTERS.worker_option()
 @click.option("--metrics", help="host:port on which to serve Prometheus metrics.")
 @click.option(
     "--tls-dir",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.errors import CommandError
+from headrace.common import worker_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,12 @@ class HostSettings:
 
 _TEXTS = ("model", "name")
 _LISTS = ("aliases", "adapters")
-_COUNTS = {"workers": 1, "threads": 1, "cores": 1, "max_context_tokens": 2, "max_adapters": 0}
+_COUNTS = {
+    "workers": 1,
+    "threads": 1,
+    "cores": 1,
+    **{flag.option: flag.least for flag in (worker_flags.MAX_CONTEXT_TOKENS, worker_flags.MAX_ADAPTERS)},
+}
 _OF_MODELS = ("kv_share", "kv_cache_gb", "idle_s")
 _SIZES = (*_OF_MODELS, "memory_gb")
 _SWITCHES = ("on_demand",)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.cli.hosting.settings import ModelOptions, ModelRules
 from headrace.cli.serving.placement import WorkerPlace
+from headrace.common import worker_flags
+from headrace.common.worker_flags import WorkerFlag
 
 # The share of the available memory for the KV caches of all workers together. A single worker takes the same share.
 _KV_CACHE_SHARE = 0.4
@@ -174,11 +177,7 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     argv = [python, "-m", "headrace.worker", "--model", str(model.directory), "--name", model.name]
     argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
     argv += ["--threads", str(place.num_threads), "--memory-node", str(place.node)]
-    argv += _given("--max-num-seqs", options.max_num_seqs)
-    argv += _given("--max-num-batched-tokens", options.max_num_batched_tokens)
-    argv += _given("--execution-mode", options.execution_mode)
-    argv += _given("--max-ttft-s", options.max_ttft)
-    argv += _given("--stuck-after-s", options.stuck_after_s)
+    argv += _passed(options, worker_flags.OF_ALL_MODELS)
     argv += _of_model(model)
     if not model.is_encoder:
         argv += _kv_cache(options, model, place) + _of_generation(options, model, index)
@@ -196,6 +195,11 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     )
 
 
+def _passed(options: ServeOptions, flags: Sequence[WorkerFlag]) -> list[str]:
+    """The arguments for flags that worker and `headrace serve` share."""
+    return [part for flag in flags for part in flag.arguments(getattr(options, flag.option))]
+
+
 def _of_model(model: ModelPlan) -> list[str]:
     """The options of this model alone. A worker that encodes texts refuses options for generation."""
     argv = [part for adapter in model.adapters or () for part in ("--adapter", adapter)]
@@ -208,14 +212,11 @@ def _of_model(model: ModelPlan) -> list[str]:
 
 def _of_generation(options: ServeOptions, model: ModelPlan, index: int) -> list[str]:
     """The options of all models for generation and KV caches."""
-    argv = _given("--max-num-mixed-tokens", options.max_num_mixed_tokens)
-    argv += _given("--decode-graph", options.decode_graph)
-    argv += _given("--speculation", options.speculation) + _given("--draft-model", options.draft_model)
-    argv += _given("--cache-eviction", options.cache_eviction) + _given("--window-cache", options.window_cache)
-    argv += _given("--kv-precision", options.kv_precision)
+    argv = _passed(options, worker_flags.OF_GENERATION)
+    argv += _given("--draft-model", options.draft_model) + _given("--cache-eviction", options.cache_eviction)
     if options.prefill_workers:
         argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]
-    argv += _given("--kv-disk", options.kv_disk) + _given("--kv-disk-gb", options.kv_disk_gb)
+    argv += _given("--kv-disk", options.kv_disk)
     argv += _given("--kv-disk-key", options.kv_disk_key and options.kv_disk_key.absolute())
     if model.adapters is None:
         argv += [part for adapter in options.adapters for part in ("--adapter", adapter)]

@@ -34,6 +34,7 @@ from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions
 from headrace.cli.serving.ports import check_port, chosen_port, is_free
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.topology import Topology, read_topology
+from headrace.common import worker_flags
 from headrace.common.flags import FiniteRange
 
 _LOG_FLUSH_S = 1.0
@@ -96,56 +97,20 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 )
 @click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
-@click.option("--kv-cache-gb", type=FiniteRange(0, min_open=True), help="KV cache of each worker, in GiB.")
-@click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of each worker, in sequences.")
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Maximum number of tokens in a step.")
-@click.option(
-    "--max-num-mixed-tokens", type=click.IntRange(1), help="Maximum number of tokens in a step with running streams."
-)
-@click.option(
-    "--execution-mode",
-    type=click.Choice(["performance", "accuracy"]),
-    help="Compute in the fastest precision, or in that of the model.  [default: performance]",
-)
-@click.option(
-    "--decode-graph",
-    type=click.Choice(["auto", "on", "off"]),
-    help="Keep a second copy of the weights, which speeds up small batches on CPUs with AMX.  [default: auto]",
-)
-@click.option(
-    "--speculation",
-    type=click.Choice(["auto", "off", "ngram", "draft", "eagle3", "medusa"]),
-    help="Verify several proposed tokens in a step: when it makes answers faster, never, always, or with --draft-model."
-    "  [default: what --draft-model names, else auto; off on CPUs with AMX]",
-)
+@worker_flags.KV_CACHE_GB.serve_option()
+@worker_flags.MAX_NUM_SEQS.serve_option()
+@worker_flags.MAX_NUM_BATCHED_TOKENS.serve_option()
+@worker_flags.MAX_NUM_MIXED_TOKENS.serve_option()
+@worker_flags.EXECUTION_MODE.serve_option()
+@worker_flags.DECODE_GRAPH.serve_option()
+@worker_flags.SPECULATION.serve_option()
 @draft_model_option
 @cache_eviction_option
-@click.option(
-    "--window-cache",
-    type=click.Choice(["whole", "trim"]),
-    help="Let layers with a sliding window keep all tokens, or only their windows (trim). With trim the KV cache holds "
-    "several times as many tokens, but is not kept after a crash.  [default: whole]",
-)
-@click.option(
-    "--kv-precision",
-    type=click.Choice(["u8", "u4", "bf16", "f32"]),
-    help="Precision of the KV cache. A lower precision holds more tokens.  [default: u8]",
-)
-@click.option(
-    "--max-context-tokens",
-    type=click.IntRange(2),
-    help="Maximum length of prompt and answer together, in tokens.  [default: the model's]",
-)
-@click.option(
-    "--max-ttft",
-    type=FiniteRange(0, min_open=True),
-    help="Maximum time that a request waits for others, in seconds.",
-)
-@click.option(
-    "--stuck-after-s",
-    type=FiniteRange(0, min_open=True),
-    help="Seconds without a step after which a worker that has work counts as failed.  [default: 60]",
-)
+@worker_flags.WINDOW_CACHE.serve_option()
+@worker_flags.KV_PRECISION.serve_option()
+@worker_flags.MAX_CONTEXT_TOKENS.serve_option()
+@worker_flags.MAX_TTFT_S.serve_option()
+@worker_flags.STUCK_AFTER_S.serve_option()
 @click.option(
     "--adapter",
     "adapters",
@@ -154,11 +119,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     help="LoRA adapter: a directory in PEFT's format, or a GGUF file. Requests select it by NAME as their model. May "
     "be repeated.",
 )
-@click.option(
-    "--max-adapters",
-    type=click.IntRange(0, 1024),
-    help="Maximum adapters in a worker's memory; 0 for none.  [default: the number of --adapter, at most 16]",
-)
+@worker_flags.MAX_ADAPTERS.serve_option()
 @click.option("--name", help="Name of the model in requests.  [default: the model's own]")
 @click.option(
     "--tool-parser", help="Format of the model's tool calls; see headrace gateway --help.  [default: detected]"
@@ -217,11 +178,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
     help="Directory on a fast disk for cached prefixes evicted from the KV caches.  [default: none]",
 )
-@click.option(
-    "--kv-disk-gb",
-    type=FiniteRange(0, min_open=True),
-    help="Size of each model's files in --kv-disk, in GiB.  [default: 16]",
-)
+@worker_flags.KV_DISK_GB.serve_option()
 @_file_option(
     "--kv-disk-key", "Encrypt the files in --kv-disk with the key in this file.", "HEADRACE_WORKER_KV_DISK_KEY"
 )

@@ -6,9 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+import pytest
+
 from headrace.cli.hosting.settings import ModelOptions
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec, ServeOptions, base_url, front_specs, worker_specs
+from headrace.cli.serving.serve import serve
+from headrace.common import worker_flags
+from headrace.common.worker_flags import WorkerFlag
+from headrace.worker.__main__ import command as worker_command
 
 OPTIONS = ServeOptions(
     host="127.0.0.1",
@@ -90,6 +97,20 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         assert argument(worker.argv, "--speculation") == "draft"
         assert argument(worker.argv, "--draft-model") == "/models/small"
         assert argument(worker.argv, "--cache-eviction") == "max_cache_size=4096"
+
+
+@pytest.mark.parametrize("flag", [*worker_flags.OF_ALL_MODELS, *worker_flags.OF_GENERATION], ids=lambda flag: flag.flag)
+def test_every_flag_that_workers_share_with_serve_is_passed_on(flag: WorkerFlag) -> None:
+    value = flag.type.choices[-1] if isinstance(flag.type, click.Choice) else 7
+    processes = processes_of(replace(OPTIONS, **{flag.option: value}))
+    (worker,) = (process for process in processes if process.role == "worker")
+    assert argument(worker.argv, flag.flag) == str(value)
+    of_worker, of_serve = (
+        next(option for option in command.params if name in option.opts)
+        for command, name in ((worker_command, flag.flag), (serve, flag.serve_flag or flag.flag))
+    )
+    assert of_worker.type is of_serve.type is flag.type
+    assert of_serve.name == flag.option
 
 
 def test_several_workers_share_the_memory_of_one() -> None:
