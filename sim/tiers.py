@@ -131,6 +131,9 @@ class SimulatedDisk(_Fetches):
         """Simulated models have no parts of blocks."""
         return self.has(block_hash)
 
+    def spill_part(self, block: int, content: Content) -> None:
+        """Simulated models have no parts of blocks."""
+
     def spill(self, block: int, content: Content) -> None:
         """A block leaves the memory. It is dropped if too many wait to be written."""
         del block

@@ -142,11 +142,10 @@ class SimulatedWorker:
     def _add_tiers(self, timer: Timer, pool_of: Callable[[str], BlockPool], shared_disk: DiskSlots | None) -> None:
         tiers = self.settings.tiers
         size = self.settings.block_size
-        pool = self.scheduler.kv_cache.pool
         if tiers.disk_tokens:
             slots = shared_disk or DiskSlots(tiers.disk_tokens // size)
             self._disk = SimulatedDisk(slots, size / tiers.disk_rate, tiers.disk_rate, timer)
-            pool.on_eviction = self._disk.spill
+            self.scheduler.kv_cache.spill_to(self._disk)
         if tiers.peer_rate:
             self._peers = SimulatedPeers(size / tiers.peer_rate, tiers.peer_rate, pool_of, timer)
         self.fetching = Fetching(self.scheduler, self._disk, self._peers, timer.clock)

@@ -16,6 +16,7 @@ from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier, PartsOnDisk
 from headrace.worker.kv.fetch import Bell
 from headrace.worker.kv.kept_cache import KeptCache
+from headrace.worker.kv.layers import LayerKind, group_of
 from headrace.worker.kv.memory import GIB
 from headrace.worker.kv.takeover import Takeover
 from headrace.worker.model.step_limits import StepLimits
@@ -60,8 +61,9 @@ def kv_layout(runner: OpenVINOModelRunner, limits: StepLimits, fingerprint: str)
     """Identifies everything that the bytes of a block depend on. Only processes with the same layout can exchange
     blocks."""
     identity = f"{fingerprint} {kv_numerics(runner, limits)} {runner.block_size} {runner.block_shapes}"
-    if runner.has_parts:
-        identity += f" window {runner.windows.num_tokens}"
+    windows = group_of(runner.layer_groups, LayerKind.WINDOW)
+    if windows is not None:
+        identity += f" window {windows.window}"
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
