@@ -38,7 +38,15 @@ HELP = "import runpy, sys; sys.argv[1:] = ['--help']; runpy.run_module('headrace
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the source of the gateway and its tests. Each test puts back what it took."""
     copy = tmp_path_factory.mktemp("gateway")
-    for name in ("protos", "common", "gateway", "tests/gateway", "tests/__init__.py", "pyproject.toml"):
+    for name in (
+        "protos",
+        "common",
+        "gateway",
+        "tests/gateway",
+        "tests/__init__.py",
+        "tests/patience.py",
+        "pyproject.toml",
+    ):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         elif (ROOT / name).exists():
