@@ -16,8 +16,8 @@ from headrace.gateway.hints import ignored
 from headrace.gateway.text.chat_template import Arguments, ChatTemplate, RawArguments
 from headrace.protos.status import StatusError
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Variables that turn reasoning on and off in templates without an effort.
 _SWITCHES = ("enable_thinking", "thinking")
 # The types of parts of text, in chats and in the Responses API, whose parts some clients send to both.
@@ -86,8 +86,8 @@ def can_switch_reasoning(template: ChatTemplate) -> bool:
 
 def _effort(effort: str, template: ChatTemplate, reasons: bool) -> dict[str, Any]:
     """The template's variables for an effort. One that changes nothing is a hint."""
-    if effort not in _EFFORTS:
-        raise invalid("reasoning_effort", f"reasoning_effort must be one of {', '.join(sorted(_EFFORTS))}")
+    if effort not in EFFORTS:
+        raise invalid("reasoning_effort", f"reasoning_effort must be one of {', '.join(sorted(EFFORTS))}")
     if template.uses("reasoning_effort"):
         return {"reasoning_effort": effort}
     for switch in _SWITCHES:
@@ -116,8 +116,8 @@ def _template_message(position: int, message: ChatMessage, template: ChatTemplat
     left out and named."""
     where = f"messages[{position}]"
     role = message.role
-    if role not in _ROLES:
-        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
+    if role not in ROLES:
+        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(ROLES))}")
     if role == "developer" and not template.mentions("developer"):
         role = "system"
     elif role == "function":

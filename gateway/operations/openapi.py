@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.common.version import headrace_version
-from headrace.gateway.chat import request, sampling
+from headrace.gateway.chat import conversation, request, sampling
 from headrace.gateway.edge.description import EVENTS, Operation
 from headrace.gateway.edge.exchange import TIMEOUT_HEADER
 from headrace.protos.sampling_fields import NUMBERS
@@ -45,7 +45,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "cache_salt": {"maxLength": request.MAX_KEY_CHARS},
     "messages": {"minItems": 1},
     "ChatRequest.tools": {"minItems": 1, "maxItems": 128},
-    "ChatMessage.role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+    "ChatMessage.role": {"enum": list(conversation.ROLES)},
 }
 _FUNCTION = {
     "type": "object",
@@ -114,7 +114,7 @@ _INSIDE: dict[str, dict[str, Any]] = {
         },
     },
     "string.verbosity": {"enum": list(request.VERBOSITIES)},
-    "string.reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
+    "string.reasoning_effort": {"enum": list(conversation.EFFORTS)},
 }
 _TIMEOUT = {
     "name": TIMEOUT_HEADER,

@@ -53,6 +53,13 @@ async def test_every_field_of_a_request_is_described_with_its_type(kind: type[ms
     assert set(schema.get("required", ())) == required
 
 
+async def test_roles_and_efforts_are_those_that_chats_take() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    assert schemas["ChatMessage"]["properties"]["role"]["enum"][-1] == "function"
+    (efforts,) = (one for one in schemas["ChatRequest"]["properties"]["reasoning_effort"]["anyOf"] if "enum" in one)
+    assert efforts["enum"][-1] == "max"
+
+
 async def test_what_generates_takes_a_time_within_which_it_must_answer(gateway: Any, router: Any) -> None:
     async def never(router: Any, stream: Any, send: Any) -> None:
         await asyncio.Event().wait()
