@@ -24,8 +24,8 @@ from headrace.worker.numerics import kv_numerics
 from headrace.worker.request.step import FIRST_STATE_SLOT
 
 if TYPE_CHECKING:
-    from headrace.worker.heads.eagle_runner import EagleRunner
-    from headrace.worker.heads.medusa_runner import MedusaRunner
+    from headrace.worker.draft_heads.eagle_runner import EagleRunner
+    from headrace.worker.draft_heads.medusa_runner import MedusaRunner
     from headrace.worker.model.runner import OpenVINOModelRunner
 
 log = logging.getLogger("headrace.worker")

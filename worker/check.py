@@ -16,13 +16,13 @@ from headrace.common.model_files.heads import HeadsKind, heads_kind
 from headrace.common.model_files.networks import has_network
 from headrace.common.model_files.task import task_of
 from headrace.worker.config import ConfigurationError
+from headrace.worker.draft_heads.eagle_files import read_eagle
+from headrace.worker.draft_heads.medusa_files import read_medusa
 from headrace.worker.encoder.files import read_encoder_files, refuse_embedder_with_cache
 from headrace.worker.encoder.runner import read_encoder
-from headrace.worker.heads.eagle_files import read_eagle
-from headrace.worker.heads.medusa_files import read_medusa
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.fused_projections import fuse_projections
-from headrace.worker.model.head import replace_head
+from headrace.worker.model.lm_head import replace_head
 from headrace.worker.model.paging import read_paged
 from headrace.worker.weights.file_memory import FileMemory
 

@@ -59,8 +59,8 @@ from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
 from headrace.worker.weights.file_memory import give_back_files
 
 if TYPE_CHECKING:
-    from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
-    from headrace.worker.heads.medusa_runner import MedusaHeads, MedusaRunner
+    from headrace.worker.draft_heads.eagle_runner import EagleHeads, EagleRunner
+    from headrace.worker.draft_heads.medusa_runner import MedusaHeads, MedusaRunner
     from headrace.worker.model.runner import OpenVINOModelRunner
 
 log = logging.getLogger("headrace.worker")

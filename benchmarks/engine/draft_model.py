@@ -39,11 +39,11 @@ import numpy.typing as npt
 from benchmarks.engine.random_heads import write_eagle_heads, write_medusa_heads
 from benchmarks.machine import describe
 from headrace.common.model_files.heads import heads_kind
+from headrace.worker.draft_heads.eagle_runner import EagleRunner
+from headrace.worker.draft_heads.features import FeatureStore
+from headrace.worker.draft_heads.medusa_runner import MedusaHeads, MedusaRunner
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.engine import Engine
-from headrace.worker.heads.eagle_runner import EagleRunner
-from headrace.worker.heads.features import FeatureStore
-from headrace.worker.heads.medusa_runner import MedusaHeads, MedusaRunner
 from headrace.worker.host.numa import usable_cpus
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.runner import OpenVINOModelRunner

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
-from headrace.worker.heads.states import attentions_of, embeddings_of, width_of
+from headrace.worker.draft_heads.hidden_states import attentions_of, embeddings_of, width_of
 from headrace.worker.model.paging import read_paged
 
 NUM_MEDUSA_HEADS = 5

@@ -18,7 +18,7 @@ from headrace.cli.models.convert import _write_model, config_of, pieces_of
 from headrace.common.model_files.gguf_files import metadata_of
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.fused_projections import is_constant
-from headrace.worker.model.head import replace_head
+from headrace.worker.model.lm_head import replace_head
 from headrace.worker.model.paging import read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
 from tests.cli.gguf_reference import log_probabilities

@@ -21,11 +21,11 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.step_cost import StepCostModel
-from headrace.worker.model import head as vocabulary_head
+from headrace.worker.model import lm_head as vocabulary_head
 from headrace.worker.model import runner as model_runner
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.fused_projections import fuse_projections
-from headrace.worker.model.head import replace_head
+from headrace.worker.model.lm_head import replace_head
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.sampled_rows import gathered
 from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS, StepLimits

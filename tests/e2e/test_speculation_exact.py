@@ -19,14 +19,14 @@ import pytest
 
 from headrace.cli.models.model_cache import model_directory
 from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.draft_heads.eagle_runner import EagleHeads, EagleRunner
+from headrace.worker.draft_heads.features import FeatureStore
+from headrace.worker.draft_heads.hidden_states import states_before
+from headrace.worker.draft_heads.medusa_runner import MedusaHeads, MedusaRunner
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.grammar.compiler import Grammars
 from headrace.worker.grammar.constraint import Constraint, ConstraintSource
 from headrace.worker.grammar.vocabulary import read_vocabulary
-from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
-from headrace.worker.heads.features import FeatureStore
-from headrace.worker.heads.medusa_runner import MedusaHeads, MedusaRunner
-from headrace.worker.heads.states import states_before
 from headrace.worker.loading import load_model
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.paging import read_paged
@@ -44,7 +44,7 @@ from headrace.worker.speculation.proposer import Source
 from tests.e2e.serving import MODEL
 from tests.e2e.small_model import small_model
 from tests.worker.conftest import KnownCosts
-from tests.worker.heads.files import (
+from tests.worker.draft_heads.files import (
     TARGET_SIZE,
     VOCAB_SIZE,
     eagle_config,

@@ -19,7 +19,7 @@ from tests.e2e.fleet import Fleet, Process, fleet
 from tests.e2e.serving import Serve, serving, until
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import Stream, chat_body, load, run_streams
-from tests.worker.heads.files import (
+from tests.worker.draft_heads.files import (
     TARGET_SIZE,
     VOCAB_SIZE,
     eagle_config,

@@ -34,7 +34,7 @@ from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, SCORES, layer_of
 from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
-from headrace.worker.model.head import HeadRequest, InputTensors, replace_head
+from headrace.worker.model.lm_head import HeadRequest, InputTensors, replace_head
 from headrace.worker.model.paging import BLOCK_INDICES, STATE_INPUTS, STEP_INPUTS, read_paged, reason_of
 from headrace.worker.model.scored import add_scores, score_windows, tables_of
 from headrace.worker.model.state_tables import StateTables, bytes_of, dims_of, has_states, has_sums

@@ -1,7 +1,7 @@
 """Sums of weights, computed by OpenVINO: a graph of a few nodes, with as many threads as the model has.
 
-The end of the model's graph uses it for the rows of a step (worker/model/head.py), and the sampler for all others, such
-as those of prompts. benchmarks.engine.overhead measures the cost of sampling with it.
+The end of the model's graph uses it for the rows of a step (worker/model/lm_head.py), and the sampler for all others,
+such as those of prompts. benchmarks.engine.overhead measures the cost of sampling with it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from headrace.worker.speculation.proposer import Source
 
 
 class Features(Protocol):
-    """The features of blocks; see `headrace.worker.heads.features.FeatureStore`."""
+    """The features of blocks; see `headrace.worker.draft_heads.features.FeatureStore`."""
 
     def first_usable(self, table: Sequence[int], start: int, end: int) -> int:
         """The index of the first block of `table` from which on tokens up to `end` have features without a gap; tokens
@@ -37,7 +37,7 @@ class Features(Protocol):
 
 
 class HeadRunner(DraftRunner, Protocol):
-    """Computes steps of heads; see `headrace.worker.heads.eagle_runner.EagleRunner`."""
+    """Computes steps of heads; see `headrace.worker.draft_heads.eagle_runner.EagleRunner`."""
 
     @property
     def store(self) -> Features:

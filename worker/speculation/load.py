@@ -17,8 +17,8 @@ from headrace.worker.speculation.eagle import EagleModel
 from headrace.worker.speculation.medusa import MedusaModel
 
 if TYPE_CHECKING:
-    from headrace.worker.heads.eagle_runner import EagleHeads, EagleRunner
-    from headrace.worker.heads.medusa_runner import MedusaHeads, MedusaRunner
+    from headrace.worker.draft_heads.eagle_runner import EagleHeads, EagleRunner
+    from headrace.worker.draft_heads.medusa_runner import MedusaHeads, MedusaRunner
     from headrace.worker.model.runner import OpenVINOModelRunner
 
     Heads = EagleHeads | MedusaHeads
@@ -47,8 +47,8 @@ def read_heads(draft_dir: Path | None, speculation: str) -> Heads | None:
     compiled, because its graph computes their inputs. ConfigurationError."""
     if draft_dir is None or speculation not in {kind.value for kind in HeadsKind}:
         return None
-    from headrace.worker.heads.eagle_runner import EagleHeads
-    from headrace.worker.heads.medusa_runner import MedusaHeads
+    from headrace.worker.draft_heads.eagle_runner import EagleHeads
+    from headrace.worker.draft_heads.medusa_runner import MedusaHeads
 
     try:
         return EagleHeads.read(draft_dir) if speculation == "eagle3" else MedusaHeads.read(draft_dir)
@@ -60,7 +60,7 @@ def kind_of_drafts(heads: Heads | None) -> type[DraftModel]:
     """Makes the object that drafts with the loaded runner."""
     if heads is None:
         return DraftModel
-    from headrace.worker.heads.eagle_runner import EagleHeads
+    from headrace.worker.draft_heads.eagle_runner import EagleHeads
 
     return EagleModel if isinstance(heads, EagleHeads) else MedusaModel
 

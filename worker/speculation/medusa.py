@@ -29,7 +29,7 @@ _LOWEST = np.float32(-3e38)
 
 
 class States(Protocol):
-    """Last hidden states; see `headrace.worker.heads.medusa_runner.LastStates`."""
+    """Last hidden states; see `headrace.worker.draft_heads.medusa_runner.LastStates`."""
 
     def of(self, request: Request) -> FloatArray | None:
         """The last hidden state `[size]` before the request's latest token; None if it is not known."""
@@ -37,7 +37,7 @@ class States(Protocol):
 
 
 class MedusaHeads(Protocol):
-    """Computes heads; see `headrace.worker.heads.medusa_runner.MedusaRunner`."""
+    """Computes heads; see `headrace.worker.draft_heads.medusa_runner.MedusaRunner`."""
 
     vocab_size: int
     block_size: int

@@ -15,9 +15,9 @@ from zlib import crc32
 import numpy as np
 import pytest
 
+from headrace.worker.draft_heads.features import FeatureStore
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.engine import Engine
-from headrace.worker.heads.features import FeatureStore
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
@@ -33,8 +33,8 @@ from tests.worker.conftest import (
     RandomRequests,
     run_random_load,
 )
+from tests.worker.draft_heads.files import FloatArray
 from tests.worker.fake_runner import FakeRunner, expected_tokens, next_token
-from tests.worker.heads.files import FloatArray
 from tests.worker.speculation.test_engine_with_drafts import answered_alike
 
 FREE_STEPS = KnownCosts(1e-6, 1e-8)

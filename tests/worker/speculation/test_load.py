@@ -10,15 +10,15 @@ import pytest
 
 from headrace.worker.__main__ import check_speculation
 from headrace.worker.config import ConfigurationError, WorkerConfig
-from headrace.worker.heads import eagle_runner
-from headrace.worker.heads.eagle_runner import EagleHeads
+from headrace.worker.draft_heads import eagle_runner
+from headrace.worker.draft_heads.eagle_runner import EagleHeads
 from headrace.worker.model.paging import PagedModel
 from headrace.worker.speculation import load
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
 from headrace.worker.speculation.load import kind_of_drafts, load_draft, read_heads, speculation_for, weights_of_draft
-from tests.worker.heads.files import eagle_config, eagle_tensors, write_heads
-from tests.worker.heads.test_eagle_graph import target_with
+from tests.worker.draft_heads.files import eagle_config, eagle_tensors, write_heads
+from tests.worker.draft_heads.test_eagle_graph import target_with
 
 
 class Compiled:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from headrace.worker.draft_heads.medusa_runner import LastStates
 from headrace.worker.engine.build import Draft, build_engine
-from headrace.worker.heads.medusa_runner import LastStates
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.sampling.logits import Logits

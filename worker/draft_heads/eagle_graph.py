@@ -21,8 +21,8 @@ from openvino import opset13
 from openvino.op import _PagedAttentionExtension
 
 from headrace.common.model_files.safetensors import floats
-from headrace.worker.heads.eagle_files import EagleFiles
-from headrace.worker.heads.states import embeddings_of
+from headrace.worker.draft_heads.eagle_files import EagleFiles
+from headrace.worker.draft_heads.hidden_states import embeddings_of
 from headrace.worker.model.sampled_rows import states_of_rows
 
 _Array = npt.NDArray[Any]

@@ -18,9 +18,9 @@ import openvino as ov
 from openvino import opset13
 
 from headrace.worker.config import ConfigurationError
-from headrace.worker.heads.eagle_files import EagleFiles, layers_to_read
-from headrace.worker.heads.eagle_graph import product
-from headrace.worker.heads.states import attentions_of, states_before, width_of
+from headrace.worker.draft_heads.eagle_files import EagleFiles, layers_to_read
+from headrace.worker.draft_heads.eagle_graph import product
+from headrace.worker.draft_heads.hidden_states import attentions_of, states_before, width_of
 from headrace.worker.model.batch import Batch
 
 FloatArray = npt.NDArray[np.float32]

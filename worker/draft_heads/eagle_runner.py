@@ -11,13 +11,13 @@ import numpy.typing as npt
 import openvino as ov
 
 from headrace.worker.config import ConfigurationError
-from headrace.worker.heads.eagle_files import EagleFiles, read_eagle
-from headrace.worker.heads.eagle_graph import build_eagle
-from headrace.worker.heads.features import FeatureReader, FeatureStore
-from headrace.worker.heads.states import embeddings_of, width_of
+from headrace.worker.draft_heads.eagle_files import EagleFiles, read_eagle
+from headrace.worker.draft_heads.eagle_graph import build_eagle
+from headrace.worker.draft_heads.features import FeatureReader, FeatureStore
+from headrace.worker.draft_heads.hidden_states import embeddings_of, width_of
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.model.batch import Batch
-from headrace.worker.model.head import InputTensors
+from headrace.worker.model.lm_head import InputTensors
 from headrace.worker.model.paging import STEP_INPUTS, read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.state_tables import bytes_of, dims_of

@@ -6,12 +6,12 @@ from array import array
 
 import numpy as np
 
-from headrace.worker.heads.features import FeatureStore
+from headrace.worker.draft_heads.features import FeatureStore
 from headrace.worker.model.batch import Batch, build_batch, padded
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import BlockCopy, Scheduled, StepPlan
-from tests.worker.heads.files import FloatArray
+from tests.worker.draft_heads.files import FloatArray
 
 BLOCK_SIZE, WIDTH = 4, 3
 

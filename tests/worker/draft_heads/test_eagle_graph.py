@@ -14,9 +14,9 @@ from openvino import opset13
 
 from headrace.common.model_files.heads import HeadsKind, heads_kind
 from headrace.worker.config import ConfigurationError
-from headrace.worker.heads.eagle_files import layers_to_read, read_eagle
-from headrace.worker.heads.eagle_graph import build_eagle
-from tests.worker.heads.files import FloatArray, eagle_config, eagle_reference, eagle_tensors, write_heads
+from headrace.worker.draft_heads.eagle_files import layers_to_read, read_eagle
+from headrace.worker.draft_heads.eagle_graph import build_eagle
+from tests.worker.draft_heads.files import FloatArray, eagle_config, eagle_reference, eagle_tensors, write_heads
 
 SIZE, VOCAB_SIZE, BLOCK_SIZE = 64, 300, 32
 SMALL = eagle_config(

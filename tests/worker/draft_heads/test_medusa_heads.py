@@ -14,10 +14,10 @@ import pytest
 from headrace.common.model_files.heads import HeadsKind, heads_kind
 from headrace.worker.check import check_servable
 from headrace.worker.config import ConfigurationError
-from headrace.worker.heads.medusa_files import read_medusa
-from headrace.worker.heads.medusa_runner import LastStates, MedusaRunner, build_head
+from headrace.worker.draft_heads.medusa_files import read_medusa
+from headrace.worker.draft_heads.medusa_runner import LastStates, MedusaRunner, build_head
 from tests.worker.adapters.files import safetensors
-from tests.worker.heads.files import (
+from tests.worker.draft_heads.files import (
     eagle_config,
     eagle_tensors,
     medusa_reference,

@@ -10,7 +10,7 @@ from openvino import opset13
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.batch import Sums
-from headrace.worker.model.head import HeadRequest, replace_head
+from headrace.worker.model.lm_head import HeadRequest, replace_head
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.reduction import FloatArray, reduce_with_numpy
 from headrace.worker.sampling.row_sums import RowSums

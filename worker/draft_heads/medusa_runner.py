@@ -21,8 +21,8 @@ from openvino import opset13
 
 from headrace.common.model_files.safetensors import floats
 from headrace.worker.config import ConfigurationError
-from headrace.worker.heads.eagle_graph import product
-from headrace.worker.heads.medusa_files import MedusaFiles, MedusaHead, read_medusa
+from headrace.worker.draft_heads.eagle_graph import product
+from headrace.worker.draft_heads.medusa_files import MedusaFiles, MedusaHead, read_medusa
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.request.request import Request
