@@ -18,9 +18,9 @@ from tests import last_words, memory
 from tests.fetch_tools import FETCHED
 from tests.patience import patience, session_slowness
 from tests.redis_server import RedisServer
-from tests.time_limits import pytest_timeout_set_timer
+from tests.time_limits import pytest_runtest_makereport, pytest_timeout_set_timer
 
-__all__ = ["pytest_timeout_set_timer"]
+__all__ = ["pytest_runtest_makereport", "pytest_timeout_set_timer"]
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import time_limits
-from tests.time_limits import pytest_timeout_set_timer
+from tests.time_limits import pytest_runtest_makereport, pytest_timeout_set_timer
 
 
 class Overdue(BaseException):
@@ -71,3 +71,16 @@ def test_an_alarm_that_an_event_loop_swallowed_comes_again(limits: list[float]) 
     with asyncio.Runner() as runner, pytest.raises(Overdue):
         runner.run(hang())
     assert [type(error) for error in lost] == [Overdue]
+
+
+def test_an_interruption_between_two_lines_is_a_failure_of_its_test_alone() -> None:
+    """pytest cannot show a traceback without a line number, and would end all tests."""
+    call = pytest.CallInfo.from_call(lambda: pytest.fail("too long"), "call")
+    item = SimpleNamespace(nodeid="a.py::b", location=("a.py", 1, "b"), keywords={})
+    hook = pytest_runtest_makereport(item, call)  # type: ignore[arg-type]
+    next(hook)
+    with pytest.raises(StopIteration) as ended:
+        hook.throw(TypeError("unsupported operand type(s) for -: 'NoneType' and 'int'"))
+    report = ended.value.value
+    assert (report.nodeid, report.outcome, report.when) == ("a.py::b", "failed", "call")
+    assert "too long" in str(report.longrepr)

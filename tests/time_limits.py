@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Generator
 
 import pytest
 import pytest_timeout
@@ -21,3 +22,27 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
     if signal.getitimer(signal.ITIMER_REAL)[0]:
         signal.setitimer(signal.ITIMER_REAL, bound_s, _AGAIN_S)
     return True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report a test that was interrupted between two lines. Its traceback has no line number there, over which pytest
+    stumbles and ends all tests."""
+    try:
+        return (yield)
+    except TypeError:
+        if call.excinfo is None:
+            raise
+        return pytest.TestReport(
+            item.nodeid,
+            item.location,
+            dict.fromkeys(item.keywords, 1),
+            "failed",
+            f"interrupted between two lines: {call.excinfo.value!r}",
+            call.when,
+            duration=call.duration,
+            start=call.start,
+            stop=call.stop,
+        )
