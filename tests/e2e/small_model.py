@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,9 @@ LAYERS = 3
 def small_model() -> Path:
     """Its directory, made if it is not there."""
     whole = pulled_model()
-    directory = cache_directory() / "test-models" / f"{MODEL}-{LAYERS}-layers"
+    # The tokenizer's file is in the name: a model that is converted anew has another one.
+    tokenizer = hashlib.sha256((whole / "openvino_tokenizer.xml").read_bytes()).hexdigest()[:8]
+    directory = cache_directory() / "test-models" / f"{MODEL}-{LAYERS}-layers-{tokenizer}"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with (directory.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -10,6 +10,7 @@ import hashlib
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import worker_pb2
@@ -51,12 +52,12 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     scheduler = under_test.scheduler
     schedule = scheduler.schedule
 
-    def spoiled() -> SchedulerOutput:
+    def spoiled(*args: Any) -> SchedulerOutput:
         if any(SPOILS_SCHEDULER in request.token_ids for request in scheduler.waiting):
             raise ZeroDivisionError("a spoiled scheduler")
-        return schedule()
+        return schedule(*args)
 
-    type(scheduler).schedule = lambda _: spoiled()  # type: ignore[method-assign]
+    type(scheduler).schedule = lambda _, *args: spoiled(*args)  # type: ignore[method-assign]
     card = worker_pb2.ModelCard(
         name="fake",
         fingerprint="f" * 64,
