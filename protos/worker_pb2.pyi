@@ -170,7 +170,7 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes", "state_interval_tokens", "max_evicting_context_tokens", "cache_eviction", "role", "pair_prefix_token_ids", "pair_suffix_token_ids")
+    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes", "state_interval_tokens", "max_evicting_context_tokens", "cache_eviction", "role", "pair_prefix_token_ids", "pair_suffix_token_ids", "images")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class ModelCard(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PAIR_PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PAIR_SUFFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     tokenizer_sha256: str
@@ -215,7 +216,20 @@ class ModelCard(_message.Message):
     role: Role
     pair_prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
     pair_suffix_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., state_interval_tokens: _Optional[int] = ..., max_evicting_context_tokens: _Optional[int] = ..., cache_eviction: _Optional[_Union[_inference_pb2.CacheEviction, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., pair_prefix_token_ids: _Optional[_Iterable[int]] = ..., pair_suffix_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    images: ImageLimits
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., state_interval_tokens: _Optional[int] = ..., max_evicting_context_tokens: _Optional[int] = ..., cache_eviction: _Optional[_Union[_inference_pb2.CacheEviction, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., pair_prefix_token_ids: _Optional[_Iterable[int]] = ..., pair_suffix_token_ids: _Optional[_Iterable[int]] = ..., images: _Optional[_Union[ImageLimits, _Mapping]] = ...) -> None: ...
+
+class ImageLimits(_message.Message):
+    __slots__ = ("max_images", "max_pixels", "max_bytes", "max_view_pixels")
+    MAX_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIEW_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    max_images: int
+    max_pixels: int
+    max_bytes: int
+    max_view_pixels: int
+    def __init__(self, max_images: _Optional[int] = ..., max_pixels: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_view_pixels: _Optional[int] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ("sha256",)
