@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.worker.request.eviction import Eviction
+from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.logprobs import PromptLogprobs
 from headrace.worker.request.params import SamplingParams
 
@@ -100,6 +101,8 @@ class Request:
     """Tokens of the prompt that are expected to be cached there."""
     adapter_slot: int = -1
     """Slot of its adapter's weights, which stay there until it has ended; -1 without an adapter."""
+    images: Sequence[PlacedImage] = ()
+    """The images of its prompt, in the order of their tokens."""
     eviction: Eviction | None = None
     """The blocks that it evicts when it becomes long; None if it keeps all."""
     prompt_hashes: list[int] = field(default_factory=list)

@@ -1,0 +1,67 @@
+"""The images of a prompt: where their tokens are, and the states that stand there instead of embeddings of tokens.
+
+In a request's tokens, each token of an image is a pseudo token (headrace.common.vision.identity), so that equal blocks
+have equal images. The model never sees it: a step gives the token's place the image's state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+LongArray = npt.NDArray[np.int64]
+
+
+class ImageStates(NamedTuple):
+    """What a vision tower computes of an image of n tokens, in the order of the tokens.
+
+    `states` `[n, hidden]` replaces the embeddings of the tokens. `deepstack` `[layers, n, hidden]` is added to the
+    states after each of the first layers; None if the model has none.
+    """
+
+    states: FloatArray
+    deepstack: FloatArray | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that they take."""
+        return self.states.nbytes + (0 if self.deepstack is None else self.deepstack.nbytes)
+
+
+class Grid(NamedTuple):
+    """The rows and columns in which an image's tokens lie, for models whose positions count them."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(slots=True, eq=False)
+class PlacedImage:
+    """An image of a request's prompt.
+
+    `digest` identifies the image with all settings that its states depend on. `places` `[n]` are the indices of its
+    tokens in the prompt, rising. `data` is the encoded file. `states` may be None while no step computes the image's
+    tokens: before it is encoded, and when all of its tokens are in the KV cache.
+    """
+
+    digest: bytes
+    places: LongArray
+    data: bytes
+    detail: str = "auto"
+    grid: Grid | None = None
+    """None if the model's positions do not count rows and columns of images."""
+    states: ImageStates | None = None
+
+    @property
+    def first(self) -> int:
+        """The place of its first token."""
+        return int(self.places[0])
+
+    @property
+    def end(self) -> int:
+        """The place after its last token."""
+        return int(self.places[-1]) + 1
