@@ -25,6 +25,7 @@ from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.mailbox import Mailbox
+from headrace.worker.engine.stages import Stage, Stages
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.host.binding import Region
@@ -95,11 +96,14 @@ class LoadedModel:
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EngineThread:
         """The thread that serves the mailbox. From now on, it can use blocks on the disk and of other workers."""
         self.tiers.start()
-        fetching, tiers = None, self.tiers
+        stages: list[Stage] = []
+        tiers = self.tiers
         if tiers.disk is not None or tiers.peers is not None:
             source = None if tiers.handover is None else tiers.handover.source
-            fetching = Fetching(self.engine.scheduler, tiers.disk, tiers.peers, takeover=tiers.takeover, source=source)
-        return EngineThread(self.engine, mailbox, max_wait_s=max_wait_s, fetching=fetching)
+            stages.append(
+                Fetching(self.engine.scheduler, tiers.disk, tiers.peers, takeover=tiers.takeover, source=source)
+            )
+        return EngineThread(self.engine, mailbox, max_wait_s=max_wait_s, stages=Stages(stages))
 
 
 def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport: Transport = PLAIN) -> LoadedModel:

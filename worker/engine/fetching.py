@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
+
+from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, Held, OtherWorkers, Tier
 from headrace.worker.kv.takeover import Takeover
@@ -235,8 +238,28 @@ class Fetching:
                 self.num_peer_tokens += min(request.num_peer_tokens, request.num_cached_tokens)
         self._uncounted = [request for request in self._uncounted if request.state is RequestState.WAITING]
 
+    def report(self, report: EngineReport) -> EngineReport:
+        """See `Stage`: the requests that wait for blocks, the state of disk and peers, and what has changed on the
+        disk."""
+        disk, peers = self.disk, self.peers
+        load = replace(
+            report.load,
+            num_waiting=report.load.num_waiting + self.num_held,
+            num_fetching=self.num_held,
+            num_disk_slots=0 if disk is None else disk.num_slots,
+            num_disk_blocks=0 if disk is None else disk.num_blocks,
+            transfer_bytes_per_s=0.0 if peers is None else peers.bytes_per_s,
+            disk_bytes_per_s=0.0 if disk is None else disk.bytes_per_s,
+        )
+        return msgspec.structs.replace(
+            report,
+            load=load,
+            counters={**report.counters, **self.counters()},
+            disk_changes={} if disk is None else disk.take_changes(),
+        )
+
     def counters(self) -> dict[str, int]:
-        """The totals for the worker's report."""
+        """The totals since the start."""
         self._count()
         found = {"prompt_tokens_from_disk": self.num_disk_tokens, "prompt_tokens_from_peers": self.num_peer_tokens}
         if self.disk is not None:

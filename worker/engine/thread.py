@@ -9,23 +9,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-
-import msgspec
+from dataclasses import fields
 
 from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.engine import Engine, EngineStats
-from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.mailbox import Command, EngineReport, Mailbox
 from headrace.worker.engine.scheduler import Scheduler, SchedulerStats
 from headrace.worker.engine.serving_thread import ServingThread
+from headrace.worker.engine.stages import Stages
 from headrace.worker.engine.watchdog import end_process
 from headrace.worker.request.step import RequestOutput
 
 # The shortest time between two load reports, unless commands came or the engine becomes idle.
 REPORT_INTERVAL_S = 0.02
-# How long to wait for fetched blocks, in seconds: while other work needs these blocks, and otherwise.
+# How long to wait for requests in stages, in seconds: while other work needs their blocks, and otherwise.
 _POLL_S, _LOOK_S = 0.001, 0.1
 # Reading the fields by name is four times as fast as asdict().
 _COUNTERS = tuple(counter.name for counter in fields(SchedulerStats))
@@ -41,12 +39,12 @@ class EngineThread(ServingThread):
         mailbox: Mailbox,
         on_failure: Callable[[str, BaseException], None] = end_process,
         max_wait_s: float = math.inf,
-        fetching: Fetching | None = None,
+        stages: Stages = Stages(),  # noqa: B008  without stages it has no state
     ) -> None:
+        """`stages` hold requests before they are scheduled."""
         super().__init__("engine", mailbox, on_failure)
         self._engine = engine
-        self._fetching = fetching
-        self._fetch_first = None if fetching is None else fetching.begin_late
+        self._stages = stages
         self._next_report_s = 0.0
         self._report: EngineReport | None = None
         self._num_taken = 0
@@ -62,18 +60,15 @@ class EngineThread(ServingThread):
         self._mailbox.deliver((), self._report_now())
         while (commands := self._receive()) is not None:
             self._apply(commands)
-            if self._fetching is not None:
-                for request in self._fetching.take_ready():
-                    self._engine.scheduler.add(request)
-            has_stepped = self._engine.advance(self._deliver, self._fetch_first)
+            for request in self._stages.take_ready():
+                self._engine.scheduler.add(request)
+            has_stepped = self._engine.advance(self._deliver, self._stages.begin_late)
             if has_stepped:
                 self.num_turns += 1
                 self._forecast.observe()
-            elif self._fetching is not None and self._engine.scheduler.has_requests:
+            elif self._engine.scheduler.has_requests:
                 time.sleep(_POLL_S)  # the pool waits for blocks that are fetched
-            has_news = self._refuse_overdue()
-            if self._fetching is not None:
-                has_news |= self._fetching.take_news()
+            has_news = self._refuse_overdue() | self._stages.take_news()
             if has_stepped or commands or has_news:
                 self._report = self._report_if_due(commands_came=bool(commands))
 
@@ -82,14 +77,14 @@ class EngineThread(ServingThread):
         refused = []
         for request, is_cancel in commands:
             if is_cancel:
-                if self._fetching is None or not self._fetching.cancel(request):
+                if not self._stages.cancel(request):
                     scheduler.cancel(request)
                 continue
             self._num_taken += 1
             error = self._forecast.refusal(request)
             if error is not None:
                 refused.append(scheduler.refuse(request, error))
-            elif self._fetching is None or not self._fetching.begin(request):
+            elif not self._stages.begin(request):
                 scheduler.add(request)
         if refused:
             self._mailbox.deliver(refused, None)
@@ -108,8 +103,7 @@ class EngineThread(ServingThread):
             return self._mailbox.take(block=False)
         self.num_turns += 1
         self.is_idle = True
-        is_fetching = self._fetching is not None and self._fetching.num_held > 0
-        commands = self._mailbox.take(block=True, timeout_s=_LOOK_S if is_fetching else None)
+        commands = self._mailbox.take(block=True, timeout_s=_LOOK_S if self._stages.num_held else None)
         self._forecast.begin()
         self.is_idle = False
         return commands
@@ -134,26 +128,7 @@ class EngineThread(ServingThread):
         return self._report_now()
 
     def _report_now(self) -> EngineReport:
-        report = report_of(self._engine.scheduler, self._engine.stats, self._num_taken)
-        if self._fetching is None:
-            return report
-        disk, peers = self._fetching.disk, self._fetching.peers
-        num_fetching = self._fetching.num_held
-        load = replace(
-            report.load,
-            num_waiting=report.load.num_waiting + num_fetching,
-            num_fetching=num_fetching,
-            num_disk_slots=0 if disk is None else disk.num_slots,
-            num_disk_blocks=0 if disk is None else disk.num_blocks,
-            transfer_bytes_per_s=0.0 if peers is None else peers.bytes_per_s,
-            disk_bytes_per_s=0.0 if disk is None else disk.bytes_per_s,
-        )
-        return msgspec.structs.replace(
-            report,
-            load=load,
-            counters={**report.counters, **self._fetching.counters()},
-            disk_changes={} if disk is None else disk.take_changes(),
-        )
+        return self._stages.report(report_of(self._engine.scheduler, self._engine.stats, self._num_taken))
 
 
 def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> EngineReport:
