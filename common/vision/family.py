@@ -1,0 +1,119 @@
+"""What differs between families of vision-language models: how an image lengthens a prompt, and its pixels.
+
+A chat template writes one placeholder for an image. In its place the model expects marks, which are ordinary tokens,
+and image tokens, whose embeddings are replaced with the states that the vision tower computes. How many there are
+depends on the image's size alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class FamilyError(ValueError):
+    """The files of a model describe images in a way that is not supported. Its text says which."""
+
+
+class Detail(enum.StrEnum):
+    """How finely an image is read. HIGH and AUTO are the model's own way; LOW is its least."""
+
+    LOW = "low"
+    HIGH = "high"
+    AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageLayout:
+    """What stands in a prompt for an image of one size."""
+
+    width: int
+    """Pixels a row of the image, after its orientation is applied."""
+    height: int
+    low: bool
+    """Whether the image is read at low detail."""
+    pieces: tuple[str | int, ...]
+    """What replaces the placeholder, in order: texts of marks, which are tokenized with their special tokens
+    recognised, and numbers of consecutive image tokens."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of the image tokens, where their positions have three parts (`positions.py`)."""
+    num_pixels: int
+    """Number of pixels that the tower reads, which its time depends on: of all tiles, after resizing."""
+
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """Numbers of consecutive image tokens, in order."""
+        return tuple(piece for piece in self.pieces if isinstance(piece, int))
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Number of tokens that get a state of the image."""
+        return sum(self.runs)
+
+    def token_ids(self, image_token_id: int, tokenize: Callable[[str], Sequence[int]]) -> array[int]:
+        """The tokens that replace the placeholder. `tokenize` recognises special tokens and adds none around a text."""
+        found = array("I")
+        for piece in self.pieces:
+            found.extend([image_token_id] * piece if isinstance(piece, int) else tokenize(piece))
+        return found
+
+
+class ImageFamily(Protocol):
+    """The images of one model. Immutable; any thread may call it."""
+
+    @property
+    def image_token_id(self) -> int: ...
+
+    @property
+    def placeholder(self) -> str:
+        """What the chat template writes for an image: the text of one special token."""
+
+    @property
+    def placeholder_token_id(self) -> int:
+        """The token of the placeholder, which the layout's pieces replace."""
+
+    @property
+    def text_around(self) -> str:
+        """What the gateway writes before and behind a placeholder in the rendered text, before it is tokenized."""
+
+    @property
+    def reserved_token_ids(self) -> frozenset[int]:
+        """Tokens that text of callers must never become, as far as config.json names them."""
+
+    @property
+    def keeps_images_whole(self) -> bool:
+        """Whether an image's tokens attend to each other in both directions, so that one step must compute them all."""
+
+    @property
+    def has_grid_positions(self) -> bool:
+        """Whether the positions of tokens have three parts: time, row and column."""
+
+    @property
+    def white_under_alpha(self) -> bool:
+        """Whether white, not black, is under transparent pixels."""
+
+    def settings(self, detail: Detail) -> bytes:
+        """All that layouts and pixels depend on besides the image: a part of its identity. Equal for all details if
+        the model reads images in one way only."""
+
+    def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
+        """The layout of an image of this size in pixels, after its orientation is applied. Raises `ImageError` if the
+        model cannot read images of this shape."""
+
+    def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
+        """The inputs for the vision tower, by name, bit for bit those of transformers. `image` is in mode RGB and has
+        the size of the layout."""
+
+
+def canonical(family: Any, *more: object) -> bytes:
+    """Canonical bytes of a family's class, its fields and more settings."""
+    return json.dumps([type(family).__name__, asdict(family), more], sort_keys=True).encode()

@@ -1,0 +1,133 @@
+"""The files of a model that describe its images: config.json, preprocessor_config.json and processor_config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.common.vision.family import FamilyError
+
+CONFIG = "config.json"
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
+FILES = (CONFIG, PREPROCESSOR, PROCESSOR)
+"""Names of the files that a tokenizer bundle of a vision-language model contains besides."""
+
+
+class Fields:
+    """A JSON object that is read field by field, with errors that name the file and the field."""
+
+    def __init__(self, source: str, content: Mapping[str, Any]) -> None:
+        self._source = source
+        self._content = content
+
+    def __contains__(self, name: str) -> bool:
+        return self._content.get(name) is not None
+
+    def error(self, name: str, problem: str) -> FamilyError:
+        return FamilyError(f"{self._source}: {name} {problem}")
+
+    def part(self, name: str) -> Fields:
+        """An object in this one; empty if it is missing."""
+        content = self._content.get(name)
+        if content is not None and not isinstance(content, dict):
+            raise self.error(name, "is no object")
+        return Fields(f"{self._source}: {name}", content or {})
+
+    def size(self, name: str, default: Mapping[str, int], *, of_whole: Sequence[str]) -> Fields:
+        """An object of sizes in pixels. In older files it is a whole number, which stands for these fields."""
+        value = self._content.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = dict.fromkeys(of_whole, value)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(name, "is no object")
+        return Fields(f"{self._source}: {name}", default if value is None else value)
+
+    def text(self, name: str, default: str) -> str:
+        value = self._content.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.error(name, "is no text")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._content.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(name, "is neither true nor false")
+        return value
+
+    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number. Raises `FamilyError` if it is missing without a default, or less than `least`."""
+        value = self._content.get(name, default)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+            raise self.error(name, f"is {json.dumps(value)}, not a whole number of at least {least}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self._content.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.error(name, "is no number")
+        return float(value)
+
+    def numbers(self, name: str, default: Sequence[float]) -> tuple[float, ...]:
+        """One number for each of the three channels."""
+        value = self._content.get(name)
+        value = default if value is None else value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = [value] * 3
+        if not isinstance(value, list | tuple) or len(value) != 3 or not all(isinstance(v, int | float) for v in value):
+            raise self.error(name, "is not three numbers")
+        return tuple(map(float, value))
+
+    def pairs(self, name: str, default: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        value = self._content.get(name)
+        if value is None:
+            return tuple(default)
+        found = []
+        for pair in value if isinstance(value, list) else [None]:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(v, int) and v > 0 for v in pair):
+                raise self.error(name, "is not a list of pairs of whole numbers")
+            found.append((pair[0], pair[1]))
+        return tuple(found)
+
+    def demand(self, name: str, default: bool, wanted: bool) -> None:
+        """Raises `FamilyError` if a flag is not as it is wanted."""
+        if self.flag(name, default) is not wanted:
+            raise self.error(name, f"is {json.dumps(not wanted)}, which is not supported")
+
+
+class ModelFiles:
+    """The files of one model, parsed."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self.config = Fields(CONFIG, _parsed(files, CONFIG))
+        processor = _parsed(files, PROCESSOR)
+        self.processor = Fields(PROCESSOR, processor)
+        # transformers 5 writes the settings of the image processor into the processor's.
+        nested = processor.get("image_processor")
+        if PREPROCESSOR in files or not isinstance(nested, dict):
+            self.preprocessor = Fields(PREPROCESSOR, _parsed(files, PREPROCESSOR))
+        else:
+            self.preprocessor = Fields(f"{PROCESSOR}: image_processor", nested)
+
+    @property
+    def has_preprocessor(self) -> bool:
+        return "image_processor_type" in self.preprocessor or "image_mean" in self.preprocessor
+
+
+def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        content = json.loads(files[name])
+    except (ValueError, RecursionError):
+        raise FamilyError(f"{name} is no valid JSON") from None
+    if not isinstance(content, dict):
+        raise FamilyError(f"{name} is no JSON object")
+    return content
