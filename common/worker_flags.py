@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -12,6 +13,30 @@ from headrace.common.flags import FiniteRange
 
 SPECULATION_KINDS = ("auto", "off", "ngram", "draft", "eagle3", "medusa")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class _Text(click.ParamType[str]):
+    """A text, with what help texts call it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Eviction(click.ParamType[str]):
+    """The value of --cache-eviction, checked."""
+
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The value. Raises BadParameter if it is wrong."""
+        # Imported late: this takes a while.
+        from headrace.protos.cache_eviction import parse_eviction
+
+        try:
+            parse_eviction(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +55,19 @@ class WorkerFlag:
     default: Any = None
     serve_flag: str = ""
     """The flag of `headrace serve`, if it has another name."""
+    serve_type: click.ParamType[Any] | None = None
+    """The type of `headrace serve`'s flag, if it has another one."""
+    variable: str | None = None
+    """The environment variable that `headrace serve` reads too, instead of one of its own."""
+    is_repeated: bool = False
+    of_encoders: bool = False
+    """Whether `headrace serve` passes it on to workers that encode texts, which refuse flags of generation."""
 
     @property
     def option(self) -> str:
         """The option of `headrace serve` in Python."""
-        return (self.serve_flag or self.flag).removeprefix("--").replace("-", "_")
+        name = (self.serve_flag or self.flag).removeprefix("--").replace("-", "_")
+        return f"{name}s" if self.is_repeated else name
 
     @property
     def least(self) -> int:
@@ -43,117 +76,33 @@ class WorkerFlag:
         assert self.type.min is not None
         return int(self.type.min)
 
-    def worker_option(self, default: Any = None) -> Callable[[_Command], _Command]:
-        """The decorator of the worker's command, with `default` if the table has none."""
-        given = self.default if default is None else default
-        return click.option(
-            self.flag, type=self.type, help=self.of_worker, **({} if given is None else {"default": given})
-        )
+    def worker_option(self) -> Callable[[_Command], _Command]:
+        """The decorator of the worker's command."""
+        default = {} if self.default is None else {"default": self.default}
+        names = [self.flag, self.option] if self.is_repeated else [self.flag]
+        return click.option(*names, type=self.type, multiple=self.is_repeated, help=self.of_worker, **default)
 
     def serve_option(self) -> Callable[[_Command], _Command]:
         """The decorator of `headrace serve`."""
-        return click.option(self.serve_flag or self.flag, type=self.type, help=self.of_serve)
+        kind = self.serve_type or self.type
+        flag = self.serve_flag or self.flag
+        return click.option(
+            flag, self.option, type=kind, multiple=self.is_repeated, envvar=self.variable, help=self.of_serve
+        )
 
-    def arguments(self, value: Any) -> list[str]:
-        """The worker's arguments for a value; none for None, its default."""
-        return [] if value is None else [self.flag, str(value)]
+    def arguments(self, value: Any) -> Iterator[str]:
+        """The worker's arguments for a value; none for None, its default. Paths become absolute."""
+        values = value if self.is_repeated and value is not None else [value]
+        for one in values:
+            if one is not None:
+                yield from (self.flag, str(one.absolute() if isinstance(one, Path) else one))
 
 
-KV_CACHE_GB = WorkerFlag(
-    "--kv-cache-gb",
-    FiniteRange(0, min_open=True),
-    of_worker="Size of the KV cache in GiB.",
-    of_serve="KV cache of each worker, in GiB.",
-)
-MAX_NUM_SEQS = WorkerFlag(
-    "--max-num-seqs",
-    click.IntRange(1),
-    of_worker="Maximum number of requests in a batch. Default: 128, or fewer if steps are smaller.",
-    of_serve="Largest batch of each worker, in sequences.",
-)
-MAX_NUM_BATCHED_TOKENS = WorkerFlag(
-    "--max-num-batched-tokens",
-    click.IntRange(1),
-    of_worker="Maximum number of tokens in a step. Default: 1024, or as many as this CPU computes exactly.",
-    of_serve="Maximum number of tokens in a step.",
-)
-MAX_NUM_MIXED_TOKENS = WorkerFlag(
-    "--max-num-mixed-tokens",
-    click.IntRange(1),
-    of_worker="Maximum number of tokens in a step with both prompts and running streams. Default: "
-    "--max-num-batched-tokens.",
-    of_serve="Maximum number of tokens in a step with running streams.",
-)
-EXECUTION_MODE = WorkerFlag(
-    "--execution-mode",
-    click.Choice(["performance", "accuracy"]),
-    of_worker="Compute in the fastest precision of this CPU, or in that of the model.",
-    of_serve="Compute in the fastest precision, or in that of the model.  [default: performance]",
-    default="performance",
-)
-DECODE_GRAPH = WorkerFlag(
-    "--decode-graph",
-    click.Choice(["auto", "on", "off"]),
-    of_worker="Keep a second copy of the weights that makes decode steps with few sequences faster. auto: on CPUs "
-    "with AMX, if the copy takes at most a tenth of the memory.",
-    of_serve="Keep a second copy of the weights, which speeds up small batches on CPUs with AMX.  [default: auto]",
-    default="auto",
-)
-SPECULATION = WorkerFlag(
-    "--speculation",
-    click.Choice(SPECULATION_KINDS),
-    of_worker="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: always "
-    "propose the tokens that followed the same text earlier in prompt or answer. auto: as ngram, but only as many "
-    "tokens as make this worker faster. draft: as auto, and also tokens of --draft-model. eagle3, medusa: the same "
-    "with heads in these formats. All propose a request's prediction, and the tokens that its grammar requires.  "
-    "[default: the kind of --draft-model, else auto; off on CPUs with AMX, unless --execution-mode is accuracy]",
-    of_serve="Verify several proposed tokens in a step: when it makes answers faster, never, always, or with "
-    "--draft-model.  [default: what --draft-model names, else auto; off on CPUs with AMX]",
-)
-WINDOW_CACHE = WorkerFlag(
-    "--window-cache",
-    click.Choice(["whole", "trim"]),
-    of_worker="Tokens that layers with a sliding window keep of a request (Gemma 2 and 3, gpt-oss, Mistral 7B v0.1 "
-    "and others). trim: only those that queries can still reach, so that the KV cache holds several times as many "
-    "tokens. The KV cache is then not kept after a crash. whole: all tokens.",
-    of_serve="Let layers with a sliding window keep all tokens, or only their windows (trim). With trim the KV cache "
-    "holds several times as many tokens, but is not kept after a crash.  [default: whole]",
-    default="whole",
-)
-KV_PRECISION = WorkerFlag(
-    "--kv-precision",
-    click.Choice(["u8", "u4", "bf16", "f32"]),
-    of_worker="Precision of the KV cache. A lower precision holds more tokens.",
-    of_serve="Precision of the KV cache. A lower precision holds more tokens.  [default: u8]",
-    default="u8",
-)
 MAX_CONTEXT_TOKENS = WorkerFlag(
     "--max-context-tokens",
     click.IntRange(2),
     of_worker="Maximum length of prompt and answer together. Default: the model's.",
     of_serve="Maximum length of prompt and answer together, in tokens.  [default: the model's]",
-)
-MAX_TTFT_S = WorkerFlag(
-    "--max-ttft-s",
-    FiniteRange(0, min_open=True),
-    of_worker="Refuse requests that would wait longer than this for other requests. The time for their own prompt "
-    "does not count.",
-    of_serve="Maximum time that a request waits for others, in seconds.",
-    default=60.0,
-    serve_flag="--max-ttft",
-)
-STUCK_AFTER_S = WorkerFlag(
-    "--stuck-after-s",
-    FiniteRange(0, min_open=True),
-    of_worker="Stop serving while there is work and no step has finished for this long. If steps are expected to be "
-    "long, the limit is higher.",
-    of_serve="Seconds without a step after which a worker that has work counts as failed.  [default: 60]",
-)
-KV_DISK_GB = WorkerFlag(
-    "--kv-disk-gb",
-    FiniteRange(0, min_open=True),
-    of_worker="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.  [default: 16]",
-    of_serve="Size of each model's files in --kv-disk, in GiB.  [default: 16]",
 )
 MAX_ADAPTERS = WorkerFlag(
     "--max-adapters",
@@ -162,8 +111,177 @@ MAX_ADAPTERS = WorkerFlag(
     "weights. Default: as many as --adapter names, at most 16.",
     of_serve="Maximum adapters in a worker's memory; 0 for none.  [default: the number of --adapter, at most 16]",
 )
+WORKER_FLAGS = (
+    WorkerFlag(
+        "--kv-cache-gb",
+        FiniteRange(0, min_open=True),
+        of_worker="Size of the KV cache in GiB.",
+        of_serve="KV cache of each worker, in GiB.",
+    ),
+    WorkerFlag(
+        "--max-num-seqs",
+        click.IntRange(1),
+        of_worker="Maximum number of requests in a batch. Default: 128, or fewer if steps are smaller.",
+        of_serve="Largest batch of each worker, in sequences.",
+        of_encoders=True,
+    ),
+    WorkerFlag(
+        "--max-num-batched-tokens",
+        click.IntRange(1),
+        of_worker="Maximum number of tokens in a step. Default: 1024, or as many as this CPU computes exactly.",
+        of_serve="Maximum number of tokens in a step.",
+        of_encoders=True,
+    ),
+    WorkerFlag(
+        "--max-num-mixed-tokens",
+        click.IntRange(1),
+        of_worker="Maximum number of tokens in a step with both prompts and running streams. Default: "
+        "--max-num-batched-tokens.",
+        of_serve="Maximum number of tokens in a step with running streams.",
+    ),
+    WorkerFlag(
+        "--execution-mode",
+        click.Choice(["performance", "accuracy"]),
+        of_worker="Compute in the fastest precision of this CPU, or in that of the model.",
+        of_serve="Compute in the fastest precision, or in that of the model.  [default: performance]",
+        default="performance",
+        of_encoders=True,
+    ),
+    WorkerFlag(
+        "--decode-graph",
+        click.Choice(["auto", "on", "off"]),
+        of_worker="Keep a second copy of the weights that makes decode steps with few sequences faster. auto: on CPUs "
+        "with AMX, if the copy takes at most a tenth of the memory.",
+        of_serve="Keep a second copy of the weights, which speeds up small batches on CPUs with AMX.  [default: auto]",
+        default="auto",
+    ),
+    WorkerFlag(
+        "--speculation",
+        click.Choice(SPECULATION_KINDS),
+        of_worker="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: "
+        "always propose the tokens that followed the same text earlier in prompt or answer. auto: as ngram, but only "
+        "as many tokens as make this worker faster. draft: as auto, and also tokens of --draft-model. eagle3, medusa: "
+        "the same with heads in these formats. All propose a request's prediction, and the tokens that its grammar "
+        "requires.  [default: the kind of --draft-model, else auto; off on CPUs with AMX, unless --execution-mode is "
+        "accuracy]",
+        of_serve="Verify several proposed tokens in a step: when it makes answers faster, never, always, or with "
+        "--draft-model.  [default: what --draft-model names, else auto; off on CPUs with AMX]",
+    ),
+    WorkerFlag(
+        "--draft-model",
+        click.Path(path_type=Path),
+        of_worker="Directory of a smaller model with the same tokenizer, or of heads in the format of EAGLE-3 or "
+        "Medusa for this model, which proposes tokens.",
+        of_serve="Smaller model with the same tokenizer, or EAGLE-3 or Medusa heads for this model, that propose "
+        "tokens: name in the cache, directory, or OWNER/NAME on a hub.",
+        serve_type=_Text("name_or_dir"),
+    ),
+    WorkerFlag(
+        "--cache-eviction",
+        _Eviction(),
+        of_worker="Let long requests evict the KV blocks that they attend to least, so that answers may be longer than "
+        "the KV cache. Answers then change. on-request: requests that ask for it. "
+        "max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS][,aggregation_mode=sum|norm_sum]: all requests "
+        "that do not set cache_eviction to false; this many tokens stay.",
+        of_serve="Let long requests evict the tokens that they attend to least, so that answers may be longer than the "
+        "KV cache. on-request: requests that ask for it. "
+        "max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS][,aggregation_mode=sum|norm_sum]: all requests "
+        "that do not set cache_eviction to false.  [default: off]",
+        default="off",
+    ),
+    WorkerFlag(
+        "--window-cache",
+        click.Choice(["whole", "trim"]),
+        of_worker="Tokens that layers with a sliding window keep of a request (Gemma 2 and 3, gpt-oss, Mistral 7B v0.1 "
+        "and others). trim: only those that queries can still reach, so that the KV cache holds several times as many "
+        "tokens. The KV cache is then not kept after a crash. whole: all tokens.",
+        of_serve="Let layers with a sliding window keep all tokens, or only their windows (trim). With trim the KV "
+        "cache holds several times as many tokens, but is not kept after a crash.  [default: whole]",
+        default="whole",
+    ),
+    WorkerFlag(
+        "--kv-precision",
+        click.Choice(["u8", "u4", "bf16", "f32"]),
+        of_worker="Precision of the KV cache. A lower precision holds more tokens.",
+        of_serve="Precision of the KV cache. A lower precision holds more tokens.  [default: u8]",
+        default="u8",
+    ),
+    MAX_CONTEXT_TOKENS,
+    WorkerFlag(
+        "--max-ttft-s",
+        FiniteRange(0, min_open=True),
+        of_worker="Refuse requests that would wait longer than this for other requests. The time for their own prompt "
+        "does not count.",
+        of_serve="Maximum time that a request waits for others, in seconds.",
+        default=60.0,
+        serve_flag="--max-ttft",
+        of_encoders=True,
+    ),
+    WorkerFlag(
+        "--stuck-after-s",
+        FiniteRange(0, min_open=True),
+        of_worker="Stop serving while there is work and no step has finished for this long. If steps are expected to "
+        "be long, the limit is higher.",
+        of_serve="Seconds without a step after which a worker that has work counts as failed.  [default: 60]",
+        default=60.0,
+        of_encoders=True,
+    ),
+    WorkerFlag(
+        "--kv-disk",
+        click.Path(path_type=Path, file_okay=False),
+        of_worker="Directory on a fast disk for cached prefixes that leave the KV cache. Workers of one host share it.",
+        of_serve="Directory on a fast disk for cached prefixes evicted from the KV caches.  [default: none]",
+    ),
+    WorkerFlag(
+        "--kv-disk-gb",
+        FiniteRange(0, min_open=True),
+        of_worker="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.  [default: 16]",
+        of_serve="Size of each model's files in --kv-disk, in GiB.  [default: 16]",
+    ),
+    WorkerFlag(
+        "--kv-disk-key",
+        click.Path(path_type=Path, dir_okay=False),
+        of_worker="File with a key of 64 hexadecimal digits that encrypts the files in --kv-disk. Default: no "
+        "encryption.",
+        of_serve="Encrypt the files in --kv-disk with the key in this file.",
+        variable="HEADRACE_WORKER_KV_DISK_KEY",
+    ),
+    WorkerFlag(
+        "--adapter",
+        _Text("name=path"),
+        of_worker="LoRA adapter, a directory in PEFT's format or a GGUF file; a model name of its own for requests. "
+        "May be repeated.",
+        of_serve="LoRA adapter: a directory in PEFT's format, or a GGUF file. Requests select it by NAME as their "
+        "model. May be repeated.",
+        is_repeated=True,
+    ),
+    MAX_ADAPTERS,
+)
+"""In the order of help texts."""
 
-OF_ALL_MODELS = (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, EXECUTION_MODE, MAX_TTFT_S, STUCK_AFTER_S)
-"""What `headrace serve` passes on to every worker."""
-OF_GENERATION = (MAX_NUM_MIXED_TOKENS, DECODE_GRAPH, SPECULATION, WINDOW_CACHE, KV_PRECISION, KV_DISK_GB)
-"""What it passes on to workers that generate text; those that encode texts refuse it."""
+
+def worker_options(command: _Command) -> _Command:
+    """The decorator of the worker's command, for all of them."""
+    for flag in reversed(WORKER_FLAGS):
+        command = flag.worker_option()(command)
+    return command
+
+
+def serve_options(command: _Command) -> _Command:
+    """The decorator of `headrace serve`, for all of them."""
+    for flag in reversed(WORKER_FLAGS):
+        command = flag.serve_option()(command)
+    return command
+
+
+def arguments(of_all: Mapping[str, Any], own: Mapping[str, Any], *, is_encoder: bool) -> list[str]:
+    """The arguments of a model's workers, from the options of `headrace serve` and from the model's own, which come
+    first. With None, an option is not given. A worker that encodes texts gets its own, and what is for encoders too."""
+    assert {*of_all, *own} <= {flag.option for flag in WORKER_FLAGS}
+    argv: list[str] = []
+    for flag in WORKER_FLAGS:
+        value = own.get(flag.option)
+        if value is None and (flag.of_encoders or not is_encoder):
+            value = of_all.get(flag.option)
+        argv += flag.arguments(value)
+    return argv

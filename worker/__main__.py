@@ -13,16 +13,15 @@ from typing import Any
 import click
 import uvloop
 
-from headrace.common import worker_flags
 from headrace.common.flags import FiniteRange
 from headrace.common.model_files.cache import find_directory
 from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
+from headrace.common.worker_flags import worker_options
 from headrace.protos.cache_eviction import OFF
 from headrace.protos.status import StatusError
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.encoder.pooling import Pooling
-from headrace.worker.engine.watchdog import DEFAULT_STUCK_AFTER_S
 from headrace.worker.host.advertise import advertised_address, fleet_address
 from headrace.worker.host.numa import bind_memory
 from headrace.worker.kv.memory import GIB
@@ -75,37 +74,13 @@ _NEED_DRAFT_MODEL = {
     help="Seconds that running requests have to finish after SIGTERM. Routers then resume them on other workers.",
 )
 @click.option("--threads", type=click.IntRange(1), help="Number of cores to compute with. Default: all usable cores.")
-@worker_flags.KV_CACHE_GB.worker_option()
+@worker_options
 @click.option(
     "--kv-cache-share",
     type=FiniteRange(0, 0.95, min_open=True),
     default=0.4,
     help="Share of the available memory for the KV cache, if --kv-cache-gb is not given.",
 )
-@worker_flags.KV_PRECISION.worker_option()
-@worker_flags.EXECUTION_MODE.worker_option()
-@worker_flags.DECODE_GRAPH.worker_option()
-@worker_flags.SPECULATION.worker_option()
-@click.option(
-    "--draft-model",
-    type=click.Path(path_type=Path),
-    help="Directory of a smaller model with the same tokenizer, or of heads in the format of EAGLE-3 or Medusa for "
-    "this model, which proposes tokens.",
-)
-@click.option(
-    "--cache-eviction",
-    default=OFF,
-    help="Let long requests evict the KV blocks that they attend to least, so that answers may be longer than the KV "
-    "cache. Answers then change. on-request: requests that ask for it. "
-    "max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS][,aggregation_mode=sum|norm_sum]: all requests that "
-    "do not set cache_eviction to false; this many tokens stay.",
-)
-@worker_flags.WINDOW_CACHE.worker_option()
-@worker_flags.MAX_NUM_SEQS.worker_option()
-@worker_flags.MAX_NUM_BATCHED_TOKENS.worker_option()
-@worker_flags.MAX_NUM_MIXED_TOKENS.worker_option()
-@worker_flags.MAX_TTFT_S.worker_option()
-@worker_flags.STUCK_AFTER_S.worker_option(DEFAULT_STUCK_AFTER_S)
 @click.option(
     "--target-tpot-ms",
     type=FiniteRange(0, min_open=True),
@@ -113,7 +88,6 @@ _NEED_DRAFT_MODEL = {
     "prompts, whichever is longer.",
 )
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Maximum number of waiting requests.")
-@worker_flags.MAX_CONTEXT_TOKENS.worker_option()
 @click.option(
     "--pooling",
     type=click.Choice([pooling.value for pooling in Pooling]),
@@ -151,17 +125,6 @@ _NEED_DRAFT_MODEL = {
     help="Keep the KV cache in --kv-memory after an orderly stop too, for the next start.",
 )
 @click.option(
-    "--kv-disk",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Directory on a fast disk for cached prefixes that leave the KV cache. Workers of one host share it.",
-)
-@worker_flags.KV_DISK_GB.worker_option()
-@click.option(
-    "--kv-disk-key",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File with a key of 64 hexadecimal digits that encrypts the files in --kv-disk. Default: no encryption.",
-)
-@click.option(
     "--kv-peers/--no-kv-peers",
     default=True,
     help="Exchange cached prefixes with other workers of the fleet, if that is faster than computing them.",
@@ -180,15 +143,6 @@ _NEED_DRAFT_MODEL = {
     help="Requests that routers send to the worker, if other workers serve the rest: long prompts, whose answers "
     "continue at another worker (prefill), or everything except long prompts (decode).",
 )
-@click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="NAME=PATH",
-    help="LoRA adapter, a directory in PEFT's format or a GGUF file; a model name of its own for requests. May be "
-    "repeated.",
-)
-@worker_flags.MAX_ADAPTERS.worker_option()
 @click.option("--metrics", help="host:port on which to serve Prometheus metrics.")
 @click.option(
     "--tls-dir",

@@ -1,10 +1,8 @@
-"""The option --draft-model: a smaller model, or heads, that propose tokens."""
+"""Finds what --draft-model names: a smaller model, or heads, that propose tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.models.model_cache import (
@@ -37,11 +35,3 @@ def find_draft_model(model: str, *, offline: bool = False) -> Path:
         return pull_model(source_of(model), offline=offline)
     check_cached_directory(path)
     return path.absolute()
-
-
-draft_model_option = click.option(
-    "--draft-model",
-    metavar="NAME_OR_DIR",
-    help="Smaller model with the same tokenizer, or EAGLE-3 or Medusa heads for this model, that propose tokens: name "
-    "in the cache, directory, or OWNER/NAME on a hub.",
-)

@@ -19,19 +19,13 @@ class ModelOptions:
     """Options of one model's workers, in place of those of `headrace serve`. None: that option applies, or its default.
 
     `kv_total_gb` is the size of the KV caches of all its workers together, in GiB. `pooling` and `normalizes` are for
-    embedding models.
+    embedding models. `worker` has other options, by their names in `worker_flags`.
     """
 
     kv_total_gb: float | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    execution_mode: str | None = None
-    kv_precision: str | None = None
-    speculation: str | None = None
-    draft_model: Path | None = None
-    cache_eviction: str | None = None
     pooling: str | None = None
     normalizes: bool | None = None
+    worker: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from headrace.cli.hosting.settings import ModelOptions, ModelRules, ModelSettings
 from headrace.common.parser_names import AUTO, reasoning_parser_named, tool_parser_named
+from headrace.common.worker_flags import WORKER_FLAGS
 
 ROOM_FOR_PROMPTS = 8
 """Tokens of a step that a worker needs beside one for each sequence."""
@@ -54,8 +55,10 @@ class Draft:
 
     def finished(self, name: str) -> ModelSettings:
         """The model."""
-        options, rules = ModelOptions(**self.options), ModelRules(**self.rules)
-        return ModelSettings(name=name, options=options, rules=rules, **self.settings)
+        passed = {flag.option for flag in WORKER_FLAGS} & self.options.keys()
+        own = {option: value for option, value in self.options.items() if option not in passed}
+        options = ModelOptions(**own, worker={option: self.options[option] for option in passed})
+        return ModelSettings(name=name, options=options, rules=ModelRules(**self.rules), **self.settings)
 
 
 Take = Callable[[Draft, Any], None]

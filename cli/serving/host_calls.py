@@ -133,7 +133,7 @@ def message_of(model: HostedModel) -> host_pb2.HostedModel:
         is_on_demand=not model.plan.is_pinned,
         num_bytes=model.num_bytes,
         idle_ms=round(1000 * (model.plan.idle_s or 0.0)),
-        adapters=[adapter.partition("=")[0] for adapter in model.plan.adapters or ()],
+        adapters=[adapter.partition("=")[0] for adapter in model.plan.options.worker.get("adapters", ())],
         rules=host_pb2.ServingRules(**asdict(model.plan.rules)),
         **_times(model),
     )

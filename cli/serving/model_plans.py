@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from headrace.cli.errors import CommandError
 from headrace.cli.hosting.finding import find_model
@@ -90,17 +91,24 @@ def plan_model(
         first_worker=first_worker,
         kv_share=kv_share,
         kv_cache_gb=model.kv_cache_gb if total_gb is None else total_gb / len(places),
-        max_context_tokens=model.max_context_tokens,
-        adapters=model.adapters,
-        max_adapters=model.max_adapters,
         is_essential=False,
         is_pinned=not model.on_demand,
         is_encoder=bool(task_of(directory)),
         idle_s=model.idle_s,
-        options=model.options,
+        options=replace(model.options, worker=_own(model)),
         rules=model.rules,
     )
     return plan if sizing.budget_bytes is None else _sized(plan, sizing, sizing.budget_bytes)
+
+
+def _own(model: ModelSettings) -> dict[str, Any]:
+    """The options of this model's workers, by their names in `worker_flags`."""
+    named = {
+        "max_context_tokens": model.max_context_tokens,
+        "adapters": model.adapters,
+        "max_adapters": model.max_adapters,
+    }
+    return {**model.options.worker, **{option: value for option, value in named.items() if value is not None}}
 
 
 def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
@@ -109,11 +117,12 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
     given_gb = plan.kv_cache_gb or sizing.kv_cache_gb or kv_cache_gb(budget_bytes, plan.kv_share, num_workers)
     each_gb = 0.0 if plan.is_encoder else given_gb
     files = weights_in(plan.directory)
-    draft_model = plan.options.draft_model or sizing.draft_model
+    own = plan.options.worker
+    draft_model = own.get("draft_model") or sizing.draft_model
     if draft_model is not None:
         files += weights_in(draft_model) if heads_kind(draft_model) is None else heads_weights(draft_model)
     weight_bytes = sum(file.stat().st_size for file in files)
-    has_adapters = bool(sizing.has_adapters or plan.adapters or plan.max_adapters)
+    has_adapters = bool(sizing.has_adapters or own.get("adapters") or own.get("max_adapters"))
     base_bytes = weights_in_worker(weight_bytes, has_amx=sizing.has_amx, has_adapters=has_adapters)
     cache_bytes = int(each_gb * GIB)
     return replace(

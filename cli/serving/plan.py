@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from headrace.cli.hosting.settings import ModelOptions, ModelRules
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.common import worker_flags
-from headrace.common.worker_flags import WorkerFlag
 
 # The share of the available memory for the KV caches of all workers together. A single worker takes the same share.
 _KV_CACHE_SHARE = 0.4
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,6 @@ class ModelPlan:
     first_worker: int = 0
     kv_share: float = 1.0
     kv_cache_gb: float | None = None
-    max_context_tokens: int | None = None
-    adapters: tuple[str, ...] | None = None
-    max_adapters: int | None = None
     is_essential: bool = True
     is_pinned: bool = True
     is_encoder: bool = False
@@ -96,20 +91,8 @@ class ServeOptions:
     socket_directory: Path
     aliases: tuple[str, ...] = ()
     shadows: tuple[str, ...] = ()
-    kv_cache_gb: float | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_mixed_tokens: int | None = None
-    execution_mode: str | None = None
-    decode_graph: str | None = None
-    speculation: str | None = None
-    draft_model: Path | None = None
-    cache_eviction: str | None = None
-    window_cache: str | None = None
-    kv_precision: str | None = None
-    max_context_tokens: int | None = None
-    max_ttft: float | None = None
-    stuck_after_s: float | None = None
+    worker: Mapping[str, Any] = field(default_factory=dict)
+    """The options that are passed on to workers, by their names in `worker_flags`."""
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     special_tokens_in_text: str | None = None
@@ -122,11 +105,6 @@ class ServeOptions:
     plain_grpc: bool = False
     warm_restart: bool = True
     prefill_workers: int = 0
-    kv_disk: Path | None = None
-    kv_disk_gb: float | None = None
-    kv_disk_key: Path | None = None
-    adapters: tuple[str, ...] = ()
-    max_adapters: int | None = None
     files: SecurityFiles = field(default_factory=SecurityFiles)
     has_rules: bool = False
     """Whether models have parsers and limits of their own, without which no request may be answered."""
@@ -159,15 +137,7 @@ def front_specs(options: ServeOptions, python: str) -> tuple[ProcessSpec, ...]:
 
 def worker_specs(options: ServeOptions, model: ModelPlan, python: str) -> tuple[ProcessSpec, ...]:
     """The processes of a model."""
-    options = replace(options, **_own(model))
     return tuple(_worker(options, model, python, index, place) for index, place in enumerate(model.places))
-
-
-def _own(model: ModelPlan) -> dict[str, Any]:
-    """The options of this model alone, by their names among those of all models."""
-    shared = {one.name for one in fields(ServeOptions)}
-    given = {one.name: getattr(model.options, one.name) for one in fields(ModelOptions)}
-    return {name: value for name, value in given.items() if name in shared and value is not None}
 
 
 def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, place: WorkerPlace) -> ProcessSpec:
@@ -177,10 +147,11 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     argv = [python, "-m", "headrace.worker", "--model", str(model.directory), "--name", model.name]
     argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
     argv += ["--threads", str(place.num_threads), "--memory-node", str(place.node)]
-    argv += _passed(options, worker_flags.OF_ALL_MODELS)
-    argv += _of_model(model)
-    if not model.is_encoder:
-        argv += _kv_cache(options, model, place) + _of_generation(options, model, index)
+    own = {**model.options.worker, "kv_cache_gb": model.kv_cache_gb}
+    argv += worker_flags.arguments(options.worker, own, is_encoder=model.is_encoder)
+    argv += _kv_cache_shares(options, model, place) + _of_encoders(model)
+    if options.prefill_workers and not model.is_encoder:
+        argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]
     argv += _metrics(options, 1 + number) + _observation(options) + _membership(options)
     memory_flag = "--kv-memory" if options.warm_restart else None
     return ProcessSpec(
@@ -195,42 +166,18 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     )
 
 
-def _passed(options: ServeOptions, flags: Sequence[WorkerFlag]) -> list[str]:
-    """The arguments for flags that worker and `headrace serve` share."""
-    return [part for flag in flags for part in flag.arguments(getattr(options, flag.option))]
-
-
-def _of_model(model: ModelPlan) -> list[str]:
-    """The options of this model alone. A worker that encodes texts refuses options for generation."""
-    argv = [part for adapter in model.adapters or () for part in ("--adapter", adapter)]
-    argv += _given("--max-adapters", model.max_adapters) + _given("--max-context-tokens", model.max_context_tokens)
-    argv += _given("--pooling", model.options.pooling)
+def _of_encoders(model: ModelPlan) -> list[str]:
+    """The options of models that encode texts."""
+    argv = _given("--pooling", model.options.pooling)
     if model.options.normalizes is not None:
         argv += ["--normalize" if model.options.normalizes else "--no-normalize"]
-    return argv + (_given("--kv-cache-gb", model.kv_cache_gb) if model.is_encoder else [])
+    return argv
 
 
-def _of_generation(options: ServeOptions, model: ModelPlan, index: int) -> list[str]:
-    """The options of all models for generation and KV caches."""
-    argv = _passed(options, worker_flags.OF_GENERATION)
-    argv += _given("--draft-model", options.draft_model) + _given("--cache-eviction", options.cache_eviction)
-    if options.prefill_workers:
-        argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]
-    argv += _given("--kv-disk", options.kv_disk)
-    argv += _given("--kv-disk-key", options.kv_disk_key and options.kv_disk_key.absolute())
-    if model.adapters is None:
-        argv += [part for adapter in options.adapters for part in ("--adapter", adapter)]
-    if model.max_context_tokens is None:
-        argv += _given("--max-context-tokens", options.max_context_tokens)
-    return argv + (_given("--max-adapters", options.max_adapters) if model.max_adapters is None else [])
-
-
-def _kv_cache(options: ServeOptions, model: ModelPlan, place: WorkerPlace) -> list[str]:
-    """The size of a worker's KV cache. A single worker without a given size has the worker's own default."""
-    given = _first(model.kv_cache_gb, options.kv_cache_gb)
-    if given is not None:
-        return ["--kv-cache-gb", str(given)]
-    if len(model.places) == 1 and model.kv_share == 1.0:
+def _kv_cache_shares(options: ServeOptions, model: ModelPlan, place: WorkerPlace) -> list[str]:
+    """The share of a worker's KV cache in the memory, if no size is given. A single worker has its own default."""
+    is_sized = model.kv_cache_gb is not None or options.worker.get("kv_cache_gb") is not None
+    if model.is_encoder or is_sized or (len(model.places) == 1 and model.kv_share == 1.0):
         return []
     num_on_node = sum(other.node == place.node for other in model.places)
     share = _KV_CACHE_SHARE * model.kv_share
@@ -243,7 +190,7 @@ def _kv_cache(options: ServeOptions, model: ModelPlan, place: WorkerPlace) -> li
 def _router(options: ServeOptions, python: str) -> ProcessSpec:
     address = router_address(options)
     argv = [python, "-m", "headrace.router", "--listen", address, *_metrics(options, 0), *_observation(options)]
-    argv += _given("--max-ttft", options.max_ttft) + _membership(options) + _calls(options)
+    argv += _given("--max-ttft", options.worker.get("max_ttft")) + _membership(options) + _calls(options)
     return ProcessSpec("router", "router", tuple(argv), address, stop_phase=1)
 
 
@@ -290,8 +237,3 @@ def _metrics(options: ServeOptions, offset: int) -> list[str]:
 
 def _given(flag: str, value: float | str | Path | None) -> list[str]:
     return [] if value is None else [flag, str(value)]
-
-
-def _first(own: _T | None, shared: _T | None) -> _T | None:
-    """The model's own value, or else the value of all models."""
-    return shared if own is None else own

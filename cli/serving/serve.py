@@ -18,8 +18,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import make_socket_directory
-from headrace.cli.hosting.cache_eviction import cache_eviction_option
-from headrace.cli.hosting.draft_model import draft_model_option, find_draft_model
+from headrace.cli.hosting.draft_model import find_draft_model
 from headrace.cli.hosting.finding import check_memory
 from headrace.cli.hosting.memory import budget_of
 from headrace.cli.hosting.settings import HostSettings, ModelRules, ModelSettings, check_names, read_settings
@@ -34,8 +33,8 @@ from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions
 from headrace.cli.serving.ports import check_port, chosen_port, is_free
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.topology import Topology, read_topology
-from headrace.common import worker_flags
 from headrace.common.flags import FiniteRange
+from headrace.common.worker_flags import WORKER_FLAGS, serve_options
 
 _LOG_FLUSH_S = 1.0
 
@@ -97,29 +96,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 )
 @click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
-@worker_flags.KV_CACHE_GB.serve_option()
-@worker_flags.MAX_NUM_SEQS.serve_option()
-@worker_flags.MAX_NUM_BATCHED_TOKENS.serve_option()
-@worker_flags.MAX_NUM_MIXED_TOKENS.serve_option()
-@worker_flags.EXECUTION_MODE.serve_option()
-@worker_flags.DECODE_GRAPH.serve_option()
-@worker_flags.SPECULATION.serve_option()
-@draft_model_option
-@cache_eviction_option
-@worker_flags.WINDOW_CACHE.serve_option()
-@worker_flags.KV_PRECISION.serve_option()
-@worker_flags.MAX_CONTEXT_TOKENS.serve_option()
-@worker_flags.MAX_TTFT_S.serve_option()
-@worker_flags.STUCK_AFTER_S.serve_option()
-@click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="NAME=PATH",
-    help="LoRA adapter: a directory in PEFT's format, or a GGUF file. Requests select it by NAME as their model. May "
-    "be repeated.",
-)
-@worker_flags.MAX_ADAPTERS.serve_option()
+@serve_options
 @click.option("--name", help="Name of the model in requests.  [default: the model's own]")
 @click.option(
     "--tool-parser", help="Format of the model's tool calls; see headrace gateway --help.  [default: detected]"
@@ -172,15 +149,6 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     default=0,
     help="Number of each model's workers that are reserved for long prompts. Their answers continue at the others.  "
     "[default: 0, all workers do both]",
-)
-@click.option(
-    "--kv-disk",
-    type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
-    help="Directory on a fast disk for cached prefixes evicted from the KV caches.  [default: none]",
-)
-@worker_flags.KV_DISK_GB.serve_option()
-@_file_option(
-    "--kv-disk-key", "Encrypt the files in --kv-disk with the key in this file.", "HEADRACE_WORKER_KV_DISK_KEY"
 )
 @_file_option("--api-keys", "Require an API key from this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
 @_file_option("--admin-key-file", "Key for loading models and LoRA adapters over HTTP.", "HEADRACE_ADMIN_KEY_FILE")
@@ -292,6 +260,7 @@ class Run:
                 aliases=aliases,
                 shadows=shadows,
                 has_rules=self.file is not None or any(plan.rules != ModelRules() for plan in plans),
+                worker={flag.option: given.pop(flag.option) for flag in WORKER_FLAGS},
                 **given,
             )
             serving = Serving(options, plans, sizing, log, self.begun_s, offline=offline, file=self.file)

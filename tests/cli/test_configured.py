@@ -38,7 +38,7 @@ class Configured:
 
     def _plan(self, model: ModelSettings, first: int) -> ModelPlan:
         assert model.name is not None
-        if model.options.max_num_seqs == 13:
+        if model.options.worker.get("max_num_seqs") == 13:
             raise CommandError("it does not fit")
         self.planned.append(model.name)
         return ModelPlan(model.name, Path(model.model), (PLACE,), first, options=model.options, rules=model.rules)
@@ -99,7 +99,7 @@ async def test_a_changed_graph_replaces_its_model_and_changed_limits_do_not(tmp_
         made.graph("b", 'max_tokens_limit: 9 tool_parser: "hermes3"')
         assert await made.reload() == Reloaded(has_changed=True)
         assert made.planned == ["a"]
-        assert made.system.host.models["a"].plan.options.max_num_seqs == 7
+        assert made.system.host.models["a"].plan.options.worker["max_num_seqs"] == 7
         assert made.system.host.models["b"].processes[0].pid == pid
         rules = message_of(made.system.host.models["b"]).rules
         assert (rules.max_tokens_limit, rules.tool_parser) == (9, "hermes")

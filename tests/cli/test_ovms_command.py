@@ -106,7 +106,8 @@ def test_flags_are_applied(served: Served, model: Path, args: tuple[str, ...], e
     found = {
         **run.given,
         **{one: getattr(settings.rules, one) for one in ("tool_parser", "reasoning_parser")},
-        **{one: getattr(settings.options, one) for one in ModelOptions.__dataclass_fields__},
+        **{one: getattr(settings.options, one) for one in ("kv_total_gb", "pooling", "normalizes")},
+        **settings.options.worker,
         "where": run.where,
         "name": settings.name,
     }
@@ -150,7 +151,7 @@ def test_a_configuration_is_followed(served: Served, tmp_path: Path) -> None:
 def test_a_graph_decides_unless_flags_describe_one(served: Served, model: Path) -> None:
     (model / "graph.pbtxt").write_text(llm_graph('models_path: "./" max_num_seqs: 5 enable_prefix_caching: false'))
     run, _ = served("--model_repository_path", str(model.parent), "--model_name", "smol", "--target_device", "CPU")
-    assert run.settings.models[0].options.max_num_seqs == 5
+    assert run.settings.models[0].options.worker["max_num_seqs"] == 5
     assert run.notes[0].startswith("enable_prefix_caching has no effect: ")
     run, _ = served("--model_path", str(model), "--cache_size", "1", "--enable_prefix_caching", "true")
     assert run.settings.models[0].options == ModelOptions(kv_total_gb=1.0)
@@ -194,9 +195,9 @@ def test_a_gguf_file_is_a_model_for_texts(served: Served, tmp_path: Path) -> Non
 def test_a_draft_model_is_a_directory_or_beside_the_model(served: Served, model: Path) -> None:
     draft = ovms_files.model(model / "org-draft")
     run, _ = served("--model_path", str(model), "--draft_source_model", "org/draft")
-    assert run.settings.models[0].options.draft_model == draft.resolve()
+    assert run.settings.models[0].options.worker["draft_model"] == draft.resolve()
     run, _ = served("--model_path", str(model), "--draft_source_model", str(draft))
-    assert run.settings.models[0].options.draft_model == draft.resolve()
+    assert run.settings.models[0].options.worker["draft_model"] == draft.resolve()
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def read(text: str, directory: Path) -> tuple[ModelSettings, list[str]]:
 
 def found(model: ModelSettings, where: str, name: str) -> Any:
     part: Any = {"options": model.options, "rules": model.rules, "settings": model}[where]
-    return getattr(part, name)
+    return model.options.worker.get(name) if where == "options" and not hasattr(part, name) else getattr(part, name)
 
 
 def assert_applied(model: ModelSettings, directory: Path, expected: tuple[str, str, Any]) -> None:
@@ -224,7 +224,7 @@ def test_of_several_devices_the_cpu_is_taken_and_named(directory: Path) -> None:
 
 def test_steps_have_room_for_prompts_beside_the_sequences(directory: Path) -> None:
     model, notes = read(llm_graph('models_path: "./" max_num_seqs: 256 max_num_batched_tokens: 256'), directory)
-    assert (model.options.max_num_seqs, model.options.max_num_batched_tokens) == (248, 256)
+    assert (model.options.worker["max_num_seqs"], model.options.worker["max_num_batched_tokens"]) == (248, 256)
     assert notes == ["max_num_seqs is 248 instead of 256: steps of max_num_batched_tokens 256 need room for prompts"]
 
 
@@ -289,7 +289,7 @@ def test_a_configuration_names_graphs_and_models_by_paths_of_its_own(tmp_path: P
         name: (tmp_path / name).resolve() for name in ("org/llm", "gte", "bge", "plain")
     }
     options = {model.name: model.options for model in found.models}
-    assert (options["org/llm"].kv_total_gb, options["plain"].kv_precision) == (2.0, "u4")
+    assert (options["org/llm"].kv_total_gb, options["plain"].worker["kv_precision"]) == (2.0, "u4")
 
 
 def test_paths_have_ovmss_defaults(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from headrace.cli.hosting.settings import ModelOptions
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec, ServeOptions, base_url, front_specs, worker_specs
 from headrace.cli.serving.serve import serve
-from headrace.common import worker_flags
-from headrace.common.worker_flags import WorkerFlag
+from headrace.common.worker_flags import WORKER_FLAGS, WorkerFlag
 from headrace.worker.__main__ import command as worker_command
 
 OPTIONS = ServeOptions(
@@ -27,8 +26,13 @@ ONE_PLACE = (WorkerPlace(0, (0, 1, 2, 3), 4),)
 TWO_PLACES = (WorkerPlace(0, (0, 1), 2), WorkerPlace(1, (2, 3), 2))
 
 
+def with_flags(options: ServeOptions = OPTIONS, **worker: Any) -> ServeOptions:
+    """The options with these flags for workers."""
+    return replace(options, worker=worker)
+
+
 def processes_of(
-    options: ServeOptions, places: tuple[WorkerPlace, ...] = ONE_PLACE, **plan: Any
+    options: ServeOptions, places: tuple[WorkerPlace, ...] = ONE_PLACE, /, **plan: Any
 ) -> tuple[ProcessSpec, ...]:
     """The workers of one model, the gateway and the router."""
     model = ModelPlan("m", Path("/models/m"), places, **plan)
@@ -74,8 +78,7 @@ def test_what_was_not_asked_for_is_left_to_the_worker() -> None:
 
 
 def test_what_was_asked_for_reaches_every_worker() -> None:
-    asked = replace(
-        OPTIONS,
+    asked = with_flags(
         kv_cache_gb=1.5,
         max_num_seqs=8,
         max_num_batched_tokens=64,
@@ -99,17 +102,19 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
         assert argument(worker.argv, "--cache-eviction") == "max_cache_size=4096"
 
 
-@pytest.mark.parametrize("flag", [*worker_flags.OF_ALL_MODELS, *worker_flags.OF_GENERATION], ids=lambda flag: flag.flag)
+@pytest.mark.parametrize("flag", WORKER_FLAGS, ids=lambda flag: flag.flag)
 def test_every_flag_that_workers_share_with_serve_is_passed_on(flag: WorkerFlag) -> None:
     value = flag.type.choices[-1] if isinstance(flag.type, click.Choice) else 7
-    processes = processes_of(replace(OPTIONS, **{flag.option: value}))
-    (worker,) = (process for process in processes if process.role == "worker")
+    given = (value, value) if flag.is_repeated else value
+    (worker,) = (one for one in processes_of(with_flags(**{flag.option: given})) if one.role == "worker")
     assert argument(worker.argv, flag.flag) == str(value)
+    assert worker.argv.count(flag.flag) == (2 if flag.is_repeated else 1)
     of_worker, of_serve = (
         next(option for option in command.params if name in option.opts)
         for command, name in ((worker_command, flag.flag), (serve, flag.serve_flag or flag.flag))
     )
-    assert of_worker.type is of_serve.type is flag.type
+    assert of_worker.type is flag.type
+    assert of_serve.type is (flag.serve_type or flag.type)
     assert of_serve.name == flag.option
 
 
@@ -120,7 +125,7 @@ def test_several_workers_share_the_memory_of_one() -> None:
     on_one_node = (WorkerPlace(0, (0, 1), 2), WorkerPlace(0, (2, 3), 2))
     third, fourth, *_ = processes_of(OPTIONS, on_one_node)
     assert argument(third.argv, "--kv-cache-node-share") == argument(fourth.argv, "--kv-cache-node-share") == "0.2"
-    (asked, *_) = processes_of(replace(OPTIONS, kv_cache_gb=1), TWO_PLACES)
+    (asked, *_) = processes_of(with_flags(kv_cache_gb=1), TWO_PLACES)
     assert argument(asked.argv, "--kv-cache-share") is None
 
 
@@ -150,11 +155,7 @@ def test_every_process_tells_what_it_does_in_the_way_that_was_asked_for() -> Non
 
 def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
     asked = replace(
-        OPTIONS,
-        kv_precision="u4",
-        max_context_tokens=4096,
-        max_ttft=7.5,
-        stuck_after_s=20.0,
+        with_flags(kv_precision="u4", max_context_tokens=4096, max_ttft=7.5, stuck_after_s=20.0),
         tool_parser="hermes",
         reasoning_parser="think",
         special_tokens_in_text="never",
@@ -189,8 +190,9 @@ def test_plain_grpc_reaches_whoever_calls() -> None:
 
 
 def test_a_model_among_several_has_workers_names_and_ports_of_its_own() -> None:
-    asked = replace(OPTIONS, metrics_port=9101, kv_cache_gb=2.0, max_context_tokens=4096)
-    second, *_ = processes_of(asked, first_worker=2, kv_cache_gb=0.5, max_context_tokens=1024, is_essential=False)
+    asked = with_flags(replace(OPTIONS, metrics_port=9101), kv_cache_gb=2.0, max_context_tokens=4096)
+    own = ModelOptions(worker={"max_context_tokens": 1024})
+    second, *_ = processes_of(asked, first_worker=2, kv_cache_gb=0.5, options=own, is_essential=False)
     assert second.name == "worker-2"
     assert second.address == "unix:/run/h/8000/worker-2.sock"
     assert argument(second.argv, "--metrics") == "127.0.0.1:9104"
@@ -206,8 +208,8 @@ def test_models_share_the_memory_for_kv_caches() -> None:
 
 
 def test_an_encoder_beside_other_models_has_no_options_of_generation() -> None:
-    options = replace(
-        OPTIONS,
+    options = with_flags(
+        replace(OPTIONS, prefill_workers=1),
         kv_cache_gb=2.0,
         decode_graph="on",
         speculation="on",
@@ -215,7 +217,6 @@ def test_an_encoder_beside_other_models_has_no_options_of_generation() -> None:
         max_context_tokens=8192,
         kv_disk=Path("/disk"),
         kv_disk_gb=1.0,
-        prefill_workers=1,
         max_ttft=9.0,
     )
     of_generation = {"--kv-cache-gb", "--decode-graph", "--speculation", "--cache-eviction", "--kv-disk", "--role"}
@@ -224,23 +225,26 @@ def test_an_encoder_beside_other_models_has_no_options_of_generation() -> None:
     worker, *_ = processes_of(options, is_encoder=True, kv_share=0.5)
     assert not {*of_generation, "--kv-cache-share", "--max-context-tokens"} & set(worker.argv)
     assert argument(worker.argv, "--max-ttft-s") == "9.0"
-    worker, *_ = processes_of(options, is_encoder=True, max_context_tokens=256, kv_cache_gb=1.0)
+    worker, *_ = processes_of(
+        options, is_encoder=True, options=ModelOptions(worker={"max_context_tokens": 256}), kv_cache_gb=1.0
+    )
     assert argument(worker.argv, "--max-context-tokens") == "256"
     assert argument(worker.argv, "--kv-cache-gb") == "1.0", "what the file says of it is refused by its worker"
 
 
 def test_options_of_one_model_take_the_place_of_those_of_all() -> None:
-    options = replace(OPTIONS, max_num_seqs=9, kv_precision="u4", execution_mode="performance", speculation="off")
-    own = ModelOptions(
-        max_num_seqs=7,
-        max_num_batched_tokens=77,
-        execution_mode="accuracy",
-        kv_precision="bf16",
-        speculation="draft",
-        draft_model=Path("/d"),
-        cache_eviction="on-request",
-    )
-    (worker,) = worker_specs(options, ModelPlan("m", Path("/m"), ONE_PLACE, options=own), "python")
+    options = with_flags(max_num_seqs=9, kv_precision="u4", execution_mode="performance", speculation="off")
+    own = {
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 77,
+        "execution_mode": "accuracy",
+        "kv_precision": "bf16",
+        "speculation": "draft",
+        "draft_model": Path("/d"),
+        "cache_eviction": "on-request",
+    }
+    plan = ModelPlan("m", Path("/m"), ONE_PLACE, options=ModelOptions(worker=own))
+    (worker,) = worker_specs(options, plan, "python")
     flags = {
         "--max-num-seqs": "7",
         "--max-num-batched-tokens": "77",
@@ -272,7 +276,8 @@ def test_an_encoders_pooling_and_normalisation_reach_its_worker() -> None:
 
 
 def test_adapters_of_a_model_are_its_own() -> None:
-    worker, *_ = processes_of(OPTIONS, adapters=("a=/x", "b=/y"), max_adapters=3)
+    own = ModelOptions(worker={"adapters": ("a=/x", "b=/y"), "max_adapters": 3})
+    worker, *_ = processes_of(with_flags(adapters=("c=/z",), max_adapters=1), options=own)
     adapters = [value for flag, value in zip(worker.argv, worker.argv[1:], strict=False) if flag == "--adapter"]
     assert adapters == ["a=/x", "b=/y"]
     assert argument(worker.argv, "--max-adapters") == "3"

@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 EXIT_ENGINE_FAILED = 70
 # The process exits after this time even if the log cannot be written.
 _LAST_WORDS_S = 3.0
-DEFAULT_STUCK_AFTER_S = 60.0
 # A step may take this many times as long as expected.
 EXPECTED_STEPS = 20
 # The limit is at most this many times the configured one, because expectations may be wrong.
@@ -73,7 +72,7 @@ class Verdict(enum.Enum):
 class Watchdog:
     """Checks the engine thread. Pure: the caller passes the time."""
 
-    def __init__(self, watched: Watched, stuck_after_s: float = DEFAULT_STUCK_AFTER_S) -> None:
+    def __init__(self, watched: Watched, stuck_after_s: float) -> None:
         self.still_s = 0.0
         """Seconds since a step ended."""
         self._watched = watched
