@@ -32,7 +32,7 @@ def networks_among(names: Collection[str]) -> tuple[str, ...]:
 
 def networks_in(directory: Path) -> tuple[Path, ...]:
     """The same for a directory."""
-    return tuple(directory / name for name in networks_among(_names_in(directory)))
+    return tuple(directory / name for name in networks_among(names_in(directory)))
 
 
 def weights_in(directory: Path) -> list[Path]:
@@ -53,12 +53,12 @@ def required_files(names: Collection[str]) -> tuple[str, ...]:
 
 def missing_files(directory: Path) -> list[str]:
     """The required files that a directory lacks."""
-    return [name for name in required_files(_names_in(directory)) if not (directory / name).is_file()]
+    return [name for name in required_files(names_in(directory)) if not (directory / name).is_file()]
 
 
 def empty_files(directory: Path) -> list[str]:
     """The required files of a directory that are empty."""
-    present = [name for name in required_files(_names_in(directory)) if (directory / name).is_file()]
+    present = [name for name in required_files(names_in(directory)) if (directory / name).is_file()]
     return [name for name in present if not (directory / name).stat().st_size]
 
 
@@ -67,5 +67,6 @@ def has_network(directory: Path) -> bool:
     return networks_in(directory)[0].is_file()
 
 
-def _names_in(directory: Path) -> set[str]:
+def names_in(directory: Path) -> set[str]:
+    """The names of the files in a directory; none if there is no such directory."""
     return {path.name for path in directory.iterdir()} if directory.is_dir() else set()

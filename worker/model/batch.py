@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.model.scored import Scored, merged_tables, padded_tables
+from headrace.worker.model.step_images import ImageRows, StepImages
 from headrace.worker.request.eviction import Eviction
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Branch, Request
@@ -84,6 +85,8 @@ class Batch:
     """The slots that recurrent layers read and write; None if the model has no such layers."""
     part_slots: IntArray | None = None
     """The slot of each block's part for layers with a window, `[blocks + 1]`; see `StepPlan`."""
+    images: StepImages | None = None
+    """The tokens of images; None if the step has none."""
 
     @property
     def is_decode(self) -> bool:
@@ -256,9 +259,12 @@ class _Sequences:
         self._max_context_len = 0
         self._scored: list[Scored] = []
         self._lost: dict[int, Eviction] = {}
+        self._images = ImageRows()
 
     def add(self, request: Request, past: int, token_ids: Sequence[int], table: array[int] | None = None) -> None:
         """Add new tokens of a request, after `past` others. `table` has other blocks than the request's."""
+        if request.images:
+            self._images.add(request, len(self._past_lens), len(self.input_ids), past, len(token_ids))
         self.input_ids.extend(token_ids)
         table = request.block_table if table is None else table
         if request.eviction is not None:
@@ -291,9 +297,11 @@ class _Sequences:
             before = past_lens.copy()
             for number, eviction in self._lost.items():
                 before[number] += eviction.num_evicted_tokens
+        input_ids = np.frombuffer(self.input_ids, np.uint32).astype(np.int64)
+        positions = _positions(self._images.shifted(before), begins)
         return {
-            "input_ids": np.frombuffer(self.input_ids, np.uint32).astype(np.int64),
-            "position_ids": _positions(before, begins),
+            "input_ids": input_ids,
+            "position_ids": positions,
             "past_lens": past_lens,
             "subsequence_begins": begins,
             "block_indices": block_indices,
@@ -301,6 +309,7 @@ class _Sequences:
             "max_context_len": np.array(self._max_context_len, np.int32),
             "block_tables": merged_tables(block_indices, self._block_begins, self._lost) if self._lost else None,
             "scored": self._scored,
+            "images": self._images.taken(input_ids, positions),
         }
 
 

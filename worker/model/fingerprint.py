@@ -2,9 +2,10 @@
 
     SHA-256( network || size of its weights || SHA-256(piece 0) || SHA-256(piece 1) || ... || next network || ... )
 
-Every byte counts, because two fine-tunes of a model have the same sizes and may differ in a single layer. Several
-threads hash the pieces while the model is compiled. So no hash needs to be cached between starts, where it could become
-outdated. Reading also brings the file into the page cache, from which it is loaded.
+Every byte counts, because two fine-tunes of a model have the same sizes and may differ in a single layer. So do the
+networks for images, whose states are in KV blocks. Several threads hash the pieces while the model is compiled. So no
+hash needs to be cached between starts, where it could become outdated. Reading also brings the file into the page
+cache, from which it is loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from headrace.common.model_files.networks import networks_in
+from headrace.common.model_files.vision_networks import vision_networks_in
 
 PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
@@ -24,7 +26,7 @@ _READ_BYTES = 1 << 20
 def fingerprint_of(model_dir: Path, threads: int) -> str:
     """The fingerprint of the model in a directory, in hex, computed by `threads` threads. Raises OSError."""
     digest = sha256()
-    for network in networks_in(model_dir):
+    for network in (*networks_in(model_dir), *vision_networks_in(model_dir)):
         digest.update(network.read_bytes())
         with network.with_suffix(".bin").open("rb") as file:
             descriptor = file.fileno()

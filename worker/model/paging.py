@@ -16,12 +16,16 @@ import openvino as ov
 from openvino._offline_transformations import paged_attention_transformation
 
 from headrace.common.model_files.networks import networks_in
+from headrace.common.model_files.vision_networks import vision_networks_in
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.batch import StateInputs
 from headrace.worker.model.directory import context_of, has_windows, read_config, uses_alibi
 from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, TRANSFORMATION, merge_layers
 from headrace.worker.model.positions import UnservableError, settle_positions, take_positions
 from headrace.worker.model.state_tables import STATE_TABLES, give_own_sequences, set_table_types
+from headrace.worker.multimodal.image_graph import inputs_for_images
+from headrace.worker.multimodal.image_inputs import NAMES as IMAGE_INPUTS
+from headrace.worker.multimodal.image_inputs import ImageInputs
 from headrace.worker.multimodal.joining import JoiningError, join, settle_types
 
 # Inputs of the operators that replace recurrent layers, and the beginnings of the names of their tables of states.
@@ -53,10 +57,12 @@ log = logging.getLogger(__name__)
 
 
 class PagedModel(NamedTuple):
-    """A graph with PagedAttention. `depends_on_context`: its answers depend on the longest context that is served."""
+    """A graph with PagedAttention. `depends_on_context`: its answers depend on the longest context that is served.
+    `images` is what it takes of images; None if it takes none."""
 
     graph: ov.Model
     depends_on_context: bool
+    images: ImageInputs | None = None
 
 
 def read_paged(
@@ -69,12 +75,13 @@ def read_paged(
     model, *embeddings = [_read(core, path) for path in networks_in(model_dir)]
     try:
         if embeddings:
-            join(model, embeddings)
+            join(model, embeddings, has_images=bool(vision_networks_in(model_dir)))
+        images = inputs_for_images(model, config)
         _make_paged(model, config, evicts=evicts)
         depends_on_context = settle_positions(model, max_context_tokens or context_of(config, model_dir))
     except (UnservableError, JoiningError) as error:
         raise ConfigurationError(f"the model in {model_dir} cannot be served: {error}") from error
-    return PagedModel(model, depends_on_context)
+    return PagedModel(model, depends_on_context, images)
 
 
 def reason_of(error: Exception) -> str:
@@ -139,7 +146,9 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any], *, evicts: bool) -> 
 def _is_own(port: ov.Output) -> bool:
     """Whether the runner sets this input. Some have names of the exported graph too."""
     names = port.get_names()
-    return not names.isdisjoint((*STEP_INPUTS, *STATE_INPUTS)) or any(name.startswith(_OWN_INPUTS) for name in names)
+    return not names.isdisjoint((*STEP_INPUTS, *STATE_INPUTS, *IMAGE_INPUTS)) or any(
+        name.startswith(_OWN_INPUTS) for name in names
+    )
 
 
 def _has_no_slopes(attention: ov.Node) -> bool:

@@ -38,6 +38,7 @@ from headrace.worker.model.lm_head import HeadRequest, InputTensors, replace_hea
 from headrace.worker.model.paging import BLOCK_INDICES, STATE_INPUTS, STEP_INPUTS, read_paged, reason_of
 from headrace.worker.model.scored import add_scores, score_windows, tables_of
 from headrace.worker.model.state_tables import StateTables, bytes_of, dims_of, has_states, has_sums
+from headrace.worker.model.step_images import arrays_of
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from headrace.worker.model.window_tables import WINDOW_BLOCK_INDICES, add_window_tables, window_layers
 from headrace.worker.sampling.logits import Logits
@@ -76,7 +77,8 @@ class OpenVINOModelRunner:
     performance mode only on some CPUs (docs/decisions/speculation.md). `states` reads hidden states of every step. With
     `evicts`, requests may evict their own KV blocks. With `has_parts`, layers with a sliding window have their parts of
     blocks in separate slots of `part_bytes` bytes. `block_bytes` then counts only the other layers. `layer_groups` says
-    what the cache has to keep for which layers.
+    what the cache has to keep for which layers. `image_inputs` is what the graph takes of images; None if it
+    takes none.
     """
 
     _batch: Batch | None = None
@@ -98,7 +100,8 @@ class OpenVINOModelRunner:
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
-        model, self.depends_on_context = read_paged(core, model_dir, max_context_tokens, evicts=evicts)
+        paged = read_paged(core, model_dir, max_context_tokens, evicts=evicts)
+        model, self.depends_on_context, self.image_inputs = paged
         has_parts = has_parts and not has_states(model)
         self.windows = add_window_tables(model) if has_parts else window_layers(model)
         self._in_slots: Collection[int] = self.windows.layers if has_parts else ()
@@ -284,6 +287,10 @@ class OpenVINOModelRunner:
                 slot.inputs.set(name, values)
         if batch.adapter_slots is not None:
             self._bind_adapters(slot, batch.adapter_slots)
+        if self.image_inputs is not None and (batch.images is not None or slot.has_images):
+            for name, array in arrays_of(batch.images, self.image_inputs).items():
+                slot.inputs.set(name, array)
+            slot.has_images = batch.images is not None
         least = self.least_decode if batch.is_decode else MIN_PROMPT_STEP
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
 
@@ -389,6 +396,8 @@ class _Slot:
         # The memory of adapters that the request's inputs are in, and how many slots of it they have.
         self.adapters: AdapterMemory | None = None
         self.num_adapters = 0
+        # Whether the inputs for images have to be emptied before a step without any.
+        self.has_images = True
 
 
 def _layout(caches: Sequence[ov.Output]) -> list[tuple[str, str, list[int]]]:

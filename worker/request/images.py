@@ -33,10 +33,27 @@ class ImageStates(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The rows and columns in which an image's tokens lie, for models whose positions count them."""
+    """The rows and columns in which an image's tokens lie, for models whose positions count them.
+
+    Such a model gives each token three positions: time, height and width. Those of a text's token are equal. An image's
+    tokens have the position that a text's token would have in the place of the first one; to it their row is added for
+    the height, and their column for the width. What follows continues behind the largest position:
+
+        tokens    a  b  i  i  i  i  i  i  c      an image of 2 rows and 3 columns
+        time      0  1  2  2  2  2  2  2  5
+        height    0  1  2  2  2  3  3  3  5
+        width     0  1  2  3  4  2  3  4  5
+
+    Source: get_rope_index of Qwen2-VL in transformers.
+    """
 
     rows: int
     columns: int
+
+    @property
+    def shift(self) -> int:
+        """What the image adds to the difference between the places of tokens after it and their positions."""
+        return max(self.rows, self.columns) - self.rows * self.columns
 
 
 @dataclass(slots=True, eq=False)

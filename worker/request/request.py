@@ -147,10 +147,16 @@ class Request:
     first_token_s: float = 0.0
     ended_s: float = 0.0
     steps: list[StepNote] | None = None
+    images_end: int = field(init=False)
+    """The place after the last token of an image; 0 without images."""
+    position_shift: int = field(init=False)
+    """The positions of tokens after all images, minus their places."""
     prompt_logprobs: PromptLogprobs = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_logprobs = PromptLogprobs(self.sampling.num_prompt_logprobs or 0)
+        self.images_end = self.images[-1].end if self.images else 0
+        self.position_shift = sum(image.grid.shift for image in self.images if image.grid is not None)
         self.token_ids = array("I", self.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.token_ids.extend(self.resume_token_ids)

@@ -46,6 +46,8 @@ def test_one_flipped_bit_anywhere_is_another_model(files: tuple[Path, Path]) -> 
 
 def test_every_network_of_a_multimodal_model_counts(tmp_path: Path) -> None:
     names = ("openvino_language_model", "openvino_text_embeddings_model", "openvino_text_embeddings_per_layer_model")
+    names += ("openvino_vision_embeddings_model",)
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     files = [tmp_path / f"{name}.{suffix}" for name in names for suffix in ("xml", "bin")]
     seen = []
     for file in files:

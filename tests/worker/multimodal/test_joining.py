@@ -3,6 +3,7 @@ other, for a text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import openvino as ov
 import pytest
 from openvino import opset13
 
+from headrace.worker.multimodal.image_graph import inputs_for_images
+from headrace.worker.multimodal.image_inputs import ImageInputs
 from headrace.worker.multimodal.joining import JoiningError, join, settle_types
 
 VOCABULARY, SIZE = 11, 4
@@ -59,9 +62,9 @@ def language(rows: int = 0, *, sees: bool = False, per_layer: bool = False) -> o
     return ov.Model([states], parameters, "language")
 
 
-def computed(model: ov.Model) -> np.ndarray[Any, Any]:
+def computed(model: ov.Model, more: Mapping[str, np.ndarray[Any, Any]] | None = None) -> np.ndarray[Any, Any]:
     compiled = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1})
-    found: np.ndarray[Any, Any] = compiled({"input_ids": TOKENS, "position_ids": PLACES})[0]
+    found: np.ndarray[Any, Any] = compiled({"input_ids": TOKENS, "position_ids": PLACES, **(more or {})})[0]
     return found
 
 
@@ -94,6 +97,51 @@ def test_layers_may_have_embeddings_of_their_own() -> None:
     np.testing.assert_allclose(computed(model), expected, rtol=1e-6)
 
 
+def of_images(rows: int, size: int = SIZE) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(1)
+    return {
+        "image_rows": np.array([1, 2, 4][:rows], np.int64),
+        "image_states": rng.normal(size=(3, size)).astype(np.float32)[:rows],
+        "image_positions": rng.integers(50, 60, (3, 3))[:, :rows],
+        "image_deepstack": rng.normal(size=(1, 3, size)).astype(np.float32)[:, :rows],
+    }
+
+
+@pytest.mark.parametrize("num_images", [0, 3])
+@pytest.mark.parametrize(("rows", "sees"), [(0, False), (3, False), (3, True), (4, True)])
+def test_states_of_images_take_the_place_of_embeddings(rows: int, sees: bool, num_images: int) -> None:
+    """And their positions and additions that of the text's. The first of four rows is the place of each token."""
+    model = language(rows, sees=sees)
+    join(model, [embeddings()], has_images=True)
+    values = of_images(num_images)
+    if not rows:
+        del values["image_positions"]
+    if not sees:
+        del values["image_deepstack"]
+    assert sorted(port.any_name for port in model.inputs) == sorted(["input_ids", "position_ids", *values])
+    embedded = TABLE[TOKENS].reshape(-1, SIZE)
+    positions = np.stack([PLACES.reshape(-1)] * max(rows, 1))
+    embedded[values["image_rows"]] = values["image_states"]
+    if rows:
+        positions[-3:, values["image_rows"]] = values["image_positions"]
+    expected = embedded + positions.sum(0)[:, None]
+    if sees:
+        expected[values["image_rows"]] += values["image_deepstack"][0]
+    np.testing.assert_allclose(computed(model, values), expected.reshape(*TOKENS.shape, SIZE), rtol=1e-6)
+
+
+def test_what_a_graph_takes_of_images_is_known() -> None:
+    model = language(3, sees=True)
+    assert inputs_for_images(model, {}) is None
+    join(model, [embeddings()], has_images=True)
+    config = {"vision_config": {"deepstack_visual_indexes": [2, 5]}}
+    assert inputs_for_images(model, config) == ImageInputs(SIZE, True, 2, keeps_whole=False)
+    model = language()
+    model.add_parameters([parameter("token_type_ids", [-1, -1], np.int64)])
+    join(model, [embeddings()], has_images=True)
+    assert inputs_for_images(model, config) == ImageInputs(SIZE, False, 0, keeps_whole=True)
+
+
 def test_networks_that_do_not_fit_are_refused_in_a_sentence() -> None:
     with pytest.raises(JoiningError, match="its language model does not take per_layer_inputs"):
         join(language(), [embeddings(), embeddings()])
@@ -101,6 +149,8 @@ def test_networks_that_do_not_fit_are_refused_in_a_sentence() -> None:
         join(language(), [language()])
     with pytest.raises(JoiningError, match="an unknown number of positions for each token"):
         join(language(rows=-1), [embeddings()])
+    with pytest.raises(JoiningError, match="an unknown number of positions for each token"):
+        join(language(rows=2), [embeddings()], has_images=True)
     with pytest.raises(JoiningError, match="its language model and its embeddings of tokens are not of one model"):
         join(language(per_layer=True), [embeddings(size=SIZE + 1), embeddings()])
 
