@@ -1,4 +1,4 @@
-"""The protocols that the gateway serves. docs/protocol.md has every field.
+"""The protocols that the gateway serves. docs/reference/http-api.md has every field.
 
 Each name is a folder of `gateway/`. To leave a protocol out, delete its folder and its line here.
 """

@@ -20,7 +20,7 @@ _PROMPT: dict[str, Row] = {
         "Roles `user`, `assistant` and `system`. Consecutive turns of the same role are merged. If the last turn is the"
         " assistant's, the model continues it",
     ),
-    "messages[].content": Applied("text, or blocks", "[Blocks](../protocol.md#messages)"),
+    "messages[].content": Applied("text, or blocks", "[Blocks](http-api.md#messages)"),
     "messages[].clear_at": Applied(
         "`never`, `next_user_message`", "A turn of the system is shown only until the next turn of the user"
     ),
@@ -31,7 +31,7 @@ _PROMPT: dict[str, Row] = {
         "The first turn. The header `x-anthropic-billing-header:` at its head is left out, so that prompts of"
         " different sessions share their cache",
     ),
-    "tools": Applied("list", "[Tools](../protocol.md#messages)"),
+    "tools": Applied("list", "[Tools](http-api.md#messages)"),
     "tool_choice": Applied("`auto`, `any`, `tool` with `name`, `none`", "A grammar enforces `any` and `tool`"),
     "tool_choice.disable_parallel_tool_use": Applied("bool", "At most one call"),
     "thinking": Applied(
@@ -85,7 +85,7 @@ MESSAGES = FieldTable(
             f"At most {MAX_STOP_CHARS} characters each. Empty texts have no effect",
         ),
         **as_chats(AnswerFields),
-        "stream": Applied("bool", "Send the answer as [a stream](../protocol.md#messages)"),
+        "stream": Applied("bool", "Send the answer as [a stream](http-api.md#messages)"),
         "request_id": Applied(AS_CHATS),
         "metadata": Hint("tenants are those of the API keys"),
         "service_tier": Hint(OF_PROVIDER, ("auto", "standard_only")),

@@ -1,6 +1,6 @@
-"""Bodies of the Messages API, decoded, checked and translated to chats (pure). docs/protocol.md has every field.
+"""Bodies of the Messages API, decoded, checked and translated to chats (pure).
 
-https://docs.anthropic.com/en/api/messages
+Every field: docs/reference/http-api.md. https://docs.anthropic.com/en/api/messages
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KServe's protocol over HTTP. docs/protocol.md has every name."""
+"""KServe's protocol over HTTP. docs/reference/http-api.md has every name."""
 
 from __future__ import annotations
 

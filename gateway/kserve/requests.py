@@ -1,5 +1,6 @@
-"""Translates requests of KServe's protocol to completions, whatever the form of their values (pure). docs/protocol.md
-has every name.
+"""Translates requests of KServe's protocol to completions, whatever the form of their values (pure).
+
+Every name: docs/reference/http-api.md.
 
 A value is a tensor by its own name, a parameter of the request, or in the JSON text of `sampling_parameters`.
 """

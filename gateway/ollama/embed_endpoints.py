@@ -1,4 +1,4 @@
-"""Embeddings in Ollama's format. docs/protocol.md has every field."""
+"""Embeddings in Ollama's format. docs/reference/http-api.md has every field."""
 
 from __future__ import annotations
 

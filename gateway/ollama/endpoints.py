@@ -1,4 +1,4 @@
-"""Ollama's endpoints for chats and prompts. docs/protocol.md has every field."""
+"""Ollama's endpoints for chats and prompts. docs/reference/http-api.md has every field."""
 
 from __future__ import annotations
 

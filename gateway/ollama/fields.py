@@ -144,7 +144,7 @@ EMBED = FieldTable(
         "model": _MODEL,
         "input": Applied("text, or list of texts"),
         "truncate": Applied("bool, default true", "Truncate a text that is too long, rather than refuse it"),
-        "dimensions": Applied("1 or more", "As of [embeddings](../protocol.md#embeddings)"),
+        "dimensions": Applied("1 or more", "As of [embeddings](http-api.md#embeddings)"),
         "keep_alive": _KEEP_ALIVE,
         "options": Hint("options concern texts that a model writes", ({},)),
     },

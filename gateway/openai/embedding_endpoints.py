@@ -1,4 +1,4 @@
-"""Embeddings of the OpenAI API. docs/protocol.md has every field."""
+"""Embeddings of the OpenAI API. docs/reference/http-api.md has every field."""
 
 from __future__ import annotations
 

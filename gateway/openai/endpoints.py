@@ -1,4 +1,4 @@
-"""Chats and completions of the OpenAI API. docs/protocol.md has every field."""
+"""Chats and completions of the OpenAI API. docs/reference/http-api.md has every field."""
 
 from __future__ import annotations
 

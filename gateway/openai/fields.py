@@ -27,7 +27,7 @@ _SAMPLING = "use temperature, top_p, top_k or min_p"
 _KEY = "up to 512 characters"
 _CACHE = "the prefix cache needs no such parameters"
 _DRAFTS = "the server chooses by itself how much to speculate; drafts change no answer"
-_CONSTRAINT = "[Structured output](../protocol.md#structured-output)"
+_CONSTRAINT = "[Structured output](http-api.md#structured-output)"
 # The order of this server's filters, in llama.cpp's names.
 _ORDER = ["penalties", "temperature", "top_n_sigma", "top_k", "top_p", "min_p"]
 
@@ -56,7 +56,7 @@ _APPLIED: dict[str, Row] = {
         "bool",
         "Default: true for texts, false for the output of a chat template. True is refused for a prompt of tokens",
     ),
-    "stream": Applied("bool", "Send the answer as [a stream](../protocol.md#streams)"),
+    "stream": Applied("bool", "Send the answer as [a stream](http-api.md#streams)"),
     "stream_options": Applied("object", "Needs `stream`"),
     "stream_options.include_usage": Applied("bool", "The stream ends with a chunk that has the usage"),
     "stream_options.include_obfuscation": Applied(
@@ -181,7 +181,7 @@ CHAT = FieldTable(
     {
         "messages": Applied(
             "at least one",
-            "Roles `system`, `developer`, `user`, `assistant`, `tool`, `function`: [history](../protocol.md#history)",
+            "Roles `system`, `developer`, `user`, `assistant`, `tool`, `function`: [history](http-api.md#history)",
         ),
         "messages[].content": Applied(
             "text, or parts of type `text`, `refusal`",
@@ -238,7 +238,7 @@ CHAT = FieldTable(
         ),
         "tools": Applied(
             "`function`, `custom`",
-            "With distinct names of at most 128 characters: [tools](../protocol.md#tools-and-reasoning)",
+            "With distinct names of at most 128 characters: [tools](http-api.md#tools-and-reasoning)",
         ),
         "tool_choice": Applied(
             "`none`, `auto`, `required`, a function or custom tool, `allowed_tools`", "Default `auto`"

@@ -17,7 +17,7 @@ from headrace.gateway.edge.description import EVENTS, Operation
 from headrace.gateway.edge.exchange import TIMEOUT_HEADER
 from headrace.protos.sampling_fields import NUMBERS
 
-REFERENCE = "https://github.com/headrace/headrace/blob/main/docs/protocol.md"
+REFERENCE = "https://github.com/headrace/headrace/blob/main/docs/reference/http-api.md"
 _SCHEMAS = "#/components/schemas/{name}"
 
 

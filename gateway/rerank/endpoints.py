@@ -1,4 +1,4 @@
-"""Rerank in the form of Cohere and Jina, score in that of vLLM. docs/protocol.md has every field."""
+"""Rerank in the form of Cohere and Jina, score in that of vLLM. docs/reference/http-api.md has every field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of rerank and score (pure). docs/protocol.md has every field."""
+"""Bodies of rerank and score (pure). docs/reference/http-api.md has every field."""
 
 from __future__ import annotations
 

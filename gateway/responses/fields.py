@@ -19,13 +19,13 @@ _CACHE = "the prefix cache keeps blocks as long as there is room"
 
 _ROWS: dict[str, Row] = {
     "model": Applied("name", "Optional while there is only one model"),
-    "input": Applied("text, or items", "[Items](../protocol.md#items-of-the-input)"),
+    "input": Applied("text, or items", "[Items](http-api.md#items-of-the-input)"),
     "instructions": Applied("text", "A first turn with role `developer`, for this response only"),
     "previous_response_id": Applied(
         "id of a stored response",
         "The input continues that response's conversation. 400 `previous_response_not_found` if it does not exist",
     ),
-    "store": Applied("bool, default true", "[Keep the response](../protocol.md#responses)"),
+    "store": Applied("bool, default true", "[Keep the response](http-api.md#responses)"),
     "background": Applied("bool", "Return at once and generate in the background; needs `store`"),
     "stream": Applied("bool", "Send the answer as a stream"),
     "stream_options": Applied("object", "Needs `stream`"),
@@ -44,7 +44,7 @@ _ROWS: dict[str, Row] = {
     "text.verbosity": Applied("as `verbosity`", "As for chats"),
     "text": Applied("object", "The format of the text"),
     "tools": Applied(
-        "`function`, `custom`, `namespace`, and hosted tools beside them", "[Tools](../protocol.md#tools-of-responses)"
+        "`function`, `custom`, `namespace`, and hosted tools beside them", "[Tools](http-api.md#tools-of-responses)"
     ),
     "tool_choice": Applied(
         "`none`, `auto`, `required`, a function or custom tool, `allowed_tools`",

@@ -1,6 +1,6 @@
-"""Bodies of the Responses API, decoded, checked and translated to chats (pure). docs/protocol.md has every field.
+"""Bodies of the Responses API, decoded, checked and translated to chats (pure).
 
-https://platform.openai.com/docs/api-reference/responses
+Every field: docs/reference/http-api.md. https://platform.openai.com/docs/api-reference/responses
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TGI's endpoints for prompts. docs/protocol.md has every field."""
+"""TGI's endpoints for prompts. docs/reference/http-api.md has every field."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ PARAMETERS = FieldTable(
             "bool", "`details.prefill` has the tokens of the prompt. Needs `details`; not in streams"
         ),
         "top_n_tokens": Applied(f"0 to {MAX_LOGPROBS}", "`top_tokens` has the most probable tokens at each position"),
-        "grammar": Applied("object", "[Structured output](../protocol.md#structured-output)"),
+        "grammar": Applied("object", "[Structured output](http-api.md#structured-output)"),
         "grammar.type": Applied("`json`, `json_schema`, `regex`"),
         "grammar.value": Applied("a schema, or an expression"),
         "adapter_id": Applied("name", "The model: adapters are selected by model name"),

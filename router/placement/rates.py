@@ -39,7 +39,7 @@ def believed_rates(columns: Columns[Values], priors: Priors) -> tuple[Values, Va
 
     Learned rates depend more on a worker's recent prompts than on its host: they differ fourfold among equal hosts. So,
     on a logarithmic scale, a worker's own rate counts one tenth and the median of all workers nine tenths. A worker
-    without a learned rate gets the best one. docs/simulation.md compares the alternatives.
+    without a learned rate gets the best one. docs/explanation/simulation.md compares the alternatives.
     """
     prefill = _drawn_to_median(columns.prefill_rate)
     if not prefill.all():

@@ -286,7 +286,7 @@ class StepRates:
     They are averages rather than predictions, because routers compare workers by them. A prediction for the running
     batch would differ between equal hosts with the length of their contexts, and draw requests away from their cached
     prefixes. A prediction for a standard prompt would ignore the length of prompts, and gave longer waits in a test
-    (docs/simulation.md).
+    (docs/explanation/simulation.md).
     """
 
     __slots__ = ("_seconds", "_tokens", "decode_step_ms", "draft_ms", "tokens_per_stream")
