@@ -83,6 +83,8 @@ ONLY_IN = {
         "worker/model/paging.py",
         "worker/multimodal/image_graph.py",
         "worker/multimodal/joining.py",
+        "worker/multimodal/towers/attention.py",
+        "worker/multimodal/towers/network.py",
         "worker/model/positions.py",
         "worker/model/runner.py",
         "worker/host/numa.py",

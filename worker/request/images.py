@@ -31,6 +31,16 @@ class ImageStates(NamedTuple):
         """The memory that they take."""
         return self.states.nbytes + (0 if self.deepstack is None else self.deepstack.nbytes)
 
+    def fits(self, num_tokens: int, hidden_size: int, num_layers: int) -> bool:
+        """Whether a model takes them for an image of so many tokens: `hidden_size` and `num_layers` are those of its
+        `ImageInputs`. Check before a request is scheduled, because another shape would end all requests of a step."""
+        shape, arrays = (num_tokens, hidden_size), [self.states]
+        if num_layers:
+            if self.deepstack is None or self.deepstack.shape != (num_layers, *shape):
+                return False
+            arrays.append(self.deepstack)
+        return self.states.shape == shape and all(array.dtype == np.float32 for array in arrays)
+
 
 class Grid(NamedTuple):
     """The rows and columns in which an image's tokens lie, for models whose positions count them.

@@ -1,0 +1,26 @@
+"""What encodes images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from headrace.worker.request.images import ImageStates
+
+Pixels = Mapping[str, npt.NDArray[Any]]
+"""An image's inputs by name, each with a first dimension of 1, as `ImageFamily.pixels` gives them."""
+
+
+class TowerError(Exception):
+    """Why a model's images cannot be encoded, as the end of a sentence that begins with the model."""
+
+
+class Tower(Protocol):
+    """Encodes images. One thread at a time may call it."""
+
+    def encode(self, images: Sequence[Pixels]) -> Sequence[ImageStates]:
+        """The states of each image. They do not depend on the other images of the call, but for the order of additions
+        in matrix products."""
+        ...
