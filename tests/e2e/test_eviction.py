@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import openvino as ov
-import openvino_genai
 import pytest
 
 from headrace.cli.models.model_cache import model_directory
+from headrace.gateway.text.tokenizer import load_tokenizer
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.kv.groups.evicting import EvictionBudget
@@ -24,6 +23,7 @@ from headrace.worker.request.eviction import Aggregation, Eviction, EvictionRule
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.sampler import BatchSampler
+from tests.e2e.genai_answers import answers_of_genai
 from tests.e2e.serving import MODEL
 from tests.e2e.small_model import small_model
 from tests.worker.conftest import CHEAP_STEPS
@@ -57,7 +57,8 @@ def runner(directory: Path) -> OpenVINOModelRunner:
 @pytest.fixture(scope="module")
 def prompts(directory: Path) -> list[list[int]]:
     """Parts of a long text, below and above the maximum."""
-    tokens = openvino_genai.Tokenizer(str(directory)).encode(TEXT.read_text()).input_ids.data[0].tolist()
+    tokenizer = load_tokenizer({file.name: file.read_bytes() for file in directory.glob("openvino_*tokenizer.*")})
+    tokens = tokenizer.encode(TEXT.read_text(), add_special_tokens=True)
     lengths = [100 + 31 * number for number in range(50)] if SOAK else [180, 600]
     starts = np.random.default_rng(0).integers(0, len(tokens) - max(lengths), len(lengths)).tolist()
     return [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
@@ -86,37 +87,12 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests]
 
 
-def answers_of_genai(
-    directory: Path, prompts: Sequence[Sequence[int]], aggregation: openvino_genai.AggregationMode
-) -> list[list[int]]:
-    """The answers of OpenVINO GenAI with the same rule."""
-    scheduler = openvino_genai.SchedulerConfig()
-    scheduler.num_kv_blocks = NUM_BLOCKS
-    scheduler.max_num_batched_tokens = BUDGET
-    scheduler.enable_prefix_caching = False
-    scheduler.use_cache_eviction = True
-    scheduler.cache_eviction_config = openvino_genai.CacheEvictionConfig(
-        RULE.start_size, RULE.recent_size, RULE.max_cache_size, aggregation
-    )
-    properties = {
-        "EXECUTION_MODE_HINT": "ACCURACY",
-        "INFERENCE_NUM_THREADS": 2,
-        "KV_CACHE_PRECISION": ov.Type.f32,
-    }
-    pipeline = openvino_genai.ContinuousBatchingPipeline(str(directory), scheduler, "CPU", properties)
-    greedy = openvino_genai.GenerationConfig(max_new_tokens=ANSWER, ignore_eos=True, do_sample=False)
-    answers = []
-    for prompt in prompts:
-        (result,) = pipeline.generate([ov.Tensor(np.array([prompt], np.int64))], [greedy])
-        answers.append(list(result.m_generation_ids[0]))
-    return answers
-
-
 @pytest.mark.parametrize("name", ["SUM", "NORM_SUM"])
 def test_tokens_are_those_of_openvino_genai(
     runner: OpenVINOModelRunner, directory: Path, prompts: Sequence[Sequence[int]], name: str
 ) -> None:
-    theirs = answers_of_genai(directory, prompts, getattr(openvino_genai.AggregationMode, name))
+    sizes = RULE.start_size, RULE.recent_size, RULE.max_cache_size
+    theirs = answers_of_genai(directory, prompts, name, sizes, max_tokens=ANSWER, num_blocks=NUM_BLOCKS, budget=BUDGET)
     rule = RULE._replace(aggregation=Aggregation[name])
     ours = [run(engine_of(runner), [request_of(prompt, ANSWER, rule)])[0] for prompt in prompts]
     equal = [one == other for one, other in zip(ours, theirs, strict=True)]
