@@ -23,6 +23,11 @@ def check_size(header: ImageHeader, max_pixels: int = MAX_PIXELS) -> None:
         raise ImageError(
             f"the image has {width} x {height} pixels; at most {max_pixels:,} are accepted. Make it smaller"
         )
+    check_ratio(width, height)
+
+
+def check_ratio(width: int, height: int) -> None:
+    """Raises `ImageError` if one side is too long for the other."""
     if max(width, height) > MAX_RATIO * min(width, height):
         raise ImageError(
             f"the image has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other. Crop it"

@@ -53,7 +53,7 @@ def decode(data: bytes, header: ImageHeader, *, white_under_alpha: bool = False)
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB":
-        return image
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
     upper = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", upper.size, "white"), upper).convert("RGB")

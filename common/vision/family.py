@@ -116,4 +116,4 @@ class ImageFamily(Protocol):
 
 def canonical(family: Any, *more: object) -> bytes:
     """Canonical bytes of a family's class, its fields and more settings."""
-    return json.dumps([type(family).__name__, asdict(family), more], sort_keys=True).encode()
+    return json.dumps([type(family).__name__, asdict(family), more], sort_keys=True, default=sorted).encode()

@@ -5,13 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from headrace.common.vision.bounds import DEFAULT_MAX_IMAGE_PIXELS
+from headrace.common.vision.families.gemma3 import Gemma3
+from headrace.common.vision.families.idefics3 import Idefics3
 from headrace.common.vision.families.llava import Llava
+from headrace.common.vision.families.llava_next import LlavaNext
+from headrace.common.vision.families.pixtral import Pixtral
+from headrace.common.vision.families.qwen import Qwen
 from headrace.common.vision.family import FamilyError, ImageFamily
 from headrace.common.vision.files import ModelFiles
 
-# Reads the files of a model, with the greatest number of pixels that its tower may read of an image.
-_FAMILIES: Mapping[str, Callable[[ModelFiles, int], ImageFamily]] = {
-    "llava": lambda files, bound: Llava.read(files),
+_Read = Callable[[ModelFiles, int], ImageFamily]
+
+
+def _llava(files: ModelFiles, max_image_pixels: int) -> ImageFamily:
+    """Pixtral's first release is a LLaVA with another tower."""
+    if files.config.part("vision_config").text("model_type", "clip_vision_model") == "pixtral":
+        return Pixtral.read(files, max_image_pixels)
+    return Llava.read(files)
+
+
+# By model_type. They read the files of a model, with the greatest number of pixels that its tower may read.
+_FAMILIES: Mapping[str, _Read] = {
+    "gemma3": lambda files, _: Gemma3.read(files),
+    "idefics3": lambda files, _: Idefics3.read(files),
+    "llava": _llava,
+    "llava_next": lambda files, _: LlavaNext.read(files),
+    "mistral3": Pixtral.read,
+    "qwen2_5_vl": Qwen.read,
+    "qwen2_vl": Qwen.read,
+    "qwen3_5": Qwen.read,
+    "qwen3_5_moe": Qwen.read,
+    "qwen3_vl": Qwen.read,
+    "smolvlm": lambda files, _: Idefics3.read(files),
 }
 FAMILIES = frozenset(_FAMILIES)
 """`model_type` of the models whose images are supported."""

@@ -1,0 +1,148 @@
+"""LLaVA-NeXT: the whole image scaled to a square, and tiles of the image scaled to fit one of several sizes.
+
+The states of the tiles are put together to one grid, what lies outside of the image is cut off, and each row gets one
+more state, which the model has learned. At low detail there is only the whole image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from headrace.common.vision.families.llava import tower_tokens
+from headrace.common.vision.families.one_size import processor_kind
+from headrace.common.vision.family import Detail, ImageLayout, canonical
+from headrace.common.vision.files import ModelFiles
+from headrace.common.vision.normalising import CLIP_MEAN, CLIP_STD, Normalising
+
+_SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+
+
+@dataclass(frozen=True)
+class LlavaNext:
+    """The images of one LLaVA-NeXT model."""
+
+    image_token_id: int
+    tile: int
+    """Pixels of a side of a tile."""
+    tile_side: int
+    """Patches of a side of a tile, each of which is one token."""
+    sizes: tuple[tuple[int, int], ...]
+    """Heights and widths that images are scaled to fit."""
+    resample: int
+    normalising: Normalising
+
+    placeholder = "<image>"
+    text_around = ""
+    keeps_images_whole = False
+    has_grid_positions = False
+    white_under_alpha = False
+
+    @classmethod
+    def read(cls, files: ModelFiles) -> LlavaNext:
+        """From the files of a model."""
+        config, settings = files.config, files.preprocessor
+        if processor_kind(settings, "LlavaNextImageProcessor") != "LlavaNextImageProcessor":
+            raise settings.error("image_processor_type", "is not LlavaNextImageProcessor, which is the only one known")
+        settings.demand("do_resize", True, True)
+        tower = config.part("vision_config")
+        tile = tower.whole("image_size", 336)
+        size = settings.size("size", {"shortest_edge": 224}, of_whole=("shortest_edge",))
+        for name in ("shortest_edge",) if "shortest_edge" in size else ("height", "width"):
+            if size.whole(name) != tile:
+                raise size.error(name, f"is not {tile}, as in the model's vision_config")
+        crop = settings.size("crop_size", {"height": 224, "width": 224}, of_whole=("height", "width"))
+        if (crop.whole("height"), crop.whole("width")) != (tile, tile):
+            raise settings.error("crop_size", f"is not {tile}, as in the model's vision_config")
+        sizes = settings.pairs("image_grid_pinpoints", _SIZES)
+        if config.pairs("image_grid_pinpoints", _SIZES) != sizes:
+            raise settings.error("image_grid_pinpoints", "differs from that of config.json")
+        if any(height % tile or width % tile for height, width in sizes):
+            raise settings.error("image_grid_pinpoints", f"has sizes that are no multiples of {tile}")
+        side = tile // tower.whole("patch_size", 14)
+        if tower_tokens(config, tile, tile) != side * side:
+            raise config.error("vision_feature_select_strategy", "does not fit the tower")
+        return cls(
+            image_token_id=config.whole("image_token_index", 32000, least=0),
+            tile=tile,
+            tile_side=side,
+            sizes=sizes,
+            resample=settings.whole("resample", Image.Resampling.BICUBIC, least=0),
+            normalising=Normalising.read(settings, CLIP_MEAN, CLIP_STD),
+        )
+
+    @property
+    def placeholder_token_id(self) -> int:
+        """The template writes one image token."""
+        return self.image_token_id
+
+    @property
+    def reserved_token_ids(self) -> frozenset[int]:
+        """The image token."""
+        return frozenset({self.image_token_id})
+
+    def settings(self, detail: Detail) -> bytes:
+        """All fields, and whether there are tiles."""
+        return canonical(self, detail is Detail.LOW)
+
+    def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
+        """The whole image and, but at low detail, the grid of the tiles. Each of the grid's rows has one more token;
+        the whole image has one if it is alone."""
+        low = detail is Detail.LOW
+        tiles = 1
+        tokens = self.tile_side**2
+        if low:
+            tokens += 1
+        else:
+            fit = self._fit(width, height)
+            rows, columns = self._unpadded(width, height, fit)
+            tokens += rows * (columns + 1)
+            tiles += fit[0] * fit[1] // self.tile**2
+        return ImageLayout(width=width, height=height, low=low, pieces=(tokens,), num_pixels=tiles * self.tile**2)
+
+    def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
+        """pixel_values: [tiles, 3, side, side], the whole image first, then rows of tiles. image_sizes: [1, 2], the
+        height and width of the image itself."""
+        resample = Image.Resampling(self.resample)
+        tile = self.tile
+        tiles = [image.resize((tile, tile), resample)]
+        if not layout.low:
+            height, width = self._fit(image.width, image.height)
+            across, down = width / image.width, height / image.height
+            if across < down:
+                size = width, min(math.ceil(image.height * across), height)
+            else:
+                size = min(math.ceil(image.width * down), width), height
+            padded = Image.new("RGB", (width, height))
+            padded.paste(image.resize(size, resample), ((width - size[0]) // 2, (height - size[1]) // 2))
+            for top in range(0, height, tile):
+                tiles += [padded.crop((left, top, left + tile, top + tile)) for left in range(0, width, tile)]
+        pixels = np.stack([self.normalising.of(each) for each in tiles])
+        return {"pixel_values": pixels, "image_sizes": np.array([[image.height, image.width]], np.int64)}
+
+    def _fit(self, width: int, height: int) -> tuple[int, int]:
+        """Height and width of the size in which the image keeps most of its pixels, and which it fills best."""
+
+        def worth(size: tuple[int, int]) -> tuple[int, int]:
+            scale = min(size[1] / width, size[0] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - size[0] * size[1]
+
+        return max(self.sizes, key=worth)
+
+    def _unpadded(self, width: int, height: int, fit: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the tiles' grid without what lies outside of the image."""
+        rows, columns = (side // self.tile * self.tile_side for side in fit)
+        if width / height > columns / rows:
+            kept = int(round(height * (columns / width), 7))
+            rows -= (rows - kept) // 2 * 2
+        else:
+            kept = int(round(width * (rows / height), 7))
+            columns -= (columns - kept) // 2 * 2
+        return rows, columns
