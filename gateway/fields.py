@@ -52,18 +52,25 @@ Row: TypeAlias = Applied | Hint | Refused
 class FieldTable:
     """The fields of a request's body at its top level, or inside of one object."""
 
-    def __init__(self, api: str, bodies: Iterable[type[msgspec.Struct]], rows: Mapping[str, Row]) -> None:
+    def __init__(
+        self,
+        api: str,
+        bodies: Iterable[type[msgspec.Struct]],
+        rows: Mapping[str, Row],
+        members: Mapping[str, FieldTable] | None = None,
+    ) -> None:
         """`bodies` are the types into which the body is decoded: their fields without a row are applied. A name with
-        dots describes a field inside of another, for the documentation."""
+        dots describes a field inside of another, for the documentation. `members` are the tables of objects inside."""
         self.api = api
         """The method and path, or another heading for the documentation."""
         self.rows = rows
+        self._members = members or {}
         named = {field.encode_name for kind in bodies for field in msgspec.structs.fields(kind)} | rows.keys()
         self._applied = {name for name in named if name not in rows or isinstance(rows[name], Applied)}
 
-    def check(self, body: bytes, place: str = "") -> None:
-        """Note the hints of a valid body, fields that nobody knows among them. `place` is a prefix of names, such as
-        "options.". Raises `StatusError` for a field that is refused."""
+    def check(self, body: bytes | msgspec.Raw, place: str = "") -> None:
+        """Note the hints of a valid body and of its members, fields that nobody knows among them. `place` is a prefix
+        of names, such as "options.". Raises `StatusError` for a field that is refused."""
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         for key in found.keys() - self._applied:
             raw, name = bytes(found[key]), place + key
@@ -85,9 +92,6 @@ class FieldTable:
                 continue
             hint = f"; it may only be {json.dumps(row.neutral[0])}" if row.neutral else ""
             raise unsupported(name, f"{name} is not supported{hint}; {row.instead}")
-
-    def check_member(self, body: bytes, name: str) -> None:
-        """The same for the object that is this member of a valid body, if it is there."""
-        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).get(name)
-        if raw is not None and bytes(raw) != b"null":
-            self.check(bytes(raw), f"{name}.")
+        for name, table in self._members.items():
+            if name in found and bytes(found[name]) != b"null":
+                table.check(found[name], f"{place}{name}.")

@@ -15,7 +15,7 @@ from headrace.gateway.anthropic.answers import (
     Showing,
     TokenCount,
 )
-from headrace.gateway.anthropic.fields import COUNT_TOKENS, MESSAGES, OUTPUT_CONFIG, THINKING
+from headrace.gateway.anthropic.fields import COUNT_TOKENS, MESSAGES
 from headrace.gateway.anthropic.types import (
     MessagesRequest,
     PromptFields,
@@ -30,7 +30,6 @@ from headrace.gateway.edge.endpoint import Endpoint, Handler, at_api
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.field_names import FieldNames
-from headrace.gateway.fields import FieldTable
 from headrace.gateway.services import Services
 from headrace.protos.status import StatusError
 
@@ -59,7 +58,7 @@ class _Messages:
         exchange.keep_alive_event = PING
         body = await exchange.body()
         request = decode_body(body, MessagesRequest)
-        _check_fields(MESSAGES, body)
+        MESSAGES.check(body)
         exchange.name_request(request.request_id)
         chat_request, names, reasoning = await self._chat(exchange, request, decode_body(body, AnswerFields))
         with names.in_callers_terms(), _in_providers_words():
@@ -90,7 +89,7 @@ class _Messages:
         """POST messages/count_tokens."""
         body = await exchange.body()
         request = decode_body(body, PromptFields)
-        _check_fields(COUNT_TOKENS, body)
+        COUNT_TOKENS.check(body)
         chat_request, names, _ = await self._chat(exchange, request)
         with names.in_callers_terms(), _in_providers_words():
             count = await self._services.chats.count(chat_request)
@@ -104,12 +103,6 @@ class _Messages:
         model = await self._services.models.find(request.model or "")
         reasoning = reasoning_of(request, model.chat_template(), self._services.chats.reasons(model))
         return *chat_of(request, reasoning.effort, answer), reasoning
-
-
-def _check_fields(table: FieldTable, body: bytes) -> None:
-    table.check(body)
-    THINKING.check_member(body, "thinking")
-    OUTPUT_CONFIG.check_member(body, "output_config")
 
 
 @contextmanager

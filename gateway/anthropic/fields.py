@@ -69,6 +69,8 @@ _PROMPT: dict[str, Row] = {
 }
 _COMPACTION = Refused("ask for a summary in messages")
 
+THINKING = FieldTable("thinking of POST /v1/messages", (Thinking,), _THINKING)
+OUTPUT_CONFIG = FieldTable("output_config of POST /v1/messages", (OutputConfig,), _OUTPUT_CONFIG)
 MESSAGES = FieldTable(
     "POST /v1/messages",
     (MessagesRequest, AnswerFields),
@@ -112,12 +114,12 @@ MESSAGES = FieldTable(
             },
         ),
     },
+    members={"thinking": THINKING, "output_config": OUTPUT_CONFIG},
 )
-THINKING = FieldTable("thinking of POST /v1/messages", (Thinking,), _THINKING)
-OUTPUT_CONFIG = FieldTable("output_config of POST /v1/messages", (OutputConfig,), _OUTPUT_CONFIG)
 COUNT_TOKENS = FieldTable(
     "POST /v1/messages/count_tokens",
     (PromptFields,),
     # Of the provider, too, this counts the conversation as it is.
     {**_PROMPT, "compaction": Hint("the count is that of messages as they are")},
+    members={"thinking": THINKING, "output_config": OUTPUT_CONFIG},
 )

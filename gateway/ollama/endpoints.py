@@ -15,7 +15,7 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.hints import ignored
 from headrace.gateway.ollama.answers import KEEP_ALIVE, NDJSON, OLLAMA_ERRORS, OllamaAnswer, Stopwatch, line, loaded
-from headrace.gateway.ollama.fields import CHAT, GENERATE, OPTIONS
+from headrace.gateway.ollama.fields import CHAT, GENERATE
 from headrace.gateway.ollama.names import find
 from headrace.gateway.ollama.turns import (
     CHAT_NAMES,
@@ -51,7 +51,6 @@ class _Generations:
         body = await exchange.body()
         request = decode_body(body, OllamaChat)
         CHAT.check(body)
-        OPTIONS.check_member(body, "options")
         check_fields(request)
         model = await find(self._services.models, request.model)
         if not request.messages:
@@ -73,7 +72,6 @@ class _Generations:
         body = await exchange.body()
         request = decode_body(body, OllamaGenerate)
         GENERATE.check(body)
-        OPTIONS.check_member(body, "options")
         check_fields(request)
         model = await find(self._services.models, request.model)
         if not request.prompt:

@@ -41,50 +41,6 @@ _OF_ANSWERS: dict[str, Row] = {
     "truncate": Hint("a prompt that is too long is refused", (False,)),
     "shift": Hint("an answer ends where the context does, with done_reason length", (False,)),
 }
-CHAT = FieldTable(
-    "POST /api/chat",
-    (OllamaChat,),
-    {
-        "messages": Applied(
-            "list",
-            "Roles `system`, `user`, `assistant` and `tool`. If the last message is the assistant's, the model"
-            " continues it. Without messages, the call only checks the model",
-        ),
-        "messages[].role": Applied("text", "See `messages`"),
-        "messages[].content": Applied("text", "Missing means empty"),
-        "messages[].thinking": Applied("text", "The reasoning of an earlier turn"),
-        "messages[].tool_calls": Applied("list", "Arguments are objects"),
-        "messages[].tool_name": Applied("text", "Of a result"),
-        "messages[].tool_call_id": Applied("text", "Of a result"),
-        "messages[].images": _IMAGES,
-        "tools": Applied("list", "As for chats. The model chooses"),
-        **_OF_ANSWERS,
-    },
-)
-GENERATE = FieldTable(
-    "POST /api/generate",
-    (OllamaGenerate,),
-    {
-        "prompt": Applied(
-            "text",
-            "A turn of the user, formatted by the chat template. A model without a template continues it. Without a"
-            " prompt, the call only checks the model",
-        ),
-        "system": Applied("text", "A system turn before the prompt"),
-        "raw": Applied("bool", "Do not apply the chat template. Excludes `system`, `context` and `think`"),
-        "context": Applied(
-            "tokens",
-            "The `context` of an earlier answer, which contains its prompt and text. The new prompt is appended to it",
-        ),
-        **_OF_ANSWERS,
-        "suffix": Refused("the models continue texts and fill no gaps", ("",)),
-        "template": Refused("the model's own chat template is used; with raw, the prompt is taken as it is", ("",)),
-        "images": _IMAGES,
-        "width": Refused("the models write texts only", (0,)),
-        "height": Refused("the models write texts only", (0,)),
-        "steps": Refused("the models write texts only", (0,)),
-    },
-)
 OPTIONS = FieldTable(
     "Options of Ollama",
     (OllamaOptions,),
@@ -136,6 +92,52 @@ OPTIONS = FieldTable(
             )
         },
     },
+)
+CHAT = FieldTable(
+    "POST /api/chat",
+    (OllamaChat,),
+    {
+        "messages": Applied(
+            "list",
+            "Roles `system`, `user`, `assistant` and `tool`. If the last message is the assistant's, the model"
+            " continues it. Without messages, the call only checks the model",
+        ),
+        "messages[].role": Applied("text", "See `messages`"),
+        "messages[].content": Applied("text", "Missing means empty"),
+        "messages[].thinking": Applied("text", "The reasoning of an earlier turn"),
+        "messages[].tool_calls": Applied("list", "Arguments are objects"),
+        "messages[].tool_name": Applied("text", "Of a result"),
+        "messages[].tool_call_id": Applied("text", "Of a result"),
+        "messages[].images": _IMAGES,
+        "tools": Applied("list", "As for chats. The model chooses"),
+        **_OF_ANSWERS,
+    },
+    members={"options": OPTIONS},
+)
+GENERATE = FieldTable(
+    "POST /api/generate",
+    (OllamaGenerate,),
+    {
+        "prompt": Applied(
+            "text",
+            "A turn of the user, formatted by the chat template. A model without a template continues it. Without a"
+            " prompt, the call only checks the model",
+        ),
+        "system": Applied("text", "A system turn before the prompt"),
+        "raw": Applied("bool", "Do not apply the chat template. Excludes `system`, `context` and `think`"),
+        "context": Applied(
+            "tokens",
+            "The `context` of an earlier answer, which contains its prompt and text. The new prompt is appended to it",
+        ),
+        **_OF_ANSWERS,
+        "suffix": Refused("the models continue texts and fill no gaps", ("",)),
+        "template": Refused("the model's own chat template is used; with raw, the prompt is taken as it is", ("",)),
+        "images": _IMAGES,
+        "width": Refused("the models write texts only", (0,)),
+        "height": Refused("the models write texts only", (0,)),
+        "steps": Refused("the models write texts only", (0,)),
+    },
+    members={"options": OPTIONS},
 )
 EMBED = FieldTable(
     "POST /api/embed",

@@ -16,7 +16,7 @@ from headrace.gateway.edge.query import query_of
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.services import Services
 from headrace.gateway.tgi.answers import TGI_ERRORS, Shown, TgiAnswer, TgiChoice, TgiInfo, TgiStream, whole
-from headrace.gateway.tgi.fields import PARAMETERS, REQUEST
+from headrace.gateway.tgi.fields import REQUEST
 from headrace.gateway.tgi.types import NAMES, TgiParameters, TgiRequest, completion_of, samples
 
 
@@ -36,7 +36,6 @@ async def _request(exchange: Exchange) -> TgiRequest:
     body = await exchange.body()
     request = decode_body(body, TgiRequest)
     REQUEST.check(body)
-    PARAMETERS.check_member(body, "parameters")
     return request
 
 

@@ -9,16 +9,6 @@ from headrace.gateway.tgi.types import DEFAULT_NEW_TOKENS, TgiParameters, TgiReq
 
 _AS_COMPLETIONS = Applied("as for completions", "The default is neutral; the model's recommendation does not apply")
 
-REQUEST = FieldTable(
-    "POST /generate, /generate_stream and /",
-    (TgiRequest,),
-    {
-        "inputs": Applied("text", "The prompt"),
-        "parameters": Applied("object", "See [parameters](#parameters-of-tgi)"),
-        "stream": Applied("bool", "Only for `POST /`"),
-        "model": Applied("name", "An extension for gateways with several models; for `/info`, a query parameter"),
-    },
-)
 PARAMETERS = FieldTable(
     "Parameters of TGI",
     (TgiParameters,),
@@ -55,5 +45,16 @@ PARAMETERS = FieldTable(
         "typical_p": Refused("use temperature, top_p, top_k or min_p", (1,)),
         "watermark": Refused("leave it out", (False,)),
     },
+)
+REQUEST = FieldTable(
+    "POST /generate, /generate_stream and /",
+    (TgiRequest,),
+    {
+        "inputs": Applied("text", "The prompt"),
+        "parameters": Applied("object", "See [parameters](#parameters-of-tgi)"),
+        "stream": Applied("bool", "Only for `POST /`"),
+        "model": Applied("name", "An extension for gateways with several models; for `/info`, a query parameter"),
+    },
+    members={"parameters": PARAMETERS},
 )
 TABLES = (REQUEST, PARAMETERS)
