@@ -180,7 +180,7 @@ class Simulation:
             now_s,
             reports_every_step=self._is_exact,
             timer=timer,
-            pool_of=lambda address: self.workers[int(address)].scheduler.kv_cache.pool,
+            cache_of=lambda address: self.workers[int(address)].scheduler.kv_cache,
             shared_disk=self._shared_disk,
         )
 

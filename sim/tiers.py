@@ -12,7 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.worker.kv.block_pool import BlockPool, Content
+from headrace.worker.kv.block_pool import Content
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.fetch import Fetch
 
 # As at the workers: the maximum of evicted blocks that wait for the disk, and the share of time for writes.
@@ -131,12 +132,12 @@ class SimulatedDisk(_Fetches):
         """Simulated models have no parts of blocks."""
         return self.has(block_hash)
 
-    def spill_part(self, block: int, content: Content) -> None:
+    def spill_part(self, slot: int, content: Content) -> None:
         """Simulated models have no parts of blocks."""
 
-    def spill(self, block: int, content: Content) -> None:
+    def spill(self, block: int, slot: int, content: Content) -> None:
         """A block leaves the memory. It is dropped if too many wait to be written."""
-        del block
+        del block, slot
         block_hash = content.block_hash
         now_s = self.timer.clock()
         if block_hash is None:
@@ -187,14 +188,14 @@ class SimulatedDisk(_Fetches):
 
 
 class SimulatedPeers(_Fetches):
-    """Fetches from the memory of other workers, which `pool_of` finds by their address."""
+    """Fetches from the memory of other workers, which `cache_of` finds by their address."""
 
-    def __init__(self, block_s: float, bytes_per_s: float, pool_of: Callable[[str], BlockPool], timer: Timer) -> None:
+    def __init__(self, block_s: float, bytes_per_s: float, cache_of: Callable[[str], KVCache], timer: Timer) -> None:
         super().__init__(timer)
         self.num_received = 0
         self.bytes_per_s = bytes_per_s
         self._block_s = block_s
-        self._pool_of = pool_of
+        self._cache_of = cache_of
 
     def expected_s(self, num_blocks: int) -> float:
         """See Tier."""
@@ -210,10 +211,10 @@ class SimulatedPeers(_Fetches):
         self.timer.at(self.timer.clock() + took_s, lambda: self._receive(fetch))
 
     def _receive(self, fetch: Fetch) -> None:
-        pool = self._pool_of(fetch.source)
+        kv_cache = self._cache_of(fetch.source)
         num_read = 0
         for wanted in fetch.wanted:
-            if fetch.is_given_up or not pool.is_findable(wanted.block_hash):
+            if fetch.is_given_up or not kv_cache.is_findable(wanted.block_hash):
                 break
             num_read += 1
         self.num_received += num_read

@@ -19,14 +19,15 @@ from headrace.sim.drafts import NoGrammars, SimulatedDrafts
 from headrace.sim.step_cost import StepCost
 from headrace.sim.tiers import DiskSlots, SimulatedDisk, SimulatedPeers, TierSettings, Timer
 from headrace.sim.trace import Job
-from headrace.worker.engine.build import build_cache, build_scheduler, build_speculation
+from headrace.worker.engine.build import build_scheduler, build_speculation
 from headrace.worker.engine.engine import EngineStats
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepCosts, StepRates, StepShape
 from headrace.worker.engine.step_meter import StepMeter, StepSize
 from headrace.worker.engine.thread import REPORT_INTERVAL_S, report_of
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.cache import KVCache
+from headrace.worker.kv.fetch import Persistence
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput, Sampled
@@ -90,11 +91,11 @@ class SimulatedWorker:
         *,
         reports_every_step: bool = False,
         timer: Timer | None = None,
-        pool_of: Callable[[str], BlockPool] | None = None,
+        cache_of: Callable[[str], KVCache] | None = None,
         shared_disk: DiskSlots | None = None,
     ) -> None:
-        """With tiers, `timer` has their events, and `pool_of` finds the blocks of other workers. `shared_disk` is the
-        disk of all workers, if they share one."""
+        """With tiers, `timer` has their events, and `cache_of` finds the KV caches of other workers. `shared_disk` is
+        the disk of all workers, if they share one."""
         self.settings = settings
         self._num_taken = 0
         self._clock = clock
@@ -111,21 +112,16 @@ class SimulatedWorker:
             speculation = build_speculation(
                 costs, NoGrammars(), limits, target_step_ms=target_ms, model_drafts=drafts, looks_up=False
             )
+        self._disk, self._peers = _tiers(settings, timer, cache_of, shared_disk)
         self.scheduler = build_scheduler(
-            build_cache(settings.num_blocks, settings.block_size),
+            KVCache(settings.num_blocks, settings.block_size, persistence=Persistence(spill=self._disk)),
             limits,
             target_step_ms=target_ms,
             step_costs=costs,
             speculation=speculation,
             clock=clock,
         )
-        self._disk: SimulatedDisk | None = None
-        self._peers: SimulatedPeers | None = None
-        self.fetching: Fetching | None = None
-        if settings.tiers.are_any:
-            assert timer is not None, "tiers need events"
-            assert pool_of is not None, "tiers need the others"
-            self._add_tiers(timer, pool_of, shared_disk)
+        self.fetching = Fetching(self.scheduler, self._disk, self._peers, clock) if settings.tiers.are_any else None
         self._meter = StepMeter(self.scheduler)
         self._stats = EngineStats()
         self._warm_up()
@@ -138,17 +134,6 @@ class SimulatedWorker:
         self._commands_came = False
         self._next_report_s = 0.0
         self._reports_every_step = reports_every_step
-
-    def _add_tiers(self, timer: Timer, pool_of: Callable[[str], BlockPool], shared_disk: DiskSlots | None) -> None:
-        tiers = self.settings.tiers
-        size = self.settings.block_size
-        if tiers.disk_tokens:
-            slots = shared_disk or DiskSlots(tiers.disk_tokens // size)
-            self._disk = SimulatedDisk(slots, size / tiers.disk_rate, tiers.disk_rate, timer)
-            self.scheduler.kv_cache.spill_to(self._disk)
-        if tiers.peer_rate:
-            self._peers = SimulatedPeers(size / tiers.peer_rate, tiers.peer_rate, pool_of, timer)
-        self.fetching = Fetching(self.scheduler, self._disk, self._peers, timer.clock)
 
     def _warm_up(self) -> None:
         """Fit the worker's cost model to the steps of a warm-up, each of a different size than the previous one."""
@@ -327,3 +312,23 @@ class OneWorker:
             for output in worker.end_step(self.now_s)[0]:
                 token_s[int(output.request.request_id)] += [self.now_s] * len(output.token_ids)
         return token_s
+
+
+def _tiers(
+    settings: WorkerSettings,
+    timer: Timer | None,
+    cache_of: Callable[[str], KVCache] | None,
+    shared_disk: DiskSlots | None,
+) -> tuple[SimulatedDisk | None, SimulatedPeers | None]:
+    """The tiers of a worker."""
+    tiers, size = settings.tiers, settings.block_size
+    disk, peers = None, None
+    if tiers.are_any:
+        assert timer is not None, "tiers need events"
+        assert cache_of is not None, "tiers need the others"
+        if tiers.disk_tokens:
+            slots = shared_disk or DiskSlots(tiers.disk_tokens // size)
+            disk = SimulatedDisk(slots, size / tiers.disk_rate, tiers.disk_rate, timer)
+        if tiers.peer_rate:
+            peers = SimulatedPeers(size / tiers.peer_rate, tiers.peer_rate, cache_of, timer)
+    return disk, peers

@@ -31,11 +31,11 @@ from headrace.worker.engine.thread import EngineThread
 from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
-from headrace.worker.kv.block_pool import Journal
 from headrace.worker.kv.cache import GroupBudget
 from headrace.worker.kv.disk_cipher import read_key
+from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.exclusions import refuse_flags, refuse_for_model
-from headrace.worker.kv.fetch import Bell
+from headrace.worker.kv.fetch import NOT_PERSISTENT, Bell, Persistence
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import GIB, available_bytes, kv_cache_budget
@@ -56,7 +56,7 @@ from headrace.worker.speculation.load import (
     speculation_for,
     weights_of_draft,
 )
-from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, tiers_for
+from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, open_disk, tiers_for
 from headrace.worker.weights.file_memory import give_back_files
 
 if TYPE_CHECKING:
@@ -119,18 +119,19 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     allocation = allocate(config, compiled.runner, compiled.limits, found.kept, compiled.draft)
     log_loaded(config.name, compiled.runner, allocation, found.threads, time.monotonic() - start)
     touching = in_thread("touch", compiled.runner.touch)
-    engine = make_engine(config, found, compiled, allocation)
+    fingerprint = wait_for_fingerprint(found, compiled.runner)
+    layout = kv_layout(compiled.runner, allocation.limits, fingerprint)
+    disk = open_disk(config, compiled.runner, layout, found.disk_key, bell)
+    engine = make_engine(config, found, compiled, allocation, disk)
     warm_up(engine, has_adapters=config.max_adapters > 0)
     adapters = load_adapters(config, compiled.runner)
     touching.result()
     give_back_weights(config)
-    fingerprint = wait_for_fingerprint(found, compiled.runner)
     kv_cache = engine.scheduler.kv_cache
     if allocation.kept is not None:
-        allocation.kept.restore(kv_cache.pool, fingerprint)
-    layout = kv_layout(compiled.runner, allocation.limits, fingerprint)
-    tiers = tiers_for(config, compiled.runner, layout, kv_cache, allocation.kept, found.disk_key, transport, bell)
-    card = card_of(config, kv_cache.pool, found.model_dir, fingerprint, compiled.runner, allocation.groups, tiers)
+        allocation.kept.restore(kv_cache, fingerprint)
+    tiers = tiers_for(config, compiled.runner, layout, kv_cache, disk, allocation.kept, transport, bell)
+    card = card_of(config, kv_cache, found.model_dir, fingerprint, compiled.runner, allocation.groups, tiers)
     add_rule(card, found.rule, found.longest)
     return LoadedModel(
         engine,
@@ -197,8 +198,11 @@ def compile_all(config: WorkerConfig, found: Found) -> Compiled:
     return Compiled(runner, limits, draft)
 
 
-def make_engine(config: WorkerConfig, found: Found, compiled: Compiled, allocation: Allocation) -> Engine:
-    """The engine over the allocated cache. The warm-up then uses blocks without content first."""
+def make_engine(
+    config: WorkerConfig, found: Found, compiled: Compiled, allocation: Allocation, disk: DiskTier | None
+) -> Engine:
+    """The engine over the allocated cache, which spills to `disk`. The warm-up then uses blocks without content
+    first."""
     log_limits(allocation.limits, compiled.runner.exact_rows)
     engine = engine_for(
         config,
@@ -206,13 +210,13 @@ def make_engine(config: WorkerConfig, found: Found, compiled: Compiled, allocati
         sampler_for(compiled.runner, found.threads),
         allocation.num_blocks,
         allocation.limits,
-        None if allocation.kept is None else allocation.kept.journal,
+        Persistence(None if allocation.kept is None else allocation.kept.journal, disk),
         speculation=found.speculation,
         draft=draft_of(compiled.draft, found.heads, found.threads),
         groups=allocation.groups,
     )
     if allocation.kept is not None:
-        engine.scheduler.kv_cache.pool.put_last(allocation.kept.old_blocks())
+        engine.scheduler.kv_cache.take_last(allocation.kept.old_blocks())
     return engine
 
 
@@ -228,7 +232,12 @@ def draft_of(
     threads: int,
 ) -> Draft | None:
     """The model or heads that propose tokens; None without one."""
-    return None if runner is None else Draft(runner, sampler_for(runner, threads), kind=kind_of_drafts(heads))
+    if runner is None:
+        return None
+    from headrace.worker.draft_heads.eagle_runner import EagleRunner
+
+    on_take = runner.store.forget if isinstance(runner, EagleRunner) else None
+    return Draft(runner, sampler_for(runner, threads), kind=kind_of_drafts(heads), on_take=on_take)
 
 
 def sampler_for(runner: OpenVINOModelRunner | EagleRunner | MedusaRunner, threads: int) -> BatchSampler:
@@ -330,7 +339,7 @@ def engine_for(
     sampler: BatchSampler,
     num_blocks: int,
     limits: StepLimits,
-    journal: Journal | None = None,
+    persistence: Persistence = NOT_PERSISTENT,
     *,
     speculation: str = "off",
     draft: Draft | None = None,
@@ -343,7 +352,7 @@ def engine_for(
         num_blocks,
         limits,
         target_step_ms=config.target_tpot_ms,
-        journal=journal,
+        persistence=persistence,
         speculation=speculation,
         draft=draft,
         groups=groups,
@@ -367,8 +376,8 @@ def log_limits(limits: StepLimits, exact_rows: int) -> None:
 def warm_up(engine: Engine, *, has_adapters: bool = False) -> None:
     """Run short requests, so that the first caller does not wait for one-time work. Run them again to learn the cost of
     steps."""
-    pool = engine.scheduler.kv_cache.pool
-    most = pool.num_blocks * pool.block_size - 2
+    kv_cache = engine.scheduler.kv_cache
+    most = kv_cache.num_blocks * kv_cache.block_size - 2
     sampling = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
     start = time.monotonic()
     for num_tokens in (*WARM_UP_TOKENS, *WARM_UP_TOKENS):

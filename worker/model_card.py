@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.worker.config import ConfigurationError, WorkerConfig
-from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.cache import GroupBudget
+from headrace.worker.kv.cache import GroupBudget, KVCache
 from headrace.worker.kv.groups.recurrent import StateBudget
 from headrace.worker.model.directory import ModelDir
 from headrace.worker.tiers import Tiers
@@ -23,7 +22,7 @@ _ROLES = {"both": worker_pb2.ROLE_UNSPECIFIED, "prefill": worker_pb2.ROLE_PREFIL
 
 def card_of(
     config: WorkerConfig,
-    pool: BlockPool,
+    kv_cache: KVCache,
     model_dir: ModelDir,
     fingerprint: str,
     runner: OpenVINOModelRunner,
@@ -33,7 +32,7 @@ def card_of(
     """The model card, with the properties of the KV cache that routers need. ConfigurationError for a --role if blocks
     cannot be sent."""
     card = model_card(
-        config, pool, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
+        config, kv_cache, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
     )
     card.kv_block_bytes = runner.block_bytes + runner.part_bytes
     card.state_interval_tokens = next((group.interval for group in groups if isinstance(group, StateBudget)), 0)
@@ -50,7 +49,7 @@ def card_of(
 
 def model_card(
     config: WorkerConfig,
-    pool: BlockPool,
+    kv_cache: KVCache,
     model_dir: ModelDir,
     fingerprint: str,
     *,
@@ -65,9 +64,9 @@ def model_card(
         name=config.name,
         fingerprint=fingerprint,
         tokenizer_sha256=model_dir.tokenizer_sha256,
-        max_context_tokens=min(longest, pool.num_blocks * pool.block_size),
+        max_context_tokens=min(longest, kv_cache.num_blocks * kv_cache.block_size),
         vocab_size=vocab_size,
-        block_size=pool.block_size,
+        block_size=kv_cache.block_size,
         eos_token_ids=known_tokens(model_dir.eos_token_ids, vocab_size),
         default_sampling=inference_pb2.SamplingParams(**sampling),  # type: ignore[arg-type]
         created_s=model_dir.created_s,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.common.transport.channels import Transport
 from headrace.worker.config import WorkerConfig
-from headrace.worker.kv.block_bytes import BlockBytes, PartBytes
 from headrace.worker.kv.block_pool import TOKEN_BYTES
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.disk_store import DiskStore
@@ -68,29 +66,27 @@ def kv_layout(runner: OpenVINOModelRunner, limits: StepLimits, fingerprint: str)
 
 
 def open_disk(
-    config: WorkerConfig,
-    directory: Path,
-    layout: str,
-    contents: BlockBytes,
-    parts: PartBytes | None,
-    key: bytes | None,
-    bell: Bell,
-) -> DiskTier:
-    """The tier of --kv-disk. Parts of blocks for layers with a window have a store of their own, with room for those of
-    one block in `_BLOCKS_PER_PART`. ConfigurationError if the disk cannot be used."""
-    size_bytes = int(config.kv_disk_gb * GIB)
-    if parts is None:
-        store = DiskStore(directory, layout, size_bytes, contents.num_bytes, contents.block_size, key)
+    config: WorkerConfig, runner: OpenVINOModelRunner, layout: str, key: bytes | None, bell: Bell
+) -> DiskTier | None:
+    """The tier of --kv-disk, which rings `bell` when blocks have come; None without the flag. Parts of blocks for
+    layers with a window have a store of their own, with room for those of one block in `_BLOCKS_PER_PART`.
+    ConfigurationError if the disk cannot be used."""
+    directory, contents = config.kv_disk, runner.block_bytes_of
+    if directory is None:
+        return None
+    size_bytes, block_size = int(config.kv_disk_gb * GIB), contents.block_size
+    if group_of(runner.layer_groups, LayerKind.WINDOW) is None:
+        store = DiskStore(directory, layout, size_bytes, contents.num_bytes, block_size, key)
         log.info("%s has %d of at most %d KV blocks", directory, store.num_blocks, store.num_slots)
         return DiskTier(store, contents, contents.num_bytes, on_arrival=bell.ring)
-    block_size, part_bytes = parts.contents.block_size, parts.contents.num_bytes
+    parts = runner.part_bytes_of
     # The records of both have the tokens of a block.
     record_bytes = 2 * TOKEN_BYTES * block_size
-    per_block = contents.num_bytes + record_bytes + (part_bytes + record_bytes) / _BLOCKS_PER_PART
+    per_block = contents.num_bytes + record_bytes + (parts.num_bytes + record_bytes) / _BLOCKS_PER_PART
     of_blocks = int(size_bytes * (contents.num_bytes + record_bytes) / per_block)
     store = DiskStore(directory, layout, of_blocks, contents.num_bytes, block_size, key)
     of_parts = hashlib.sha256(f"{layout} parts".encode()).hexdigest()[:16]
-    part_store = DiskStore(directory, of_parts, size_bytes - of_blocks, part_bytes, block_size, key)
+    part_store = DiskStore(directory, of_parts, size_bytes - of_blocks, parts.num_bytes, block_size, key)
     log.info(
         "%s has %d of at most %d KV blocks, and %d of at most %d parts of layers with a window",
         *(directory, store.num_blocks, store.num_slots, part_store.num_blocks, part_store.num_slots),
@@ -103,35 +99,24 @@ def tiers_for(
     runner: OpenVINOModelRunner,
     layout: str,
     kv_cache: KVCache,
+    disk: DiskTier | None,
     kept: KeptCache | None,
-    disk_key: bytes | None,
     transport: Transport,
     bell: Bell,
 ) -> Tiers:
-    """The tiers that the flags describe. They ring `bell` when blocks have come. None for a model with recurrent
-    layers, whose blocks are useless without states. ConfigurationError if the disk cannot be used."""
+    """The tiers that the flags describe, with the `disk` to which the cache spills. They ring `bell` when blocks have
+    come. None for a model with recurrent layers, whose blocks are useless without states."""
     if kv_cache.states is not None:
         return NO_TIERS
-    pool, contents = kv_cache.pool, runner.block_bytes_of
-    parts = None if kv_cache.windows is None else PartBytes(runner.part_bytes_of, kv_cache.windows.parts.slots)
-    disk = (
-        None if config.kv_disk is None else open_disk(config, config.kv_disk, layout, contents, parts, disk_key, bell)
-    )
-    if disk is not None:
-        kv_cache.spill_to(disk)
-    if not config.kv_peers or runner.block_bytes + runner.part_bytes > MAX_BLOCK_BYTES:
+    block_bytes = runner.block_bytes + runner.part_bytes
+    if not config.kv_peers or block_bytes > MAX_BLOCK_BYTES:
         return Tiers(disk)
+    contents, parts = runner.block_bytes_of, None if kv_cache.windows is None else runner.part_bytes_of
     file = None
     if kept is not None and kept.format is not None:
         file = BlockFile(kept.memory.descriptor, kept.format.arena_offset, kept.format.num_blocks)
-    part_contents = None if parts is None else parts.contents
-    peers = PeerTier(layout, contents, runner.block_bytes, transport, part_contents, bell.ring)
-    source = BlockSource(layout, pool, contents, runner.block_bytes, file, parts)
+    peers = PeerTier(layout, contents, runner.block_bytes, transport, parts, bell.ring)
+    source = BlockSource(layout, kv_cache, contents, runner.block_bytes, file, parts)
     takeover = Takeover(kv_cache, peers, bell.ring)
     most_bytes = int(config.kv_handover_gb * GIB)
-    return Tiers(
-        disk,
-        peers,
-        takeover,
-        Handover(source, takeover, pool, max(1, runner.block_bytes + runner.part_bytes), most_bytes),
-    )
+    return Tiers(disk, peers, takeover, Handover(source, takeover, kv_cache, max(1, block_bytes), most_bytes))

@@ -340,7 +340,8 @@ def engines(model_dir: Path, draft_dir: Path) -> tuple[Engine, Engine, KnownAnsw
     limits = StepLimits(8, 256, 256, is_exact=True)
     off = build_engine(target, BatchSampler(), NUM_BLOCKS, limits)
     kind = kind_of_drafts(heads)
-    drafts = Draft(known, BatchSampler(), kind=kind)  # type: ignore[arg-type]  # as kind wants it
+    on_take = known.store.forget if heads is not None and isinstance(known, KnownDraftRunner) else None
+    drafts = Draft(known, BatchSampler(), kind=kind, on_take=on_take)  # type: ignore[arg-type]  # as kind wants it
     engine = build_engine(target, BatchSampler(), NUM_BLOCKS, limits, speculation=kind.source.value, draft=drafts)
     found = engine.scheduler.speculation
     assert found is not None

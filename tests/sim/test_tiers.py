@@ -13,7 +13,7 @@ from headrace.sim.simulation import FleetSettings, Outcome, Simulation
 from headrace.sim.tiers import DiskSlots, SimulatedDisk, TierSettings, Timer
 from headrace.sim.worker import WorkerSettings
 from headrace.worker.kv.block_pool import Content
-from headrace.worker.kv.fetch import Fetch, Wanted
+from headrace.worker.kv.fetch import NO_SLOT, Fetch, Wanted
 
 BLOCK = 64
 UNBOUNDED = 3_000_000
@@ -69,9 +69,9 @@ def test_a_disk_reads_one_after_the_other_and_the_oldest_blocks_give_way() -> No
     timer = Timer(lambda: now_s, lambda at_s, do: events.append((at_s, do)), lambda: woken.append(now_s))
     disk = SimulatedDisk(DiskSlots(3), 0.5, 128.0, timer)
     for block_hash in (1, 2, 3):
-        disk.spill(0, Content(block_hash, 0, b"", is_first=True))
-    disk.spill(0, Content(1, 0, b"", is_first=True))  # is recent again
-    disk.spill(0, Content(4, 0, b"", is_first=True))
+        disk.spill(0, NO_SLOT, Content(block_hash, 0, b"", is_first=True))
+    disk.spill(0, NO_SLOT, Content(1, 0, b"", is_first=True))  # is recent again
+    disk.spill(0, NO_SLOT, Content(4, 0, b"", is_first=True))
     assert [disk.has(block_hash) for block_hash in (1, 2, 3, 4)] == [True, False, True, True]
     assert disk.take_changes() == {1: True, 2: False, 3: True, 4: True}
     first, second = (
@@ -92,13 +92,13 @@ def test_a_disk_reads_one_after_the_other_and_the_oldest_blocks_give_way() -> No
 def test_workers_see_what_others_wrote_to_a_shared_disk() -> None:
     slots, timer = DiskSlots(2), Timer(lambda: 0.0, lambda at_s, do: do(), lambda: None)
     first, second = (SimulatedDisk(slots, 0.5, 128.0, timer) for _ in range(2))
-    first.spill(0, Content(1, 0, b"", is_first=True))
+    first.spill(0, NO_SLOT, Content(1, 0, b"", is_first=True))
     assert (first.has(1), second.has(1)) == (True, False), "as far as it knows"
-    second.spill(0, Content(1, 0, b"", is_first=True))
+    second.spill(0, NO_SLOT, Content(1, 0, b"", is_first=True))
     assert second.has(1)
     assert (first.num_written, second.num_written) == (1, 0)
     for block_hash in (2, 3):
-        second.spill(0, Content(block_hash, 0, b"", is_first=True))
+        second.spill(0, NO_SLOT, Content(block_hash, 0, b"", is_first=True))
     fetch = Fetch([Wanted(0, 1, 0, b"", is_first=True)])
     first.fetch(fetch)
     assert fetch.num_read == 0

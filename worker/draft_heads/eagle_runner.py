@@ -82,7 +82,7 @@ class EagleRunner:
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> None:
         """Allocate the heads' part of `num_blocks` blocks, and of one for padding: keys and values, and features.
         ConfigurationError if there is no memory for it."""
-        self._reader.store = FeatureStore(num_blocks, self.block_size, self._width)
+        self._reader.allocate(num_blocks, self.block_size, self._width)
         num_blocks += 1
         try:
             arena = KVArena(num_blocks * self._kv_bytes, len(self._caches), huge_pages=huge_pages)
@@ -100,7 +100,6 @@ class EagleRunner:
     @property
     def store(self) -> FeatureStore:
         """The features of the target's tokens."""
-        assert self._reader.store is not None, "nothing is allocated yet"
         return self._reader.store
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:

@@ -89,8 +89,18 @@ class FeatureReader:
 
     def __init__(self, files: EagleFiles) -> None:
         self._files = files
-        self.store: FeatureStore | None = None
-        """Set when the number of blocks is known."""
+        self._store: FeatureStore | None = None
+
+    def allocate(self, num_blocks: int, block_size: int, width: int) -> None:
+        """Make room for the features of `num_blocks` blocks of `block_size` tokens, with `width` numbers for each
+        token. Until then features are not kept."""
+        self._store = FeatureStore(num_blocks, block_size, width)
+
+    @property
+    def store(self) -> FeatureStore:
+        """The features that are kept."""
+        assert self._store is not None, "nothing is allocated yet"
+        return self._store
 
     def add_outputs(self, model: ov.Model) -> None:
         """Add an output `features` [tokens, size]. ConfigurationError if the heads do not fit the model."""
@@ -110,8 +120,8 @@ class FeatureReader:
 
     def read(self, batch: Batch, request: ov.InferRequest) -> None:
         """Keep the features of the step that was just computed."""
-        if self.store is not None:
-            self.store.write(batch, request.get_tensor(_OUTPUT).data)
+        if self._store is not None:
+            self._store.write(batch, request.get_tensor(_OUTPUT).data)
 
 
 def _rounded(values: FloatArray) -> npt.NDArray[np.uint16]:

@@ -1,4 +1,4 @@
-"""Puts an engine together: block pool, KV cache, scheduler, model runner and sampler."""
+"""Puts an engine together: KV cache, scheduler, model runner and sampler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.isolation import Sampler
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
-from headrace.worker.kv.block_pool import BlockPool, Journal
 from headrace.worker.kv.cache import GroupBudget, KVCache
+from headrace.worker.kv.fetch import NOT_PERSISTENT, Persistence
 from headrace.worker.model.step_limits import StepLimits, max_logits_rows
 from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler, DraftTimes
@@ -33,6 +33,8 @@ class Draft(NamedTuple):
     """The learned costs of its steps."""
     kind: Callable[[Any, DraftSampler, KVCache, DraftTimes, int], DraftModel] = DraftModel
     """Makes the object that drafts with such a runner."""
+    on_take: Callable[[Sequence[int]], None] | None = None
+    """Called with blocks whose content is about to change."""
 
 
 class LearnedDraftTimes:
@@ -75,7 +77,7 @@ def build_engine(
     *,
     target_step_ms: float | None = None,
     step_costs: StepCosts | None = None,
-    journal: Journal | None = None,
+    persistence: Persistence = NOT_PERSISTENT,
     speculation: str = "off",
     draft: Draft | None = None,
     groups: Sequence[GroupBudget] = (),
@@ -87,7 +89,8 @@ def build_engine(
     or "draft", "eagle3" or "medusa" (as "auto", with the smaller model or heads in `draft`).
     """
     costs = StepCosts() if step_costs is None else step_costs
-    kv_cache = build_cache(num_blocks, runner.block_size, journal=journal, groups=groups)
+    on_take = None if draft is None else draft.on_take
+    kv_cache = KVCache(num_blocks, runner.block_size, groups, persistence, on_take)
     num_rows = max_logits_rows(runner.vocab_size)
     drafts = None
     if speculation != "off":
@@ -115,15 +118,6 @@ def build_engine(
 def _drafts_of(draft: Draft, kv_cache: KVCache, limits: StepLimits, vocab_size: int, sampler: Sampler) -> ModelDrafts:
     times = LearnedDraftTimes(draft.step_costs or StepCosts(), limits.max_num_batched_tokens)
     return ModelDrafts(draft.kind(draft.runner, draft.sampler, kv_cache, times, vocab_size), sampler)
-
-
-def build_cache(
-    num_blocks: int, block_size: int, *, journal: Journal | None = None, groups: Sequence[GroupBudget] = ()
-) -> KVCache:
-    """An empty KV cache of `num_blocks` blocks of `block_size` tokens, and of what the `groups` of layers have beside
-    them. `journal` records the content of blocks."""
-    pool = BlockPool(num_blocks, block_size, journal)
-    return KVCache(pool, [budget.make(pool) for budget in groups])
 
 
 def build_speculation(

@@ -101,7 +101,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.meter = StepMeter(self.scheduler)
         self._isolated = IsolatedSampler(self.sampler)
-        self._overlap = Overlap(self._isolated, self.scheduler.kv_cache.pool.journal)
+        self._overlap = Overlap(self._isolated, self.scheduler.kv_cache)
 
     @property
     def has_outputs(self) -> bool:

@@ -322,7 +322,7 @@ class Fetching:
     def _is_near(self, block_hash: int) -> bool:
         """Whether a block is on the disk or in the cache, perhaps without its part for layers with a window."""
         assert self.disk is not None
-        return self.disk.has(block_hash) or self._scheduler.kv_cache.pool.is_findable(block_hash)
+        return self.disk.has(block_hash) or self._scheduler.kv_cache.is_findable(block_hash)
 
     def _parts_of(self, tier: Tier) -> Callable[[int], bool]:
         """Whether a tier has the part of a block. What parts other workers have shows when they send them."""

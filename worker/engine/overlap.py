@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from headrace.protos.status import StatusError
 from headrace.worker.engine.isolation import IsolatedSampler
-from headrace.worker.kv.block_pool import Journal
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request, RequestState
 from headrace.worker.request.step import RequestOutput, Sampled
@@ -43,9 +43,9 @@ class Overlap:
     object nor any request.
     """
 
-    def __init__(self, sampler: IsolatedSampler, journal: Journal | None = None) -> None:
+    def __init__(self, sampler: IsolatedSampler, kv_cache: KVCache) -> None:
         self._sampler = sampler
-        self._journal = journal
+        self._kv_cache = kv_cache
         self._outputs: list[RequestOutput] = []
         self._unread: _Unread | None = None
         self._failed: set[Request] = set()
@@ -73,7 +73,7 @@ class Overlap:
 
     def begin(self, deliver: Deliver) -> None:
         """Start the work of a step."""
-        if self._unread is None and (self._journal is None or not self._journal.has_unsealed):
+        if self._unread is None and not self._kv_cache.has_unsealed:
             self.deliver(deliver)  # too little to wake a thread for
         else:
             self._work = self._executor.submit(self._run, deliver)
@@ -100,8 +100,8 @@ class Overlap:
 
     def seal(self) -> None:
         """Record the content of new blocks. No block may be taken meanwhile."""
-        if self._journal is not None and self._journal.has_unsealed:
-            self._journal.seal()
+        if self._kv_cache.has_unsealed:
+            self._kv_cache.seal()
 
     def _take(self) -> list[RequestOutput]:
         """The outputs that are held, with their log-probabilities."""

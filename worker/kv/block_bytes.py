@@ -96,19 +96,6 @@ class BlockBytes:
         return found
 
 
-class PartBytes(NamedTuple):
-    """The bytes of the parts of blocks for layers with a window, by their slots. `slots` `[blocks + 1]` has the slot of
-    each block's part. A block without one has that of the block for padding, which is the last."""
-
-    contents: BlockBytes
-    slots: npt.NDArray[np.int32]
-
-    def slot_of(self, block: int) -> int | None:
-        """The slot of a block's part; None if it has none."""
-        slot = int(self.slots[block])
-        return None if slot == self.slots[-1] else slot
-
-
 class _Group:
     """Caches of one shape. If they are at equal distances in memory, they are read as one array."""
 

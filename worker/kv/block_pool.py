@@ -81,18 +81,25 @@ class BlockPool:
     was evicted since the last call is in neither list.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        journal: Journal | None = None,
+        on_eviction: Callable[[int, Content], None] | None = None,
+        on_take: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """`on_eviction` is called before a cached block is reused and loses its content, `on_take` with blocks whose
+        content is about to change. ValueError without a block."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evictions = 0
         self.num_restored = 0
-        self.journal = journal
-        self.on_eviction: Callable[[int, Content], None] | None = None
-        """Called before a cached block is reused and loses its content."""
-        self.on_take: Callable[[Sequence[int]], None] | None = None
-        """Called with blocks whose content is about to change."""
+        self._journal = journal
+        self._on_eviction = on_eviction
+        self._on_take = on_take
         self._num_unreferenced = num_blocks
         self._ref_count = array("i", bytes(4 * num_blocks))
         self._next = array("i", [*range(1, num_blocks + 1), 0])
@@ -206,19 +213,19 @@ class BlockPool:
             block = self._next[sentinel]
             self._unlink(block)
             if block in self._content:
-                if self.on_eviction is not None:
-                    self.on_eviction(block, self._content[block])
+                if self._on_eviction is not None:
+                    self._on_eviction(block, self._content[block])
                 self._forget(block)
                 self.num_evictions += 1
-            elif self.journal is not None:
-                self.journal.drop(block)
+            elif self._journal is not None:
+                self._journal.drop(block)
             self._ref_count[block] = 1
             taken.append(block)
         self._num_unreferenced -= count
-        if self.journal is not None and taken:
-            self.journal.grow(max(taken))
-        if self.on_take is not None:
-            self.on_take(taken)
+        if self._journal is not None and taken:
+            self._journal.grow(max(taken))
+        if self._on_take is not None:
+            self._on_take(taken)
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -242,8 +249,8 @@ class BlockPool:
                 self._link(block, at_front=not is_cached)
                 if is_cached:
                     cached.append(block)
-        if self.journal is not None:
-            self.journal.use(cached)
+        if self._journal is not None:
+            self._journal.use(cached)
 
     def make_findable(
         self, block: int, block_hash: int, parent_hash: int, token_bytes: bytes, *, is_first: bool
@@ -347,16 +354,16 @@ class BlockPool:
 
     def _note(self, block: int, content: Content) -> None:
         self._insert(block, content)
-        if self.journal is not None:
-            self.journal.note(block, content)
+        if self._journal is not None:
+            self._journal.note(block, content)
 
     def _insert(self, block: int, content: Content) -> None:
         self._content[block] = content
         self._blocks_behind.setdefault(content.parent_hash, {})[block] = None
 
     def _forget(self, block: int) -> None:
-        if self.journal is not None:
-            self.journal.drop(block)
+        if self._journal is not None:
+            self._journal.drop(block)
         block_hash, parent_hash, _, _ = self._content.pop(block)
         siblings = self._blocks_behind[parent_hash]
         del siblings[block]

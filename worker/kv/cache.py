@@ -13,15 +13,21 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.block_pool import BlockPool, Content
 from headrace.worker.kv.chain import BlockKey, content_of, hash_of, key_of, parent_of
-from headrace.worker.kv.fetch import NO_SLOT, ChainedBlock, Fetch, Held, Spill, Wanted
+from headrace.worker.kv.fetch import NO_SLOT, NOT_PERSISTENT, ChainedBlock, Fetch, Held, Persistence, Wanted
 from headrace.worker.kv.groups.evicting import EvictingAttention
 from headrace.worker.kv.groups.full import FullAttention
-from headrace.worker.kv.groups.group import MIN_TOKENS_LEFT, BlockAt, CacheGroup, Elsewhere, nowhere
+from headrace.worker.kv.groups.group import (
+    MIN_TOKENS_LEFT,
+    BlockAt,
+    CacheGroup,
+    Elsewhere,
+    nowhere,
+)
 from headrace.worker.kv.groups.recurrent import RecurrentStates
 from headrace.worker.kv.groups.window import WindowAttention
 from headrace.worker.request.request import Branch, Request
@@ -36,8 +42,8 @@ _Kind = TypeVar("_Kind")
 class GroupBudget(Protocol):
     """What the memory has for a group of layers, in units of the group."""
 
-    def make(self, pool: BlockPool) -> CacheGroup | EvictingAttention:
-        """The group, over the blocks of `pool`."""
+    def make(self, pool: BlockPool, persistence: Persistence) -> CacheGroup | EvictingAttention:
+        """The group, over the blocks of `pool`. `persistence` is for what it has besides blocks."""
         ...
 
 
@@ -65,12 +71,23 @@ class CacheChanges(NamedTuple):
 
 
 class KVCache:
-    """The cache over the blocks of `pool`, with the `groups` that the model has beside full attention. Only the engine
-    thread uses it."""
+    """A cache of `num_blocks` blocks of `block_size` tokens, empty at first, and of what `budgets` have for the groups
+    of layers beside full attention. Only the engine thread uses it, unless a method says otherwise."""
 
-    def __init__(self, pool: BlockPool, groups: Sequence[CacheGroup | EvictingAttention] = ()) -> None:
-        self.pool = pool
-        self.block_size = pool.block_size
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        budgets: Sequence[GroupBudget] = (),
+        persistence: Persistence = NOT_PERSISTENT,
+        on_take: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """`on_take` is called with blocks whose content is about to change. ValueError without a block."""
+        self._journal, self._spill = persistence.journal, persistence.spill
+        on_eviction = None if self._spill is None else self._spill_block
+        self.pool = pool = BlockPool(num_blocks, block_size, self._journal, on_eviction, on_take)
+        self.block_size = block_size
+        groups = [budget.make(pool, persistence) for budget in budgets]
         self.windows = _only(WindowAttention, groups)
         self.states = _only(RecurrentStates, groups)
         self.evicting = _only(EvictingAttention, groups)
@@ -82,6 +99,11 @@ class KVCache:
     def num_blocks(self) -> int:
         """Number of blocks."""
         return self.pool.num_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Number of blocks that can be found by their hash, in use or not."""
+        return self.pool.num_cached_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -125,11 +147,51 @@ class KVCache:
         """Whether drafts may have branches. States have none."""
         return self.states is None
 
-    def spill_to(self, disk: Spill) -> None:
-        """Hand evicted blocks, and evicted parts of blocks, to a disk."""
-        self.pool.on_eviction = disk.spill
-        if self.windows is not None:
-            self.windows.spill_to(disk)
+    def _spill_block(self, block: int, content: Content) -> None:
+        """A block is about to be evicted."""
+        slot = self.slot_of(block)
+        if self._spill is not None:
+            self._spill.spill(block, NO_SLOT if slot is None else slot, content)
+
+    def locate(self, block_hash: int) -> tuple[int, Content] | None:
+        """The block with this hash and its content, or None. Any thread may call it; the block may be evicted at any
+        time unless the caller is the engine's thread."""
+        return self.pool.locate(block_hash)
+
+    def is_findable(self, block_hash: int) -> bool:
+        """Whether some block has this hash, perhaps without its part for layers with a window."""
+        return self.pool.is_findable(block_hash)
+
+    def slot_of(self, block: int) -> int | None:
+        """The slot of a block's part for layers with a window; None if it has none. Any thread may call it, as
+        `locate`."""
+        return None if self.windows is None else self.windows.parts.slot_of(block)
+
+    def hottest_first(self) -> list[Content]:
+        """The full findable blocks, most recently used first, and each after its predecessor. Any thread may call it;
+        blocks that change meanwhile may be missing."""
+        return self.pool.hottest_first()
+
+    def restore(self, blocks: Iterable[tuple[int, Content]], order: Iterable[int]) -> None:
+        """Make blocks findable again that the journal already records, each after its predecessor. They are evicted in
+        this `order`, after all that is cached now."""
+        self.pool.restore(blocks)
+        self.pool.put_last(order)
+
+    def take_last(self, blocks: Iterable[int]) -> None:
+        """Take these free blocks after all others, so that the previous process's content stays in them."""
+        self.pool.put_last(blocks)
+
+    @property
+    def has_unsealed(self) -> bool:
+        """Whether blocks wait for `seal`."""
+        return self._journal is not None and self._journal.has_unsealed
+
+    def seal(self) -> None:
+        """Record the content of new blocks for the next process. Reads their bytes, so none of them may be taken
+        meanwhile."""
+        if self._journal is not None:
+            self._journal.seal()
 
     def has_room(self, request: Request, num_blocks: int) -> bool:
         """Whether a waiting request may run, so that running requests can take `num_blocks` more blocks."""

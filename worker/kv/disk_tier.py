@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.kv.block_bytes import BlockBytes, PartBytes
+from headrace.worker.kv.block_bytes import BlockBytes
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.fetch import NO_SLOT, Fetch, LearnedTime, Wanted, nobody
@@ -43,7 +43,7 @@ class PartsOnDisk(NamedTuple):
     """The parts of blocks for layers with a window, in a store of their own, under the hashes of their blocks."""
 
     store: DiskStore
-    bytes: PartBytes
+    contents: BlockBytes
 
 
 class _Spill(NamedTuple):
@@ -74,7 +74,7 @@ class DiskTier(threading.Thread):
         self.num_written = 0
         self.num_not_written = 0
         self.num_read = 0
-        part_bytes = 0 if parts is None else parts.bytes.contents.num_bytes
+        part_bytes = 0 if parts is None else parts.contents.num_bytes
         self.read_time = LearnedTime((block_bytes + part_bytes) / _FIRST_GUESS_BYTES_PER_S)
         """The time to read a block."""
         self._store = store
@@ -98,17 +98,17 @@ class DiskTier(threading.Thread):
         # After a failure, nothing is written or read until this time.
         self._no_writes_until_s = self._no_reads_until_s = 0.0
 
-    def spill(self, block: int, content: Content) -> None:
-        """Engine thread: copy a block that is about to be evicted, and its part if it has one, and queue the copies to
-        be written."""
+    def spill(self, block: int, slot: int, content: Content) -> None:
+        """Engine thread: copy a block that is about to be evicted, and its part unless `slot` is NO_SLOT, and queue the
+        copies to be written."""
         self._queue(self._store, self._contents, block, content)
-        self.spill_part(block, content)
+        if slot != NO_SLOT:
+            self.spill_part(slot, content)
 
-    def spill_part(self, block: int, content: Content) -> None:
+    def spill_part(self, slot: int, content: Content) -> None:
         """Engine thread: copy the part of a block for layers with a window, which is about to be evicted."""
-        slot = None if self._parts is None else self._parts.bytes.slot_of(block)
-        if self._parts is not None and slot is not None:
-            self._queue(self._parts.store, self._parts.bytes.contents, slot, content)
+        assert self._parts is not None, "blocks have no parts here"
+        self._queue(self._parts.store, self._parts.contents, slot, content)
 
     def _queue(self, store: DiskStore, contents: BlockBytes, place: int, content: Content) -> None:
         if content.block_hash is None:
@@ -278,7 +278,7 @@ class DiskTier(threading.Thread):
         if not wanted.part_only:
             self._contents.scatter(block, self._buffer)
         if wanted.slot != NO_SLOT and self._parts is not None:
-            self._parts.bytes.contents.scatter(wanted.slot, self._part_buffer)
+            self._parts.contents.scatter(wanted.slot, self._part_buffer)
 
     def _look(self) -> None:
         """Mark the blocks that memory had until now, and read what other workers have changed in the index."""

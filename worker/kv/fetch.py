@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from headrace.worker.kv.block_pool import Content
+from headrace.worker.kv.block_pool import Content, Journal
 
 # For `LearnedTime`: the weight of the latest measurement; the maximum of a measurement, as a multiple of the average;
 # and the half-life in seconds of the part of the average that exceeds the first guess.
@@ -130,13 +130,24 @@ class Bell:
 class Spill(Protocol):
     """Takes what the cache evicts. The engine thread calls it before the bytes change."""
 
-    def spill(self, block: int, content: Content) -> None:
-        """A block, with its part for layers with a window if it has one."""
+    def spill(self, block: int, slot: int, content: Content) -> None:
+        """A block, with its part for layers with a window in `slot`, unless that is NO_SLOT."""
         ...
 
-    def spill_part(self, block: int, content: Content) -> None:
-        """Only its part for layers with a window."""
+    def spill_part(self, slot: int, content: Content) -> None:
+        """Only the part of a block for layers with a window."""
         ...
+
+
+class Persistence(NamedTuple):
+    """What keeps content beyond the cache: `journal` records for the next process what is in each block, and `spill`
+    takes what is evicted."""
+
+    journal: Journal | None = None
+    spill: Spill | None = None
+
+
+NOT_PERSISTENT = Persistence()
 
 
 class Tier(Protocol):

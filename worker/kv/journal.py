@@ -39,9 +39,16 @@ class Record(NamedTuple):
 class BlockJournal:
     """The journal of `num_blocks` blocks, in `memory`. Not thread-safe."""
 
-    def __init__(self, memory: npt.NDArray[np.uint8], num_blocks: int, block_size: int, contents: BlockBytes) -> None:
-        self.on_growth: Callable[[int], int] | None = None
-        """Called when a block comes into use whose number is at least the callback's last result."""
+    def __init__(
+        self,
+        memory: npt.NDArray[np.uint8],
+        num_blocks: int,
+        block_size: int,
+        contents: BlockBytes,
+        on_growth: Callable[[int], int] | None = None,
+    ) -> None:
+        """`on_growth` is called when a block comes into use whose number is at least the callback's last result."""
+        self._on_growth = on_growth
         self._grown = 0
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -70,8 +77,8 @@ class BlockJournal:
 
     def grow(self, block: int) -> None:
         """The block with this number comes into use."""
-        if self.on_growth is not None and block >= self._grown:
-            self._grown = self.on_growth(block)
+        if self._on_growth is not None and block >= self._grown:
+            self._grown = self._on_growth(block)
 
     def use(self, blocks: Iterable[int]) -> None:
         """The blocks were just released."""
@@ -103,7 +110,7 @@ class BlockJournal:
 
     def recorded(self) -> list[int]:
         """The blocks whose state says that their record is valid. `read` checks the record itself."""
-        return np.flatnonzero(np.frombuffer(self._states, np.uint8) == _WHOLE).tolist()
+        return recorded_in(np.frombuffer(self._states, np.uint8))
 
     def read(self, block: int) -> Record | None:
         """The record of a block. None if the record or the block's bytes do not match their checksum."""
@@ -120,6 +127,11 @@ class BlockJournal:
             return None
         content = Content(block_hash if is_full else None, parent_hash, token_bytes, bool(flags & _IS_FIRST))
         return Record(block, content, self._used[block])
+
+
+def recorded_in(memory: npt.NDArray[np.uint8], num_blocks: int | None = None) -> list[int]:
+    """The blocks whose states, at the beginning of a journal in `memory`, say that their record is valid."""
+    return np.flatnonzero(memory[:num_blocks] == _WHOLE).tolist()
 
 
 def journal_bytes(num_blocks: int, block_size: int) -> int:

@@ -32,10 +32,10 @@ from headrace.common.host_memory import GIB
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.arena import KVArena, arena_bytes
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.host_memory import HUGE_PAGE_BYTES, HostMemory
 from headrace.worker.kv.huge_pages import HugePages
-from headrace.worker.kv.journal import BlockJournal, Record, journal_bytes
+from headrace.worker.kv.journal import BlockJournal, Record, journal_bytes, recorded_in
 
 log = logging.getLogger(__name__)
 
@@ -155,12 +155,7 @@ class KeptCache:
             self._write(0, wanted.pack())
             self._count_start()
         assert self._mapped is not None
-        memory, journal = self._mapped
-        if self._huge_pages:
-            begun = max(journal.recorded(), default=-1) + 1
-            pages = HugePages(_caches_of(_arena_of(memory, wanted, huge_pages=True), wanted), wanted.num_blocks, begun)
-            journal.on_growth = pages.reach
-        return _arena_of(memory, wanted, huge_pages=self._huge_pages)
+        return _arena_of(self._mapped.memory, wanted, huge_pages=self._huge_pages)
 
     @property
     def journal(self) -> BlockJournal:
@@ -174,7 +169,7 @@ class KeptCache:
             self._checking.join()
         return [record.block for record in sorted(self._checked, key=lambda record: record.used_ns)]
 
-    def restore(self, pool: BlockPool, fingerprint: str) -> None:
+    def restore(self, kv_cache: KVCache, fingerprint: str) -> None:
         """Make the previous process's blocks findable, except those that have been overwritten. Discard all of them if
         they belong to a model with another fingerprint."""
         start_s = time.monotonic()
@@ -187,8 +182,7 @@ class KeptCache:
         for block in self.journal.recorded():
             if block not in wanted:
                 self.journal.drop(block)
-        pool.restore((record.block, record.content) for record in chains)
-        pool.put_last(eviction_order(chains))
+        kv_cache.restore([(record.block, record.content) for record in chains], eviction_order(chains))
         self._write_fingerprint(fingerprint)
         if self._num_recorded:
             took_ms = 1000 * (time.monotonic() - start_s)
@@ -252,9 +246,13 @@ class KeptCache:
     def _map(self, wanted: CacheFormat) -> _Mapped:
         memory = self.memory.map()
         arena = _arena_of(memory, wanted, huge_pages=self._huge_pages)
-        contents = BlockBytes(_caches_of(arena, wanted), wanted.shapes)
-        whole = memory[_JOURNAL : wanted.arena_offset]
-        return _Mapped(memory, BlockJournal(whole, wanted.num_blocks, wanted.block_size, contents))
+        caches, journal = _caches_of(arena, wanted), memory[_JOURNAL : wanted.arena_offset]
+        on_growth = None
+        if self._huge_pages:
+            begun = max(recorded_in(journal, wanted.num_blocks), default=-1) + 1
+            on_growth = HugePages(caches, wanted.num_blocks, begun).reach
+        contents = BlockBytes(caches, wanted.shapes)
+        return _Mapped(memory, BlockJournal(journal, wanted.num_blocks, wanted.block_size, contents, on_growth))
 
     def _fingerprint(self) -> str:
         assert self._mapped is not None

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.fetch import ChainedBlock
 from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.peers.source import BlockSource
@@ -44,13 +44,13 @@ class Handover:
         self,
         source: BlockSource,
         takeover: Takeover,
-        pool: BlockPool,
+        kv_cache: KVCache,
         block_bytes: int,
         max_bytes: int,
     ) -> None:
         self.source = source
         self._takeover = takeover
-        self._pool = pool
+        self._kv_cache = kv_cache
         self._most = max_bytes // block_bytes
         self._begun = asyncio.Event()
         self._ended = asyncio.Event()
@@ -70,7 +70,7 @@ class Handover:
         ended, are_all_named = self._ended, False
         num_before = self.source.num_sent
         try:
-            named = (await asyncio.to_thread(self._pool.hottest_first))[: self._most]
+            named = (await asyncio.to_thread(self._kv_cache.hottest_first))[: self._most]
             for start in range(0, len(named), _BLOCKS_A_MESSAGE):
                 yield worker_pb2.HandOverResponse(
                     blocks=[
@@ -96,7 +96,7 @@ class Handover:
     async def wait(self, num_routers: Callable[[], int], timeout_s: float | None) -> None:
         """Wait until the blocks are handed over, at most `timeout_s`. Does not wait without routers or blocks. Waits
         for a router again after a handover that broke off."""
-        if not self._most or not self._pool.num_cached_blocks:
+        if not self._most or not self._kv_cache.num_cached_blocks:
             return
         most_s = MAX_HANDOVER_S if timeout_s is None else min(timeout_s, MAX_HANDOVER_S)
         try:

@@ -20,8 +20,8 @@ import numpy as np
 from headrace.common.transport.channels import MAX_MESSAGE_BYTES
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.kv.block_bytes import BlockBytes, PartBytes
-from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.block_bytes import BlockBytes
+from headrace.worker.kv.cache import KVCache
 
 _Responses: TypeAlias = AsyncGenerator[worker_pb2.FetchBlocksResponse, None]
 
@@ -79,19 +79,19 @@ class BlockSource:
     def __init__(
         self,
         layout: str,
-        pool: BlockPool,
+        kv_cache: KVCache,
         contents: BlockBytes,
         block_bytes: int,
         file: BlockFile | None,
-        parts: PartBytes | None = None,
+        part_contents: BlockBytes | None = None,
     ) -> None:
         self.layout = layout
         self.num_sent = 0
-        self._pool = pool
+        self._kv_cache = kv_cache
         self._contents = contents
         self._block_bytes = block_bytes
         self._file = file
-        self._parts = parts
+        self._part_contents = part_contents
         self._num_running = 0
 
     @property
@@ -116,8 +116,8 @@ class BlockSource:
 
     def has_part(self, block_hash: int) -> bool:
         """Whether the block with this hash has its part for layers with a window. Any thread may call it."""
-        located = self._pool.locate(block_hash)
-        return self._parts is not None and located is not None and self._parts.slot_of(located[0]) is not None
+        located = self._kv_cache.locate(block_hash)
+        return located is not None and self._kv_cache.slot_of(located[0]) is not None
 
     async def _messages(self, hashes: Sequence[int], caller: str, with_parts: Sequence[bool]) -> _Responses:
         is_shared = self._file is not None and bool(caller) and caller == host_id()
@@ -146,39 +146,39 @@ class BlockSource:
 
     @property
     def _most_bytes(self) -> int:
-        return max(1, self._block_bytes + (0 if self._parts is None else self._parts.contents.num_bytes))
+        return max(1, self._block_bytes + (0 if self._part_contents is None else self._part_contents.num_bytes))
 
     def _read(self, hashes: Sequence[int], with_parts: Sequence[bool], *, with_data: bool) -> list[_Found]:
         """Read blocks up to the first that is missing, or whose wanted part is."""
         found: list[_Found] = []
         data = np.empty(self._block_bytes if with_data else 0, np.uint8)
         for number, block_hash in enumerate(hashes):
-            located = self._pool.locate(block_hash)
+            located = self._kv_cache.locate(block_hash)
             if located is None:
                 break
             block, content = located
             if with_data:
                 self._contents.gather(block, data)
-            checksum = self._contents.checksum(block, self._pool.block_size)
+            checksum = self._contents.checksum(block, self._kv_cache.block_size)
             part = None
             if number < len(with_parts) and with_parts[number]:
                 part = self._read_part(block)
                 if part is None:
                     break
-            if self._pool.locate(block_hash) != located:
+            if self._kv_cache.locate(block_hash) != located:
                 break  # it was evicted meanwhile
             found.append(_Found(block, checksum, content.token_bytes, data.tobytes(), part))
         return found
 
     def _read_part(self, block: int) -> _Part | None:
         """The part of a block; None if it has none."""
-        slot = None if self._parts is None else self._parts.slot_of(block)
-        if self._parts is None or slot is None:
+        slot, contents = self._kv_cache.slot_of(block), self._part_contents
+        if contents is None or slot is None:
             return None
-        data = np.empty(self._parts.contents.num_bytes, np.uint8)
-        self._parts.contents.gather(slot, data)
-        checksum = self._parts.contents.checksum(slot, self._pool.block_size)
-        return _Part(checksum, data.tobytes()) if self._parts.slot_of(block) == slot else None
+        data = np.empty(contents.num_bytes, np.uint8)
+        contents.gather(slot, data)
+        checksum = contents.checksum(slot, self._kv_cache.block_size)
+        return _Part(checksum, data.tobytes()) if self._kv_cache.slot_of(block) == slot else None
 
 
 @cache

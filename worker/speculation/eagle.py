@@ -12,7 +12,7 @@ Blocks that came from a disk or from another worker have no features. The heads 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
@@ -31,10 +31,6 @@ class Features(Protocol):
         before `start` need none."""
         ...
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Forget the features of these blocks, because their content is about to change."""
-        ...
-
 
 class HeadRunner(DraftRunner, Protocol):
     """Computes steps of heads; see `headrace.worker.draft_heads.eagle_runner.EagleRunner`."""
@@ -47,7 +43,8 @@ class HeadRunner(DraftRunner, Protocol):
 
 class EagleModel(DraftModel):
     """The heads, for the requests of one scheduler. The last slot of a block depends on the first token of the next
-    one, so a request that finds a block by its hash computes that slot again."""
+    one, so a request that finds a block by its hash computes that slot again. The cache must tell the features' store
+    which blocks it takes (`FeatureStore.forget`)."""
 
     source: ClassVar[Source] = Source.EAGLE3
     _lag: ClassVar[int] = 1
@@ -62,7 +59,6 @@ class EagleModel(DraftModel):
     ) -> None:
         super().__init__(runner, sampler, kv_cache, times, vocab_size)
         self._store = runner.store
-        kv_cache.pool.on_take = self._store.forget
         self._starts: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def can_serve(self, request: Request) -> bool:

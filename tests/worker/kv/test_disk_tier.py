@@ -28,7 +28,7 @@ from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier, Fetch
-from headrace.worker.kv.fetch import LearnedTime
+from headrace.worker.kv.fetch import NO_SLOT, LearnedTime, Persistence
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request, RequestState
@@ -276,10 +276,10 @@ class Worker:
         self.store = DiskStore(directory, "fake", 200 * 8192, shape.num_bytes, BLOCK_SIZE, key)
         self.tier = DiskTier(self.store, contents, shape.num_bytes)
         costs, limits = KnownCosts(1.0, 50.0), StepLimits(4, 16, 16, is_exact=True)
-        engine = build_engine(runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=costs)
+        kept = Persistence(spill=self.tier)
+        engine = build_engine(runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=costs, persistence=kept)
         self.under_test = EngineUnderTest(engine, runner)
         self.pool = engine.scheduler.kv_cache.pool
-        self.pool.on_eviction = self.tier.spill
         self.fetching = Fetching(engine.scheduler, self.tier)
         self.under_test.fetch_first = self.fetching.begin_late
         self.tier.start()
@@ -435,7 +435,7 @@ def test_the_queue_of_blocks_in_use_is_bounded(tmp_path: Path) -> None:
     tier = DiskTier(store, BlockBytes([np.zeros(256, np.uint8)], [BlockShape(1, BLOCK_SIZE, 8)]), BLOCK_BYTES)
     write(store, 1)
     for _ in range(2 * disk_tier.MAX_TOUCHED):
-        tier.spill(0, content(1))
+        tier.spill(0, NO_SLOT, content(1))
     assert len(tier._touched) == disk_tier.MAX_TOUCHED
 
 

@@ -17,12 +17,12 @@ import pytest
 
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.kv.block_pool import Content
-from headrace.worker.kv.fetch import ChainedBlock, Fetch
+from headrace.worker.kv.fetch import NO_SLOT, ChainedBlock, Fetch
 from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.request.eviction import Aggregation, Eviction, EvictionRule
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
-from tests.worker.kv.groups.test_evicting import BLOCK_SIZE, RULE, VOCAB_SIZE, Load, alone, answer
+from tests.worker.kv.groups.test_evicting import BLOCK_SIZE, RULE, VOCAB_SIZE, LayeredRunner, Load, alone, answer
 
 SEEDS = 300 if os.environ.get("HEADRACE_SOAK") == "1" else 6
 NUM_PROMPTS = 8
@@ -38,10 +38,10 @@ class RandomTier:
     bytes_per_s = 1.0
     num_written = num_not_written = num_read = 0
 
-    def __init__(self, load: Load, rng: random.Random) -> None:
+    def __init__(self, runner: LayeredRunner, rng: random.Random) -> None:
         self.stored: dict[int, tuple[Content, npt.NDArray[np.int64]]] = {}
         self.num_fetches = 0
-        self._parts = load.runner.parts
+        self._parts = runner.parts
         self._rng = rng
         self._running: list[Fetch] = []
         self._delays: dict[Fetch, int] = {}
@@ -51,9 +51,13 @@ class RandomTier:
     def is_idle(self) -> bool:
         return not self._running and not self._ended
 
-    def store(self, block: int, content: Content) -> None:
+    def spill(self, block: int, slot: int, content: Content) -> None:
         if content.block_hash is not None:
+            assert slot == NO_SLOT
             self.stored[content.block_hash] = content, self._parts[:, block].copy()
+
+    def spill_part(self, slot: int, content: Content) -> None:
+        raise AssertionError("blocks have no parts here")
 
     def has(self, block_hash: int) -> bool:
         return block_hash in self.stored
@@ -104,11 +108,9 @@ class RandomLoad:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.load = Load(rng.choice([14, 20, 30]), budget=rng.choice([16, 20, 64]))
+        self.load = Load(rng.choice([14, 20, 30]), rng.choice([16, 20, 64]), self._make_tier)
         self.scheduler = self.load.engine.scheduler
         self.pool = self.load.kv_cache.pool
-        self.tier = RandomTier(self.load, rng)
-        self.pool.on_eviction = self.tier.store
         self.takeover = Takeover(self.scheduler.kv_cache, self.tier)
         self.fetching = Fetching(self.scheduler, self.tier, clock=lambda: self._now_s, takeover=self.takeover)
         self.kept: list[Request] = []
@@ -118,6 +120,10 @@ class RandomLoad:
         # With long ones, patience often ends before the tier has answered.
         self._pauses_s = rng.choice([[0.001, 0.01], [0.01, 0.05, 0.3]])
         self._common = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+
+    def _make_tier(self, runner: LayeredRunner) -> RandomTier:
+        self.tier = RandomTier(runner, self.rng)
+        return self.tier
 
     def turn(self) -> None:
         self._add_ready()

@@ -33,7 +33,7 @@ from headrace.worker.kv import disk_store, disk_tier
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier
-from headrace.worker.kv.fetch import ChainedBlock
+from headrace.worker.kv.fetch import ChainedBlock, Persistence
 from headrace.worker.kv.groups.evicting import EvictionBudget
 from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.model.step_limits import StepLimits
@@ -210,10 +210,10 @@ class FailingWorker:
             step_costs=COSTS,
             speculation=speculation,
             groups=[EvictionBudget()] if evicts else (),
+            persistence=Persistence(spill=self.disk),
         )
         self.scheduler = self.engine.scheduler
         self.pool = self.scheduler.kv_cache.pool
-        self.pool.on_eviction = self.disk.spill
         self.takeover = Takeover(self.scheduler.kv_cache, self.peers)
         self.fetching = Fetching(self.scheduler, self.disk, self.peers, takeover=self.takeover)
         self.disk.start()

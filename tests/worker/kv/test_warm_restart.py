@@ -23,6 +23,7 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.build import build_engine
 from headrace.worker.kv import host_memory
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
+from headrace.worker.kv.fetch import Persistence
 from headrace.worker.kv.host_memory import HostMemory, open_memory
 from headrace.worker.kv.kept_cache import MAX_STARTS, CacheFormat, KeptCache
 from headrace.worker.model.step_limits import StepLimits
@@ -71,14 +72,15 @@ def live(memory: HostMemory, fingerprint: str = FINGERPRINT, wanted: CacheFormat
     runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
     runner.blocks = piece.view(np.int64).reshape(-1, BLOCK_SIZE)
     limits = StepLimits(4, 16, 16, is_exact=True)
-    engine = build_engine(runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, journal=kept.journal)
-    pool = engine.scheduler.kv_cache.pool
-    pool.put_last(kept.old_blocks())
+    engine = build_engine(
+        runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, persistence=Persistence(kept.journal)
+    )
+    engine.scheduler.kv_cache.take_last(kept.old_blocks())
     under_test = EngineUnderTest(engine, runner, is_pipelined=True)
     warm_up = under_test.request([1] * 10, 2)
     under_test.scheduler.waiting.remove(warm_up)
     engine.warm_up(warm_up)
-    kept.restore(pool, fingerprint)
+    kept.restore(engine.scheduler.kv_cache, fingerprint)
     kept.note_ready()
     under_test.scheduler.check()
     return Life(kept, under_test)

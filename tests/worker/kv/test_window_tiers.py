@@ -18,12 +18,12 @@ import pytest
 from headrace.worker.engine import fetching as fetching_module
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.fetching import Fetching
-from headrace.worker.kv.block_bytes import BlockBytes, BlockShape, PartBytes
+from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier, PartsOnDisk
-from headrace.worker.kv.fetch import NO_SLOT, ChainedBlock, Fetch
+from headrace.worker.kv.fetch import NO_SLOT, ChainedBlock, Fetch, Persistence, Spill
 from headrace.worker.kv.groups.window import PARTS_BESIDE, WindowBudget
 from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.model.step_limits import StepLimits
@@ -57,6 +57,8 @@ class Trimmed:
 
     def __init__(self, num_blocks: int = 40, num_slots: int = 24, max_num_seqs: int = 4) -> None:
         runner = WindowedRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_slots, WINDOW)
+        self.contents = BlockBytes([runner.blocks.view(np.uint8).reshape(-1)], [SHAPE])
+        self.parts = BlockBytes([runner.parts.view(np.uint8).reshape(-1)], [SHAPE])
         budget = WindowBudget(WINDOW, num_slots, STEP // BLOCK_SIZE)
         engine = build_engine(
             runner,
@@ -65,13 +67,13 @@ class Trimmed:
             StepLimits(max_num_seqs, STEP, STEP, is_exact=True),
             step_costs=KnownCosts(1.0, 50.0),
             groups=[budget],
+            persistence=Persistence(spill=self._open_tier()),
         )
         self.under_test = EngineUnderTest(engine, runner)
-        self.contents = BlockBytes([runner.blocks.view(np.uint8).reshape(-1)], [SHAPE])
-        parts = BlockBytes([runner.parts.view(np.uint8).reshape(-1)], [SHAPE])
-        assert self.kv_cache.windows is not None
-        self.parts = PartBytes(parts, self.kv_cache.windows.parts.slots)
         self.fetching: Fetching | None = None
+
+    def _open_tier(self) -> Spill | None:
+        return None
 
     @property
     def kv_cache(self) -> KVCache:
@@ -120,14 +122,17 @@ class WithDisk(Trimmed):
     """A worker with a disk, which others may share."""
 
     def __init__(self, directory: Path, num_slots: int = 24) -> None:
+        self._directory = directory
         super().__init__(num_slots=num_slots)
-        num_bytes = SHAPE.num_bytes
-        stores = [DiskStore(directory, name, 300 * 8192, num_bytes, BLOCK_SIZE) for name in ("a" * 16, "b" * 16)]
-        self.disk = DiskTier(stores[0], self.contents, num_bytes, PartsOnDisk(stores[1], self.parts))
-        self.kv_cache.spill_to(self.disk)
         self.disk.start()
         self.fetching = Fetching(self.under_test.scheduler, self.disk)
         self.under_test.fetch_first = self.fetching.begin_late
+
+    def _open_tier(self) -> Spill:
+        num_bytes = SHAPE.num_bytes
+        stores = [DiskStore(self._directory, name, 300 * 8192, num_bytes, BLOCK_SIZE) for name in ("a" * 16, "b" * 16)]
+        self.disk = DiskTier(stores[0], self.contents, num_bytes, PartsOnDisk(stores[1], self.parts))
+        return self.disk
 
     def fill(self, seed: int, count: int) -> None:
         """Compute other prompts, so that the cache has nothing left of those before, and wait for the disk."""
@@ -202,15 +207,15 @@ class MemoryTier:
         self._parts: dict[int, bytes] = {}
         self._fetches: deque[Fetch] = deque()
 
-    def spill(self, block: int, content: Content) -> None:
+    def spill(self, block: int, slot: int, content: Content) -> None:
         if content.block_hash is not None:
             self._blocks[content.block_hash] = self._data(self._worker.contents, block)
-            self.spill_part(block, content)
+            if slot != NO_SLOT:
+                self.spill_part(slot, content)
 
-    def spill_part(self, block: int, content: Content) -> None:
-        slot = self._worker.parts.slot_of(block)
-        if slot is not None and content.block_hash is not None:
-            self._parts[content.block_hash] = self._data(self._worker.parts.contents, slot)
+    def spill_part(self, slot: int, content: Content) -> None:
+        if content.block_hash is not None:
+            self._parts[content.block_hash] = self._data(self._worker.parts, slot)
 
     def _data(self, contents: BlockBytes, place: int) -> bytes:
         data = np.empty(SHAPE.num_bytes, np.uint8)
@@ -254,18 +259,29 @@ class MemoryTier:
                 self._worker.contents.scatter(block, np.frombuffer(self._blocks[wanted.block_hash], np.uint8))
             if wanted.slot != NO_SLOT:
                 part = np.frombuffer(self._parts[wanted.block_hash], np.uint8)
-                self._worker.parts.contents.scatter(wanted.slot, part)
+                self._worker.parts.scatter(wanted.slot, part)
 
         return fetch.fill(write)
+
+
+class WithMemory(Trimmed):
+    """A worker with such a tier."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        super().__init__(rng.choice([28, 40, 60]), rng.choice([16, 24, 40]))
+
+    def _open_tier(self) -> Spill:
+        self.tier = MemoryTier(self, self._rng)
+        return self.tier
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_loads_with_a_tier_keep_every_promise(seed: int) -> None:
     """Blocks and parts come at random times, in part, or not at all, beside cancelled and preempted requests."""
     rng = random.Random(seed)
-    worker = Trimmed(rng.choice([28, 40, 60]), rng.choice([16, 24, 40]))
-    tier = MemoryTier(worker, rng)
-    worker.kv_cache.spill_to(tier)
+    worker = WithMemory(rng)
+    tier = worker.tier
     worker.fetching = Fetching(worker.under_test.scheduler, tier)
     worker.under_test.fetch_first = worker.fetching.begin_late
     texts = [rng.choices(range(VOCAB_SIZE), k=90) for _ in range(5)]
@@ -291,8 +307,8 @@ class WithPeers(Trimmed):
     def __init__(self, address: str) -> None:
         super().__init__(num_slots=40)
         self.address = address
-        self.tier = PeerTier("layout", self.contents, SHAPE.num_bytes, parts=self.parts.contents)
-        self.source = BlockSource("layout", self.kv_cache.pool, self.contents, SHAPE.num_bytes, None, self.parts)
+        self.tier = PeerTier("layout", self.contents, SHAPE.num_bytes, parts=self.parts)
+        self.source = BlockSource("layout", self.kv_cache, self.contents, SHAPE.num_bytes, None, self.parts)
         self.takeover = Takeover(self.kv_cache, self.tier)
         self.fetching = Fetching(self.under_test.scheduler, None, self.tier, takeover=self.takeover)
         self.under_test.fetch_first = self.fetching.begin_late

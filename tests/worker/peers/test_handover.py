@@ -34,7 +34,7 @@ class Taker(Peer):
         scheduler = self.under_test.engine.scheduler
         self.fetching = Fetching(scheduler, None, self.tier, takeover=self.takeover, source=self.source)
         self.under_test.fetch_first = self.fetching.begin_late
-        self.handover = Handover(self.source, self.takeover, self.pool, SHAPE.num_bytes, 1 << 30)
+        self.handover = Handover(self.source, self.takeover, scheduler.kv_cache, SHAPE.num_bytes, 1 << 30)
 
     def take(self, source: str, blocks: Sequence[Content], timeout_s: float = 10.0) -> int:
         """Take these blocks, as the engine's thread does."""

@@ -66,7 +66,7 @@ class Peer:
         self.fetching = Fetching(engine.scheduler, None, self.tier)
         self.under_test.fetch_first = self.fetching.begin_late
         file = BlockFile(self.descriptor, OFFSET, num_blocks + 1)
-        self.source = BlockSource(LAYOUT, self.pool, contents, SHAPE.num_bytes, file)
+        self.source = BlockSource(LAYOUT, engine.scheduler.kv_cache, contents, SHAPE.num_bytes, file)
         self.address = f"unix:{directory}/{name}.sock"
         self._server = Server(self.address, lambda request: self.source.send(request))
 

@@ -12,7 +12,6 @@ from headrace.protos.inference_pb2 import GenerateRequest
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.kv import chain
-from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
 from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, decode
@@ -61,7 +60,7 @@ def test_siblings_hash_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return next_hash(parent, content)
 
     monkeypatch.setattr(chain, "next_hash", counted)
-    manager = KVCache(BlockPool(8, 4))
+    manager = KVCache(8, 4)
     prompt = list(range(10))
     shared = (part(token_ids=prompt),)
     requests = [

@@ -130,7 +130,7 @@ def engine_with_heads(
         limits,
         step_costs=CHEAP_STEPS,
         speculation="eagle3",
-        draft=Draft(heads, BatchSampler(), FREE_STEPS, EagleModel),
+        draft=Draft(heads, BatchSampler(), FREE_STEPS, EagleModel, heads.store.forget),
     )
     return EngineUnderTest(engine, target), heads
 

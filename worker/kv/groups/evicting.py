@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.fetch import Persistence
 from headrace.worker.request.eviction import Eviction, EvictionRule
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import LayerMoves
@@ -30,8 +31,9 @@ MAX_REPLAYED = 32
 class EvictionBudget:
     """Requests may evict blocks. It takes no memory."""
 
-    def make(self, pool: BlockPool) -> EvictingAttention:
-        """The group."""
+    def make(self, pool: BlockPool, persistence: Persistence) -> EvictingAttention:
+        """The group. Nobody else can use its blocks."""
+        del persistence
         return EvictingAttention(pool)
 
 

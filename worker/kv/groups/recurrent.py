@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.chain import hash_of, key_of
+from headrace.worker.kv.fetch import Persistence
 from headrace.worker.kv.groups.group import MIN_TOKENS_LEFT, BlockAt, Elsewhere, Exchange
 from headrace.worker.kv.groups.state_slots import StateSlots
 from headrace.worker.request.request import Request
@@ -49,8 +50,9 @@ class StateBudget(NamedTuple):
     num_slots: int
     interval: int
 
-    def make(self, pool: BlockPool) -> RecurrentStates:
-        """The group with these slots."""
+    def make(self, pool: BlockPool, persistence: Persistence) -> RecurrentStates:
+        """The group with these slots. States stay in memory."""
+        del persistence
         return RecurrentStates(pool, StateSlots(self.num_slots), self.interval)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from headrace.worker.kv.block_pool import BlockPool
-from headrace.worker.kv.fetch import Spill
+from headrace.worker.kv.fetch import Persistence
 from headrace.worker.kv.groups.group import BlockAt, Elsewhere, Exchange
 from headrace.worker.kv.groups.window_parts import WindowParts
 from headrace.worker.request.request import Request
@@ -44,9 +44,9 @@ class WindowBudget(NamedTuple):
     num_slots: int
     num_of_step: int
 
-    def make(self, pool: BlockPool) -> WindowAttention:
+    def make(self, pool: BlockPool, persistence: Persistence) -> WindowAttention:
         """The group with these slots."""
-        return WindowAttention(pool, self)
+        return WindowAttention(pool, self, persistence)
 
 
 class PartSizes(NamedTuple):
@@ -79,26 +79,17 @@ def divide(budget: int, sizes: PartSizes, max_num_seqs: int, step_tokens: int) -
 class WindowAttention:
     """The parts of blocks that requests hold. `parts` says which block's part is in which slot."""
 
-    def __init__(self, pool: BlockPool, budget: WindowBudget) -> None:
+    def __init__(self, pool: BlockPool, budget: WindowBudget, persistence: Persistence) -> None:
         self.window = budget.num_tokens
-        self.parts = WindowParts(pool.num_blocks, budget.num_slots)
+        self.parts = WindowParts(pool.num_blocks, budget.num_slots, self._spill_part)
         self._pool, self._block_size = pool, pool.block_size
+        self._spill = persistence.spill
         self._most_of_windows = budget.num_slots - budget.num_of_step
         self._copies: list[BlockCopy] = []
         self._kept: Counter[int] = Counter()
         """Blocks whose parts are held for fetches."""
         self._first: dict[Request, int] = {}
         """Of each running request, the index of the first block whose part it holds."""
-
-    def spill_to(self, disk: Spill) -> None:
-        """Hand evicted parts to a disk, if requests may continue there."""
-
-        def spill(block: int) -> None:
-            content = self._pool.content_of(block)
-            if content is not None:
-                disk.spill_part(block, content)
-
-        self.parts.on_eviction = spill
 
     @property
     def num_spare(self) -> int:
@@ -225,6 +216,12 @@ class WindowAttention:
     def first_seen(self, num_tokens: int) -> int:
         """The index of the first block that a query after `num_tokens` tokens can reach."""
         return max(0, num_tokens - self.window) // self._block_size
+
+    def _spill_part(self, block: int, slot: int) -> None:
+        """The part of a block is about to be evicted, and requests may continue there."""
+        content = self._pool.content_of(block)
+        if self._spill is not None and content is not None:
+            self._spill.spill_part(slot, content)
 
     def _has(self, block: int | None) -> bool:
         return block is not None and self.parts.has(block)

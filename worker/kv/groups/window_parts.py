@@ -28,12 +28,13 @@ class WindowParts:
     for padding, which is the last.
     """
 
-    def __init__(self, num_blocks: int, num_slots: int) -> None:
+    def __init__(self, num_blocks: int, num_slots: int, on_eviction: Callable[[int, int], None]) -> None:
+        """`on_eviction` is called with a block and its slot before its part is evicted, if requests have continued or
+        ended there."""
         self.num_slots = num_slots
         self.num_given_up = 0
         """Number of kept parts that were evicted so far."""
-        self.on_eviction: Callable[[int], None] | None = None
-        """Called with a block before its part is evicted, if requests have continued or ended there."""
+        self._on_eviction = on_eviction
         self._detached: set[int] = set()
         self._slot_of = array("i", [num_slots] * (num_blocks + 1))
         self.slots: npt.NDArray[np.int32] = np.frombuffer(self._slot_of, np.int32)
@@ -57,6 +58,12 @@ class WindowParts:
     def has(self, block: int) -> bool:
         """Whether a block has its part."""
         return self._slot_of[block] != self.num_slots
+
+    def slot_of(self, block: int) -> int | None:
+        """The slot of a block's part; None if it has none. Any thread may call it; the part may be evicted at any time
+        unless the caller is the owner."""
+        slot = self._slot_of[block]
+        return None if slot == self.num_slots else slot
 
     def want(self, blocks: Iterable[int]) -> None:
         """Requests continue after these blocks, so their parts are evicted last."""
@@ -113,8 +120,7 @@ class WindowParts:
                 block, _ = self._passed.popitem(last=False)
             else:
                 block, _ = self._wanted.popitem(last=False)
-                if self.on_eviction is not None:
-                    self.on_eviction(block)
+                self._on_eviction(block, self._slot_of[block])
             self._forget(block)
             self.num_given_up += 1
         return self._free.pop()

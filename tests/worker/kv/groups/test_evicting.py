@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import pytest
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.scheduler import FetchFirst
+from headrace.worker.kv.fetch import Persistence, Spill
 from headrace.worker.kv.groups.evicting import EvictionBudget
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.scored import add_scores, tables_of
@@ -99,11 +100,18 @@ def _attention(context: IntArray, width: int) -> npt.NDArray[np.float32]:
 class Load:
     """An engine over the runner, whose requests are checked after every step."""
 
-    def __init__(self, num_blocks: int, budget: int = 32) -> None:
+    def __init__(self, num_blocks: int, budget: int = 32, tier: Callable[[LayeredRunner], Spill] | None = None) -> None:
         self.runner = LayeredRunner(num_blocks)
+        spill = None if tier is None else tier(self.runner)
         limits = StepLimits(6, budget, budget, is_exact=True)
         self.engine: Engine = build_engine(
-            self.runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, groups=[EvictionBudget()]
+            self.runner,
+            BatchSampler(),
+            num_blocks,
+            limits,
+            step_costs=CHEAP_STEPS,
+            persistence=Persistence(spill=spill),
+            groups=[EvictionBudget()],
         )
         self.kv_cache = self.engine.scheduler.kv_cache
 
