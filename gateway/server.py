@@ -162,11 +162,9 @@ def services_behind(
     models = Models(upstream, threads.loading, host=host, aliases=aliases)
     prompts = Prompts(threads.tokenizing, special_tokens_in_text)
     generator = Generator(upstream, metrics)
-    chats = Chats(models, prompts, Constraints(threads.translating), formats)
-    encodings, runner = Encodings(models, prompts), EncodingRunner(upstream, metrics)
-    shadows = Shadows(models, metrics)
-    chats.on_planned = ChatCopies(shadows, chats, generator).offer
-    encodings.on_planned = EncodingCopies(shadows, encodings, runner).offer
+    shadows, runner = Shadows(models, metrics), EncodingRunner(upstream, metrics)
+    chats = Chats(models, prompts, Constraints(threads.translating), formats, ChatCopies(shadows, generator))
+    encodings = Encodings(models, prompts, EncodingCopies(shadows, runner))
     return Services(
         models,
         chats,

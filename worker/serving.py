@@ -77,11 +77,12 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
         loading.cancel()  # its thread goes on until the process ends
         return
     model = loading.result()
-    hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size)
+    adapters = AdapterDesk(model.adapters, model.card.name, config.max_ttft_s)
+    hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size, adapters)
     mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish, bell=model.bell)
     observer = serve_metrics(config.metrics, hub) if config.metrics else RequestObserver()
     blocks = BlockCalls(model.handover, hub)
-    health, sessions = add_services(server, config, model, mailbox, hub, observer, blocks)
+    health, sessions = add_services(server, config, model, mailbox, hub, observer, adapters, blocks)
     thread = model.make_thread(mailbox, config.max_ttft_s)
     thread.start()
     # Reading the binding and collecting garbage take 0.1 s of a core, so do both before the first request.
@@ -216,6 +217,7 @@ def add_services(
     mailbox: Mailbox,
     hub: WatchHub,
     observer: RequestObserver,
+    adapters: AdapterDesk,
     blocks: BlockCalls,
 ) -> tuple[health.aio.HealthServicer, SessionServer]:
     """Register the worker's services. Returns its health service and its sessions."""
@@ -232,14 +234,13 @@ def add_services(
         card=card,
     )
     grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
-    adapters = AdapterDesk(model.adapters, hub, card.name, config.max_ttft_s)
     inference = InferenceService(mailbox, hub, limits, grammars, observer, adapters)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
-    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub, adapters, blocks)
+    servicer = add_introspection(server, SERVICE_NAMES)
+    worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub, adapters, blocks, servicer)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
-    worker.health = add_introspection(server, SERVICE_NAMES)
-    return worker.health, inference.sessions
+    return servicer, inference.sessions
 
 
 def _vocabulary_of(model_dir: Path) -> Vocabulary:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from headrace.gateway.chat.conversation import conversation_of
 from headrace.gateway.chat.formats import Formats
@@ -61,23 +62,36 @@ class CompletionPlan:
     """The prompts' texts, if the answers begin with them; else empty."""
 
 
+class Copies(Protocol):
+    """Copies requests to a model on trial; see `headrace.gateway.chat.shadowing`."""
+
+    def offer(self, request: Chat | Completion, chats: Chats) -> None:
+        """Copy a planned request, if it has a shadow. `chats` plans the copy."""
+        ...
+
+
 class Chats:
     """Plans chats and completions."""
 
     def __init__(
-        self, models: Models, prompts: Prompts, constraints: Constraints, formats: Formats | None = None
+        self,
+        models: Models,
+        prompts: Prompts,
+        constraints: Constraints,
+        formats: Formats | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        """Without `formats`, the format of tool calls and reasoning is detected from the chat template."""
+        """Without `formats`, the format of tool calls and reasoning is detected from the chat template. Planned
+        requests are offered to `copies`."""
         self._models = models
         self._prompts = prompts
         self._constraints = constraints
         self._formats = formats or Formats()
-        self.on_planned: Callable[[Chat | Completion], None] = lambda request: None
-        """Called with each request for which a plan was made."""
+        self._copies = copies
 
     async def plan(self, request: Chat, *, is_trial: bool = False) -> ChatPlan:
-        """Check a chat and make its prompt. `on_planned` does not get a trial, in whose place another chat may be
-        generated. Raises `StatusError`."""
+        """Check a chat and make its prompt. A trial, in whose place another chat may be generated, is not copied.
+        Raises `StatusError`."""
         model, use, conversation, prompt = await self._prompted(request)
         form = self._formats.of(model)
         if use.required and not can_be_held(form):
@@ -92,8 +106,13 @@ class Chats:
         prediction = await self._prompts.of_text(model, text, add_special_tokens=False) if text else ()
         plan = plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids, prediction=prediction)
         if not is_trial:
-            self.on_planned(request)
+            self.offer_copy(request)
         return ChatPlan(model, plan, reading)
+
+    def offer_copy(self, request: Chat | Completion) -> None:
+        """Copy a planned request to the model on trial, if there is one."""
+        if self._copies is not None:
+            self._copies.offer(request, self)
 
     async def count(self, request: Chat) -> int:
         """Check a chat and count the tokens of its prompt. Raises `StatusError`."""
@@ -145,7 +164,7 @@ class Chats:
                 echoes.append(prompt)
             elif request.echo:
                 echoes.append(detokenize(kept, model.text.tokenizer.token_bytes, model.text.tokenizer.special_ids))
-        self.on_planned(request)
+        self.offer_copy(request)
         return CompletionPlan(model, plans, echoes)
 
     async def tokenize(self, request: Tokenization) -> tuple[Model, list[int]]:

@@ -76,16 +76,15 @@ class Shadows:
 class ChatCopies:
     """Copies chats and completions."""
 
-    def __init__(self, shadows: Shadows, chats: Chats, generator: Generator) -> None:
+    def __init__(self, shadows: Shadows, generator: Generator) -> None:
         self._shadows = shadows
-        self._chats = chats
         self._generator = generator
 
-    def offer(self, request: Chat | Completion) -> None:
-        """Copy a request that was planned, if it has a shadow."""
+    def offer(self, request: Chat | Completion, chats: Chats) -> None:
+        """Copy a request that was planned, if it has a shadow. `chats` plans the copy."""
 
         async def copy(model: str, caller: Caller) -> None:
-            plans = await self._plans(structs.replace(request, model=model, priority=LOWEST_PRIORITY))
+            plans = await _plans(chats, structs.replace(request, model=model, priority=LOWEST_PRIORITY))
             _scope(plans)
             async with aclosing(self._generator.stream(plans, caller)) as pieces:
                 async for _ in pieces:
@@ -93,10 +92,11 @@ class ChatCopies:
 
         self._shadows.offer(request.model or "", request.prompt_cache_key or "", copy)
 
-    async def _plans(self, request: Chat | Completion) -> Sequence[Plan]:
-        if isinstance(request, Chat):
-            return [(await self._chats.plan(request)).plan]
-        return (await self._chats.plan_completion(request)).plans
+
+async def _plans(chats: Chats, request: Chat | Completion) -> Sequence[Plan]:
+    if isinstance(request, Chat):
+        return [(await chats.plan(request)).plan]
+    return (await chats.plan_completion(request)).plans
 
 
 def _scope(plans: Sequence[Plan]) -> None:

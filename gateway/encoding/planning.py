@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from headrace.gateway.chat.prompts import Prompts
 from headrace.gateway.checks import check_range, invalid
@@ -65,14 +66,22 @@ class EncodingPlan:
         return sum(map(len, self.prompts))
 
 
+class Copies(Protocol):
+    """Copies requests to a model on trial; see `headrace.gateway.encoding.shadowing`."""
+
+    def offer(self, request: TextsToEmbed | PairsToScore, encodings: Encodings) -> None:
+        """Copy a planned request, if it has a shadow. `encodings` plans the copy."""
+        ...
+
+
 class Encodings:
     """Plans encodings with the models that are available."""
 
-    def __init__(self, models: Models, prompts: Prompts) -> None:
+    def __init__(self, models: Models, prompts: Prompts, copies: Copies | None = None) -> None:
+        """Planned requests are offered to `copies`."""
         self._models = models
         self._prompts = prompts
-        self.on_planned: Callable[[TextsToEmbed | PairsToScore], None] = lambda request: None
-        """Called with each request for which a plan was made."""
+        self._copies = copies
 
     async def plan(self, request: TextsToEmbed) -> EncodingPlan:
         """Check a request for vectors and tokenize its texts. Raises `StatusError`."""
@@ -91,7 +100,8 @@ class Encodings:
             token_ids = next(encoded) if isinstance(text, str) else _checked(text, at, model)
             num_last = len(model.text.tokenizer.special_around[1]) if isinstance(text, str) else 0
             prompts.append(_fitting(token_ids, keep, num_last, at, model))
-        self.on_planned(request)
+        if self._copies is not None:
+            self._copies.offer(request, self)
         return EncodingPlan(model, prompts, [0] * len(prompts), request.priority)
 
     async def plan_pairs(self, request: PairsToScore) -> EncodingPlan:
@@ -128,7 +138,8 @@ class Encodings:
                 raise _too_long(f"{name} with its query", len(document_ids) + most - room, most, model, remedy, name)
             prompts.append([*first, *document_ids, *behind])
             num_firsts.append(len(first))
-        self.on_planned(request)
+        if self._copies is not None:
+            self._copies.offer(request, self)
         return EncodingPlan(model, prompts, num_firsts, request.priority)
 
     async def _found(self, name: str, task: Task) -> Model:

@@ -13,19 +13,18 @@ from headrace.gateway.encoding.running import EncodingRunner
 class EncodingCopies:
     """Copies embeddings, rerank and scores."""
 
-    def __init__(self, shadows: Shadows, encodings: Encodings, runner: EncodingRunner) -> None:
+    def __init__(self, shadows: Shadows, runner: EncodingRunner) -> None:
         self._shadows = shadows
-        self._encodings = encodings
         self._runner = runner
 
-    def offer(self, request: TextsToEmbed | PairsToScore) -> None:
-        """Copy a request that was planned, if it has a shadow."""
+    def offer(self, request: TextsToEmbed | PairsToScore, encodings: Encodings) -> None:
+        """Copy a request that was planned, if it has a shadow. `encodings` plans the copy."""
 
         async def copy(model: str, caller: Caller) -> None:
             if isinstance(request, TextsToEmbed):
-                plan = await self._encodings.plan(replace(request, model=model, priority=LOWEST_PRIORITY))
+                plan = await encodings.plan(replace(request, model=model, priority=LOWEST_PRIORITY))
             else:
-                plan = await self._encodings.plan_pairs(replace(request, model=model, priority=LOWEST_PRIORITY))
+                plan = await encodings.plan_pairs(replace(request, model=model, priority=LOWEST_PRIORITY))
             authorization = authorization_var.get()
             await self._runner.run_copy(plan, caller, authorization.key.tenant if authorization is not None else "")
 

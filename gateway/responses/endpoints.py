@@ -206,7 +206,7 @@ class _Responses:
                 middle = len(firsts) // 2
             if found is not None:
                 plan, chat = found
-                chats.on_planned(chat.request)
+                chats.offer_copy(chat.request)
                 return plan, chat.names
         assert too_long is not None
         raise too_long

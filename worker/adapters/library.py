@@ -90,12 +90,11 @@ class _Slots:
 
 class AdapterLibrary:
     """Adapters by name, at most as many in memory as `runner.adapters` has slots. The reader writes to that memory. For
-    one event loop; `load_now` may be called before there is one. `on_change` is called with an adapter's name when it
-    was added, replaced or removed, and with an empty name when other adapters are in memory."""
+    one event loop; `load_now` may be called before there is one."""
 
     def __init__(self, runner: Runner, reader: Reader) -> None:
         assert runner.adapters is not None, "the runner has memory for adapters"
-        self.on_change: Callable[[str], None] = lambda name: None
+        self._listeners: list[Callable[[str], None]] = []
         self.counters = AdapterCounters()
         self._runner = runner
         self._reader = reader
@@ -104,6 +103,15 @@ class AdapterLibrary:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     # -- what there is ----------------------------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` from now on with an adapter's name when it was added, replaced or removed, and with an empty
+        name when other adapters are in memory."""
+        self._listeners.append(listener)
+
+    def _tell(self, name: str) -> None:
+        for listener in self._listeners:
+            listener(name)
 
     @property
     def num_slots(self) -> int:
@@ -171,7 +179,7 @@ class AdapterLibrary:
         if standing is not None:
             self._retire(standing)
         adapter = self._adapters[name] = self._new(name, path, found)
-        self.on_change(name)  # the caller may leave while it is written
+        self._tell(name)  # the caller may leave while it is written
         slot = self._take_slot(adapter)
         if slot is not None:
             adapter.loading = asyncio.create_task(self._put(adapter, slot))
@@ -182,16 +190,16 @@ class AdapterLibrary:
                     self._retire(adapter)
                     if standing is not None:
                         self._adapters[name], standing.is_unloaded = standing, False
-                self.on_change(name)
+                self._tell(name)
                 raise
-        self.on_change(name)
+        self._tell(name)
         log.info("adapter %s of rank %d is known, from %s", name, adapter.rank, path)
         return adapter
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Its running requests continue. StatusError (MODEL_NOT_FOUND)."""
         self._retire(self.find(name))
-        self.on_change(name)
+        self._tell(name)
         log.info("adapter %s is unloaded", name)
 
     # -- use --------------------------------------------------------------------------------------------------------
@@ -287,7 +295,7 @@ class AdapterLibrary:
             if adapter.is_unloaded and not adapter.num_requests and adapter.slot != NO_SLOT:
                 self._empty(adapter)
             self._wake()
-            self.on_change("")
+            self._tell("")
 
     async def _read(self, path: Path) -> Found:
         try:

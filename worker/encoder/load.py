@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,11 +61,11 @@ class LoadedEncoder:
     batcher: Batcher
     card: ModelCard
     tokenizer_bundle: bytes
+    bell: Bell
     kv_cache: Region = _NO_REGION
     kept: None = None
     handover: None = None
     adapters: None = None
-    bell: Bell = field(default_factory=Bell)
 
     def close(self) -> None:
         """Does nothing: only the thread runs."""
@@ -77,7 +77,6 @@ class LoadedEncoder:
 
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EncoderThread:
         """The thread that serves the mailbox."""
-        self.runner.on_end = mailbox.wake
         return EncoderThread(Encoder(self.runner, self.batcher, max_wait_s), mailbox, self.runner.ended)
 
 
@@ -95,7 +94,10 @@ def load_encoder(config: WorkerConfig, task: Task) -> LoadedEncoder:
     # Importing OpenVINO is slow, so refuse a wrong directory first.
     from headrace.worker.encoder.runner import EncoderRunner
 
-    runner = EncoderRunner(config.model_dir, files, threads=threads, execution_mode=config.execution_mode)
+    bell = Bell()
+    runner = EncoderRunner(
+        config.model_dir, files, threads=threads, execution_mode=config.execution_mode, on_end=bell.ring
+    )
     limits = BatchLimits()
     batcher = Batcher(
         BatchLimits(config.max_num_seqs or limits.window, config.max_num_batched_tokens or limits.max_tokens)
@@ -114,7 +116,7 @@ def load_encoder(config: WorkerConfig, task: Task) -> LoadedEncoder:
         threads,
         runner.precision,
     )
-    return LoadedEncoder(runner, batcher, card, model_dir.tokenizer_bundle)
+    return LoadedEncoder(runner, batcher, card, model_dir.tokenizer_bundle, bell)
 
 
 def warm_up(runner: EncoderRunner, files: EncoderFiles, vocab_size: int) -> None:

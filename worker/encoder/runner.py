@@ -21,6 +21,7 @@ from headrace.protos.inference_pb2 import TASK_RANK
 from headrace.worker.config import ConfigurationError
 from headrace.worker.encoder.files import EncoderFiles
 from headrace.worker.encoder.pooling import Floats, activated, normalized, pooled
+from headrace.worker.kv.fetch import nobody
 from headrace.worker.model.paging import reason_of
 from headrace.worker.request.request import Request
 
@@ -37,9 +38,17 @@ class EncoderRunner:
     """A compiled encoder. `dimensions` is the length of its vectors. When a batch ends, its place is put into `ended`,
     and `on_end` is called, from any thread."""
 
-    def __init__(self, model_dir: Path, files: EncoderFiles, *, threads: int, execution_mode: str) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        files: EncoderFiles,
+        *,
+        threads: int,
+        execution_mode: str,
+        on_end: Callable[[], None] = nobody,
+    ) -> None:
         self.ended: deque[int] = deque()
-        self.on_end: Callable[[], None] = lambda: None
+        self._on_end = on_end
         self.num_streams = num_streams_for(threads)
         self.num_places = self.num_streams + 1
         self._files = files
@@ -103,7 +112,7 @@ class EncoderRunner:
 
     def _note_end(self, place: int) -> None:
         self.ended.append(place)
-        self.on_end()
+        self._on_end()
 
 
 def read_encoder(core: ov.Core, model_dir: Path, files: EncoderFiles) -> ov.Model:

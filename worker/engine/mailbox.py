@@ -167,13 +167,9 @@ class Mailbox:
             self._stopping = True
             self._arrived.notify()
 
-    def wake(self) -> None:
-        """Make `take` return without a command. Called by any thread."""
-        self._bell.ring()
-
     def take(self, *, block: bool, timeout_s: float | None = None) -> list[Command] | None:
-        """Engine thread: the commands since the last call. With `block`, wait for one, for at most `timeout_s`, or for
-        `wake`. None means stop."""
+        """Engine thread: the commands since the last call. With `block`, wait for one, for at most `timeout_s`, or
+        until the bell rings. None means stop."""
         with self._arrived:
             if block:
                 self._arrived.wait_for(lambda: self._commands or self._stopping or self._bell.has_rung, timeout_s)

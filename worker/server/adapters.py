@@ -7,13 +7,13 @@ import logging
 import math
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.adapters.library import Adapter, AdapterLibrary
 from headrace.worker.request.request import Request, RequestState
-from headrace.worker.server.watch import WatchHub
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +29,11 @@ class AdapterDesk:
     """The adapters of one worker for its services. Without a library it refuses all adapters. `model` is the name of
     the base model. No request waits longer than `max_wait_s` for its adapter and for others together."""
 
-    def __init__(self, library: AdapterLibrary | None, hub: WatchHub, model: str, max_wait_s: float = math.inf) -> None:
+    def __init__(self, library: AdapterLibrary | None, model: str, max_wait_s: float = math.inf) -> None:
         self._library = library
         self._model = model
         self._max_wait_s = max_wait_s
         self._releases: set[asyncio.Task[None]] = set()
-        if library is not None:
-            hub.serve_adapters(self.list, self._message, library.in_memory, self._counters)
-            library.on_change = hub.adapters_changed
 
     def find(self, name: str) -> Adapter | None:
         """The adapter that a request names; None without one. StatusError (MODEL_NOT_FOUND)."""
@@ -109,15 +106,26 @@ class AdapterDesk:
         adapters = map(message_of, self._library.adapters())
         return worker_pb2.AdapterList(adapters=adapters, max_in_memory=self._library.num_slots)
 
-    def _message(self, name: str) -> worker_pb2.Adapter | None:
-        assert self._library is not None
-        adapter = self._library.known(name)
+    def describe(self, name: str) -> worker_pb2.Adapter | None:
+        """The adapter of this name as a message; None if it is unknown."""
+        adapter = None if self._library is None else self._library.known(name)
         return None if adapter is None else message_of(adapter)
 
-    def _counters(self) -> dict[str, int]:
-        assert self._library is not None
+    def in_memory(self) -> worker_pb2.AdapterNames:
+        """The names of the adapters in memory."""
+        return worker_pb2.AdapterNames(names=[] if self._library is None else self._library.in_memory())
+
+    def counters(self) -> dict[str, int]:
+        """Totals of loads and evictions since the start, as fields of `Counters`; empty without a library."""
+        if self._library is None:
+            return {}
         counters = self._library.counters
         return {"adapter_loads": counters.num_loads, "adapter_evictions": counters.num_evictions}
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` on changes; see `AdapterLibrary.listen`."""
+        if self._library is not None:
+            self._library.listen(listener)
 
 
 def check_name(name: str, model: str) -> None:

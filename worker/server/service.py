@@ -55,7 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         observer: RequestObserver | None = None,
         adapters: AdapterDesk | None = None,
     ) -> None:
-        self._adapters = adapters or AdapterDesk(None, hub, limits.model)
+        self._adapters = adapters or AdapterDesk(None, limits.model)
         self.sessions = SessionServer(handler_of(self._generate, decode))
         self._observer = observer or RequestObserver()
         self._mailbox = mailbox
@@ -184,16 +184,17 @@ class WorkerService(BlockServicer):
         hub: WatchHub,
         adapters: AdapterDesk | None = None,
         blocks: BlockCalls | None = None,
+        health: health.aio.HealthServicer | None = None,
     ) -> None:
+        """With `health`, draining changes whether requests are accepted there."""
         super().__init__(blocks or BlockCalls(None, hub))
         self._card = card
-        self._adapters = adapters or AdapterDesk(None, hub, card.card.name)
+        self._adapters = adapters or AdapterDesk(None, card.card.name)
         self._bundle = tokenizer_bundle
         self._mailbox = mailbox
         self._hub = hub
         self._undone = asyncio.Event()
-        self.health: health.aio.HealthServicer | None = None
-        """If set, reports whether requests are accepted."""
+        self._health = health
 
     async def GetModelCard(
         self, request: worker_pb2.GetModelCardRequest, context: Context
@@ -290,5 +291,5 @@ class WorkerService(BlockServicer):
                 end.cancel()
 
     async def _tell_health(self, takes_requests: bool) -> None:
-        if self.health is not None:
-            await set_serving(self.health, [INFERENCE], takes_requests and self._hub.silent_because is None)
+        if self._health is not None:
+            await set_serving(self._health, [INFERENCE], takes_requests and self._hub.silent_because is None)

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief
@@ -130,12 +130,43 @@ class _Watcher:
         return placement_ids
 
 
+class ReportedAdapters(Protocol):
+    """The adapters of a worker, as watchers see them; see `headrace.worker.server.adapters.AdapterDesk`."""
+
+    def list(self) -> worker_pb2.AdapterList:
+        """All adapters."""
+        ...
+
+    def describe(self, name: str) -> worker_pb2.Adapter | None:
+        """The adapter of this name; None if it is unknown."""
+        ...
+
+    def in_memory(self) -> worker_pb2.AdapterNames:
+        """The names of the adapters in memory."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start, as fields of `Counters`."""
+        ...
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the name of an adapter that has changed, or with an empty name if other adapters are in
+        memory."""
+        ...
+
+
 class WatchHub:
     """Keeps the latest load and the findable hashes, and reports them to any number of watchers. Used by the event loop
     only."""
 
-    def __init__(self, epoch: int, max_num_seqs: int, block_size: int) -> None:
+    def __init__(
+        self, epoch: int, max_num_seqs: int, block_size: int, adapters: ReportedAdapters | None = None
+    ) -> None:
+        """`epoch` tells this process from others with the same address. Without `adapters`, none are reported."""
         self.epoch = epoch
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.listen(self._adapters_changed)
         self._arrivals = Arrivals(block_size)
         self._reported_s = time.monotonic()
         self._version = 1
@@ -147,10 +178,6 @@ class WatchHub:
         self.is_published: bool | None = None
         """Whether the lease in Redis is renewed; None without Redis."""
         self._max_num_seqs = max_num_seqs
-        self._adapters: Callable[[], worker_pb2.AdapterList] = worker_pb2.AdapterList
-        self._adapter: Callable[[str], worker_pb2.Adapter | None] = lambda name: None
-        self._in_memory: Callable[[], list[str]] = list
-        self._adapter_counters: Callable[[], dict[str, int]] = dict
         self.findable: dict[int, None] = {}
         """The findable hashes, in the order in which they became findable."""
         self.on_disk: dict[int, None] = {}
@@ -171,7 +198,7 @@ class WatchHub:
     @property
     def counters(self) -> dict[str, int]:
         """Totals since the start: those of the latest report, and those of adapters."""
-        return self.report.counters | self._adapter_counters()
+        return self.report.counters | ({} if self._adapters is None else self._adapters.counters())
 
     def publish(self, report: EngineReport) -> None:
         """Receive the state after a step."""
@@ -235,18 +262,7 @@ class WatchHub:
         """Receive whether the lease in Redis was renewed. Exported as a metric."""
         self.is_published = is_published
 
-    def serve_adapters(
-        self,
-        adapters: Callable[[], worker_pb2.AdapterList],
-        adapter: Callable[[str], worker_pb2.Adapter | None],
-        in_memory: Callable[[], list[str]],
-        counters: Callable[[], dict[str, int]],
-    ) -> None:
-        """Report these adapters, each by its name, and the names of those in memory; count loads and evictions."""
-        self._adapters, self._adapter = adapters, adapter
-        self._in_memory, self._adapter_counters = in_memory, counters
-
-    def adapters_changed(self, name: str) -> None:
+    def _adapters_changed(self, name: str) -> None:
         """The adapter of this name is new, replaced or unknown now. With an empty name, the adapters in memory have
         changed."""
         self._version += 1
@@ -258,16 +274,18 @@ class WatchHub:
         is_whole, in_memory, changed = watcher.adapters, watcher.adapters_in_memory, watcher.changed_adapters
         watcher.adapters, watcher.adapters_in_memory, watcher.changed_adapters = False, False, {}
         if is_whole:
-            return {"adapters": self._adapters()}
+            return {"adapters": worker_pb2.AdapterList() if self._adapters is None else self._adapters.list()}
         fields: dict[str, Any] = {}
+        if self._adapters is None:
+            return fields
         if changed:
-            found = {name: self._adapter(name) for name in changed}
+            found = {name: self._adapters.describe(name) for name in changed}
             fields["adapter_changes"] = worker_pb2.AdapterChanges(
                 known=[adapter for adapter in found.values() if adapter is not None],
                 unloaded=[name for name, adapter in found.items() if adapter is None],
             )
         if in_memory:
-            fields["adapters_in_memory"] = worker_pb2.AdapterNames(names=self._in_memory())
+            fields["adapters_in_memory"] = self._adapters.in_memory()
         return fields
 
     def drain(self, draining: bool = True) -> None:

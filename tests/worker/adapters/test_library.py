@@ -231,7 +231,7 @@ async def test_an_adapter_that_cannot_be_replaced_stays(tmp_path: Path, is_in_us
 async def test_routers_hear_of_an_adapter_whose_caller_left_while_it_was_written(tmp_path: Path) -> None:
     library, _ = library_of(1)
     told: list[tuple[str, bool]] = []
-    library.on_change = lambda name: told.append((name, library.known("a") is not None))
+    library.listen(lambda name: told.append((name, library.known("a") is not None)))
     loading = asyncio.create_task(library.load("a", write_adapter(tmp_path / "a")))
     while library.known("a") is None:
         await asyncio.sleep(0)

@@ -17,6 +17,7 @@ from headrace.worker.encoder.encoder import Encoder
 from headrace.worker.encoder.pooling import Floats
 from headrace.worker.encoder.thread import EncoderThread
 from headrace.worker.engine.mailbox import EngineReport, Mailbox
+from headrace.worker.kv.fetch import Bell, nobody
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from tests.patience import patience
@@ -27,9 +28,9 @@ class ThreadedRunner:
 
     num_places = 3
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[], None] = nobody) -> None:
         self.ended: deque[int] = deque()
-        self.on_end: Callable[[], None] = lambda: None
+        self._on_end = on_end
         self.batches: dict[int, Sequence[Request]] = {}
         self.rng = random.Random(1)
 
@@ -39,10 +40,16 @@ class ThreadedRunner:
 
     def _end(self, place: int) -> None:
         self.ended.append(place)
-        self.on_end()
+        self._on_end()
 
     def result(self, place: int) -> Floats:
         return np.array([[request.num_tokens] for request in self.batches.pop(place)], np.float32)
+
+
+def mailbox_and_runner(capacity: int, on_report: Callable[[EngineReport], None]) -> tuple[Mailbox, ThreadedRunner]:
+    """A mailbox, and a runner that wakes who takes from it."""
+    bell = Bell()
+    return Mailbox(capacity, on_report, bell=bell), ThreadedRunner(bell.ring)
 
 
 def text(num_tokens: int) -> Request:
@@ -51,8 +58,7 @@ def text(num_tokens: int) -> Request:
 
 async def test_each_stream_has_its_vector_and_closed_ones_leave_nothing_behind() -> None:
     reports: list[EngineReport] = []
-    mailbox, runner = Mailbox(1000, reports.append), ThreadedRunner()
-    runner.on_end = mailbox.wake
+    mailbox, runner = mailbox_and_runner(1000, reports.append)
     encoder = Encoder(runner, Batcher(BatchLimits(max_tokens=64)))
     failures: list[str] = []
     thread = EncoderThread(encoder, mailbox, runner.ended, lambda why, error: failures.append(f"{why}: {error}"))
@@ -106,8 +112,7 @@ async def test_what_raises_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_an_idle_encoder_refuses_no_text_however_short_its_bound() -> None:
     """A router sends 0 if the text has used its time up there."""
-    mailbox, runner = Mailbox(10, lambda report: None), ThreadedRunner()
-    runner.on_end = mailbox.wake
+    mailbox, runner = mailbox_and_runner(10, lambda report: None)
     thread = EncoderThread(Encoder(runner, Batcher(BatchLimits())), mailbox, runner.ended)
     one = text(3)
     one.max_wait_s = 0.0

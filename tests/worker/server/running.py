@@ -60,11 +60,10 @@ async def running_worker(
     *,
     bundle: bytes = b"",
     tokenizer_sha256: str = "",
-    adapters: Callable[[WatchHub], AdapterDesk] | None = None,
+    desk: AdapterDesk | None = None,
 ) -> AsyncIterator[RunningWorker]:
     """Serve an engine of `small_engine`. At the end, the scheduler's invariants must hold."""
-    hub = WatchHub(epoch=7, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE)
-    desk = adapters(hub) if adapters is not None else None
+    hub = WatchHub(epoch=7, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE, adapters=desk)
     mailbox = Mailbox(MAX_NUM_SEQS + 2, hub.publish)
     context_tokens = NUM_BLOCKS * BLOCK_SIZE
     limits = ModelLimits(MODEL, FINGERPRINT, VOCAB_SIZE, context_tokens, frozenset({EOS}), IDENTITY, TOKENIZER)
@@ -73,10 +72,10 @@ async def running_worker(
     server = grpc.aio.server()
     inference = InferenceService(mailbox, hub, limits, grammars(), adapters=desk)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
-    service = WorkerService(described, bundle, mailbox, hub, desk)
+    health = add_introspection(server, SERVICE_NAMES)
+    service = WorkerService(described, bundle, mailbox, hub, desk, health=health)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
-    service.health = add_introspection(server, SERVICE_NAMES)
-    await set_serving(service.health, SERVICE_NAMES, True)
+    await set_serving(health, SERVICE_NAMES, True)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     thread = EngineThread(under_test.engine, mailbox, max_wait_s=60.0)

@@ -21,7 +21,6 @@ from headrace.worker.adapters.library import AdapterLibrary
 from headrace.worker.adapters.reader import AdapterReader
 from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
 from headrace.worker.server.adapters import AdapterDesk
-from headrace.worker.server.watch import WatchHub
 from tests.patience import patience
 from tests.worker.adapters.files import LAYERS, LINEARS, write_adapter
 from tests.worker.conftest import BLOCK_SIZE
@@ -66,14 +65,9 @@ async def worker() -> AsyncIterator[Worker]:
     memory = Memory()
     assert memory.adapters is not None
     library = AdapterLibrary(memory, AdapterReader(LAYERS, memory.adapters))
-    desks: list[AdapterDesk] = []
-
-    def desk_of(hub: WatchHub) -> AdapterDesk:
-        desks.append(AdapterDesk(library, hub, MODEL))
-        return desks[0]
-
-    async with running_worker(small_engine(), adapters=desk_of) as running:
-        yield Worker(**vars(running), library=library, desk=desks[0])
+    desk = AdapterDesk(library, MODEL)
+    async with running_worker(small_engine(), desk=desk) as running:
+        yield Worker(**vars(running), library=library, desk=desk)
     library.check()
     assert all(not adapter.num_requests for adapter in library.adapters()), "a request kept its adapter"
 

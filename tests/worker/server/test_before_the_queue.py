@@ -77,8 +77,7 @@ async def test_the_time_in_which_a_grammar_is_compiled_is_no_wait_for_others(slo
 async def test_the_wait_for_an_adapter_counts_once_and_within_both_bounds(
     slow: Slow, own_s: float, workers_s: float
 ) -> None:
-    hub = WatchHub(epoch=1, max_num_seqs=1, block_size=4)
-    desk = AdapterDesk(None, hub, "m", max_wait_s=workers_s)
+    desk = AdapterDesk(None, "m", max_wait_s=workers_s)
     desk._library = slow  # type: ignore[assignment]
     adapter: Any = object()
     request = new(max_wait_s=own_s)
@@ -90,7 +89,7 @@ async def test_the_wait_for_an_adapter_counts_once_and_within_both_bounds(
 
 
 async def test_an_answer_that_has_begun_waits_for_its_adapter_beyond_both_bounds(slow: Slow) -> None:
-    desk = AdapterDesk(None, WatchHub(epoch=1, max_num_seqs=1, block_size=4), "m", max_wait_s=2.0)
+    desk = AdapterDesk(None, "m", max_wait_s=2.0)
     desk._library = slow  # type: ignore[assignment]
     adapter: Any = object()
     await desk.hold(adapter, new(max_wait_s=1.0, resume_token_ids=[5]))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from headrace.protos import worker_pb2
+from unittest.mock import create_autospec
+
 from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.mailbox import EngineReport
+from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.metrics import LoadCollector
 from headrace.worker.server.watch import WatchHub
 
 
 def exported(report: EngineReport, **adapters: int) -> dict[str, float]:
     """The metrics of a worker with this report and these counters of adapters."""
-    hub = WatchHub(epoch=1, max_num_seqs=1, block_size=4)
-    hub.serve_adapters(worker_pb2.AdapterList, lambda name: None, list, lambda: adapters)
+    desk = create_autospec(AdapterDesk, instance=True)
+    desk.counters.return_value = adapters
+    hub = WatchHub(epoch=1, max_num_seqs=1, block_size=4, adapters=desk)
     hub.publish(report)
     return {sample.name: sample.value for metric in LoadCollector(hub).collect() for sample in metric.samples}
 
