@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -25,6 +25,10 @@ class Applied:
     """In Markdown."""
     meaning: str = ""
     """In Markdown."""
+    neutral: tuple[Any, ...] | None = None
+    """Values besides null that ask for nothing, so that endpoints without the field take them. None: all have it."""
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of JSON Schema for the value, by which the OpenAPI document shows what the checks allow."""
 
 
 @dataclass(frozen=True, slots=True)

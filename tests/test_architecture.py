@@ -120,7 +120,7 @@ TIERS = {
     "gateway": (
         ("checks", "hints", "telemetry", "access"),
         ("fields",),
-        ("cache_eviction", "chat_fields", "field_names", "edge", "upstream", "structure"),
+        ("cache_eviction", "field_names", "edge", "upstream", "structure"),
         ("text",),
         ("chat",),
         ("encoding",),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from headrace.gateway.anthropic.types import MessagesRequest, OutputConfig, PromptFields, Thinking
+from headrace.gateway.chat.fields import AS_CHATS, OF_PROVIDER, as_chats, lacking
 from headrace.gateway.chat.request import AnswerFields
 from headrace.gateway.chat.sampling import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from headrace.gateway.chat_fields import AS_CHATS, OF_PROVIDER, as_chats, lacking
 from headrace.gateway.fields import Applied, FieldTable, Hint, Refused, Row
 
 _ANYWHERE = "the model runs where this server runs"

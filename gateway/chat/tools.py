@@ -19,6 +19,43 @@ from headrace.gateway.structure.lark_regex import regex_of_lark
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _MAX_ECHO_CHARS = 64
 _KINDS = ("function", "custom")
+_NAMED = {
+    "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"]}},
+    "required": ["type", "function"],
+}
+_CALL = {"name": {"type": "string"}, "arguments": {"type": ["object", "string"]}}
+_FUNCTION = {
+    "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+    "description": {"type": "string"},
+    "parameters": {"type": "object"},
+    "strict": {"type": "boolean"},
+}
+SCHEMAS: Mapping[str, Mapping[str, Any]] = {
+    "array.tools": {
+        "items": {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": _FUNCTION, "required": ["name"]},
+            },
+            "required": ["type", "function"],
+        }
+    },
+    "array.tool_calls": {
+        "items": {
+            "type": "object",
+            "properties": {
+                "id": {"type": "string"},
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": _CALL, "required": list(_CALL)},
+            },
+            "required": ["function"],
+        }
+    },
+    "object.tool_choice": _NAMED,
+    "string.tool_choice": {"enum": ["none", "auto", "required"]},
+}
+"""The fields of tools, by JSON type and name, as the OpenAPI document shows them."""
 
 
 class LoadedTool(dict[str, Any]):

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.gateway.chat.fields import NEUTRAL_FIELDS, REFUSED
 from headrace.gateway.chat.request import Completion, SamplingFields
-from headrace.gateway.chat_fields import NEUTRAL_FIELDS, REFUSED
 from headrace.gateway.checks import invalid, is_one_of, json_of, unsupported
 from headrace.gateway.edge.wire import convert
 from headrace.gateway.field_names import FieldNames

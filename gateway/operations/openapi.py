@@ -12,81 +12,23 @@ from typing import Any
 import msgspec
 
 from headrace.common.version import headrace_version
-from headrace.gateway.chat import conversation, request, sampling
+from headrace.gateway.chat import tools
+from headrace.gateway.chat.conversation import ROLES
+from headrace.gateway.chat.fields import APPLIED, OF_CHATS, OF_COMPLETIONS
 from headrace.gateway.edge.description import EVENTS, Operation
 from headrace.gateway.edge.exchange import TIMEOUT_HEADER
+from headrace.gateway.fields import Applied
+from headrace.gateway.structure import fields as structure
 from headrace.protos.sampling_fields import NUMBERS
 
 REFERENCE = "https://github.com/headrace/headrace/blob/main/docs/reference/http-api.md"
 _SCHEMAS = "#/components/schemas/{name}"
 
-
-# Keywords for fields whose checks are not in a table: by field, or by type and field.
-_BOUNDS: dict[str, dict[str, Any]] = {
-    "n": {"minimum": 1, "maximum": sampling.MAX_CHOICES},
-    "best_of": {"minimum": 1, "maximum": sampling.MAX_CHOICES},
-    "max_tokens": {"minimum": 0, "maximum": 2**31 - 1},
-    "max_completion_tokens": {"minimum": 1, "maximum": 2**31 - 1},
-    "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
-    "top_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
-    "prompt_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
-    "CompletionRequest.logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
-    "truncate_prompt_tokens": {"minimum": -1, "maximum": 2**31 - 1},
-    "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
-    "stop": {"minLength": 1, "maxLength": sampling.MAX_STOP_CHARS, "maxItems": sampling.MAX_STOP_STRINGS},
-    "stop_token_ids": {"maxItems": sampling.MAX_STOP_TOKEN_IDS},
-    "logit_bias": {
-        "maxProperties": sampling.MAX_LOGIT_BIASES,
-        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-    },
-    "bad_words": {"maxItems": sampling.MAX_BAD_WORDS},
-    "prompt_cache_key": {"maxLength": request.MAX_KEY_CHARS},
-    "cache_salt": {"maxLength": request.MAX_KEY_CHARS},
-    "messages": {"minItems": 1},
-    "ChatRequest.tools": {"minItems": 1, "maxItems": 128},
-    "ChatMessage.role": {"enum": list(conversation.ROLES)},
-}
-_FUNCTION = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-        "description": {"type": "string"},
-        "parameters": {"type": "object"},
-        "strict": {"type": "boolean"},
-    },
-    "required": ["name"],
-}
-_JSON_SCHEMA = {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]}
+_ROWS = {**APPLIED, **OF_CHATS}
 # Schemas of values that their own modules decode, not the request's: by type of value and field.
-_INSIDE: dict[str, dict[str, Any]] = {
-    "array.tools": {
-        "items": {
-            "type": "object",
-            "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-            "required": ["type", "function"],
-        }
-    },
-    "object.tool_choice": {
-        "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"]}},
-        "required": ["type", "function"],
-    },
-    "array.tool_calls": {
-        "items": {
-            "type": "object",
-            "properties": {
-                "id": {"type": "string"},
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}, "arguments": {"type": ["object", "string"]}},
-                    "required": ["name", "arguments"],
-                },
-            },
-            "required": ["function"],
-        }
-    },
-    "string.tool_choice": {"enum": ["none", "auto", "required"]},
+_INSIDE: Mapping[str, Mapping[str, Any]] = {
+    **tools.SCHEMAS,
+    **structure.SCHEMAS,
     "array.content": {
         "items": {
             "type": "object",
@@ -94,27 +36,6 @@ _INSIDE: dict[str, dict[str, Any]] = {
             "required": ["type", "text"],
         }
     },
-    "object.response_format": {
-        "properties": {
-            "type": {"enum": ["text", "json_object", "json_schema", "regex", "grammar"]},
-            "json_schema": _JSON_SCHEMA,
-            "schema": {"type": ["object", "string"]},
-            "pattern": {"type": "string"},
-            "grammar": {"type": "string"},
-        },
-        "required": ["type"],
-    },
-    "object.structured_outputs": {
-        "properties": {
-            "json": {"type": ["object", "string"]},
-            "json_object": {"type": "boolean"},
-            "regex": {"type": "string"},
-            "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-            "grammar": {"type": "string"},
-        },
-    },
-    "string.verbosity": {"enum": list(request.VERBOSITIES)},
-    "string.reasoning_effort": {"enum": list(conversation.EFFORTS)},
 }
 _TIMEOUT = {
     "name": TIMEOUT_HEADER,
@@ -236,16 +157,24 @@ def _require(schema: dict[str, Any]) -> None:
         schema["required"] = always
 
 
+def _keywords(name: str, name_of_field: str) -> Mapping[str, Any]:
+    """What the checks allow as a value of this type's field."""
+    if (name, name_of_field) == ("ChatMessage", "role"):
+        return {"enum": list(ROLES)}
+    rows = _ROWS | OF_COMPLETIONS if name == "CompletionRequest" else _ROWS
+    row = rows.get(name_of_field)
+    return row.schema if isinstance(row, Applied) else {}
+
+
 def _bound(name: str, schema: dict[str, Any]) -> None:
     """Add the ranges of its fields' checks to a type's schema."""
     for name_of_field, value in schema.get("properties", {}).items():
         if value.get("default", 0) is None:
             del value["default"]
-        keywords = _BOUNDS.get(f"{name}.{name_of_field}", _BOUNDS.get(name_of_field))
+        keywords = _keywords(name, name_of_field)
         for branch in value.get("anyOf", [value]):
-            for keyword in _KEYWORDS_OF.get(branch.get("type"), ()):
-                if keyword in (keywords or {}):
-                    branch[keyword] = (keywords or {})[keyword]
+            kept = _KEYWORDS_OF.get(branch.get("type"), ())
+            branch.update({keyword: keywords[keyword] for keyword in kept if keyword in keywords})
             if name in _OF_MESSAGES and name_of_field == "messages":
                 branch["items"] = _MESSAGE
             if name in _OF_CHATS:

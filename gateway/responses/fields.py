@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from headrace.gateway.chat.fields import AS_CHATS, OF_PROVIDER, as_chats, lacking
 from headrace.gateway.chat.request import SamplingFields
 from headrace.gateway.chat.sampling import MAX_LOGPROBS
-from headrace.gateway.chat_fields import AS_CHATS, OF_PROVIDER, as_chats, lacking
 from headrace.gateway.fields import Applied, FieldTable, Hint, Refused, Row
 from headrace.gateway.responses.types import (
     ENCRYPTED_REASONING,

@@ -37,6 +37,29 @@ _FORMATS: Mapping[str, tuple[str, ...]] = {
     "regex": ("pattern",),
     "grammar": ("grammar",),
 }
+_SCHEMA = {"type": ["object", "string"]}
+SCHEMAS: Mapping[str, Mapping[str, Any]] = {
+    "object.response_format": {
+        "properties": {
+            "type": {"enum": list(_FORMATS)},
+            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
+            "schema": _SCHEMA,
+            "pattern": {"type": "string"},
+            "grammar": {"type": "string"},
+        },
+        "required": ["type"],
+    },
+    "object.structured_outputs": {
+        "properties": {
+            "json": _SCHEMA,
+            "json_object": {"type": "boolean"},
+            "regex": {"type": "string"},
+            "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            "grammar": {"type": "string"},
+        },
+    },
+}
+"""The fields with constraints, by JSON type and name, as the OpenAPI document shows them."""
 _REFUSED_OPTIONS = ("structural_tag", "whitespace_pattern", "disable_additional_properties")
 
 

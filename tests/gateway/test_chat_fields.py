@@ -9,8 +9,8 @@ import pytest
 
 from headrace.gateway.anthropic import types as anthropic
 from headrace.gateway.anthropic.fields import MESSAGES
+from headrace.gateway.chat.fields import NEUTRAL_FIELDS
 from headrace.gateway.chat.request import AnswerFields, Chat, SamplingFields
-from headrace.gateway.chat_fields import NEUTRAL_FIELDS
 from headrace.gateway.fields import FieldTable, Refused
 from headrace.gateway.openai import types
 from headrace.gateway.openai.fields import CHAT
