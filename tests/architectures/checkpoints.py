@@ -1,6 +1,7 @@
 """Write small models as hubs have them, with weights as safetensors: `checkpoints.py OUTDIR NAME...`.
 
-Runs in the environment that exports models. OUTDIR/NAME/ has what transformers writes, in bfloat16.
+Runs in the environment that exports models. OUTDIR/NAME/ has what transformers writes, in bfloat16; of a family that
+sees, also the files of its processor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 
 from tests.architectures.export import model_of, tokenizer
 from tests.architectures.families import FAMILIES, directory_name
+from tests.architectures.image_export import write_files
+from tests.architectures.image_processing import PROCESSING
 
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -21,10 +24,14 @@ def write(name: str, directory: Path) -> None:
     """Write the checkpoint of one family."""
     part = directory.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
-    model_of(FAMILIES[name]).to(torch.bfloat16).save_pretrained(part)
-    text_to_ids = tokenizer()
-    text_to_ids.chat_template = _TEMPLATE
-    text_to_ids.save_pretrained(part)
+    model, processing = model_of(FAMILIES[name]).to(torch.bfloat16), PROCESSING.get(name)
+    model.save_pretrained(part)
+    if processing is None:
+        text_to_ids = tokenizer()
+        text_to_ids.chat_template = _TEMPLATE
+        text_to_ids.save_pretrained(part)
+    else:
+        write_files(model, processing, tokenizer(processing.tokens, processing.extra_tokens), part)
     part.rename(directory)
 
 

@@ -2,8 +2,7 @@
 
 Runs in an environment of its own (`make test-architectures`), with PyTorch and optimum-intel; nothing is downloaded.
 
-OUTDIR/DIRECTORY/      the model as optimum-intel writes it, with a small tokenizer; see `directory_name`. Multimodal
-                       models lack the networks that see.
+OUTDIR/DIRECTORY/      the model as optimum-intel writes it, with a small tokenizer; see `directory_name`
 OUTDIR/DIRECTORY/reference.npz
     tokens  i64 [LONG]                   a random text
     short   f32 [SHORT, vocabulary]      log-probabilities behind each of its first tokens, of a text of that length
@@ -11,6 +10,8 @@ OUTDIR/DIRECTORY/reference.npz
     start   i64                          where the prompt of SHORT tokens begins that `greedy` continues
     greedy  i64 [1 to GREEDY]            the most probable tokens behind that prompt, up to one that is unclear
     greedy_logprobs  f32 [the same]      their log-probabilities
+
+Families that see have more: see `image_references.py`.
 
 Compressed weights are decompressed for transformers, so both compute with the same numbers.
 """
@@ -24,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nncf
@@ -43,6 +45,8 @@ from transformers import (
 )
 
 from tests.architectures.families import FAMILIES, VOCABULARY, Family, directory_name
+from tests.architectures.image_export import write_files, write_image_references
+from tests.architectures.image_processing import PROCESSING
 from tests.architectures.packed_checkpoints import FORMATS, write_packed
 
 SHORT, LONG, GREEDY = 300, 2000, 12
@@ -58,6 +62,7 @@ _WITHOUT_SDPA = {"gpt_oss", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "mamba
 
 def model_of(family: Family) -> PreTrainedModel:
     """The model, with weights drawn so that layers, positions and tokens all show in its logits."""
+    torch.manual_seed(0)
     config = AutoConfig.for_model(family.model_type, **family.arguments)
     kind = AutoModelForCausalLM if family.vision is None else AutoModelForImageTextToText
     model = kind.from_config(config, dtype=torch.float32, attn_implementation=_attention(family)).eval()
@@ -128,8 +133,6 @@ def write_graph(model: PreTrainedModel, family: Family, directory: Path) -> None
     is_16bit = model.dtype != torch.float32
     task = "text-generation-with-past" if family.vision is None else "image-text-to-text"
     export_from_model(model, output=directory, task=task, stateful=True, patch_16bit_model=is_16bit)
-    for path in directory.glob("openvino_vision_*"):
-        path.unlink()
     if family.weights in _UNCOMPRESSED:
         return
     graph = ov.Core().read_model(directory / _NETWORK)
@@ -172,9 +175,9 @@ def _numbers(node: ov.Node) -> np.ndarray:
     return numbers[0] - numbers[1] if node.get_type_name() == "Subtract" else numbers[0]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(more: Sequence[str] = (), names: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
     """A tokenizer like Llama 2's: pieces of words, bytes for characters without a piece, and a piece in angle
-    brackets."""
+    brackets. `more` special tokens follow its vocabulary, and `names` are attributes for some of them."""
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "<code>"]
     pieces += [chr(code) for code in range(33, 127)]
@@ -183,9 +186,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(bpe)
     made.normalizer = normalizers.Replace(" ", "\u2581")
     made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    made.add_special_tokens(special)
+    made.add_special_tokens([*special, *more])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        extra_special_tokens=dict(names or {}),
     )
 
 
@@ -208,10 +216,15 @@ def export(name: str, directory: Path) -> None:
         **greedy(model, tokens),
         "long": log_probabilities(model, tokens),
     }
-    text_to_ids, ids_to_text = convert_tokenizer(tokenizer(), with_detokenizer=True)
+    processing = PROCESSING.get(name)
+    made = tokenizer() if processing is None else tokenizer(processing.tokens, processing.extra_tokens)
+    text_to_ids, ids_to_text = convert_tokenizer(made, with_detokenizer=True)
     ov.save_model(text_to_ids, part / "openvino_tokenizer.xml")
     ov.save_model(ids_to_text, part / "openvino_detokenizer.xml")
     np.savez(part / "reference.npz", **reference)
+    if processing is not None:
+        write_files(model, processing, made, part)
+        write_image_references(model, processing, part)
     part.rename(directory)
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from headrace.cli.models.model_cache import cache_directory
 from tests.architectures.families import FAMILIES, directory_name
+from tests.architectures.image_processing import PROCESSING
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PYTHON = ROOT / ".make/architectures/bin/python"
 _MADE_BY = ("requirements.txt", "export.py", "packed_checkpoints.py", "../../cli/export/packed.py")
+_WITH_IMAGES = ("image_export.py", "image_files.py", "image_processing.py")
 
 
 def exported(names: Sequence[str]) -> Mapping[str, Path]:
@@ -44,9 +46,13 @@ def exported_small_encoders(names: Sequence[str]) -> Path:
 
 
 def _of_families(names: Sequence[str], module: str, made_by: Sequence[str]) -> Mapping[str, Path]:
-    directories = {name: directory_name(name) for name in names}
-    root = _made(names, module, made_by, directories)
-    return {name: root / directory for name, directory in directories.items()}
+    found: dict[str, Path] = {}
+    for sees, files in ((False, made_by), (True, (*made_by, *_WITH_IMAGES))):
+        directories = {name: directory_name(name) for name in names if (name in PROCESSING) is sees}
+        if directories:
+            root = _made(list(directories), module, files, directories)
+            found |= {name: root / directory for name, directory in directories.items()}
+    return found
 
 
 def _made(

@@ -58,7 +58,8 @@ class Family:
     @property
     def whole_config(self) -> dict[str, Any]:
         """The complete configuration, of a multimodal model that of its text. None removes a common value."""
-        merged = {**_COMMON, **self.config}
+        special = {} if self.vision is None else {"vocab_size": VOCABULARY + _NUM_SPECIAL}
+        merged = {**_COMMON, **special, **self.config}
         return {key: value for key, value in merged.items() if value is not None}
 
     @property
@@ -94,10 +95,12 @@ _GPT2 = {
 }
 _SLIDING = {"sliding_window": 64, "head_dim": 32, **_GROUPED}
 _GEMMA3 = {**_SLIDING, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}
-# Of multimodal models. No text has tokens of images: they lie beyond the vocabulary.
+# Of multimodal models. No text has their special tokens, which follow the vocabulary (image_processing.py).
+_NUM_SPECIAL = 64
 _VISION = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
-_PICTURES = {**_VISION, "image_size": 28, "patch_size": 14}
-_QWEN_VISION = {"num_heads": 2, "out_hidden_size": 128}
+_PICTURES = {**_VISION, "image_size": 56, "patch_size": 14}
+_CLIP = {**_PICTURES, "model_type": "clip_vision_model", "projection_dim": 64}
+_QWEN_VISION = {"depth": 2, "num_heads": 2, "out_hidden_size": 128}
 _IMAGE = {"image_token_index": VOCABULARY}
 _QWEN_IMAGES = {
     name: VOCABULARY + index
@@ -167,10 +170,16 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family("gemma3_text", _GEMMA3, is_short=True),
     "gemma3": Family(
         "gemma3",
-        {**_GEMMA3, "model_type": "gemma3_text"},
+        {**_GEMMA3, "model_type": "gemma3_text", "tie_word_embeddings": False},
         is_short=True,
-        vision={**_PICTURES, "model_type": "siglip_vision_model"},
-        around={"mm_tokens_per_image": 4, **_IMAGE},
+        vision={**_PICTURES, "image_size": 112, "model_type": "siglip_vision_model"},
+        around={
+            **_IMAGE,
+            "mm_tokens_per_image": 16,
+            "boi_token_index": VOCABULARY + 1,
+            "eoi_token_index": VOCABULARY + 2,
+            "tie_word_embeddings": False,
+        },
     ),
     "phi": Family("phi"),
     "phi3": Family("phi3", {"sliding_window": None}),
@@ -251,13 +260,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": Family(
         "qwen2_vl",
         {**_GROUPED, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
-        vision={"depth": 1, "embed_dim": 64, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2},
+        is_short=True,
+        vision={"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2},
         around=_QWEN_IMAGES,
     ),
     "qwen2_5_vl": Family(
         "qwen2_5_vl",
         {**_GROUPED, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
-        vision={**_QWEN_VISION, "depth": 1, "fullatt_block_indexes": [0]},
+        vision={**_QWEN_VISION, "fullatt_block_indexes": [1], "window_size": 56},
         around=_QWEN_IMAGES,
     ),
     "qwen3_vl": Family(
@@ -268,31 +278,38 @@ FAMILIES: Mapping[str, Family] = {
             "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
         },
         is_short=True,
-        vision={**_QWEN_VISION, "depth": 2, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+        vision={**_QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
         around=_QWEN_IMAGES,
     ),
     "llava": Family(
         "llava",
         {**_GROUPED, "model_type": "llama"},
-        vision={**_PICTURES, "model_type": "clip_vision_model", "projection_dim": 64},
-        around=_IMAGE,
+        is_short=True,
+        vision=_CLIP,
+        around={**_IMAGE, "image_seq_length": 16},
+    ),
+    "llava-pixtral": Family(
+        "llava",
+        {**_GROUPED, "model_type": "mistral", "head_dim": 32, "sliding_window": None},
+        vision={**_PICTURES, "image_size": 140, "model_type": "pixtral", "head_dim": 32},
+        around={**_IMAGE, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     ),
     "llava_next": Family(
         "llava_next",
         {**_GROUPED, "model_type": "llama"},
-        vision={**_PICTURES, "model_type": "clip_vision_model", "projection_dim": 64},
-        around={**_IMAGE, "image_grid_pinpoints": [[28, 56], [56, 28]]},
+        vision=_CLIP,
+        around={**_IMAGE, "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]},
     ),
     "idefics3": Family(
         "idefics3",
         {**_GROUPED, "model_type": "llama"},
-        vision={**_PICTURES, "image_size": 56, "model_type": "idefics3_vision"},
+        vision={**_PICTURES, "model_type": "idefics3_vision"},
         around={"image_token_id": VOCABULARY, "scale_factor": 2},
     ),
     "smolvlm": Family(
         "smolvlm",
         {**_GROUPED, "model_type": "llama"},
-        vision={**_PICTURES, "image_size": 56, "model_type": "smolvlm_vision"},
+        vision={**_PICTURES, "model_type": "smolvlm_vision"},
         around={"image_token_id": VOCABULARY, "scale_factor": 2},
     ),
     "llama4": Family(
@@ -307,6 +324,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         vision={
             **_PICTURES,
+            "image_size": 28,
             "intermediate_size": 256,
             "vision_output_dim": 64,
             "projector_input_dim": 64,
@@ -318,7 +336,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral3": Family(
         "mistral3",
         {**_GROUPED, "model_type": "mistral", "head_dim": 32, "sliding_window": None},
-        vision={**_PICTURES, "model_type": "pixtral", "head_dim": 32},
+        vision={**_PICTURES, "image_size": 168, "model_type": "pixtral", "head_dim": 32},
         around={**_IMAGE, "spatial_merge_size": 2},
     ),
     "lfm2": Family(
@@ -336,7 +354,7 @@ FAMILIES: Mapping[str, Family] = {
         {**_GATED_DELTA, "rope_parameters": _INTERLEAVED},
         is_recurrent=True,
         transformers="5.2.0",
-        vision={**_QWEN_VISION, "depth": 1, "num_position_embeddings": 16},
+        vision={**_QWEN_VISION, "num_position_embeddings": 16},
         around=_QWEN_IMAGES,
     ),
     "qwen3_5_moe": Family(
@@ -344,7 +362,7 @@ FAMILIES: Mapping[str, Family] = {
         {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 64, "rope_parameters": _INTERLEAVED},
         is_recurrent=True,
         transformers="5.2.0",
-        vision={**_QWEN_VISION, "depth": 1, "num_position_embeddings": 16},
+        vision={**_QWEN_VISION, "num_position_embeddings": 16},
         around=_QWEN_IMAGES,
     ),
     "granitemoehybrid": Family(
