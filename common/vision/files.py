@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.common.model_files.names import IMAGE_FILES, PREPROCESSOR, PROCESSOR
 from headrace.common.vision.family import FamilyError
 
 CONFIG = "config.json"
-PREPROCESSOR = "preprocessor_config.json"
-PROCESSOR = "processor_config.json"
-FILES = (CONFIG, PREPROCESSOR, PROCESSOR)
-"""Names of the files that a tokenizer bundle of a vision-language model contains besides."""
+FILES = (CONFIG, *IMAGE_FILES)
+"""Names of the files that describe images, all of them in the tokenizer bundle."""
 
 
 class Fields:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.common.model_files.names import BUNDLE_FILES, NAMED_TEMPLATE_FILES, TEMPLATE_FILES
+from headrace.common.model_files.names import BUNDLE_FILES, IMAGE_FILES, NAMED_TEMPLATE_FILES, TEMPLATE_FILES
 
 MAX_BUNDLE_BYTES = 256 * 1024 * 1024
 MAX_MEMBERS = 64
@@ -45,7 +45,7 @@ def read_bundle(raw: bytes) -> dict[str, bytes]:
             for position, member in enumerate(archive):
                 if position >= MAX_MEMBERS:
                     raise BundleError(f"the tokenizer bundle has more than {MAX_MEMBERS} members")
-                if member.name not in BUNDLE_FILES or not member.isreg():
+                if member.name not in (*BUNDLE_FILES, *IMAGE_FILES) or not member.isreg():
                     continue
                 content = archive.extractfile(member)
                 assert content is not None

@@ -7,6 +7,8 @@ openvino_detokenizer.xml/.bin     ids to text, for the gateway
 config.json                       length of the context, rotary factors, eos_token_id  (if there)
 generation_config.json            eos_token_id and recommended sampling            (if there)
 chat_template.jinja, ...          for the gateway                                  (if there)
+openvino_vision_*.xml/.bin, ...   networks for images (headrace.common.model_files.vision_networks), and with them
+preprocessor_config.json, processor_config.json    how images become pixels and tokens, for the gateway
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 from headrace.common.model_files.config import text_part
-from headrace.common.model_files.names import BUNDLE_FILES
+from headrace.common.model_files.names import BUNDLE_FILES, IMAGE_FILES
 from headrace.common.model_files.networks import empty_files, weights_in
 from headrace.common.model_files.task import missing_of_model
+from headrace.common.model_files.vision_networks import vision_networks_in
 from headrace.protos.sampling_fields import NUMBERS
 from headrace.worker.config import ConfigurationError
 
@@ -85,7 +88,8 @@ def _verified(path: Path) -> ModelDir:
     wrong = [f"{name} is missing" for name in missing_of_model(path)]
     wrong += [f"{name} is empty" for name in empty_files(path)]
     configs = {}
-    for name in (CONFIG, "generation_config.json", "tokenizer_config.json"):
+    of_images = IMAGE_FILES if vision_networks_in(path) else ()
+    for name in (CONFIG, "generation_config.json", "tokenizer_config.json", *of_images):
         try:
             configs[name] = _read_json(path / name)
         except ValueError as error:
@@ -96,7 +100,7 @@ def _verified(path: Path) -> ModelDir:
         wrong.append(f"openvino_tokenizer.xml is not XML ({error})")
     if wrong:
         raise ConfigurationError(f"the model directory {path} cannot be used: {'; '.join(wrong)}; pull the model again")
-    bundle = _bundle(path)
+    bundle = _bundle(path, (*BUNDLE_FILES, *of_images))
     return ModelDir(
         path=path,
         tokenizer_bundle=bundle,
@@ -133,11 +137,11 @@ def _read_rt_info(path: Path) -> dict[str, Any]:
     return found
 
 
-def _bundle(path: Path) -> bytes:
-    """The tokenizer's files as a tar archive, the same bytes for the same files."""
+def _bundle(path: Path, names: Iterable[str]) -> bytes:
+    """The files with these names as a tar archive, the same bytes for the same files."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for name in sorted(BUNDLE_FILES):
+        for name in sorted(names):
             if (path / name).is_file():
                 content = (path / name).read_bytes()
                 member = tarfile.TarInfo(name)

@@ -15,6 +15,7 @@ import pytest
 from headrace.common.model_files.config import config_in
 from headrace.common.model_files.networks import required_files
 from headrace.common.model_files.task import task_of
+from headrace.gateway.upstream.bundle import read_bundle
 from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.directory import UNKNOWN_CONTEXT_TOKENS, has_windows, read_model_dir
@@ -186,3 +187,24 @@ def test_the_bundle_is_the_same_bytes_for_the_same_files_and_holds_no_weights(mo
             "openvino_tokenizer.bin",
             "openvino_tokenizer.xml",
         ]
+
+
+def test_the_bundle_of_a_model_has_the_settings_of_images_if_it_has_networks_for_them(model: Path) -> None:
+    """A model without these networks keeps the bundle that it has always had."""
+    settings = ("preprocessor_config.json", "processor_config.json")
+    for network in ("openvino_language_model", "openvino_text_embeddings_model"):
+        for suffix in ("xml", "bin"):
+            (model / f"{network}.{suffix}").write_text("text")
+    (model / "openvino_model.xml").unlink()
+    (model / "config.json").write_text('{"model_type": "llava"}')
+    before = read_model_dir(model).tokenizer_bundle
+    for name in settings:
+        (model / name).write_text("{}")
+    assert read_model_dir(model).tokenizer_bundle == before
+    for suffix in ("xml", "bin"):
+        (model / f"openvino_vision_embeddings_model.{suffix}").write_text("image")
+    files = read_bundle(read_model_dir(model).tokenizer_bundle)
+    assert files.keys() - read_bundle(before).keys() == set(settings)
+    (model / settings[0]).write_text("{")
+    with pytest.raises(ConfigurationError, match="preprocessor_config.json is not JSON"):
+        read_model_dir(model)
