@@ -52,11 +52,11 @@ def alive(pid: int) -> bool:
 
 
 class Serve:
-    """A running `headrace serve` with its output. Call `end` in any case."""
+    """A running `headrace serve`, or another command that serves, with its output. Call `end` in any case."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, command: str = "serve") -> None:
         self.process = subprocess.Popen(
-            [*_HEADRACE, "serve", *args],
+            [*_HEADRACE, command, *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

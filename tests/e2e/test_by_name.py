@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -109,6 +110,31 @@ def test_run_uses_the_server_that_runs(hub: Hub) -> None:
         serve.end()
     until(lambda: not any(map(alive, pids)), "all processes are gone")
     assert headrace("models", "rm", "owner/tiny-GGUF:q8_0").returncode == 0
+
+
+def test_a_gguf_model_heeds_stop_strings_and_allowed_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADRACE_SERVE_KV_CACHE_GB", "0.2")
+    serve = Serve(str(write_gguf(TinyModel(), tmp_path / "tiny.gguf")), "--port", "0")
+    try:
+        serve.until_ready()
+
+        def ask(path: str, **body: Any) -> Any:
+            answer = httpx.post(f"{serve.base_url}{path}", json=body, timeout=patience(30))
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        asked = {"prompt": "the mill", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        text = ask("/v1/completions", **asked)["choices"][0]["text"]
+        stop = text[len(text) // 2 :][:2]
+        (cut,) = ask("/v1/completions", **asked, stop=[stop])["choices"]
+        assert (cut["text"], cut["finish_reason"]) == (text[: text.index(stop)], "stop")
+        allowed = ask("/tokenize", prompt="ab", add_special_tokens=False)["tokens"]
+        (held,) = ask("/v1/completions", **asked, allowed_token_ids=allowed)["choices"]
+        assert (len(held["text"]), held["finish_reason"]) == (16, "length")
+        assert set(held["text"]) <= set("ab")
+    finally:
+        serve.end()
 
 
 def test_pull_refuses_what_serve_refuses_with_the_same_sentence(hub: Hub, tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ import pytest
 from tests.architectures.exports import PYTHON, exported_encoders
 from tests.architectures.texts import made_up_texts
 from tests.cli.ovms_files import embeddings_graph, llm_graph, rerank_graph
+from tests.e2e.fleet import free_port
 from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace
 from tests.e2e.small_model import small_model
-from tests.patience import patience
+from tests.patience import patience, until
 
 pytestmark = pytest.mark.e2e
 
@@ -168,6 +169,28 @@ def test_documents_are_ranked_with_a_tokenizer_that_adds_no_special_tokens(tmp_p
         assert [scores[i] for i in range(20)] == pytest.approx(expected.tolist(), abs=1e-4)
         body["documents"] = ["x"] * 41
         assert httpx.post(f"{serve.base_url}/v3/rerank", json=body, timeout=READY_BOUND_S).status_code == 400
+    finally:
+        serve.end()
+
+
+def test_the_command_of_ovms_serves_a_configuration_and_follows_it(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    copy(small_model(), tmp_path / NAME, llm_graph(OPTIONS))
+    write(config, {NAME: NAME})
+    port = str(free_port())
+    args = ("--config_path", str(config), "--rest_port", port, "--rest_bind_address", "127.0.0.1")
+    serve = Serve(*args, "--file_system_poll_wait_seconds", "1", "--log_level", "DEBUG", command="ovms")
+    try:
+        serve.until_ready()
+        assert serve.base_url == f"http://127.0.0.1:{port}"
+        answer = ask(serve, NAME)
+        assert (answer.status_code, answer.json()["model"]) == (200, NAME)
+        assert ask(serve, NAME, max_tokens=21).status_code == 400
+        # The file is read again when it changes.
+        write(config, {NAME: NAME, "second": NAME})
+        available = {NAME: "AVAILABLE", "second": "AVAILABLE"}
+        until(lambda: states(serve) == available, "the second model is served", 4 * READY_BOUND_S)
+        assert ask(serve, "second", max_tokens=4).status_code == 200
     finally:
         serve.end()
 
