@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from headrace.gateway.chat.formats import ModelFormat
 from headrace.gateway.chat.output_parsers import deepseek, harmony, hermes, mistral, phi4, pythonic, qwen3_coder
+from headrace.gateway.chat.output_parsers.tagged_values import types_of
 from headrace.gateway.chat.tools import ToolUse
 from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.structure.fields import Structure
@@ -356,7 +357,7 @@ _END = f"\n{qwen3_coder.PARAMETER_END}\n"
 
 def _parameter(writer: _Writer, number: str, name: str, schema: Mapping[str, Any]) -> str:
     """A value in front of its end tag, and the tag. Texts are raw, other values JSON."""
-    kinds = qwen3_coder.types_of(schema)
+    kinds = types_of(schema)
     own = schema.keys() - _NOTES - {"definitions", "components"}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if kinds and "string" not in kinds:
