@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 AUTO = "auto"
 NONE = "none"
 
-TOOL_FORMAT_NAMES = ("gpt-oss", "deepseek", "mistral", "phi4", "pythonic", "llama3", "qwen3-coder", "hermes")
+TOOL_FORMAT_NAMES = ("gpt-oss", "deepseek", "mistral", "phi4", "pythonic", "llama3", "qwen3-coder", "glm", "hermes")
 REASONING_FORMAT_NAMES = ("gpt-oss", "mistral", "think")
 
 # Names of OpenVINO Model Server and vLLM.
@@ -19,6 +19,8 @@ TOOL_ALIASES: Mapping[str, str] = {
     "deepseek_v3": "deepseek",
     "deepseek_v31": "deepseek",
     "devstral": "mistral",
+    "glm45": "glm",
+    "glm47": "glm",
     "gpt_oss": "gpt-oss",
     "gptoss": "gpt-oss",
     "harmony": "gpt-oss",

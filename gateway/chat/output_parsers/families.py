@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from headrace.gateway.chat.output_parsers import (
     deepseek,
+    glm,
     harmony,
     hermes,
     llama3_json,
@@ -97,12 +98,15 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             (qwen3_coder.OPENING, qwen3_coder.CLOSING),
             (qwen3_coder.FUNCTION,),
         ),
+        ToolFormat(
+            "glm", glm.glm, (glm.OPENING, glm.CLOSING, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END), (glm.KEY,)
+        ),
         ToolFormat("hermes", hermes.hermes, (hermes.OPENING, hermes.CLOSING), (hermes.OPENING,)),
     )
 }
 
 # Formats that are not supported although their markup contains that of a supported one.
-_UNKNOWN_SIGNS = ("<arg_key>", "<|tool_calls_section_begin|>")
+_UNKNOWN_SIGNS = ("<|tool_calls_section_begin|>",)
 
 _THINK, _BRACKETS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {

@@ -53,7 +53,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ("[AVAILABLE_TOOLS] [THINK]", "mistral", "mistral"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜> </think>", "deepseek", "think"),
         ("<|start|>assistant<|channel|>final<|message|>", "gpt-oss", "gpt-oss"),
-        ("<tool_call>name\n<arg_key>k</arg_key> </think>", None, "think"),
+        ("<tool_call>name\n<arg_key>k</arg_key> </think>", "glm", "think"),
         ("<|im_start|>", None, None),
     ],
 )

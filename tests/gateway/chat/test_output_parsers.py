@@ -109,6 +109,18 @@ def call(family: str, *calls: tuple[str, dict[str, Any]]) -> str:
                 + "</function>\n</tool_call>"
                 for name, arguments in calls
             )
+        case "glm":
+            return "\n".join(
+                f"<tool_call>{name}\n"
+                + "".join(
+                    f"<arg_key>{key}</arg_key>\n<arg_value>"
+                    + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+                    + "</arg_value>\n"
+                    for key, value in arguments.items()
+                )
+                + "</tool_call>"
+                for name, arguments in calls
+            )
         case "mistral":
             return f"[TOOL_CALLS] [{', '.join(objects)}]"
         case "deepseek":
@@ -227,6 +239,13 @@ LOOK_ALIKES = {
     ],
     "phi4": ["functools[0]", "functools", 'functools[{"name": ""}]', "functools [1]"],
     "qwen3-coder": ["<tool_call>", "<function", "<function=\n>", "<tool_call>\n<fun>"],
+    "glm": [
+        "<tool_call>",
+        "<tool_call> is a tag",
+        "<tool_call>now",
+        "<tool_call>now<arg_value>",
+        "<tool_call></tool_call>",
+    ],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] none", "[TOOL_CALLS][1]", "[TOOL"],
     "deepseek": ["<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>g h", "<｜tool"],
     "gpt-oss": ["a < b", "<b>", "to be"],
@@ -437,6 +456,35 @@ def test_qwen3_coder_leaves_no_half_of_a_surrogate_pair() -> None:
 def test_qwen3_coder_keeps_all_line_breaks_of_a_value_but_the_outer_two() -> None:
     text = "<function=get_weather><parameter=city>\n\na\n</param\n\n</parameter></function>"
     assert args_of(parse(text, "qwen3-coder")) == [("get_weather", {"city": "\na\n</param\n"})]
+
+
+def test_glm_writes_calls_with_and_without_line_breaks() -> None:
+    text = (
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key>"
+        "<arg_value>2</arg_value></tool_call><tool_call>now</tool_call>\n<tool_call>now\n</tool_call>"
+    )
+    answer = parse(text, "glm")
+    assert args_of(answer) == [("get_weather", {"city": "Paris", "days": 2}), ("now", {}), ("now", {})]
+    assert answer.content == ""
+
+
+def test_glm_types_values_by_the_schema_and_keeps_texts_as_they_are() -> None:
+    written = {"city": " 12\n", "days": "7", "exact": "True", "unit": "C", "note": "null", "options": '{"a": [1]}'}
+    pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in written.items())
+    answer = parse(f"<tool_call>get_weather\n{pairs}</tool_call>", "glm")
+    expected = {"city": " 12\n", "days": 7, "exact": True, "unit": "C", "note": None, "options": {"a": [1]}}
+    assert args_of(answer) == [("get_weather", expected)]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["", "<arg_key>", "<arg_key>days</arg_key>", "<arg_key>days</arg_key>7</tool_call>", "</arg_value></tool_call>"],
+)
+def test_a_malformed_call_of_glm_keeps_what_was_shown_and_the_next_call_is_read(rest: str) -> None:
+    broken = f"<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value>{rest}"
+    answer = parse(broken + call("glm", ("now", {})), "glm")
+    assert answer.calls[0] == ("get_weather", '{"city": "Rome"')
+    assert answer.calls[1:] == [("now", "{}")]
 
 
 def test_harmony_tells_channels_apart() -> None:
