@@ -6,12 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from PIL import Image
+
 from headrace.common.model_files.names import IMAGE_FILES, PREPROCESSOR, PROCESSOR
 from headrace.common.vision.family import FamilyError
 
 CONFIG = "config.json"
 FILES = (CONFIG, *IMAGE_FILES)
 """Names of the files that describe images, all of them in the tokenizer bundle."""
+
+_LONGEST_SIDE = 8192
 
 
 class Fields:
@@ -66,6 +70,21 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
             raise self.error(name, f"is {json.dumps(value)}, not a whole number of at least {least}")
         return value
+
+    def side(self, name: str, default: int | None = None) -> int:
+        """A side of an image in pixels. Longer ones than any model reads are refused, because they take memory."""
+        found = self.whole(name, default)
+        if found > _LONGEST_SIDE:
+            raise self.error(name, f"is {found}, more than {_LONGEST_SIDE}")
+        return found
+
+    def resample(self, default: Image.Resampling) -> Image.Resampling:
+        """How images are scaled; stored as Pillow's number of it."""
+        value = self._content.get("resample")
+        try:
+            return default if value is None else Image.Resampling(value)
+        except ValueError:
+            raise self.error("resample", f"is {json.dumps(value)}, which is no method of Pillow's") from None
 
     def number(self, name: str, default: float) -> float:
         value = self._content.get(name)

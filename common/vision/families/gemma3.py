@@ -46,10 +46,10 @@ class Gemma3:
             end_token_id=config.whole("eoi_token_index", 256000, least=0),
             num_image_tokens=config.whole("mm_tokens_per_image", 256),
             size=OneSize(
-                height=size.whole("height"),
-                width=size.whole("width"),
+                height=size.side("height"),
+                width=size.side("width"),
                 shortest_edge=None,
-                resample=settings.whole("resample", Image.Resampling.BILINEAR, least=0),
+                resample=settings.resample(Image.Resampling.BILINEAR),
                 normalising=Normalising.read(settings, HALF, HALF),
             ),
         )

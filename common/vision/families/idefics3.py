@@ -36,7 +36,7 @@ class Idefics3:
     """Each image's longer side is scaled to it; a smaller image is enlarged."""
     splits: bool
     """Whether images are cut into tiles at high detail."""
-    resample: int
+    resample: Image.Resampling
     normalising: Normalising
 
     placeholder = "<image>"
@@ -51,7 +51,7 @@ class Idefics3:
         config, settings = files.config, files.preprocessor
         settings.demand("do_resize", True, True)
         tower = config.part("vision_config")
-        tile = settings.size("max_image_size", {"longest_edge": 364}, of_whole=()).whole("longest_edge")
+        tile = settings.size("max_image_size", {"longest_edge": 364}, of_whole=()).side("longest_edge")
         side, rest = divmod(tile // tower.whole("patch_size", 32), config.whole("scale_factor", 2))
         if not side or rest:
             raise settings.error("max_image_size", "does not fit the model's patch_size and scale_factor")
@@ -59,9 +59,9 @@ class Idefics3:
             image_token_id=config.whole("image_token_id", 128257, least=0),
             num_tile_tokens=side * side,
             tile=tile,
-            longest_edge=settings.size("size", {"longest_edge": 4 * 364}, of_whole=()).whole("longest_edge"),
+            longest_edge=settings.size("size", {"longest_edge": 4 * 364}, of_whole=()).side("longest_edge"),
             splits=settings.flag("do_image_splitting", True),
-            resample=settings.whole("resample", Image.Resampling.LANCZOS, least=0),
+            resample=settings.resample(Image.Resampling.LANCZOS),
             normalising=Normalising.read(settings, HALF, HALF),
         )
 
@@ -101,16 +101,15 @@ class Idefics3:
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
         """pixel_values: [tiles, 3, side, side], the whole image last. No tile is padded."""
-        resample = Image.Resampling(self.resample)
         tile = self.tile
-        image = image.resize(self._first_size(*image.size), resample)
+        image = image.resize(self._first_size(*image.size), self.resample)
         tiles = []
         if not layout.low:
             rows, columns = self._tiles(layout.width, layout.height)
-            image = image.resize((max(columns, 1) * tile, max(rows, 1) * tile), resample)
+            image = image.resize((max(columns, 1) * tile, max(rows, 1) * tile), self.resample)
             for top in range(0, rows * tile, tile):
                 tiles += [image.crop((left, top, left + tile, top + tile)) for left in range(0, columns * tile, tile)]
-        tiles.append(image.resize((tile, tile), resample))
+        tiles.append(image.resize((tile, tile), self.resample))
         return {"pixel_values": np.stack([self.normalising.of(each) for each in tiles])}
 
     def _cuts(self, detail: Detail) -> bool:

@@ -35,7 +35,7 @@ class LlavaNext:
     """Patches of a side of a tile, each of which is one token."""
     sizes: tuple[tuple[int, int], ...]
     """Heights and widths that images are scaled to fit."""
-    resample: int
+    resample: Image.Resampling
     normalising: Normalising
 
     placeholder = "<image>"
@@ -58,7 +58,7 @@ class LlavaNext:
             if size.whole(name) != tile:
                 raise size.error(name, f"is not {tile}, as in the model's vision_config")
         crop = settings.size("crop_size", {"height": 224, "width": 224}, of_whole=("height", "width"))
-        if (crop.whole("height"), crop.whole("width")) != (tile, tile):
+        if (crop.side("height"), crop.side("width")) != (tile, tile):
             raise settings.error("crop_size", f"is not {tile}, as in the model's vision_config")
         sizes = settings.pairs("image_grid_pinpoints", _SIZES)
         if config.pairs("image_grid_pinpoints", _SIZES) != sizes:
@@ -73,7 +73,7 @@ class LlavaNext:
             tile=tile,
             tile_side=side,
             sizes=sizes,
-            resample=settings.whole("resample", Image.Resampling.BICUBIC, least=0),
+            resample=settings.resample(Image.Resampling.BICUBIC),
             normalising=Normalising.read(settings, CLIP_MEAN, CLIP_STD),
         )
 
@@ -109,9 +109,8 @@ class LlavaNext:
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
         """pixel_values: [tiles, 3, side, side], the whole image first, then rows of tiles. image_sizes: [1, 2], the
         height and width of the image itself."""
-        resample = Image.Resampling(self.resample)
         tile = self.tile
-        tiles = [image.resize((tile, tile), resample)]
+        tiles = [image.resize((tile, tile), self.resample)]
         if not layout.low:
             height, width = self._fit(image.width, image.height)
             across, down = width / image.width, height / image.height
@@ -120,7 +119,7 @@ class LlavaNext:
             else:
                 size = min(math.ceil(image.width * down), width), height
             padded = Image.new("RGB", (width, height))
-            padded.paste(image.resize(size, resample), ((width - size[0]) // 2, (height - size[1]) // 2))
+            padded.paste(image.resize(size, self.resample), ((width - size[0]) // 2, (height - size[1]) // 2))
             for top in range(0, height, tile):
                 tiles += [padded.crop((left, top, left + tile, top + tile)) for left in range(0, width, tile)]
         pixels = np.stack([self.normalising.of(each) for each in tiles])

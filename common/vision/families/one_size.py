@@ -19,7 +19,7 @@ class OneSize:
     shortest_edge: int | None
     """The image's shorter side is scaled to it, and the middle of the image is kept. None: the image is scaled to the
     size, whatever its ratio."""
-    resample: int
+    resample: Image.Resampling
     normalising: Normalising
 
     @classmethod
@@ -27,24 +27,24 @@ class OneSize:
         """From the settings of an image processor; `kind` is its class if the file names none."""
         kind = processor_kind(fields, kind)
         fields.demand("do_resize", True, True)
-        resample = fields.whole("resample", Image.Resampling.BICUBIC, least=0)
+        resample = fields.resample(Image.Resampling.BICUBIC)
         if kind == "SiglipImageProcessor":
             size = fields.size("size", {"height": 224, "width": 224}, of_whole=("height", "width"))
             normalising = Normalising.read(fields, HALF, HALF)
-            return cls(size.whole("height"), size.whole("width"), None, resample, normalising)
+            return cls(size.side("height"), size.side("width"), None, resample, normalising)
         if kind != "CLIPImageProcessor":
             raise fields.error("image_processor_type", f"is {kind}, which is not supported for this model")
         normalising = Normalising.read(fields, CLIP_MEAN, CLIP_STD)
         size = fields.size("size", {"shortest_edge": 224}, of_whole=("shortest_edge",))
-        edge = None if "height" in size else size.whole("shortest_edge")
+        edge = None if "height" in size else size.side("shortest_edge")
         if not fields.flag("do_center_crop", True):
             if edge is not None:
                 raise fields.error("do_center_crop", "is false beside a shortest edge, which is not supported")
-            return cls(size.whole("height"), size.whole("width"), None, resample, normalising)
+            return cls(size.side("height"), size.side("width"), None, resample, normalising)
         crop = fields.size("crop_size", {"height": 224, "width": 224}, of_whole=("height", "width"))
-        height, width = crop.whole("height"), crop.whole("width")
+        height, width = crop.side("height"), crop.side("width")
         if edge is None:
-            if (height, width) != (size.whole("height"), size.whole("width")):
+            if (height, width) != (size.side("height"), size.side("width")):
                 raise fields.error("crop_size", "differs from size, which is not supported")
         elif edge < max(height, width):
             raise fields.error("crop_size", "is larger than the shortest edge, which is not supported")
@@ -52,13 +52,12 @@ class OneSize:
 
     def of(self, image: Image.Image) -> Pixels:
         """[3, height, width] of an image in mode RGB."""
-        resample = Image.Resampling(self.resample)
         if self.shortest_edge is None:
-            return self.normalising.of(image.resize((self.width, self.height), resample))
+            return self.normalising.of(image.resize((self.width, self.height), self.resample))
         short, long = sorted(image.size)
         scaled = int(self.shortest_edge * long / short)
         wide = image.width > image.height
-        image = image.resize((scaled, self.shortest_edge) if wide else (self.shortest_edge, scaled), resample)
+        image = image.resize((scaled, self.shortest_edge) if wide else (self.shortest_edge, scaled), self.resample)
         left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
         return self.normalising.of(image.crop((left, top, left + self.width, top + self.height)))
 

@@ -31,7 +31,7 @@ class Pixtral:
     max_width: int
     max_height: int
     max_pixels: int
-    resample: int
+    resample: Image.Resampling
     normalising: Normalising
 
     text_around = ""
@@ -49,9 +49,9 @@ class Pixtral:
         patch *= config.whole("spatial_merge_size", 2) if is_mistral3 else 1
         size = settings.size("size", {"longest_edge": 1024}, of_whole=("longest_edge",))
         if "longest_edge" in size:
-            width = height = size.whole("longest_edge")
+            width = height = size.side("longest_edge")
         else:
-            width, height = size.whole("width"), size.whole("height")
+            width, height = size.side("width"), size.side("height")
         return cls(
             image_token_id=config.whole("image_token_index", 10, least=0),
             placeholder=processor.text("image_token", "[IMG]"),
@@ -61,7 +61,7 @@ class Pixtral:
             max_width=width,
             max_height=height,
             max_pixels=max_image_pixels,
-            resample=settings.whole("resample", Image.Resampling.BICUBIC, least=0),
+            resample=settings.resample(Image.Resampling.BICUBIC),
             normalising=Normalising.read(settings, CLIP_MEAN, CLIP_STD),
         )
 
@@ -96,7 +96,7 @@ class Pixtral:
         """pixel_values: [1, 3, height, width]. image_sizes: [1, 2], this height and width."""
         rows, columns = self._grid(layout.width, layout.height, low=layout.low)
         size = (columns * self.patch, rows * self.patch)
-        pixels = self.normalising.of(image.resize(size, Image.Resampling(self.resample)))[None]
+        pixels = self.normalising.of(image.resize(size, self.resample))[None]
         return {"pixel_values": pixels, "image_sizes": np.array([pixels.shape[2:]], np.int64)}
 
     def _grid(self, width: int, height: int, *, low: bool) -> tuple[int, int]:

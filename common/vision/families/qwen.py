@@ -41,7 +41,7 @@ class Qwen:
     """A patch has this many frames; an image is repeated."""
     min_pixels: int
     max_pixels: int
-    resample: int
+    resample: Image.Resampling
     normalising: Normalising
 
     placeholder = "<|image_pad|>"
@@ -80,7 +80,7 @@ class Qwen:
             frames=frames,
             min_pixels=min(least, most),
             max_pixels=most,
-            resample=settings.whole("resample", Image.Resampling.BICUBIC, least=0),
+            resample=settings.resample(Image.Resampling.BICUBIC),
             normalising=Normalising.read(settings, CLIP_MEAN, CLIP_STD),
         )
 
@@ -114,7 +114,7 @@ class Qwen:
         rows, columns = layout.grid
         merge, patch = self.merge, self.patch
         size = (columns * merge * patch, rows * merge * patch)
-        pixels = self.normalising.of(image.resize(size, Image.Resampling(self.resample)))
+        pixels = self.normalising.of(image.resize(size, self.resample))
         patches = pixels.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
         frames = np.repeat(patches[:, :, :, :, :, None], self.frames, axis=5)
         grid = np.array([[1, rows * merge, columns * merge]], np.int64)

@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "image_processor_type": "SiglipImageProcessor",
             "size": {"height": 384, "width": 384},
             "resample": 3,
+            "do_convert_rgb": True,
             **HALF,
         },
         {"patch_size": 14, "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0},
