@@ -1,1 +1,1 @@
-"""The models of one host: how they are described, which of them are loaded, and the service that loads them."""
+"""Which models a host serves, and when each is loaded: decided here, without starting a process."""

@@ -1,4 +1,4 @@
-"""Finds the directory of a model by its name, and checks that it fits into memory."""
+"""Finds the directory of a model, or of one that drafts for it, by its name, and checks that models fit into memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from headrace.cli.errors import CommandError
 from headrace.cli.models.catalogue import CATALOGUE
 from headrace.cli.models.model_cache import (
     cached_names,
+    check_cached_directory,
     check_model_directory,
     expanded,
     is_model_name,
@@ -58,6 +59,27 @@ def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, s
         f"unknown model {model!r}: it is not one of {', '.join(sorted(known))}, nor a directory, a .gguf file or a "
         f"hub's OWNER/NAME; {near_name(model, {*known, *SHORT_NAMES})}"
     )
+
+
+def find_draft_model(model: str, *, offline: bool = False) -> Path:
+    """The directory of a model or heads: in the cache, the directory `model` itself, or pulled from a hub by this name.
+    CommandError if there is none, or if it lacks files."""
+    path, reference = expanded(model), parse_reference(model)
+    name = model if reference is None else reference.name
+    if is_model_name(name) and model_directory(name).exists():
+        path = model_directory(name)
+    elif not path.is_dir():
+        if reference is None:
+            known = ", ".join(sorted(cached_names())) or "nothing"
+            raise CommandError(
+                f"--draft-model {model!r} is neither a directory nor a model in the cache, which has {known}; get it "
+                "with headrace pull, or name one on a hub as OWNER/NAME"
+            )
+        from headrace.cli.models.pull import pull_model, source_of
+
+        return pull_model(source_of(model), offline=offline)
+    check_cached_directory(path)
+    return path.absolute()
 
 
 def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:

@@ -1,1 +1,1 @@
-"""Starts the processes: plans them for this machine, assigns them to cores, and restarts those that fail."""
+"""The processes that serve: planned for this machine, started, assigned to cores, and restarted when they fail."""

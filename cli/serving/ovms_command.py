@@ -18,7 +18,7 @@ import click
 from headrace.cli.errors import CommandError
 from headrace.cli.export.options import exported_weights
 from headrace.cli.export.weights import BF16, EXPORTED, INT4
-from headrace.cli.hosting.draft_model import find_draft_model
+from headrace.cli.hosting.finding import find_draft_model
 from headrace.cli.hosting.settings import HostSettings, ModelSettings
 from headrace.cli.models.reference import parse_reference
 from headrace.cli.ovms.configuration import GRAPH_NAME, calculator_named, finish, model_of_graph

@@ -18,8 +18,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import make_socket_directory
-from headrace.cli.hosting.draft_model import find_draft_model
-from headrace.cli.hosting.finding import check_memory
+from headrace.cli.hosting.finding import check_memory, find_draft_model
 from headrace.cli.hosting.memory import budget_of
 from headrace.cli.hosting.settings import HostSettings, ModelRules, ModelSettings, check_names, read_settings
 from headrace.cli.models.catalogue import DEFAULT_MODEL

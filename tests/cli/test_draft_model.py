@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.errors import CommandError
-from headrace.cli.hosting import draft_model
-from headrace.cli.hosting.draft_model import find_draft_model
+from headrace.cli.hosting import finding
+from headrace.cli.hosting.finding import find_draft_model
 from headrace.cli.models.model_cache import model_directory
 
 
 def test_a_draft_model_is_a_cached_name_or_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     checked: list[Path] = []
-    monkeypatch.setattr(draft_model, "check_cached_directory", checked.append)
+    monkeypatch.setattr(finding, "check_cached_directory", checked.append)
     cached, other = model_directory("small"), tmp_path / "other"
     for directory in (cached, other):
         directory.mkdir(parents=True)

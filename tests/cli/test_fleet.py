@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from headrace.cli.hosting.fleet import HostFleet
+from headrace.cli.serving.host_calls import HostFleet
 from headrace.common.transport.channels import Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from tests.certificates import make_certificates, replace_certificates

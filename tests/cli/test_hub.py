@@ -22,8 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.errors import CommandError
-from headrace.cli.hosting.draft_model import find_draft_model
-from headrace.cli.hosting.finding import find_model
+from headrace.cli.hosting.finding import find_draft_model, find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
 from headrace.cli.models.catalogue import CATALOGUE
