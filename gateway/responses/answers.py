@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from headrace.gateway.chat.choice import Ending
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import ChatLogprobs, ChosenToken
@@ -27,14 +29,23 @@ from headrace.gateway.edge.failures import OPENAI_ERRORS, ErrorShape, Failure
 from headrace.gateway.edge.wire import encode, padding
 from headrace.gateway.responses.references import new_output_id
 from headrace.gateway.responses.response import (
+    CustomToolCall,
+    FunctionCall,
     IncompleteDetails,
     InputTokensDetails,
+    Item,
+    MessageItem,
+    OutputText,
     OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
     Response,
     ResponseError,
+    ResponseEvent,
     ResponseReasoning,
     ResponseText,
     ResponseUsage,
+    Status,
 )
 from headrace.gateway.responses.tools import CallName
 from headrace.gateway.responses.types import ENCRYPTED_REASONING, ResponsesRequest, TextFields
@@ -129,22 +140,12 @@ class _OpenItem:
         return "".join(self.texts)
 
 
-# kind of item -> prefix of its id, event of a delta and of the end of its text, name of the text in the latter
+# kind of item -> prefix of its id, and name of the events of its text
 _KINDS = {
-    "reasoning": ("rs", "response.reasoning_text.delta", "response.reasoning_text.done", "text"),
-    "message": ("msg", "response.output_text.delta", "response.output_text.done", "text"),
-    "function_call": (
-        "fc",
-        "response.function_call_arguments.delta",
-        "response.function_call_arguments.done",
-        "arguments",
-    ),
-    "custom_tool_call": (
-        "ctc",
-        "response.custom_tool_call_input.delta",
-        "response.custom_tool_call_input.done",
-        "input",
-    ),
+    "reasoning": ("rs", "response.reasoning_text"),
+    "message": ("msg", "response.output_text"),
+    "function_call": ("fc", "response.function_call_arguments"),
+    "custom_tool_call": ("ctc", "response.custom_tool_call_input"),
 }
 _CALLS = ("function_call", "custom_tool_call")
 
@@ -191,8 +192,8 @@ class ResponseAnswer(ErrorShape):
         """The first events; empty if they were already returned."""
         if self._num_events or not self._streams:
             return b""
-        created = self._event("response.created", response=self.response)
-        return created + self._event("response.in_progress", response=self.response)
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(ResponseEvent(type=kind, response=self.response)) for kind in kinds)
 
     def piece(self, index: int, piece: ChatPiece) -> bytes:
         """Events for a piece."""
@@ -281,91 +282,106 @@ class ResponseAnswer(ErrorShape):
             item.call_id = new_call_id(self._num_id_chars)
         if not self._streams:
             return b""
-        shown = self._value(item, "in_progress")
-        if not item.is_call:
-            shown["content"] = []
-        events = self._event("response.output_item.added", output_index=item.index, item=shown)
-        if not item.is_call:
-            events += self._item_event("response.content_part.added", item, content_index=0, part=self._part(item))
-        return events
+        shown = self._item(item, "in_progress")
+        if isinstance(shown, MessageItem | ReasoningItem):
+            shown.content = []
+        events = self._event(ResponseEvent(type="response.output_item.added", output_index=item.index, item=shown))
+        return events + self._part_event(item, "added")
 
     def _text(self, item: _OpenItem, text: str) -> bytes:
         """More text of the open item."""
         item.texts.append(text)
-        more: dict[str, Any] = {}
+        logprobs: list[ChosenToken] | UnsetType = UNSET
         if item.kind == "message":
-            more["logprobs"] = self._early_logprobs
-            item.logprobs += self._early_logprobs
-            self._early_logprobs = []
+            logprobs, self._early_logprobs = self._early_logprobs, []
+            item.logprobs += logprobs
         if not self._streams:
             return b""
-        if not item.is_call:
-            more["content_index"] = 0
-        if self._pads:
-            more["obfuscation"] = padding(len(text))
-        return self._item_event(_KINDS[item.kind][1], item, delta=text, **more)
+        return self._event(
+            ResponseEvent(
+                type=f"{_KINDS[item.kind][1]}.delta",
+                item_id=item.item_id,
+                output_index=item.index,
+                content_index=UNSET if item.is_call else 0,
+                delta=text,
+                logprobs=logprobs,
+                obfuscation=padding(len(text)) if self._pads else UNSET,
+            )
+        )
 
-    def _close(self, status: str) -> bytes:
+    def _close(self, status: Status) -> bytes:
         item, self._open = self._open, None
         if item is None:
             return b""
-        value = self._value(item, status)
-        self.response.output.append(value)
+        shown = self._item(item, status)
+        self.response.output.append(shown)
         if not self._streams:
             return b""
-        _, _, done, name = _KINDS[item.kind]
-        more: dict[str, Any] = {name: item.text}
-        events = b""
-        if item.kind == "function_call":
-            assert item.name is not None
-            more["name"] = item.name.name
-        elif not item.is_call:
-            more["content_index"] = 0
-            if item.kind == "message":
-                more["logprobs"] = item.logprobs
-        events += self._item_event(done, item, **more)
-        if not item.is_call:
-            events += self._item_event("response.content_part.done", item, content_index=0, part=self._part(item))
-        return events + self._event("response.output_item.done", output_index=item.index, item=value)
+        done = ResponseEvent(type=f"{_KINDS[item.kind][1]}.done", item_id=item.item_id, output_index=item.index)
+        match shown:
+            case FunctionCall():
+                done.arguments, done.name = item.text, shown.name
+            case CustomToolCall():
+                done.input = item.text
+            case _:
+                done.text, done.content_index = item.text, 0
+                if item.kind == "message":
+                    done.logprobs = item.logprobs
+        events = self._event(done) + self._part_event(item, "done")
+        return events + self._event(
+            ResponseEvent(type="response.output_item.done", output_index=item.index, item=shown)
+        )
 
-    def _value(self, item: _OpenItem, status: str) -> dict[str, Any]:
+    def _item(self, item: _OpenItem, status: Status) -> Item:
         """The item as the response shows it."""
-        value: dict[str, Any] = {"id": item.item_id, "type": item.kind, "status": status}
         if item.name is not None:
-            value |= {"call_id": item.call_id, "name": item.name.name, _KINDS[item.kind][3]: item.text}
-            return value if item.name.namespace is None else {**value, "namespace": item.name.namespace}
-        if item.kind == "message":
-            return {**value, "role": "assistant", "content": [self._part(item)]}
-        value |= {"summary": [], "content": [self._part(item)]}
-        if self._seals:
-            value["encrypted_content"] = sealed(item.text)
-        return value
+            name, namespace = item.name.name, UNSET if item.name.namespace is None else item.name.namespace
+            ids = {"id": item.item_id, "call_id": item.call_id, "name": name}
+            if item.kind == "function_call":
+                return FunctionCall(**ids, status=status, arguments=item.text, namespace=namespace)
+            return CustomToolCall(**ids, status=status, input=item.text, namespace=namespace)
+        part = self._part(item)
+        if isinstance(part, OutputText):
+            return MessageItem(id=item.item_id, status=status, content=[part])
+        seal = sealed(item.text) if self._seals else UNSET
+        return ReasoningItem(id=item.item_id, status=status, content=[part], encrypted_content=seal)
 
-    def _part(self, item: _OpenItem) -> dict[str, Any]:
+    def _part(self, item: _OpenItem) -> OutputText | ReasoningText:
         if item.kind == "reasoning":
-            return {"type": "reasoning_text", "text": item.text}
-        return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": item.logprobs}
+            return ReasoningText(text=item.text)
+        return OutputText(text=item.text, logprobs=item.logprobs)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def _item_event(self, kind: str, item: _OpenItem, **fields: Any) -> bytes:
-        return self._event(kind, item_id=item.item_id, output_index=item.index, **fields)
+    def _part_event(self, item: _OpenItem, what: str) -> bytes:
+        """The event that a part of content is `added` or `done`; none for a call, which has no parts."""
+        if item.is_call:
+            return b""
+        return self._event(
+            ResponseEvent(
+                type=f"response.content_part.{what}",
+                item_id=item.item_id,
+                output_index=item.index,
+                content_index=0,
+                part=self._part(item),
+            )
+        )
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        event = _encoded(kind, self._num_events, fields)
+    def _event(self, event: ResponseEvent) -> bytes:
+        event.sequence_number = self._num_events
+        encoded = _encoded(event)
         self._num_events += 1
         if self._keeps_events:
-            self.events.append(event)
-        return event
+            self.events.append(encoded)
+        return encoded
 
 
 def ending_event(response: Response, number: int) -> bytes:
     """The last event of a response that has ended, by its status."""
-    status = response.status
     # The API has no event for a cancelled response: its stream ends as failed.
-    return _encoded(f"response.{'failed' if status == 'cancelled' else status}", number, {"response": response})
+    status = "failed" if response.status == "cancelled" else response.status
+    return _encoded(ResponseEvent(type=f"response.{status}", sequence_number=number, response=response))
 
 
-def _encoded(kind: str, number: int, fields: Mapping[str, Any]) -> bytes:
-    value = {"type": kind, "sequence_number": number, **fields}
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(value))
+def _encoded(event: ResponseEvent) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))

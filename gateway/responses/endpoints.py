@@ -152,7 +152,7 @@ class _Responses:
         earlier: list[dict[str, Any]] = []
         if request.previous_response_id is not None:
             previous = await self._previous(exchange, request.previous_response_id)
-            earlier = [*previous.items, *previous.response.output]
+            earlier = [*previous.items, *previous.response.output_values()]
         items = input_items(await resolved(request.input, lambda name: self._stored(exchange, name)))
         offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
         plan, names = await self._plan(request, turns_of(earlier, items), offer)

@@ -62,7 +62,7 @@ async def _items(
         if response_id != f"resp_{matched[1]}":
             response_id = f"resp_{matched[1]}"
             found = await stored(response_id)
-            output = found.response.output if found is not None else ()
+            output = found.response.output_values() if found is not None else ()
         item = next((one for one in output if one["id"] == item_id), None)
         if item is None:
             raise invalid(field, f"{field}: there is no such item; was its response stored? Send the item itself")

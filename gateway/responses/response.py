@@ -1,9 +1,14 @@
-"""The response of the Responses API: encoded, stored, and described in the OpenAPI document."""
+"""The response of the Responses API and the events of its stream: encoded, stored, and described in the OpenAPI
+document."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headrace.gateway.chat.logprobs import ChosenToken
 from headrace.gateway.edge.wire import Shape
 
 Status: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -59,9 +64,66 @@ class ResponseText(Shape):
     verbosity: str
 
 
+class OutputText(Shape, kw_only=True, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str
+    annotations: list[Any] = msgspec.field(default_factory=list)
+    logprobs: list[ChosenToken]
+
+
+class ReasoningText(Shape, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """The text of a reasoning."""
+
+    text: str
+
+
+class ReasoningItem(Shape, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought before it answered."""
+
+    id: str
+    status: Status
+    summary: list[Any] = msgspec.field(default_factory=list)
+    content: list[ReasoningText]
+    encrypted_content: str | UnsetType = UNSET
+
+
+class MessageItem(Shape, kw_only=True, tag_field="type", tag="message"):
+    """A text for the caller."""
+
+    id: str
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class FunctionCall(Shape, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a function, with its arguments as JSON text."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | UnsetType = UNSET
+
+
+class CustomToolCall(Shape, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a tool that takes a text."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+Item: TypeAlias = ReasoningItem | MessageItem | FunctionCall | CustomToolCall
+
+
 class Response(Shape, kw_only=True):
-    """A response of the Responses API. Its `output` has items of the kinds reasoning, message, function_call and
-    custom_tool_call."""
+    """A response of the Responses API."""
 
     id: str
     object: Literal["response"] = "response"
@@ -77,7 +139,7 @@ class Response(Shape, kw_only=True):
     max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    output: list[dict[str, Any]]
+    output: list[Item]
     parallel_tool_calls: bool
     presence_penalty: float
     previous_response_id: str | None
@@ -95,6 +157,30 @@ class Response(Shape, kw_only=True):
     truncation: str
     usage: ResponseUsage | None = None
     user: str | None
+
+    def output_values(self) -> list[dict[str, Any]]:
+        """The output as items of an input."""
+        return [msgspec.to_builtins(item) for item in self.output]
+
+
+class ResponseEvent(Shape, kw_only=True):
+    """An event of a stream. Its type says which fields it has."""
+
+    type: str
+    sequence_number: int = 0
+    response: Response | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: Item | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    logprobs: list[ChosenToken] | UnsetType = UNSET
+    obfuscation: str | UnsetType = UNSET
 
 
 class DeletedResponse(Shape, kw_only=True):

@@ -23,7 +23,7 @@ from headrace.gateway.responses import redis_store
 from headrace.gateway.responses import store as response_store
 from headrace.gateway.responses.answers import response_head
 from headrace.gateway.responses.redis_store import RedisStore
-from headrace.gateway.responses.response import Response
+from headrace.gateway.responses.response import MessageItem, OutputText, Response
 from headrace.gateway.responses.store import (
     MAX_RESPONSE_BYTES,
     MemoryStore,
@@ -42,10 +42,12 @@ RESPONSES = "/v1/responses"
 BODY = {"model": "tiny", "input": "hi"}
 
 
-def response(*output: dict[str, Any]) -> Response:
-    """A response with this output."""
-    head = response_head(ResponsesRequest(input="hi"), "resp_1", "tiny", SamplingParams())
-    head.output += output
+def response(text: str = "", *tools: dict[str, Any]) -> Response:
+    """A response to these tools, with this text."""
+    head = response_head(ResponsesRequest(input="hi", tools=[*tools]), "resp_1", "tiny", SamplingParams())
+    if text:
+        content = [OutputText(text=text, logprobs=[])]
+        head.output.append(MessageItem(id="msg_1", status="completed", content=content))
     return head
 
 
@@ -115,13 +117,15 @@ async def test_bounds_hold_whatever_is_put(steps: list[tuple[str, int, bool]]) -
 @pytest.mark.parametrize("num_items", [1, 100_000])
 async def test_a_response_is_packed_and_unpacked(num_items: int) -> None:
     items = [{"id": f"msg_{i}"} for i in range(num_items)]
-    stored = StoredResponse("o", response({"text": "é"}), items, [b"event"])
+    stored = StoredResponse("o", response("é"), items, [b"event"])
     value = await unpacked(await packed(stored))
     assert (value.owner, value.response, value.items, value.events) == ("o", stored.response, stored.items, [b"event"])
 
 
 async def test_integers_of_any_size_are_kept() -> None:
-    stored = StoredResponse("o", response({"maximum": 10**30}), [{"const": -(10**30)}], [b"event"])
+    stored = StoredResponse(
+        "o", response("x", {"type": "web_search", "maximum": 10**30}), [{"const": -(10**30)}], [b"event"]
+    )
     assert await unpacked(await packed(stored)) == stored
 
 
