@@ -48,12 +48,12 @@ def _class(name: str) -> str:
 
 
 def _any(*terms: str, but: str = "") -> str:
-    """A character of one of the terms, and not of those in `but`."""
+    """An expression for one character that is in one of the sets `terms` and not in `but`."""
     return f"(?[ ({' + '.join(terms)}) - [{but}] ])" if but else f"(?[ {' + '.join(terms)} ])"
 
 
 def _none(*terms: str) -> str:
-    """A character of none of the terms."""
+    """An expression for one character that is in none of the sets `terms`."""
     return f"(?[ ! ({' + '.join(terms)}) ])"
 
 
@@ -77,7 +77,8 @@ _UP_TO_A_STOP = " ?[^" + _SPACES + r"(|.,!?\x{2026}\x{3002}\x{ff0c}\x{3001}\x{96
 
 
 def _words(numbers: str, lines: str = _LINES) -> str:
-    """English suffixes, words with one other character before them, numbers, other characters with the line's end."""
+    """An expression for pieces: English suffixes such as 'll, words with at most one other character in front, numbers,
+    and runs of other characters with the line breaks after them."""
     return f"{_SUFFIX}|{_words_without_suffixes(numbers, lines)}"
 
 
@@ -86,7 +87,8 @@ def _words_without_suffixes(numbers: str, lines: str = _LINES) -> str:
 
 
 def _cased_words(numbers: str, suffix: str, *classes: str) -> str:
-    """Words, which begin anew at a capital behind a small letter. Letters beyond ASCII are both."""
+    """An expression for pieces in which a capital after a small letter begins a word. Letters outside ASCII count as both
+    capital and small."""
     not_small, not_capital = _any(*classes, but="a-z"), _any(*classes, but="A-Z")
     mixed = f"{_BEFORE}{not_small}*{not_capital}+{suffix}|{_BEFORE}{not_small}+{not_capital}*{suffix}"
     return f"{mixed}|{numbers}| ?{_OTHER}+[\r\n/]*|{_LINES}"

@@ -76,7 +76,7 @@ def tokenizer_of(vocabulary: Vocabulary, pad_id: int | None = None) -> ov.Model:
 
 
 def detokenizer_of(vocabulary: Vocabulary, num_ids: int) -> ov.Model:
-    """Ids [texts, tokens] to text. Control tokens are no text, and ids that stand for nothing have none."""
+    """The graph that turns ids [texts, tokens] into text. Control tokens, and ids without a token, become no text."""
     token_bytes = vocabulary.token_bytes()
     token_bytes += [b""] * (num_ids - len(token_bytes))
     hidden = [
@@ -90,8 +90,8 @@ def detokenizer_of(vocabulary: Vocabulary, num_ids: int) -> ov.Model:
 
 
 def _pieces(vocabulary: Vocabulary, parts: list[Any]) -> list[Any]:
-    """The pieces of parts of texts, both in this form: row begins, row ends, begins, ends, bytes, and whether each is a
-    special token."""
+    """Split parts of texts into the pieces in which tokens are merged. Parts and pieces are ragged tensors: where rows
+    begin and end, where strings begin and end, their bytes, and whether each is a special token."""
     if vocabulary.pre_tokenizer is None:
         ragged, strings = parts[:2], list(parts[2:])
         strings = RegexNormalizationStep(" ", _SPACE).get_ov_subgraph(strings)
@@ -158,12 +158,13 @@ def _encoded(vocabulary: Vocabulary, pieces: list[Any]) -> list[Any]:
 
 
 def _lacks_bytes(vocabulary: Vocabulary) -> bool:
-    """Whether there are bytes that no token stands for. They have no ids, but part what is on their sides."""
+    """Whether some bytes have no token. Such a byte gets no id, but the text before it is not merged with that after
+    it."""
     return vocabulary.pre_tokenizer is not None and not set(BYTES) <= set(vocabulary.tokens)
 
 
 def _without_unknown(vocabulary: Vocabulary, ids: list[Any]) -> list[Any]:
-    """Ids of texts, without those of bytes that no token stands for: the id behind the last token."""
+    """The ids without those of bytes that have no token. Such a byte has the id after that of the last token."""
     if not _lacks_bytes(vocabulary):
         return ids
     begins, ends, flat = ids
@@ -220,8 +221,8 @@ def _merged(vocabulary: Vocabulary, pieces: list[Any]) -> list[Any]:
 
 
 def _byte_tokens(vocabulary: Vocabulary) -> dict[int, bytes]:
-    """The byte of each byte token, by id, with which characters are written that are no tokens. VocabularyError if one
-    is missing."""
+    """The byte that each byte token stands for, by id. Characters without a token are written with these tokens. Raises
+    VocabularyError if one is missing."""
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
     if lacking := [name for name in names.values() if name not in ids]:

@@ -48,9 +48,10 @@ class VocabularyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`tokens`, `kinds` and `scores` are by id; `merges` are pairs of parts, the most urgent first. `pre_tokenizer` is
-    None for SentencePiece. `bos_id` and `eos_id` are None where the file names none, `adds_bos` and `adds_eos` whether
-    they come around a text. `adds_space`: whether a text begins with a space that it does not have."""
+    """A tokenizer's vocabulary. `tokens`, `kinds` and `scores` are indexed by token id. `merges` are pairs of tokens, the
+    most urgent first. `pre_tokenizer` is None for SentencePiece. `bos_id` and `eos_id` are None if the file
+    names none; `adds_bos` and `adds_eos` say whether they are added to a text. With `adds_space`, a space is put in
+    front of each text."""
 
     tokens: Sequence[str]
     kinds: Sequence[TokenType]
@@ -79,7 +80,8 @@ class Vocabulary:
         return [self._bytes_of(token, kind) for token, kind in zip(self.tokens, self.kinds, strict=True)]
 
     def merged_bytes(self, token: str) -> bytes | None:
-        """The bytes of a text, after spaces have been replaced, that merges look for; None if no text has them."""
+        """The bytes that a merge to this token looks for in a text with replaced spaces; None if no text can have
+        them."""
         return token.encode() if self.pre_tokenizer is None else decoded_bytes(token)
 
     def _bytes_of(self, token: str, kind: TokenType) -> bytes:
@@ -129,7 +131,7 @@ def read_vocabulary(reader: Any, metadata: Mapping[str, Any]) -> Vocabulary:
 
 
 def ends_among(tokens: Sequence[str]) -> list[str]:
-    """Those of the tokens that end an answer."""
+    """The tokens among these that end an answer."""
     known = _ENDS.intersection(tokens)
     if any(both <= known for both in _ENDS_OF_MESSAGES):
         known -= {"<|end|>"}
@@ -187,8 +189,8 @@ def _token_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | 
 def _byte_level_merges(
     tokens: Sequence[str], kinds: Sequence[TokenType], lines: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """The merges that can happen: each part is one character, or the result of another. VocabularyError if a merge
-    needs or makes something that is not a token."""
+    """The merges that can be applied: each part is one character, or the result of another merge. Raises
+    VocabularyError if a part or the result of a merge is not a token."""
     plain = _merged_tokens(tokens, kinds)
     known = set(tokens)
     hidden = known - plain

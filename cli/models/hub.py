@@ -186,7 +186,8 @@ def _present(listing: HubListing, file: HubFile) -> int:
 
 
 def _incomplete(folder: Path, file: HubFile) -> list[Path]:
-    """What downloads of the file have left. Only large files can be told by their name."""
+    """The partial files that interrupted downloads of this file have left. Only those of large files can be found,
+    because their names contain the SHA-256."""
     return [] if file.sha256 is None else list((folder / "blobs").glob(f"{file.sha256}*.incomplete"))
 
 
@@ -350,7 +351,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status_of(error: BaseException) -> tuple[int | None, str]:
-    """The status of the hub's answer and its X-Error-Code, if an answer is the reason."""
+    """The HTTP status and the X-Error-Code of the hub's answer that caused the error; (None, "") if no answer did."""
     for each in _chain(error):
         if (response := getattr(each, "response", None)) is not None:
             return int(response.status_code), str(response.headers.get("X-Error-Code", ""))
@@ -358,7 +359,7 @@ def _status_of(error: BaseException) -> tuple[int | None, str]:
 
 
 def _is_of_transport(error: BaseException) -> bool:
-    """Whether the connection failed, or the address is none."""
+    """Whether the connection failed, or the hub's address is not a valid URL."""
     return any(
         type(each).__module__.partition(".")[0] in _HTTP_LIBRARIES and not isinstance(each, json.JSONDecodeError)
         for each in _chain(error)

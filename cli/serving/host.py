@@ -184,7 +184,7 @@ class ModelHost:
         self.wake()
 
     def _refuse_alias(self, name: str) -> None:
-        """Gateways would never send a request to a model with the name of an alias."""
+        """Refuse a model with the name of an alias: gateways would never send it a request."""
         if name in self.aliases:
             remedy = f"remove it with headrace models alias {name}, or load the model under another name"
             raise CommandError(f"{name!r} is an alias of {self.aliases[name]}: {remedy}")

@@ -83,7 +83,8 @@ class Serving:
         return self._plan_beside(ModelSettings(model, name=name, on_demand=True), first_worker)
 
     def _plan_beside(self, settings: ModelSettings, first_worker: int) -> ModelPlan:
-        """The plan of a model beside those that are served. Raises CommandError."""
+        """The plan of a model that is added to those already served: all share the KV cache memory equally. Raises
+        CommandError."""
         (places,) = places_of(read_topology(), [settings])
         others = [model.plan for model in self.host.models.values() if model.name != settings.name]
         share = 1.0 / (1 + sum(not plan.is_encoder for plan in others))

@@ -181,7 +181,7 @@ class _Reader:
         self._begin_turn(Turn(ChatMessage(role="tool", content=text, tool_call_id=call_id), where))
 
     def _result_text(self, where: str, content: Any) -> str:
-        """The text of a result. What is no text becomes a note: the rest of the chat is as it was."""
+        """The text of a tool's result. Other blocks become notes, so that the chat can go on without them."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):

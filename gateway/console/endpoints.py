@@ -55,7 +55,7 @@ _MINUTE = int(60 / INTERVAL_S)
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
-    """The endpoints GET / and /console/... Files need no key; the figures need one, like the API."""
+    """The endpoints GET / and /console/... The files of the console need no API key. The data that it shows do."""
     figures = _Figures(FleetView(services.upstream), services.metrics.recent, services.models)
     files = [_File(path) for path in sorted(FILES.iterdir()) if path.suffix in _CONTENT_TYPES]
     return [

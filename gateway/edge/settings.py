@@ -61,7 +61,7 @@ class EdgeControls:
     """The objects made from the settings. Call `start` and `close` on one event loop."""
 
     def __init__(self, settings: EdgeSettings) -> None:
-        """Raises EdgeSettingsError."""
+        """Raises EdgeSettingsError if settings contradict each other, or if a file cannot be used."""
         _check(settings)
         self.cors_origins = settings.cors_origins
         self.bodies = Bodies(settings.max_body_mb * _MIB, settings.body_timeout, settings.max_bodies_mb * _MIB)

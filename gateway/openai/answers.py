@@ -52,7 +52,8 @@ class CachedTokensByTier(Shape):
 
 
 class PromptTokensDetails(Shape):
-    """The number of prompt tokens found in a prefix cache. By tier, if some were not in the worker's memory."""
+    """The number of prompt tokens that were found in a prefix cache, and their number in each tier if some were not in
+    the worker's memory."""
 
     cached_tokens: int
     cached_tokens_by_tier: CachedTokensByTier | UnsetType = UNSET

@@ -325,7 +325,7 @@ class _Grammar:
             raise _Problem(f"line {self._next.line} lacks {sign!r}")
 
     def _skip_lines_before(self, sign: str) -> None:
-        """Skip ends of lines in front of this sign; of any, if it is empty."""
+        """Skip line breaks if this sign follows them. If `sign` is empty, skip them in any case."""
         at = self._pos
         while self._tokens[at].kind == "line":
             at += 1

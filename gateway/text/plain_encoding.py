@@ -95,8 +95,8 @@ class PlainEncoding:
         return ids
 
     def _ids_of_middles(self, texts: Set[str]) -> dict[str, list[int]]:
-        """Token ids of texts from the middle of others. They are tokenized behind a character, without which some
-        tokenizers would put a space there."""
+        """The token ids that texts have inside a longer text. Each is tokenized after another character, because some
+        tokenizers add a space to the beginning of a text."""
         found: dict[str, list[int]] = {}
         left = sorted(texts)
         for before in _BEFORE if left else ():
