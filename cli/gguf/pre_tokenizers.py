@@ -87,8 +87,8 @@ def _words_without_suffixes(numbers: str, lines: str = _LINES) -> str:
 
 
 def _cased_words(numbers: str, suffix: str, *classes: str) -> str:
-    """An expression for pieces in which a capital after a small letter begins a word. Letters outside ASCII count as both
-    capital and small."""
+    """An expression for pieces in which a capital after a small letter begins a word. Letters outside ASCII count as
+    both capital and small."""
     not_small, not_capital = _any(*classes, but="a-z"), _any(*classes, but="A-Z")
     mixed = f"{_BEFORE}{not_small}*{not_capital}+{suffix}|{_BEFORE}{not_small}+{not_capital}*{suffix}"
     return f"{mixed}|{numbers}| ?{_OTHER}+[\r\n/]*|{_LINES}"

@@ -48,10 +48,10 @@ class VocabularyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's vocabulary. `tokens`, `kinds` and `scores` are indexed by token id. `merges` are pairs of tokens, the
-    most urgent first. `pre_tokenizer` is None for SentencePiece. `bos_id` and `eos_id` are None if the file
-    names none; `adds_bos` and `adds_eos` say whether they are added to a text. With `adds_space`, a space is put in
-    front of each text."""
+    """A tokenizer's vocabulary. `tokens`, `kinds` and `scores` are indexed by token id. `merges` are pairs of tokens,
+    the most urgent first. `pre_tokenizer` is None for SentencePiece. `bos_id` and `eos_id` are None if the file names
+    none; `adds_bos` and `adds_eos` say whether they are added to a text. With `adds_space`, a space is put in front of
+    each text."""
 
     tokens: Sequence[str]
     kinds: Sequence[TokenType]

@@ -97,8 +97,8 @@ def _table(model: Model) -> Sequence[bytes]:
 
 
 def _page_of(cards: list[ModelCard], query: Mapping[str, str]) -> tuple[list[ModelCard], bool]:
-    """The page of models that Anthropic's query parameters ask for, and whether more follow in the same direction. Without
-    `limit`, these are all models. Raises `StatusError`."""
+    """The page of models that Anthropic's query parameters ask for, and whether more follow in the same direction.
+    Without `limit`, these are all models. Raises `StatusError`."""
     limit = number_of(query, "limit", max(1, len(cards)), 1, MAX_PAGE)
     places = {card.id: place for place, card in enumerate(cards)}
     for name in ("after_id", "before_id"):

@@ -307,8 +307,8 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(where: str, content: Any, kind: str) -> list[dict[str, Any]]:
-    """Content in parts; a text becomes one part of this kind. Parts that the assistant cannot read of its own earlier
-    turns are left out."""
+    """Content in parts; a text becomes one part of this kind. In turns of the assistant, parts that a chat cannot have
+    are left out."""
     if content is None:
         content = []
     if isinstance(content, str):
