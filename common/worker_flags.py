@@ -104,6 +104,13 @@ MAX_CONTEXT_TOKENS = WorkerFlag(
     of_worker="Maximum length of prompt and answer together. Default: the model's.",
     of_serve="Maximum length of prompt and answer together, in tokens.  [default: the model's]",
 )
+MAX_IMAGES = WorkerFlag(
+    "--max-images",
+    click.IntRange(0, 1024),
+    of_worker="Maximum number of images of a request; 0: the model serves text only.",
+    of_serve="Maximum number of images of a request; 0 serves text only.  [default: 16]",
+    default=16,
+)
 MAX_ADAPTERS = WorkerFlag(
     "--max-adapters",
     click.IntRange(0, 1024),
@@ -256,6 +263,29 @@ WORKER_FLAGS = (
         is_repeated=True,
     ),
     MAX_ADAPTERS,
+    MAX_IMAGES,
+    WorkerFlag(
+        "--max-image-pixels",
+        click.IntRange(4096),
+        of_worker="Maximum number of pixels that a model sees of an image, if it takes images in their own size "
+        "(Qwen's, Pixtral's); larger images are made smaller. Its time grows faster than this. Default: 1003520.",
+        of_serve="Maximum pixels that a model sees of an image; larger ones are made smaller.  [default: 1003520]",
+    ),
+    WorkerFlag(
+        "--image-threads",
+        click.IntRange(1),
+        of_worker="Number of threads that encode images, in a process of lower priority beside the engine. Default: as "
+        "many as --threads.",
+        of_serve="Threads of each worker that encode images, at a lower priority.  [default: as many as compute]",
+    ),
+    WorkerFlag(
+        "--image-cache-gb",
+        FiniteRange(0),
+        of_worker="Memory for what images became when they were encoded, in GiB, so that the same image is not "
+        "encoded again.",
+        of_serve="Memory of each worker for encoded images, in GiB.  [default: 1]",
+        default=1.0,
+    ),
 )
 """In the order of help texts."""
 

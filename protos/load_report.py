@@ -42,6 +42,11 @@ class LoadReport:
     num_saved_states: int = 0
     num_window_slots: int = 0
     num_held_window_slots: int = 0
+    num_encoding: int = 0
+    encoding_tokens: int = 0
+    image_tokens_per_s: float = 0.0
+    num_cached_images: int = 0
+    image_cache_bytes: int = 0
     as_of_s: float = 0.0
     """When the numbers were current, on the reader's clock. The message has their age instead."""
 
@@ -71,7 +76,7 @@ class LoadReport:
             return True  # no report has arrived yet
         short_queue = 1 + self.max_num_seqs // 16
         # If requests wait although the batch has room, the pool is full, unless they wait for their own blocks.
-        if self.num_waiting - self.num_fetching >= short_queue:
+        if self.num_waiting - self.num_fetching - self.num_encoding >= short_queue:
             return False
         return self.num_running + self.num_waiting + num_booked < self.max_num_seqs + short_queue
 

@@ -326,7 +326,7 @@ class KvEvents(_message.Message):
     def __init__(self, reset: bool = ..., stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version", "num_disk_slots", "num_disk_blocks", "transfer_bytes_per_s", "disk_bytes_per_s", "num_state_slots", "num_saved_states", "num_partial_blocks", "num_window_slots", "num_held_window_slots", "num_fetching")
+    __slots__ = ("num_running", "num_waiting", "num_uncached_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "prefill_tokens_per_s", "decode_step_ms", "max_num_seqs", "draining", "numa_node", "counters", "binding", "num_arrived", "arrived_tokens", "arrived_blocks", "age_ms", "version", "num_disk_slots", "num_disk_blocks", "transfer_bytes_per_s", "disk_bytes_per_s", "num_state_slots", "num_saved_states", "num_partial_blocks", "num_window_slots", "num_held_window_slots", "num_fetching", "num_encoding", "encoding_tokens", "image_tokens_per_s", "num_cached_images", "image_cache_bytes")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +355,11 @@ class Load(_message.Message):
     NUM_WINDOW_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_WINDOW_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FETCHING_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENCODING_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_uncached_tokens: int
@@ -383,7 +388,12 @@ class Load(_message.Message):
     num_window_slots: int
     num_held_window_slots: int
     num_fetching: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_saved_states: _Optional[int] = ..., num_partial_blocks: _Optional[int] = ..., num_window_slots: _Optional[int] = ..., num_held_window_slots: _Optional[int] = ..., num_fetching: _Optional[int] = ...) -> None: ...
+    num_encoding: int
+    encoding_tokens: int
+    image_tokens_per_s: float
+    num_cached_images: int
+    image_cache_bytes: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_saved_states: _Optional[int] = ..., num_partial_blocks: _Optional[int] = ..., num_window_slots: _Optional[int] = ..., num_held_window_slots: _Optional[int] = ..., num_fetching: _Optional[int] = ..., num_encoding: _Optional[int] = ..., encoding_tokens: _Optional[int] = ..., image_tokens_per_s: _Optional[float] = ..., num_cached_images: _Optional[int] = ..., image_cache_bytes: _Optional[int] = ...) -> None: ...
 
 class Binding(_message.Message):
     __slots__ = ("cpus_allowed", "memory_policy", "memory", "kv_huge_bytes")
@@ -410,7 +420,7 @@ class NodeMemory(_message.Message):
     def __init__(self, node: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., anonymous_bytes: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens", "blocks_restored", "ngram_tokens_drafted", "ngram_tokens_accepted", "prediction_tokens_drafted", "prediction_tokens_accepted", "grammar_tokens_drafted", "grammar_tokens_accepted", "blocks_written", "blocks_read", "adapter_loads", "adapter_evictions", "draft_tokens_drafted", "draft_tokens_accepted", "prompt_tokens_from_disk", "prompt_tokens_from_peers", "blocks_received", "blocks_sent", "blocks_taken_over", "eagle3_tokens_drafted", "eagle3_tokens_accepted", "medusa_tokens_drafted", "medusa_tokens_accepted", "blocks_given_up", "blocks_not_written")
+    __slots__ = ("requests_admitted", "requests_finished", "requests_cancelled", "requests_failed", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "infer_us", "overhead_us", "preemptions", "blocks_evicted", "padding_tokens", "blocks_restored", "ngram_tokens_drafted", "ngram_tokens_accepted", "prediction_tokens_drafted", "prediction_tokens_accepted", "grammar_tokens_drafted", "grammar_tokens_accepted", "blocks_written", "blocks_read", "adapter_loads", "adapter_evictions", "draft_tokens_drafted", "draft_tokens_accepted", "prompt_tokens_from_disk", "prompt_tokens_from_peers", "blocks_received", "blocks_sent", "blocks_taken_over", "eagle3_tokens_drafted", "eagle3_tokens_accepted", "medusa_tokens_drafted", "medusa_tokens_accepted", "blocks_given_up", "blocks_not_written", "images_encoded", "images_failed", "image_cache_hits", "image_cache_misses", "image_cache_evictions", "image_encoder_restarts", "image_encode_us")
     REQUESTS_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_CANCELLED_FIELD_NUMBER: _ClassVar[int]
@@ -448,6 +458,13 @@ class Counters(_message.Message):
     MEDUSA_TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_NOT_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_ENCODED_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_CACHE_MISSES_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_CACHE_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_ENCODER_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_ENCODE_US_FIELD_NUMBER: _ClassVar[int]
     requests_admitted: int
     requests_finished: int
     requests_cancelled: int
@@ -485,7 +502,14 @@ class Counters(_message.Message):
     medusa_tokens_accepted: int
     blocks_given_up: int
     blocks_not_written: int
-    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ..., blocks_restored: _Optional[int] = ..., ngram_tokens_drafted: _Optional[int] = ..., ngram_tokens_accepted: _Optional[int] = ..., prediction_tokens_drafted: _Optional[int] = ..., prediction_tokens_accepted: _Optional[int] = ..., grammar_tokens_drafted: _Optional[int] = ..., grammar_tokens_accepted: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_read: _Optional[int] = ..., adapter_loads: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., draft_tokens_drafted: _Optional[int] = ..., draft_tokens_accepted: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., prompt_tokens_from_peers: _Optional[int] = ..., blocks_received: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., blocks_taken_over: _Optional[int] = ..., eagle3_tokens_drafted: _Optional[int] = ..., eagle3_tokens_accepted: _Optional[int] = ..., medusa_tokens_drafted: _Optional[int] = ..., medusa_tokens_accepted: _Optional[int] = ..., blocks_given_up: _Optional[int] = ..., blocks_not_written: _Optional[int] = ...) -> None: ...
+    images_encoded: int
+    images_failed: int
+    image_cache_hits: int
+    image_cache_misses: int
+    image_cache_evictions: int
+    image_encoder_restarts: int
+    image_encode_us: int
+    def __init__(self, requests_admitted: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_cancelled: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., steps: _Optional[int] = ..., infer_us: _Optional[int] = ..., overhead_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., padding_tokens: _Optional[int] = ..., blocks_restored: _Optional[int] = ..., ngram_tokens_drafted: _Optional[int] = ..., ngram_tokens_accepted: _Optional[int] = ..., prediction_tokens_drafted: _Optional[int] = ..., prediction_tokens_accepted: _Optional[int] = ..., grammar_tokens_drafted: _Optional[int] = ..., grammar_tokens_accepted: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_read: _Optional[int] = ..., adapter_loads: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., draft_tokens_drafted: _Optional[int] = ..., draft_tokens_accepted: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., prompt_tokens_from_peers: _Optional[int] = ..., blocks_received: _Optional[int] = ..., blocks_sent: _Optional[int] = ..., blocks_taken_over: _Optional[int] = ..., eagle3_tokens_drafted: _Optional[int] = ..., eagle3_tokens_accepted: _Optional[int] = ..., medusa_tokens_drafted: _Optional[int] = ..., medusa_tokens_accepted: _Optional[int] = ..., blocks_given_up: _Optional[int] = ..., blocks_not_written: _Optional[int] = ..., images_encoded: _Optional[int] = ..., images_failed: _Optional[int] = ..., image_cache_hits: _Optional[int] = ..., image_cache_misses: _Optional[int] = ..., image_cache_evictions: _Optional[int] = ..., image_encoder_restarts: _Optional[int] = ..., image_encode_us: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("undo",)

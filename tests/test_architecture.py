@@ -139,7 +139,7 @@ TIERS = {
         ("kv", "multimodal", "sampling", "weights"),
         ("model", "peers"),
         ("draft_heads", "numerics"),
-        ("speculation",),
+        ("speculation", "vision"),
         ("engine", "adapters"),
         ("encoder", "tiers"),
         ("allocation", "model_card"),

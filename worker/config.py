@@ -61,6 +61,14 @@ class WorkerConfig:
     cache_eviction: str | None = None
     trims_windows: bool = False
     """Whether layers with a sliding window keep only their windows."""
+    max_images: int = 16
+    """How many images a request may have; 0 serves text only."""
+    max_image_pixels: int | None = None
+    """The most pixels that a model sees of an image, if it takes images in their own size."""
+    image_threads: int | None = None
+    """Threads that encode images; None: as many as compute."""
+    image_cache_gb: float = 1.0
+    """Memory for the states of images, in GiB."""
     role: str = "both"
     adapters: tuple[tuple[str, Path], ...] = ()
     """Names and paths of LoRA adapters."""

@@ -50,7 +50,7 @@ class EngineUnderTest:
         """Add a greedy request; `options` are fields of Request or of SamplingParams."""
         of_request = {
             name: options.pop(name)
-            for name in ("priority", "resume_token_ids", "root_hash", "prediction")
+            for name in ("priority", "resume_token_ids", "root_hash", "prediction", "images")
             if name in options
         }
         sampling = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, **options})  # type: ignore[arg-type]

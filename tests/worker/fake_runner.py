@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.worker.model.batch import Batch
 from headrace.worker.sampling.logits import Logits
+from tests.worker.images import tokens_of_states
 
 EMPTY = -1
 
@@ -32,6 +34,15 @@ def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[
     return context[len(prompt) :]
 
 
+def tokens_of(batch: Batch) -> npt.NDArray[np.int64]:
+    """The tokens of a step. Those of images are read from their states."""
+    if batch.images is None:
+        return batch.input_ids
+    tokens = batch.input_ids.copy()
+    tokens[batch.images.rows] = tokens_of_states(batch.images.states)
+    return tokens
+
+
 class FakeRunner:
     """`num_blocks` blocks of `block_size` token ids, and one for padding. Counts the tokens it was given,
     without padding."""
@@ -47,6 +58,7 @@ class FakeRunner:
         self.num_tokens = 0
         self.batch_sizes: list[int] = []
         self.fail_next: Exception | None = None
+        self._input_ids = np.zeros(0, np.int64)
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Compute one-hot logits of the next tokens, and spoil those before that are not to be kept."""
@@ -54,6 +66,7 @@ class FakeRunner:
             error, self.fail_next = self.fail_next, None
             raise error
         self._check_shapes(batch)
+        self._input_ids = tokens_of(batch)
         for source, destination in batch.copies:
             self.blocks[destination] = self.blocks[source]
         num_padding = int(np.count_nonzero(batch.block_indices == self.padding_block))
@@ -86,7 +99,7 @@ class FakeRunner:
         blocks = batch.block_indices[slice(*batch.block_indices_begins[sequence : sequence + 2])]
         size = self.blocks.shape[1]
         assert len(blocks) == -(-(past + end - begin) // size)
-        for offset, token_id in enumerate(batch.input_ids[begin:end].tolist()):
+        for offset, token_id in enumerate(self._input_ids[begin:end].tolist()):
             position = past + offset
             self.blocks[blocks[position // size], position % size] = token_id
 

@@ -24,6 +24,7 @@ from headrace.worker.kv.fetch import DiskOfBlocks, Fetch, Held, OtherWorkers, Ti
 from headrace.worker.kv.takeover import Takeover
 from headrace.worker.peers.source import BlockSource
 from headrace.worker.request.request import Request, RequestState
+from headrace.worker.request.step import RequestOutput
 
 # Fetching has to be cheaper than computing by this factor.
 _WORTH = 0.8
@@ -272,6 +273,15 @@ class Fetching:
         if self._takeover is not None:
             found |= {"blocks_taken_over": self._takeover.num_taken}
         return found
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """See `Stage`: no request ends here."""
+        return []
+
+    def wait_s(self, request: Request) -> tuple[float, float]:
+        """See `Stage`: nobody waits here for longer than computing would take."""
+        del request
+        return 0.0, 0.0
 
     def take_news(self) -> bool:
         """Whether blocks for which no request waits have arrived since the last call."""

@@ -7,6 +7,7 @@ the remaining tokens of each prompt, and how much of the new prompt is cached. T
              requests end; not for a request that overtakes them, because most of it is cached
     prompts  tokens that are computed before the request's own: those of prompts with less left to compute, in steps
              as the scheduler would make them now, at their predicted cost
+    stages   what is done for others first where requests wait before they are scheduled, such as encoding of images
 
 The time for the request's own prompt does not count as waiting, nor does a prefix that it shares with a prompt ahead.
 A prefix that several requests share is computed once and takes its blocks once.
@@ -21,6 +22,7 @@ from typing import NamedTuple, Self
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.scheduler import Scheduler, rank
+from headrace.worker.engine.stages import Stages
 from headrace.worker.engine.step_budget import FIRST_IN_RANK_SHARE
 from headrace.worker.request.request import Request
 
@@ -67,10 +69,18 @@ class _Work(NamedTuple):
 
 
 class Forecast:
-    """Predicts for one scheduler, in its thread. No request waits longer than `max_wait_s` for others."""
+    """Predicts for one scheduler and the `stages` in front of it, in their thread. No request waits longer than
+    `max_wait_s` for others."""
 
-    def __init__(self, scheduler: Scheduler, max_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        max_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        stages: Stages = Stages(),  # noqa: B008  without stages it has no state
+    ) -> None:
         self._scheduler = scheduler
+        self._stages = stages
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._ended_per_s = 0.0
@@ -101,10 +111,14 @@ class Forecast:
         left_s = request.deadline_s - self._clock()
         bound_s = min(self._max_wait_s, request.max_wait_s)
         waiting = self._waiting_ahead_of(request)
+        of_stages_s, own_of_stages_s = self._stages.wait_s(request)
         most_s = self._place_s(request, waiting, {}) + self._seconds(self._most_work(request, waiting))
+        most_s += of_stages_s + own_of_stages_s
         if most_s <= min(bound_s, left_s):
             return None  # in time even if everything here goes first
         wait_s, own_s = self.wait_s(request)
+        # The engine works on prompts while the stages work.
+        wait_s, own_s = max(wait_s, of_stages_s), own_s + own_of_stages_s
         missed_s = wait_s - bound_s
         if wait_s and own_s <= left_s:  # else an idle worker would miss the deadline too
             missed_s = max(missed_s, wait_s + own_s - left_s)
@@ -122,7 +136,8 @@ class Forecast:
         self._next_look_s = now_s + _LOOK_S
         found = []
         for request in self._scheduler.waiting:
-            own_s = request.preparing_s + request.fetch_wait_s  # it waited for itself, not for others
+            # It waited for itself, not for others.
+            own_s = request.preparing_s + request.fetch_wait_s + request.image_wait_s
             waited_s = now_s - request.arrival_s - own_s
             bound_s = min(self._max_wait_s, request.max_wait_s)
             if waited_s >= bound_s and not request.scheduled_s and not request.is_resumed:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.request.request import Request
+from headrace.worker.request.step import RequestOutput
 
 
 class Stage(Protocol):
@@ -40,6 +41,14 @@ class Stage(Protocol):
     def take_ready(self) -> list[Request]:
         """The requests that wait here no longer. Called before each step, and while nothing is computed a few times a
         second."""
+        ...
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """The last outputs of requests that ended here."""
+        ...
+
+    def wait_s(self, request: Request) -> tuple[float, float]:
+        """How long a new request would wait here for others, and how long for itself, in seconds."""
         ...
 
     def take_news(self) -> bool:
@@ -80,6 +89,15 @@ class Stages:
         for number, stage in enumerate(self._stages):
             ready += [request for request in stage.take_ready() if not self._begin(request, number + 1)]
         return ready
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """See `Stage`."""
+        return [output for stage in self._stages for output in stage.take_outputs()]
+
+    def wait_s(self, request: Request) -> tuple[float, float]:
+        """See `Stage`."""
+        waits = [stage.wait_s(request) for stage in self._stages]
+        return sum(wait[0] for wait in waits), sum(wait[1] for wait in waits)
 
     def take_news(self) -> bool:
         """See `Stage`. Asks every stage."""

@@ -48,7 +48,7 @@ class EngineThread(ServingThread):
         self._next_report_s = 0.0
         self._report: EngineReport | None = None
         self._num_taken = 0
-        self._forecast = Forecast(engine.scheduler, max_wait_s)
+        self._forecast = Forecast(engine.scheduler, max_wait_s, stages=stages)
 
     @property
     def longest_expected_step_s(self) -> float:
@@ -68,7 +68,7 @@ class EngineThread(ServingThread):
                 self._forecast.observe()
             elif self._engine.scheduler.has_requests:
                 time.sleep(_POLL_S)  # the pool waits for blocks that are fetched
-            has_news = self._refuse_overdue() | self._stages.take_news()
+            has_news = self._end_held() | self._refuse_overdue() | self._stages.take_news()
             if has_stepped or commands or has_news:
                 self._report = self._report_if_due(commands_came=bool(commands))
 
@@ -88,6 +88,13 @@ class EngineThread(ServingThread):
                 scheduler.add(request)
         if refused:
             self._mailbox.deliver(refused, None)
+
+    def _end_held(self) -> bool:
+        """Deliver the last outputs of requests that ended in a stage. Returns whether there were any."""
+        outputs = self._stages.take_outputs()
+        if outputs:
+            self._mailbox.deliver(outputs, None)
+        return bool(outputs)
 
     def _refuse_overdue(self) -> bool:
         """End requests that have waited too long for their first step. Returns whether there were any."""

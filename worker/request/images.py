@@ -81,6 +81,8 @@ class PlacedImage:
     detail: str = "auto"
     grid: Grid | None = None
     """None if the model's positions do not count rows and columns of images."""
+    is_whole: bool = False
+    """Whether its tokens also see those after them, so that one step has to compute all of them."""
     states: ImageStates | None = None
 
     @property

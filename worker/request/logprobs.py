@@ -10,7 +10,7 @@ import msgspec
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities at one position: that of its token, the token's rank from 1, and the most probable tokens,
-    best first. Natural logarithms."""
+    best first. Natural logarithms. The token of an image has neither: 0 and rank 0."""
 
     logprob: float
     rank: int

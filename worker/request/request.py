@@ -138,6 +138,8 @@ class Request:
     """The first of its blocks for which it has waited while they were fetched for another request."""
     fetch_wait_s: float = 0.0
     """How long it has waited for blocks from the disk or from another worker, in seconds."""
+    image_wait_s: float = 0.0
+    """How long it has waited for its images to be encoded, in seconds."""
     preparing_s: float = 0.0
     """How long it has waited for its grammar and its adapter before it was queued, in seconds."""
     lacks_blocks_since_s: float = 0.0
@@ -195,6 +197,14 @@ class Request:
     def num_kv_tokens(self) -> int:
         """Tokens in the KV cache: the computed ones, without those whose blocks it has evicted."""
         return self.num_computed_tokens - (0 if self.eviction is None else self.eviction.num_evicted_tokens)
+
+    def whole_until(self, place: int) -> int:
+        """The largest number of its tokens, at most `place`, after which a step may end and a cached prefix may be
+        used: not inside of an image whose tokens see each other."""
+        for image in self.images:
+            if image.is_whole and image.first < place < image.end:
+                return image.first
+        return place
 
     @property
     def is_replaying(self) -> bool:

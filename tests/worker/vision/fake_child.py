@@ -1,0 +1,60 @@
+"""A process for images without a tower: `python -m tests.worker.vision.fake_child FD`. What a file says happens."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from headrace.worker.request.images import ImageStates
+from headrace.worker.vision.child import run
+from headrace.worker.vision.eyes import BadImageError, Eyes, ImageFile, Setting
+
+HIDDEN_SIZE, NUM_LAYERS = 3, 2
+
+
+class ObedientEyes:
+    """Files are a verb, a number of tokens, and what the verb needs."""
+
+    def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
+        return [self._encode(*image.data.decode().split(" ", 2)) for image in images]
+
+    def _encode(self, verb: str, count: str, more: str = "") -> ImageStates | BadImageError:
+        num_tokens = int(count)
+        match verb:
+            case "refuse":
+                return BadImageError(more)
+            case "die":
+                os._exit(3)
+            case "die_once" if not Path(more).exists():
+                Path(more).touch()
+                os._exit(3)
+            case "hang":
+                time.sleep(1e6)
+            case "grow":
+                np.ones(1 << 34, np.uint8)
+            case "raise":
+                raise ZeroDivisionError("a secret at 0x7f0000000000")
+            case "wait":
+                while not Path(more).exists():
+                    time.sleep(0.005)
+            case "invent":
+                num_tokens += 1
+        states = np.full((num_tokens, HIDDEN_SIZE), num_tokens, np.float32)
+        if verb == "nan":
+            states[-1, -1] = np.nan
+        return ImageStates(states, np.full((NUM_LAYERS, num_tokens, HIDDEN_SIZE), 7, np.float32))
+
+
+def open_eyes(setting: Setting) -> Eyes:
+    """Eyes, unless the directory of the model says otherwise."""
+    if setting.model_dir == "no tower":
+        raise FileNotFoundError("there is no tower")
+    return ObedientEyes()
+
+
+if __name__ == "__main__":
+    run(open_eyes)

@@ -1,0 +1,188 @@
+"""The process for images: what crashes, hangs or grows there ends one image, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.protos.status import Reason
+from headrace.worker.config import ConfigurationError
+from headrace.worker.vision.child import NOT_A_NUMBER, NOT_ENCODED, TOO_LARGE
+from headrace.worker.vision.eyes import Setting
+from headrace.worker.vision.process import ENDED_TWICE, HANGS, EncodeJob, EncoderProcess
+from tests.patience import patience, until
+from tests.worker.vision.fake_child import HIDDEN_SIZE, NUM_LAYERS
+
+MODULE = "tests.worker.vision.fake_child"
+SETTING = Setting("model", 1 << 20, 1, "performance", 1 << 30, HIDDEN_SIZE, NUM_LAYERS)
+
+
+class Run:
+    """A process, and the jobs that have ended."""
+
+    def __init__(self, **options: float) -> None:
+        self.bell = threading.Event()
+        self.process = EncoderProcess(SETTING, self.bell.set, module=MODULE, **options)  # type: ignore[arg-type]
+        self.ended: list[EncodeJob] = []
+
+    def ask(self, *files: str) -> list[EncodeJob]:
+        jobs = [EncodeJob(file.encode(), file.encode(), "auto", int(file.split()[1])) for file in files]
+        for job in jobs:
+            self.process.encode(job)
+        return jobs
+
+    def wait(self, *jobs: EncodeJob) -> None:
+        """Wait until these have ended."""
+        until(lambda: self._take() and all(job in self.ended for job in jobs), "the end of images", 60)
+
+    def _take(self) -> bool:
+        self.ended += self.process.take_ended()
+        return True
+
+
+@contextmanager
+def running(**options: float) -> Iterator[Run]:
+    run = Run(**options)
+    try:
+        yield run
+    finally:
+        run.process.close()
+        assert run.process.pid == 0
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with running() as found:
+        yield found
+
+
+def test_states_have_the_tokens_of_their_image(run: Run) -> None:
+    assert run.process.bytes_per_token == 4 * HIDDEN_SIZE * (1 + NUM_LAYERS)
+    jobs = run.ask("see 5", "see 900", "see 1")
+    run.wait(*jobs)
+    for job, count in zip(jobs, (5, 900, 1), strict=True):
+        assert job.states is not None
+        assert job.states.deepstack is not None
+        assert job.states.states.shape == (count, HIDDEN_SIZE)
+        assert job.states.deepstack.shape == (NUM_LAYERS, count, HIDDEN_SIZE)
+        assert (job.states.states == count).all()
+        assert (job.states.deepstack == 7).all()
+        assert job.begun_s > 0
+    assert run.process.rate.tokens_per_s > 0
+    assert run.bell.is_set()
+
+
+@pytest.mark.parametrize(
+    ("file", "reason", "problem"),
+    [
+        ("refuse 4 is not a picture", Reason.INVALID_FIELD, "is not a picture"),
+        ("grow 4", Reason.INVALID_FIELD, TOO_LARGE),
+        ("raise 4", Reason.INTERNAL, NOT_ENCODED),
+        ("nan 4", Reason.INTERNAL, NOT_A_NUMBER),
+    ],
+)
+def test_what_fails_ends_one_image_of_a_batch(run: Run, file: str, reason: Reason, problem: str) -> None:
+    num_restarts = run.process.num_restarts
+    bad, good = run.ask(file, "see 4")
+    run.wait(bad, good)
+    assert (bad.reason, bad.problem, bad.states) == (reason, problem, None)
+    assert good.states is not None
+    assert run.process.num_restarts == num_restarts
+
+
+@pytest.mark.parametrize("verb", ["die", "invent"])
+def test_an_image_that_ends_the_process_fails_and_its_neighbours_do_not(run: Run, verb: str) -> None:
+    num_restarts = run.process.num_restarts
+    first, bad, last = run.ask("see 2", f"{verb} 4", "see 3")
+    run.wait(first, bad, last)
+    assert (bad.reason, bad.problem) == (Reason.INVALID_FIELD, ENDED_TWICE)
+    assert first.states is not None
+    assert last.states is not None
+    assert run.process.num_restarts > num_restarts
+
+
+def test_an_image_survives_a_process_that_others_end(run: Run, tmp_path: Path) -> None:
+    jobs = run.ask(f"die_once 4 {tmp_path / 'died'}", "see 3")
+    run.wait(*jobs)
+    assert all(job.states is not None for job in jobs)
+    gate = tmp_path / "gate"
+    (job,) = run.ask(f"wait 4 {gate}")
+    until(lambda: job.begun_s > 0, "the image is being encoded")
+    pid = run.process.pid
+    os.kill(pid, signal.SIGKILL)
+    gate.touch()
+    run.wait(job)
+    assert job.states is not None
+    assert run.process.pid != pid
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path) -> None:
+    with running(stuck_after_s=patience(0.2)) as run:
+        run.wait(*run.ask("see 4"))
+        hanging, next_one = run.ask("hang 300", "see 4")
+        run.wait(hanging, next_one)
+        assert (hanging.reason, hanging.problem) == (Reason.DEADLINE, HANGS)
+        assert next_one.states is not None
+        assert run.process.num_restarts == 1
+
+
+def test_a_dropped_image_is_not_encoded(run: Run, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    first, dropped, last = run.ask(f"wait 300 {gate}", "see 299", "see 3")
+    until(lambda: first.begun_s > 0, "the first image")
+    run.process.drop(dropped)
+    gate.touch()
+    run.wait(first, last)
+    assert dropped not in run.ended
+    assert np.isclose(dropped.begun_s, 0.0)
+
+
+def test_closing_ends_the_process_in_the_middle_of_an_image() -> None:
+    with running() as run:
+        (job,) = run.ask("hang 4")
+        until(lambda: job.begun_s > 0, "the image")
+        pid = run.process.pid
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_process_dies_with_its_worker_in_the_middle_of_an_image() -> None:
+    program = (
+        "import sys, time\n"
+        "from headrace.worker.vision.process import EncodeJob, EncoderProcess\n"
+        "from tests.worker.vision.test_process import MODULE, SETTING\n"
+        "process = EncoderProcess(SETTING, lambda: None, module=MODULE)\n"
+        "job = EncodeJob(b'', b'hang 4', 'auto', 4)\n"
+        "process.encode(job)\n"
+        "while not job.begun_s: time.sleep(0.01)\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(1e6)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        child = int(worker.stdout.readline())
+        worker.kill()
+        worker.wait()
+    until(lambda: not Path(f"/proc/{child}").exists() or _is_zombie(child), "the end of the process")
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_tower_that_cannot_be_opened_is_told_at_the_start() -> None:
+    setting = msgspec.structs.replace(SETTING, model_dir="no tower")
+    with pytest.raises(ConfigurationError, match="did not start"):
+        EncoderProcess(setting, lambda: None, module=MODULE)

@@ -1,0 +1,347 @@
+"""Requests that wait for the states of their images before they are scheduled.
+
+A request needs states of those images of which tokens are not in the KV cache. It waits here until it has all of them,
+and holds no blocks meanwhile. So after cached prefixes it needs no encoding, and after a preemption states are asked
+for again only where blocks were lost.
+
+    arrived --> waits for room in the store --> waits for its images to be encoded --> scheduled
+                 in order of rank                equal images are encoded once
+
+Images are handed to the encoder in the requests' order of rank, few at a time, so that a request of higher rank waits
+for little. States stay in the store while a request has to compute with them, and longer if there is room.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from headrace.protos.status import Reason, StatusError
+from headrace.worker.engine.forecast import has_waited_too_long
+from headrace.worker.engine.mailbox import EngineReport
+from headrace.worker.engine.scheduler import Scheduler, rank
+from headrace.worker.request.images import PlacedImage
+from headrace.worker.request.request import Request, RequestState
+from headrace.worker.request.step import RequestOutput
+from headrace.worker.vision.cost import EncodeRate
+from headrace.worker.vision.process import EncodeJob
+from headrace.worker.vision.states import StateStore
+
+# No request's images are handed to the encoder while it has so many others to do.
+_MOST_AHEAD = 4
+RETRY_AFTER_S = 2.0
+
+
+class ImageEncoder(Protocol):
+    """Encodes images in the background; see `headrace.worker.vision.process.EncoderProcess`."""
+
+    rate: EncodeRate
+    num_encoded: int
+    num_failed: int
+    num_restarts: int
+    encode_s: float
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of the states of an image token."""
+        ...
+
+    def encode(self, job: EncodeJob) -> None:
+        """Queue an image."""
+        ...
+
+    def drop(self, job: EncodeJob) -> None:
+        """Forget an image that has not begun."""
+        ...
+
+    def take_ended(self) -> list[EncodeJob]:
+        """The images that have ended since the last call."""
+        ...
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that waits for the states of these images since `since_s`. It `is_asking` once the store has promised
+    them."""
+
+    images: list[PlacedImage]
+    since_s: float
+    is_asking: bool = False
+
+
+class _Use(NamedTuple):
+    """A request's hold of states in the store, for all of its places of one image."""
+
+    digest: bytes
+    images: list[PlacedImage]
+
+    @property
+    def end(self) -> int:
+        """The place after the last token that needs them."""
+        return max(image.end for image in self.images)
+
+
+class Encoding:
+    """The requests with images of one scheduler: a `Stage`. Used by the engine thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        encoder: ImageEncoder,
+        store: StateStore,
+        max_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """No request waits longer than `max_wait_s` for others' images."""
+        self._scheduler, self._encoder, self._store = scheduler, encoder, store
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._held: dict[Request, _Held] = {}
+        self._jobs: dict[bytes, EncodeJob] = {}
+        """What the encoder has to do, by digest."""
+        self._using: dict[Request, list[_Use]] = {}
+        """What is held in the store for requests that wait for it, or compute with it."""
+        self._failed: list[RequestOutput] = []
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for states."""
+        return len(self._held)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Image tokens of held requests that are not encoded yet, equal images counted once."""
+        waiting = {image.digest: len(image.places) for held in self._held.values() for image in held.images}
+        jobs = {digest: job.num_tokens for digest, job in self._jobs.items()}
+        return sum((jobs | {digest: n for digest, n in waiting.items() if digest not in self._store}).values())
+
+    def begin(self, request: Request) -> bool:
+        """See `Stage`."""
+        lacking = _lacking(request, self._scheduler.kv_cache.num_computed_by_now(request)) if request.images else []
+        if not lacking or self._take(request, lacking):
+            return False
+        self._wait(request, lacking)
+        return True
+
+    def begin_late(self, request: Request, num_free: int) -> bool:
+        """See `Stage`. A request that arrived with cached image tokens may have lost them since."""
+        del num_free
+        lacking = _lacking(request, request.num_computed_tokens) if request.images else []
+        if not lacking or self._take(request, lacking):
+            return False
+        # It must not hold states while it waits for others, or two requests might wait for each other.
+        self._let_go(request)
+        lacking = _lacking(request, request.num_computed_tokens)
+        self._scheduler.kv_cache.free(request)
+        self._scheduler.waiting.remove(request)
+        self._wait(request, lacking)
+        return True
+
+    def cancel(self, request: Request) -> bool:
+        """See `Stage`."""
+        held = self._held.pop(request, None)
+        self._let_go(request)
+        if held is None:
+            return False
+        self._scheduler.add(request)
+        self._scheduler.cancel(request)
+        return True
+
+    def take_ready(self) -> list[Request]:
+        """See `Stage`. Also lets go of states that requests have computed with, and asks for others."""
+        for request in [request for request in self._using if request not in self._held]:
+            self._let_go_computed(request)
+        for job in self._encoder.take_ended():
+            self._end(job)
+        self._give_back_overdue()
+        self._ask()
+        ready = [request for request, held in self._held.items() if held.is_asking and self._give(request)]
+        for request in ready:
+            request.image_wait_s += self._clock() - self._held.pop(request).since_s
+        return ready
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """See `Stage`: the last outputs of requests whose images could not be encoded, or that waited too long."""
+        outputs, self._failed = self._failed, []
+        return outputs
+
+    def take_news(self) -> bool:
+        """See `Stage`."""
+        return False
+
+    def wait_s(self, request: Request) -> tuple[float, float]:
+        """How long a new request would wait for others' images, and how long its own would take to encode, in seconds;
+        0 while the rate is unknown."""
+        rate = self._encoder.rate
+        if not request.images or not rate.tokens_per_s:
+            return 0.0, 0.0
+        lacking = _lacking(request, self._scheduler.kv_cache.num_computed_by_now(request))
+        if all(self._is_here(image.digest) for image in lacking):
+            return 0.0, 0.0
+        own = {image.digest: len(image.places) for image in lacking if image.digest not in self._store}
+        return rate.seconds(self.num_waiting_tokens), rate.seconds(sum(own.values()))
+
+    def report(self, report: EngineReport) -> EngineReport:
+        """See `Stage`."""
+        load = replace(
+            report.load,
+            num_waiting=report.load.num_waiting + self.num_held,
+            num_encoding=self.num_held,
+            encoding_tokens=self.num_waiting_tokens,
+            image_tokens_per_s=self._encoder.rate.tokens_per_s,
+            image_cache_bytes=self._store.num_bytes,
+            num_cached_images=len(self._store) - len(self._jobs),
+        )
+        counters = {
+            "images_encoded": self._encoder.num_encoded,
+            "images_failed": self._encoder.num_failed,
+            "image_cache_hits": self._store.num_hits,
+            "image_cache_misses": self._store.num_misses,
+            "image_cache_evictions": self._store.num_evictions,
+            "image_encoder_restarts": self._encoder.num_restarts,
+            "image_encode_us": int(1e6 * self._encoder.encode_s),
+        }
+        return msgspec.structs.replace(report, load=load, counters={**report.counters, **counters})
+
+    def check(self) -> None:
+        """Assert that every state has an owner. For tests."""
+        self._store.check()
+        uses = [use for uses in self._using.values() for use in uses]
+        assert self._store.num_holders == len(uses), "states are held for nobody"
+        assert set(self._jobs) <= {use.digest for use in uses}, "an image is encoded for nobody"
+        assert all(request.state is RequestState.WAITING and not request.block_table for request in self._held)
+
+    def _is_here(self, digest: bytes) -> bool:
+        return digest in self._store and self._store.states_of(digest) is not None
+
+    def _take(self, request: Request, images: Sequence[PlacedImage]) -> bool:
+        """Give a request states that are all there already."""
+        if not all(self._is_here(image.digest) for image in images) or self._hold(request, images) is None:
+            return False
+        return self._give(request)
+
+    def _wait(self, request: Request, images: list[PlacedImage]) -> None:
+        self._held[request] = _Held(images, self._clock())
+        self._ask()
+
+    def _ask(self) -> None:
+        """Have images encoded for requests in order of rank, as long as the store has room for all of a request's, and
+        the encoder has little to do."""
+        waiting = [request for request, held in self._held.items() if not held.is_asking]
+        for request in sorted(waiting, key=rank):
+            held = self._held[request]
+            if len(self._jobs) >= _MOST_AHEAD and any(image.digest not in self._store for image in held.images):
+                return
+            new = self._hold(request, held.images)
+            if new is None:
+                return
+            held.is_asking = True
+            for image in new:
+                job = self._jobs[image.digest] = EncodeJob(image.digest, image.data, image.detail, len(image.places))
+                self._encoder.encode(job)
+
+    def _hold(self, request: Request, images: Sequence[PlacedImage]) -> list[PlacedImage] | None:
+        """Hold the states of images in the store for a request. Returns those that are to be encoded; None, with
+        nothing held, if there is no room."""
+        by_digest: dict[bytes, list[PlacedImage]] = {}
+        for image in images:
+            by_digest.setdefault(image.digest, []).append(image)
+        size = self._encoder.bytes_per_token
+        new = self._store.hold({digest: len(same[0].places) * size for digest, same in by_digest.items()})
+        if new is None:
+            return None
+        self._using.setdefault(request, []).extend(itertools.starmap(_Use, by_digest.items()))
+        return [by_digest[digest][0] for digest in new]
+
+    def _give(self, request: Request) -> bool:
+        """Give a request its states, if all of them are there."""
+        uses = self._using[request]
+        found = [self._store.states_of(use.digest) for use in uses]
+        if any(states is None for states in found):
+            return False
+        for use, states in zip(uses, found, strict=True):
+            for image in use.images:
+                image.states = states
+        return True
+
+    def _end(self, job: EncodeJob) -> None:
+        """An image was encoded, or could not be: then the requests that wait for it end."""
+        current = self._jobs.get(job.digest)
+        if job.states is not None:
+            # Whoever asked for it may be gone, and somebody else may have asked again.
+            self._store.put(job.digest, job.states)
+            if self._jobs.pop(job.digest, job) is not job and current is not None:
+                self._encoder.drop(current)
+            return
+        if current is not job:
+            return
+        for request, held in list(self._held.items()):
+            if held.is_asking and any(image.digest == job.digest for image in held.images):
+                self._fail(request, job)
+
+    def _fail(self, request: Request, job: EncodeJob) -> None:
+        self._jobs.pop(job.digest, None)
+        number = next(number for number, image in enumerate(request.images) if image.digest == job.digest)
+        del self._held[request]
+        self._let_go(request)
+        retry_after_s = RETRY_AFTER_S if job.reason is Reason.NO_CAPACITY else None
+        error = StatusError(
+            job.reason, f"images[{number}]: {job.problem}", field=f"images[{number}]", retry_after_s=retry_after_s
+        )
+        self._scheduler.add(request)
+        self._failed += self._scheduler.fail([request], error)
+
+    def _give_back_overdue(self) -> None:
+        """End requests whose images have waited too long for those of others."""
+        now_s = self._clock()
+        for request, held in list(self._held.items()):
+            waited_s = now_s - held.since_s
+            has_begun = held.is_asking and all(self._has_begun(image.digest) for image in held.images)
+            bound_s = min(self._max_wait_s, request.max_wait_s)
+            if waited_s < bound_s or has_begun or request.scheduled_s or request.is_resumed:
+                continue
+            del self._held[request]
+            self._let_go(request)
+            self._scheduler.add(request)
+            self._failed.append(self._scheduler.give_back(request, has_waited_too_long(waited_s)))
+
+    def _has_begun(self, digest: bytes) -> bool:
+        job = self._jobs.get(digest)
+        return job is None or job.begun_s > 0.0
+
+    def _let_go_computed(self, request: Request) -> None:
+        """Let go of the states of images whose tokens a request has computed, and of all if it has ended."""
+        if request.state is RequestState.FINISHED:
+            self._let_go(request)
+            return
+        left = []
+        for use in self._using[request]:
+            if use.end > request.num_computed_tokens:
+                left.append(use)
+            else:
+                self._release(use)
+        self._using[request] = left
+        if not left:
+            del self._using[request]
+
+    def _let_go(self, request: Request) -> None:
+        for use in self._using.pop(request, ()):
+            self._release(use)
+
+    def _release(self, use: _Use) -> None:
+        for image in use.images:
+            image.states = None
+        if self._store.release(use.digest):
+            job = self._jobs.pop(use.digest, None)
+            if job is not None:
+                self._encoder.drop(job)
+
+
+def _lacking(request: Request, num_computed: int) -> list[PlacedImage]:
+    """The images without states of which tokens are not computed."""
+    return [image for image in request.images if image.states is None and image.end > num_computed]

@@ -1,0 +1,141 @@
+"""The process that decodes and encodes images: `python -m headrace.worker.vision.child FD`.
+
+    worker                                 this process
+    where the model is       ----------->  reads and compiles its tower
+                             <-----------  opened
+    files of images          ----------->  decodes, resizes, encodes
+                             <-----------  states, or what is wrong
+
+It runs beside the engine, at a lower priority, and with a bound on its memory. What crashes here ends one image. It
+ends with its worker, even in the middle of an image, because that closes the socket between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.worker.request.images import ImageStates
+from headrace.worker.vision.eyes import BadImageError, Eyes, ImageFile, Setting
+from headrace.worker.vision.frames import (
+    Encode,
+    Encoded,
+    Opened,
+    Result,
+    receive,
+    receive_bytes,
+    send,
+)
+
+log = logging.getLogger("headrace.worker.vision")
+
+# Where the engine competes for a core, this process gets a quarter of it.
+_NICE = 5
+# The kernel ends this process before others if the host's memory is used up.
+_OOM_SCORE = "1000"
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+TOO_LARGE = "the image needs more memory than the worker has for one; make it smaller, or ask for a lower detail"
+NOT_ENCODED = "the image could not be encoded; the worker's log has the reason"
+NOT_A_NUMBER = "the image has states that are not numbers; the worker's log has more"
+
+
+def serve(link: socket.socket, open_eyes: Callable[[Setting], Eyes]) -> None:
+    """Answer the worker until it closes the socket."""
+    setting = receive(link, Setting)
+    eyes = open_eyes(setting)
+    _bound_memory(setting.memory_bytes)
+    send(link, Opened())
+    while True:
+        wanted = receive(link, Encode).images
+        files = [ImageFile(receive_bytes(link, image.num_bytes), image.detail) for image in wanted]
+        start = time.perf_counter()
+        found = _encode(eyes, files)
+        seconds = time.perf_counter() - start
+        results: list[Result] = []
+        payloads: list[Any] = []
+        for entry in found:
+            if isinstance(entry, ImageStates):
+                results.append(Result(len(entry.states)))
+                payloads += [np.ascontiguousarray(array, np.float32) for array in entry if array is not None]
+            else:
+                results.append(entry)
+        send(link, Encoded(results, seconds), payloads)
+
+
+def _encode(eyes: Eyes, files: Sequence[ImageFile]) -> list[ImageStates | Result]:
+    """What became of each file. If encoding all of them fails, each is tried alone."""
+    try:
+        return [_checked(entry) for entry in eyes.encode(files)]
+    except MemoryError:
+        if len(files) == 1:
+            return [Result(problem=TOO_LARGE, is_invalid=True)]
+    except Exception:
+        log.exception("%d images could not be encoded", len(files))
+        if len(files) == 1:
+            return [Result(problem=NOT_ENCODED)]
+    return [_encode(eyes, [file])[0] for file in files]
+
+
+def _checked(entry: ImageStates | BadImageError) -> ImageStates | Result:
+    if isinstance(entry, BadImageError):
+        return Result(problem=str(entry), is_invalid=True)
+    if not all(np.isfinite(array).all() for array in entry if array is not None):
+        log.error("the tower made states that are not numbers")
+        return Result(problem=NOT_A_NUMBER)
+    return entry
+
+
+def _bound_memory(num_bytes: int) -> None:
+    """Let the process allocate this much more than it has."""
+    status = Path("/proc/self/status").read_text()
+    held = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + num_bytes, held + num_bytes))
+
+
+def _end_with_the_worker(link: socket.socket) -> None:
+    """End the process when the worker closes the socket, whatever else it does then."""
+    poller = select.poll()
+    poller.register(link, select.POLLRDHUP)
+    poller.poll()
+    os._exit(0)
+
+
+def run(open_eyes: Callable[[Setting], Eyes]) -> None:
+    """The process: serve on the descriptor that the command line names."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a group; the worker may still need it
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    link = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=_end_with_the_worker, args=(link,), daemon=True).start()
+    with contextlib.suppress(OSError):
+        serve(link, open_eyes)
+
+
+def open_tower(setting: Setting) -> Eyes:
+    """The tower of a model."""
+    # Imported late: this loads OpenVINO.
+    from headrace.worker.vision.tower_eyes import TowerEyes
+
+    return TowerEyes(setting)
+
+
+if __name__ == "__main__":
+    run(open_tower)

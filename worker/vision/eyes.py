@@ -1,0 +1,43 @@
+"""What the process for images needs of a model: eyes, which make states of the files of images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from headrace.worker.request.images import ImageStates
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What to serve: the model's directory, the most pixels that a tower reads, threads, precision, the bytes that
+    encoding may take beside the tower, and what states the engine takes: their size, and the number of layers that get
+    more of them."""
+
+    model_dir: str
+    max_view_pixels: int
+    threads: int
+    execution_mode: str
+    memory_bytes: int
+    hidden_size: int
+    num_layers: int
+
+
+class BadImageError(Exception):
+    """A file is no image that can be encoded. Its text may be sent to the client."""
+
+
+class ImageFile(NamedTuple):
+    """An image: its file, and how closely to look at it."""
+
+    data: bytes
+    detail: str
+
+
+class Eyes(Protocol):
+    """Makes states of images; see `headrace.worker.vision.tower_eyes.TowerEyes`."""
+
+    def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
+        """The states of each image, or what is wrong with its file."""
+        ...

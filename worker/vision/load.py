@@ -1,0 +1,81 @@
+"""Makes a model's images ready to serve: its family, the process that encodes them, and the store of states."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.common.vision.bounds import DEFAULT_MAX_IMAGE_PIXELS, MAX_PIXELS
+from headrace.common.vision.family import FamilyError, ImageFamily
+from headrace.protos.worker_pb2 import ImageLimits
+from headrace.worker.config import WorkerConfig
+from headrace.worker.multimodal.image_inputs import ImageInputs
+from headrace.worker.vision.eyes import Setting
+from headrace.worker.vision.process import EncoderProcess
+from headrace.worker.vision.states import StateStore
+from headrace.worker.vision.tower_eyes import family_in
+
+log = logging.getLogger("headrace.worker")
+
+_GIB = 1 << 30
+# Files of images are sent in messages of at most 16 MiB, beside a prompt.
+MAX_IMAGE_BYTES = 12 << 20
+# What decoding and encoding an image may allocate beside the tower.
+MEMORY_BYTES = 4 * _GIB
+
+
+class Vision(NamedTuple):
+    """A model's images: the family, the bounds for requests, what encodes them, and the states that are kept."""
+
+    family: ImageFamily
+    limits: ImageLimits
+    encoder: EncoderProcess
+    store: StateStore
+
+
+def vision_for(
+    config: WorkerConfig, inputs: ImageInputs | None, threads: int, on_ended: Callable[[], None]
+) -> Vision | None:
+    """The images of a model whose graph has these inputs for them; None if it serves text only, which the log then
+    explains. `on_ended` is called by any thread when images have ended. ConfigurationError if the process for images
+    does not start."""
+    family = _family(config, inputs)
+    if family is None or inputs is None:
+        return None
+    view_pixels = config.max_image_pixels or DEFAULT_MAX_IMAGE_PIXELS
+    setting = Setting(
+        str(Path(config.model_dir).absolute()),
+        view_pixels,
+        config.image_threads or threads,
+        config.execution_mode,
+        MEMORY_BYTES,
+        inputs.hidden_size,
+        inputs.num_layers,
+    )
+    encoder = EncoderProcess(setting, on_ended, stuck_after_s=config.stuck_after_s)
+    limits = ImageLimits(
+        max_images=config.max_images, max_pixels=MAX_PIXELS, max_bytes=MAX_IMAGE_BYTES, max_view_pixels=view_pixels
+    )
+    log.info(
+        "up to %d images in a request; their states are kept in %.2f GiB", config.max_images, config.image_cache_gb
+    )
+    return Vision(family, limits, encoder, StateStore(int(config.image_cache_gb * _GIB)))
+
+
+def _family(config: WorkerConfig, inputs: ImageInputs | None) -> ImageFamily | None:
+    """The family of a model whose images are served."""
+    if not config.max_images:
+        return None
+    try:
+        family = family_in(config.model_dir, config.max_image_pixels or DEFAULT_MAX_IMAGE_PIXELS)
+    except FamilyError as error:
+        log.warning("the model is served for its text only: %s", error)
+        return None
+    if family is not None and inputs is None:
+        log.warning(
+            "the model is served for its text only: its directory lacks networks for images; pull the model again"
+        )
+        return None
+    return family

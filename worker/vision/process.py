@@ -1,0 +1,295 @@
+"""The worker's side of the process for images: a queue, and a thread that feeds the process and starts it again.
+
+    engine thread   encode, drop  -->  [ queue ]  -->  thread  <-- frames -->  process (child.py)
+    engine thread   take_ended    <--  [ ended ]  <--
+
+An image that ends the process is tried once more, alone, because somebody else may have ended it. If it ends it again,
+or if the process hangs, the image fails, and the others continue in a new process.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.protos.status import Reason
+from headrace.worker.config import ConfigurationError
+from headrace.worker.request.images import ImageStates
+from headrace.worker.vision.cost import EncodeRate
+from headrace.worker.vision.eyes import Setting
+from headrace.worker.vision.frames import (
+    BrokenFrameError,
+    Encode,
+    Encoded,
+    Opened,
+    Result,
+    Wanted,
+    receive,
+    receive_floats,
+    send,
+)
+
+log = logging.getLogger(__name__)
+
+CHILD = "headrace.worker.vision.child"
+# Small images are encoded together: up to so many tokens and images. Larger ones keep all threads busy alone.
+_BATCH_TOKENS, _BATCH_IMAGES = 256, 16
+# A process that takes so many times as long as expected, and longer than the configured limit, hangs. Expectations may
+# be wrong, so at most so many times the limit.
+_PATIENCE, _MOST_LIMITS = 20.0, 10.0
+# Reading and compiling a tower takes at most this long.
+_OPEN_S = 600.0
+# Wait before a process is started again that could not be started.
+_RETRY_S = 2.0
+_STOP_S = 2.0
+
+ENDED_TWICE = (
+    "the image ended the process that reads images twice; save it again in another format, make it smaller, or ask for "
+    "a lower detail"
+)
+HANGS = "the image took too long to encode; make it smaller, or ask for a lower detail"
+NOT_STARTED = "the image cannot be encoded now, because the worker's process for images does not start; try again later"
+
+
+@dataclass(slots=True, eq=False)
+class EncodeJob:
+    """An image of `num_tokens` tokens to be encoded. When it has ended, either `states` or `problem` is set, with the
+    `reason` for the caller."""
+
+    digest: bytes
+    data: bytes
+    detail: str
+    num_tokens: int
+    begun_s: float = 0.0
+    """When the process got it first, on the monotonic clock; 0 before."""
+    seconds: float = 0.0
+    """Its share of the time that encoding took."""
+    states: ImageStates | None = None
+    problem: str = ""
+    reason: Reason = Reason.INTERNAL
+    num_tries: int = 0
+
+    def fail(self, reason: Reason, problem: str) -> None:
+        """End it without states."""
+        self.reason, self.problem = reason, problem
+
+
+class _Hangs(Exception):
+    """The process has not answered in time."""
+
+
+class EncoderProcess:
+    """Encodes images in another process. `on_ended` is called by its thread when jobs have ended."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        on_ended: Callable[[], None],
+        *,
+        stuck_after_s: float = 60.0,
+        module: str = CHILD,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the process. ConfigurationError if the model's tower cannot be opened."""
+        self.rate = EncodeRate()
+        self.num_encoded = self.num_failed = self.num_restarts = 0
+        self.encode_s = 0.0
+        """Seconds that encoding took in all."""
+        self._setting, self._module = setting, module
+        self._on_ended, self._stuck_after_s, self._clock = on_ended, stuck_after_s, clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+        self._changed = threading.Condition()
+        self._queue: deque[EncodeJob] = deque()
+        self._ended: deque[EncodeJob] = deque()
+        self._is_closed = False
+        try:
+            self._open()
+        except OSError as error:
+            self._end_process()
+            raise ConfigurationError(
+                "the process that encodes images did not start; the log has the reason. Is there enough memory for the "
+                "model's vision tower?"
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="images", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Id of the process; 0 while it is being started again."""
+        process = self._process
+        return 0 if process is None else process.pid
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of the states of an image token."""
+        return 4 * self._setting.hidden_size * (1 + self._setting.num_layers)
+
+    def encode(self, job: EncodeJob) -> None:
+        """Queue an image. It is among `take_ended` later, unless it is dropped."""
+        with self._changed:
+            self._queue.append(job)
+            self._changed.notify()
+
+    def drop(self, job: EncodeJob) -> None:
+        """Forget a queued image. One that is being encoded goes on, and ends."""
+        with self._changed:
+            if job in self._queue:
+                self._queue.remove(job)
+
+    def take_ended(self) -> list[EncodeJob]:
+        """The images that have ended since the last call."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def close(self) -> None:
+        """End the process and the thread. Queued images are forgotten."""
+        with self._changed:
+            self._is_closed = True
+            self._queue.clear()
+            self._changed.notify()
+        link = self._link
+        if link is not None:
+            try:
+                link.shutdown(socket.SHUT_RDWR)  # the process ends, and the thread reads no more
+            except OSError:
+                log.debug("the process for images has ended already")
+        self._thread.join(_STOP_S)
+        self._end_process()
+
+    def _run(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            for job in batch:
+                job.begun_s = job.begun_s or self._clock()
+            self._encode(batch)
+            self._end(batch)
+
+    def _next_batch(self) -> list[EncodeJob] | None:
+        """Wait for images, and take those to be encoded together. An image that was tried before is alone. None to
+        stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            if self._is_closed:
+                return None
+            batch = [self._queue.popleft()]
+            num_tokens = batch[0].num_tokens
+            while self._queue and not batch[0].num_tries and len(batch) < _BATCH_IMAGES:
+                num_tokens += self._queue[0].num_tokens
+                if num_tokens > _BATCH_TOKENS or self._queue[0].num_tries:
+                    break
+                batch.append(self._queue.popleft())
+            return batch
+
+    def _encode(self, batch: list[EncodeJob]) -> None:
+        """Have the process encode a batch. Images that are to be tried again leave the batch for the queue."""
+        try:
+            if self._link is None:
+                self._open()
+        except OSError:
+            log.exception("the process for images could not be started")
+            self._end_process()
+            for job in batch:
+                job.fail(Reason.NO_CAPACITY, NOT_STARTED)
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed, _RETRY_S)
+            return
+        try:
+            self._ask(batch)
+        except TimeoutError:
+            log.error("the process %d for images hangs; it is ended and started again", self.pid)
+            self._restart()
+            self._try_again(batch, Reason.DEADLINE, HANGS)
+        except OSError as error:
+            if not self._is_closed:
+                log.error("the process %d for images has ended (%s); it is started again", self.pid, error)
+                self._restart()
+            self._try_again(batch, Reason.INVALID_FIELD, ENDED_TWICE)
+
+    def _try_again(self, batch: list[EncodeJob], reason: Reason, problem: str) -> None:
+        """After a failure: queue images again, each alone, in front of others. One that was alone and hung, or that has
+        been tried before, fails."""
+        is_last = len(batch) == 1 and (reason is Reason.DEADLINE or batch[0].num_tries > 0)
+        for job in batch:
+            job.num_tries += 1
+        if is_last:
+            batch[0].fail(reason, problem)
+            return
+        with self._changed:
+            if not self._is_closed:
+                self._queue.extendleft(reversed(batch))
+        batch.clear()
+
+    def _ask(self, batch: Sequence[EncodeJob]) -> None:
+        link = self._link
+        assert link is not None
+        num_tokens = sum(job.num_tokens for job in batch)
+        link.settimeout(self._limit_s(num_tokens))
+        send(link, Encode([Wanted(job.detail, len(job.data)) for job in batch]), [job.data for job in batch])
+        answer = receive(link, Encoded)
+        if len(answer.results) != len(batch):
+            raise BrokenFrameError("it answered for other images")
+        # The first image in a new process also pays for its kernels.
+        if all(not result.problem for result in answer.results):
+            self.rate.observe(num_tokens, answer.seconds)
+        self.encode_s += answer.seconds
+        for job, result in zip(batch, answer.results, strict=True):
+            job.seconds = answer.seconds * job.num_tokens / max(1, num_tokens)
+            self._take(job, result, link)
+
+    def _take(self, job: EncodeJob, result: Result, link: socket.socket) -> None:
+        if result.problem:
+            job.fail(Reason.INVALID_FIELD if result.is_invalid else Reason.INTERNAL, result.problem)
+            return
+        if result.num_tokens != job.num_tokens:
+            raise BrokenFrameError(f"it made {result.num_tokens} states of an image with {job.num_tokens} tokens")
+        size, layers = self._setting.hidden_size, self._setting.num_layers
+        states = receive_floats(link, (job.num_tokens, size))
+        deepstack = receive_floats(link, (layers, job.num_tokens, size)) if layers else None
+        job.states = ImageStates(states, deepstack)
+
+    def _limit_s(self, num_tokens: int) -> float:
+        """The time that an answer may take."""
+        if not self.rate.tokens_per_s:
+            return _MOST_LIMITS * self._stuck_after_s
+        expected_s = _PATIENCE * num_tokens / self.rate.tokens_per_s
+        return min(max(self._stuck_after_s, expected_s), _MOST_LIMITS * self._stuck_after_s)
+
+    def _end(self, batch: Sequence[EncodeJob]) -> None:
+        if not batch:
+            return
+        failed = sum(not job.states for job in batch)
+        self.num_failed += failed
+        self.num_encoded += len(batch) - failed
+        self._ended.extend(batch)
+        if not self._is_closed:
+            self._on_ended()
+
+    def _open(self) -> None:
+        """Start the process, and wait until it is ready. OSError."""
+        ours, theirs = socket.socketpair()
+        self._link = ours
+        with theirs:
+            command = [sys.executable, "-m", self._module, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        ours.settimeout(_OPEN_S)
+        send(ours, self._setting)
+        receive(ours, Opened)
+
+    def _restart(self) -> None:
+        self._end_process()
+        self.num_restarts += 1
+
+    def _end_process(self) -> None:
+        link, self._link = self._link, None
+        process, self._process = self._process, None
+        if link is not None:
+            link.close()
+        if process is not None:
+            process.kill()
+            process.wait()

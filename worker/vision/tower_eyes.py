@@ -1,0 +1,74 @@
+"""The eyes of a model: what its family and its tower make of the files of images."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.common.vision.bounds import check_size
+from headrace.common.vision.decode import decode
+from headrace.common.vision.families.known import family_of
+from headrace.common.vision.family import Detail, FamilyError, ImageFamily
+from headrace.common.vision.files import FILES
+from headrace.common.vision.header import ImageError, read_header
+from headrace.worker.multimodal.towers.load import tower_of
+from headrace.worker.multimodal.towers.tower import Pixels, Tower, TowerError
+from headrace.worker.request.images import ImageStates
+from headrace.worker.vision.eyes import BadImageError, ImageFile, Setting
+
+log = logging.getLogger("headrace.worker.vision")
+
+
+def family_in(model_dir: Path, max_view_pixels: int) -> ImageFamily | None:
+    """The images of the model in a directory; None if it is a text model. FamilyError if they are not supported."""
+    files = {name: (model_dir / name).read_bytes() for name in FILES if (model_dir / name).is_file()}
+    return family_of(files, max_view_pixels)
+
+
+class TowerEyes:
+    """Decodes, resizes and encodes. One thread uses it."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Reads and compiles the tower."""
+        model_dir = Path(setting.model_dir)
+        start = time.monotonic()
+        family = family_in(model_dir, setting.max_view_pixels)
+        tower = tower_of(model_dir, threads=setting.threads, execution_mode=setting.execution_mode)
+        if family is None or tower is None:
+            raise FamilyError("the model has no vision tower")
+        self._family: ImageFamily = family
+        self._tower: Tower = tower
+        log.info("the vision tower is loaded in %.1f s, for %d threads", time.monotonic() - start, setting.threads)
+
+    def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
+        """See `Eyes`."""
+        found: list[ImageStates | BadImageError | Pixels] = [self._pixels(image) for image in images]
+        pixels = [entry for entry in found if isinstance(entry, dict)]
+        states = iter(self._tower.encode(pixels) if pixels else ())
+        return [
+            entry if isinstance(entry, BadImageError) else _checked(next(states), self._num_tokens(image))
+            for entry, image in zip(found, images, strict=True)
+        ]
+
+    def _pixels(self, image: ImageFile) -> Pixels | BadImageError:
+        family = self._family
+        try:
+            header = read_header(image.data)
+            check_size(header)
+            layout = family.layout(header.width, header.height, Detail(image.detail))
+            picture = decode(image.data, header, white_under_alpha=family.white_under_alpha)
+            return dict(family.pixels(picture, layout))
+        except ImageError as error:
+            return BadImageError(str(error))
+
+    def _num_tokens(self, image: ImageFile) -> int:
+        header = read_header(image.data)
+        return self._family.layout(header.width, header.height, Detail(image.detail)).num_image_tokens
+
+
+def _checked(states: ImageStates, num_tokens: int) -> ImageStates:
+    if len(states.states) != num_tokens:
+        raise TowerError(f"its tower made {len(states.states)} states of an image with {num_tokens} tokens")
+    return states
