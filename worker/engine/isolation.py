@@ -10,6 +10,9 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from msgspec.structs import replace
+
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.model.batch import Ahead, PromptRows
@@ -118,7 +121,16 @@ class IsolatedSampler:
         token_ids = request.token_ids[position + num_known + 1 : position + num_rows + 1]
         if token_ids:
             of_rows = logits.part(slice(num_known, num_rows))
-            request.prompt_logprobs.extend(self._sampler.prompt_logprobs(of_rows, token_ids, num_top))
+            of_images = [token_id >= FIRST_PSEUDO_TOKEN for token_id in token_ids]
+            known = [0 if of_image else token_id for token_id, of_image in zip(token_ids, of_images, strict=True)]
+            found = self._sampler.prompt_logprobs(of_rows, known, num_top)
+            # A token of an image is none of the vocabulary, so it has no probability.
+            request.prompt_logprobs.extend(
+                [
+                    replace(entry, logprob=0.0, rank=0) if of_image else entry
+                    for entry, of_image in zip(found, of_images, strict=True)
+                ]
+            )
 
 
 def _row(logits: Logits, row: int) -> Logits:

@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from headrace.protos.status import StatusError
-from headrace.worker.engine.step_budget import MIN_CHUNK_ROOM, LogitsRows, Prompt, Room, StepBudget
+from headrace.worker.engine.step_budget import (
+    MIN_CHUNK_ROOM,
+    LogitsRows,
+    Prompt,
+    Room,
+    StepBudget,
+    with_whole_images,
+)
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import FinishReason, Request, RequestState
@@ -311,9 +318,11 @@ class Scheduler:
             self._count_cached_tokens(request, self.kv_cache.copy_beginning(request))
             num_tokens = rows.chunk_of(request, floor + left)
             num_tokens = self.kv_cache.chunk_of(request, num_tokens)
+            if request.images and num_tokens:
+                num_tokens = with_whole_images(request, num_tokens, may_exceed=request is first)
             if num_tokens:
                 wanted[request] = num_tokens
-                left -= num_tokens - floor
+                left = max(0, left - (num_tokens - floor))
                 self._begin(request, num_tokens, begun)
 
     def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:

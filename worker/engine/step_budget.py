@@ -60,6 +60,22 @@ def chunk_of(remaining: int, room: int) -> int:
     return num_tokens if num_tokens > 1 else 0
 
 
+def with_whole_images(request: Request, num_tokens: int, *, may_exceed: bool) -> int:
+    """How many of the request's next `num_tokens` tokens to compute, so that the chunk does not end inside of an image
+    whose tokens see each other. If the chunk begins with the image, all of it if it `may_exceed` the room, else none of
+    it."""
+    start = request.num_computed_tokens
+    end = request.whole_until(start + num_tokens)
+    if end == start + num_tokens:
+        return num_tokens
+    if end - start > 1:  # not a single token; see chunk_of
+        return end - start
+    if not may_exceed:
+        return 0
+    image = next(image for image in request.images if image.first == end)
+    return image.end - start + (image.end == request.num_tokens - 1)
+
+
 class LogitsRows:
     """The rows of logits that prompts have in a step because their log-probabilities are wanted: at most `most`, with a
     share for the prompt that is `first` in rank."""

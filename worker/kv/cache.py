@@ -367,12 +367,17 @@ class KVCache:
         return found
 
     def _usable(self, request: Request, end: int, block_at: BlockAt, elsewhere: Elsewhere = nowhere) -> int:
-        """The largest number of cached blocks, at most `end`, after which all groups can continue."""
+        """The largest number of cached blocks, at most `end`, after which all groups can continue. They do not end
+        inside of an image that has to be computed as a whole."""
         while True:
             before = end
             for group in self._beside:
                 end = group.usable(request, end, block_at, elsewhere)
-            if end == before or len(self._beside) == 1:
+            if request.images:
+                end = request.whole_until(end * self.block_size) // self.block_size
+            elif len(self._beside) == 1:
+                return end
+            if end == before:
                 return end
 
     def copy_beginning(self, request: Request) -> int:
@@ -420,6 +425,9 @@ class KVCache:
         if self.states is not None:
             return -1, 0
         source, gained = self._blocks.find_beginning(request, self.num_reusable(request), MIN_COPIED_TOKENS)
+        if request.images:
+            start = len(request.block_table) * self.block_size
+            gained = request.whole_until(start + gained) - start
         if gained and self.windows is not None and not self.windows.parts.has(source):
             return -1, 0
         return source, gained

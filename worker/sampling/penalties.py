@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.logits import Changes, Logits, Places
@@ -55,6 +56,7 @@ class SeenTokens:
 
     def __init__(self, sampling: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
         prompt_ids = np.unique(np.asarray(prompt_token_ids, np.intp))
+        prompt_ids = prompt_ids[prompt_ids < FIRST_PSEUDO_TOKEN]  # images are none of the vocabulary
         self._slots = {token_id: slot for slot, token_id in enumerate(prompt_ids.tolist())}
         self._counts = [0] * len(prompt_ids)
         self._token_ids = np.concatenate([prompt_ids, np.zeros(16, np.intp)])

@@ -126,6 +126,8 @@ class DraftModel:
     """The longest draft."""
     has_branches: ClassVar[bool] = False
     """Whether it can propose a second first token."""
+    _reads_tokens: ClassVar[bool] = True
+    """Whether it reads the request's tokens. Then it cannot serve a request with images, which it does not see."""
     _lag: ClassVar[int] = 0
     """How many places later a token is in the request than in the smaller model's sequence."""
 
@@ -152,6 +154,8 @@ class DraftModel:
 
     def can_serve(self, request: Request) -> bool:
         """Whether the smaller model knows all tokens of the request, and can follow its grammar."""
+        if request.images and self._reads_tokens:
+            return False
         if request not in self._samplings:
             self._samplings[request] = self._sampling_of(request)
         if self._samplings[request] is not None and not self._knows_tokens(request):

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.worker.speculation.proposer import NO_DRAFT, Draft, Source
 
 # Lengths of the runs of tokens that are looked up, the longest first.
@@ -128,6 +129,7 @@ class History:
         period = len(self._tokens) - self._at
         while len(tokens) < most:
             tokens.append(tokens[len(tokens) - period])
+        tokens = _before_images(tokens)
         if self._at < self._offset:
             return Draft(tokens[: self._offset - self._at], Source.PREDICTION, self._level)
         return Draft(tokens, Source.NGRAM, self._level)
@@ -173,6 +175,13 @@ class History:
                 if length > self._length:
                     self._at, self._length = at, length
                     return
+
+
+def _before_images(tokens: array[int]) -> array[int]:
+    """The tokens before the first one of an image, which no answer has."""
+    if max(tokens) < FIRST_PSEUDO_TOKEN:
+        return tokens
+    return tokens[: next(at for at, token_id in enumerate(tokens) if token_id >= FIRST_PSEUDO_TOKEN)]
 
 
 def _num_common(tokens: array[int], at: int) -> int:

@@ -62,6 +62,7 @@ class MedusaModel(DraftModel):
 
     source: ClassVar[Source] = Source.MEDUSA
     has_branches: ClassVar[bool] = True
+    _reads_tokens: ClassVar[bool] = False
 
     def __init__(
         self,

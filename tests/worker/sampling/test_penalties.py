@@ -6,9 +6,16 @@ import random
 
 import pytest
 
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.penalties import SeenTokens
+
+
+def test_tokens_of_images_are_not_penalised() -> None:
+    sampling = SamplingParams(5, 0, repetition_penalty=1.2)
+    seen = SeenTokens(sampling, [7, FIRST_PSEUDO_TOKEN + 3, 2**32 - 1, 2])
+    assert seen.token_ids.tolist() == [2, 7]
 
 
 @pytest.mark.parametrize("seed", range(10))

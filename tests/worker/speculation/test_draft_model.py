@@ -35,6 +35,7 @@ from tests.worker.conftest import (
     run_random_load,
 )
 from tests.worker.fake_runner import FakeRunner, expected_tokens
+from tests.worker.images import Picture, prompt_of, ready
 from tests.worker.speculation.test_engine_with_drafts import answered_alike
 from tests.worker.vocabulary import EOS, grammars
 
@@ -118,6 +119,18 @@ def test_a_prompt_that_is_dearer_than_its_drafts_are_worth_gets_none() -> None:
     request = engine.request(list(range(200)), 8)
     engine.run()
     assert request.num_drafted == runner.num_tokens == 0
+
+
+def test_a_request_with_images_gets_no_drafts_of_a_model_that_does_not_see_them() -> None:
+    engine, runner = engine_with_model(1.0)
+    prompt = ready(prompt_of([1, 2, 3], Picture(1, 9), [4, 5]))
+    request = engine.request(prompt.token_ids, 20, images=prompt.images)
+    text = engine.request([1, 2, 3], 20)
+    engine.run()
+    assert engine.tokens[request] == expected_tokens(prompt.token_ids, 20, VOCAB_SIZE)
+    assert request.num_drafted == 0
+    assert text.num_drafted > 0
+    assert runner.blocks.max() < VOCAB_SIZE, "it never reads a token of an image"
 
 
 def test_a_cancelled_and_a_preempted_request_leave_nothing_wrong_behind() -> None:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.worker.speculation.history import History
 from headrace.worker.speculation.proposer import Source
 
@@ -24,6 +25,13 @@ def test_what_followed_the_same_tokens_is_proposed() -> None:
     assert draft_after([1, 2, 3, 4, 5, 6, 7], [9, 4], 2) == [5, 6], "after one"
     assert draft_after([1, 2, 3, 4, 5, 6, 7], [9]) == []
     assert draft_after([1, 2, 3], []) == []
+
+
+def test_tokens_of_images_are_never_proposed() -> None:
+    image = [FIRST_PSEUDO_TOKEN + number for number in range(5)]
+    assert draft_after([1, 2, 3, *image, 4, 5], [9, 2, 3]) == []
+    assert draft_after([1, 2, 3, 7, *image, 4, 5], [9, 2, 3]) == [7]
+    assert draft_after([*image, 4, 5, 6], [9, 4]) == [5, 6, 9, 4]
 
 
 def test_the_longest_match_is_preferred_to_a_later_one() -> None:

@@ -30,6 +30,7 @@ from tests.worker.conftest import (
     run_random_load,
 )
 from tests.worker.fake_runner import FakeRunner, expected_tokens, next_token
+from tests.worker.images import Picture, prompt_of, ready
 from tests.worker.speculation.test_engine_with_drafts import answered_alike
 
 NUM_HEADS = 4
@@ -129,6 +130,15 @@ def test_right_heads_take_few_steps() -> None:
     assert speculation is not None
     assert speculation.counters["medusa_tokens_accepted"] == request.num_accepted
     assert sum(heads.num_rows) == request.num_drafted, "no head is computed in vain"
+
+
+def test_heads_draft_after_images_because_they_read_only_states() -> None:
+    engine, _ = engine_with_heads(None)
+    prompt = ready(prompt_of([1, 2, 3], Picture(1, 9), [4, 5]))
+    request = engine.request(prompt.token_ids, 30, images=prompt.images, repetition_penalty=1.0)
+    engine.run()
+    assert engine.tokens[request] == expected_tokens(prompt.token_ids, 30, VOCAB_SIZE)
+    assert request.num_accepted > 10
 
 
 def test_a_branch_takes_the_place_of_a_wrong_draft() -> None:
