@@ -22,6 +22,7 @@ from headrace.worker.adapters.reader_process import ReaderProcess
 from headrace.worker.allocation import Allocation, allocate, kept_bytes
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import Draft, build_engine
+from headrace.worker.engine.encoding import Encoding
 from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.mailbox import Mailbox
@@ -57,6 +58,7 @@ from headrace.worker.speculation.load import (
     weights_of_draft,
 )
 from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, open_disk, tiers_for
+from headrace.worker.vision.load import Vision, vision_for
 from headrace.worker.weights.file_memory import give_back_files
 
 if TYPE_CHECKING:
@@ -82,7 +84,9 @@ class LoadedModel:
     tiers: Tiers = NO_TIERS
     adapters: AdapterLibrary | None = None
     bell: Bell = field(default_factory=Bell)
-    """Wakes the engine's thread when tiers have brought blocks."""
+    """Wakes the engine's thread when tiers have brought blocks, or images are encoded."""
+    vision: Vision | None = None
+    """None if it serves text only."""
 
     @property
     def handover(self) -> Handover | None:
@@ -92,6 +96,8 @@ class LoadedModel:
     def close(self) -> None:
         """End the model's work outside of its thread."""
         self.tiers.stop()
+        if self.vision is not None:
+            self.vision.encoder.close()
 
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EngineThread:
         """The thread that serves the mailbox. From now on, it can use blocks on the disk and of other workers."""
@@ -102,6 +108,10 @@ class LoadedModel:
             source = None if tiers.handover is None else tiers.handover.source
             stages.append(
                 Fetching(self.engine.scheduler, tiers.disk, tiers.peers, takeover=tiers.takeover, source=source)
+            )
+        if self.vision is not None:
+            stages.append(
+                Encoding(self.engine.scheduler, self.vision.encoder, self.vision.store, max_wait_s=max_wait_s)
             )
         return EngineThread(self.engine, mailbox, max_wait_s=max_wait_s, stages=Stages(stages))
 
@@ -116,6 +126,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     start = time.monotonic()
     found = read_files(config, memory)
     compiled = compile_all(config, found)
+    opening = in_thread("vision", lambda: vision_for(config, compiled.runner.image_inputs, found.threads, bell.ring))
     allocation = allocate(config, compiled.runner, compiled.limits, found.kept, compiled.draft)
     log_loaded(config.name, compiled.runner, allocation, found.threads, time.monotonic() - start)
     touching = in_thread("touch", compiled.runner.touch)
@@ -133,6 +144,9 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     tiers = tiers_for(config, compiled.runner, layout, kv_cache, disk, allocation.kept, transport, bell)
     card = card_of(config, kv_cache, found.model_dir, fingerprint, compiled.runner, allocation.groups, tiers)
     add_rule(card, found.rule, found.longest)
+    vision = opening.result()
+    if vision is not None:
+        card.images.CopyFrom(vision.limits)
     return LoadedModel(
         engine,
         card,
@@ -143,6 +157,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
         tiers,
         adapters,
         bell,
+        vision,
     )
 
 

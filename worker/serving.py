@@ -37,6 +37,7 @@ from headrace.worker.loading import LoadedModel, load_model
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import ModelLimits
 from headrace.worker.server.blocks import BlockCalls
+from headrace.worker.server.images import ImageDesk, Images
 from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.registration import REDIS_TIMEOUT_S, RedisLease, Registration
 from headrace.worker.server.service import INFERENCE, SERVICE_NAMES, InferenceService, WorkerService
@@ -234,13 +235,19 @@ def add_services(
         card=card,
     )
     grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
-    inference = InferenceService(mailbox, hub, limits, grammars, observer, adapters)
+    images = ImageDesk(card.name, _images_of(model), observer.image_refused)
+    inference = InferenceService(mailbox, hub, limits, grammars, observer, adapters, images)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
     servicer = add_introspection(server, SERVICE_NAMES)
     worker = WorkerService(described, model.tokenizer_bundle, mailbox, hub, adapters, blocks, servicer)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     return servicer, inference.sessions
+
+
+def _images_of(model: LoadedModel | LoadedEncoder) -> Images | None:
+    vision = model.vision if isinstance(model, LoadedModel) else None
+    return None if vision is None else Images(vision.family, vision.limits)
 
 
 def _vocabulary_of(model_dir: Path) -> Vocabulary:

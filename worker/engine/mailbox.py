@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,6 +26,9 @@ from headrace.worker.request.step import RequestOutput
 RETRY_AFTER_S = 1.0
 # The maximum number of prompt log-probabilities that all requests together may store, 8 bytes each.
 MAX_PROMPT_LOGPROBS_KEPT = 16 << 20
+# The maximum size of the image files of all requests together. A request keeps them to its end, because it may have to
+# compute its prompt again.
+MAX_IMAGE_BYTES_KEPT = 1 << 30
 
 
 class EngineReport(msgspec.Struct, frozen=True):
@@ -83,6 +86,33 @@ class OutputStream:
         self._close(self)
 
 
+class _KeptFiles:
+    """The image files of requests. One that several requests share counts once."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._holders: Counter[int] = Counter()
+
+    def added_by(self, request: Request) -> int:
+        """How many bytes this request would add."""
+        files = {id(image.data): len(image.data) for image in request.images}
+        return sum(size for key, size in files.items() if key not in self._holders)
+
+    def keep(self, request: Request) -> None:
+        """Count a request until it is let go."""
+        self.num_bytes += self.added_by(request)
+        self._holders.update(id(image.data) for image in request.images)
+
+    def let_go(self, request: Request) -> None:
+        """Stop counting a request."""
+        for image in request.images:
+            key = id(image.data)
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self.num_bytes -= len(image.data)
+
+
 class Mailbox:
     """Connects one engine thread with one event loop, for at most `capacity` requests at a time. Calls `on_failure` if
     outputs cannot be passed on, because streams would have gaps and watchers wrong information."""
@@ -102,6 +132,7 @@ class Mailbox:
         self._streams: dict[Request, OutputStream] = {}
         self._expected: set[Request] = set()
         self._num_prompt_logprobs = 0
+        self._images = _KeptFiles()
         self._empty = asyncio.Event()
         self._empty.set()
         self._commands: deque[Command] = deque()
@@ -145,7 +176,14 @@ class Mailbox:
                 f"{num_logprobs}; the limit is {MAX_PROMPT_LOGPROBS_KEPT}; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
+        if self._images.num_bytes + self._images.added_by(request) > MAX_IMAGE_BYTES_KEPT and not request.is_resumed:
+            raise StatusError(
+                Reason.QUEUE_FULL,
+                f"the worker keeps {self._images.num_bytes >> 20} MiB of images for its requests; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
         self._num_prompt_logprobs += num_logprobs
+        self._images.keep(request)
         self._expected.discard(request)
         stream = self._streams[request] = OutputStream(request, self._closed)
         self._empty.clear()
@@ -216,6 +254,7 @@ class Mailbox:
         if self._streams.pop(stream.request, None) is None:
             return
         self._num_prompt_logprobs -= stream.request.num_prompt_logprob_values
+        self._images.let_go(stream.request)
         self._note_if_empty()
         if not stream.has_ended:
             self._send(Command(stream.request, is_cancel=True))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import secrets
+import threading
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+
+import numpy as np
 
 from headrace.common.transport.wire_request import WireRequest
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos import inference_pb2
 from headrace.protos.answer_bounds import Ends, check_context, stop_tokens
 from headrace.protos.block_hash import root_hash
@@ -22,10 +27,13 @@ from headrace.protos.tasks import check_task
 from headrace.protos.worker_pb2 import ModelCard
 from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request.eviction_rules import eviction_for
+from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request
 
 _Number = TypeVar("_Number", int, float)
+Place: TypeAlias = Callable[[Sequence["SentImage"], Sequence[int]], Sequence[PlacedImage]]
+"""Finds the places of images in the tokens of a prompt; see `headrace.worker.server.images.ImageDesk.place`."""
 
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
@@ -62,14 +70,41 @@ class ModelLimits:
         return identity_of(self.fingerprint, self.tokenizer_sha256, adapter_sha256)
 
 
+class SentImage(NamedTuple):
+    """An image as it was sent: its file, and the detail, a value of ImageDetail."""
+
+    data: bytes
+    detail: int
+
+
 @dataclass(frozen=True, slots=True)
 class DecodedRequest:
     """A decoded request. Large fields that it shares with other requests are in `prompt` and `sampling`, not in the
-    message."""
+    message; its images are in neither."""
 
     message: inference_pb2.GenerateRequest
     prompt: ReadPart | None = None
     sampling: ReadPart | None = None
+    images: Sequence[SentImage] = ()
+
+    @classmethod
+    def of(cls, message: inference_pb2.GenerateRequest) -> Self:
+        """A request that shares nothing. Takes the images out of the message."""
+        return cls(message, images=_taken_images(message))
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The prompt."""
+        return self.message.token_ids if self.prompt is None else self.prompt.token_ids
+
+    def placed(self, place: Place) -> Sequence[PlacedImage]:
+        """The images at their places in the prompt: those of requests with the same prompt and images are placed once.
+        StatusError if one is wrong. Any thread may call it."""
+        if not self.images:
+            return ()
+        if self.prompt is not None and self.prompt.images is self.images:
+            return [replace(image) for image in self.prompt.placed(place)]
+        return place(self.images, self.token_ids)
 
     def constraint(self) -> ConstraintSource | None:
         """The requested constraint. Checks its form and size; the compiler checks its content."""
@@ -94,7 +129,19 @@ class ReadPart:
     """A part that several requests share, decoded once. `head` has its small fields. Its large fields are separate: the
     `token_ids` of a prompt, and, if it `has_sampling`, sampling fields."""
 
-    __slots__ = ("_constraint", "_hashes", "_lists", "_sampling", "has_sampling", "head", "highest", "token_ids")
+    __slots__ = (
+        "_constraint",
+        "_hashes",
+        "_lists",
+        "_lock",
+        "_placed",
+        "_sampling",
+        "has_sampling",
+        "head",
+        "highest",
+        "images",
+        "token_ids",
+    )
 
     def __init__(self, raw: bytes) -> None:
         """DecodeError if the bytes are no message."""
@@ -102,6 +149,9 @@ class ReadPart:
         self.token_ids = array("I", self.head.token_ids[:])
         self.highest = max(self.token_ids, default=0)
         self.head.ClearField("token_ids")
+        self.images = _taken_images(self.head)
+        self._placed: Sequence[PlacedImage] | None = None
+        self._lock = threading.Lock()
         self.has_sampling = _has_large(self.head.sampling)
         self._sampling = inference_pb2.SamplingParams()
         if self.has_sampling:
@@ -114,6 +164,13 @@ class ReadPart:
         self._constraint: ConstraintSource | None = None
         self._lists: _Lists | None = None
         self._hashes: dict[int, list[int]] = {}
+
+    def placed(self, place: Place) -> Sequence[PlacedImage]:
+        """The images of this part at their places in its prompt, placed once."""
+        with self._lock:
+            if self._placed is None:
+                self._placed = place(self.images, self.token_ids)
+            return self._placed
 
     def constraint(self) -> ConstraintSource | None:
         """See `constraint_of`."""
@@ -132,6 +189,13 @@ class ReadPart:
         return self._hashes.setdefault(root, [])
 
 
+def _taken_images(message: inference_pb2.GenerateRequest) -> Sequence[SentImage]:
+    """The images of a message, which has none afterwards, so that their bytes are in memory once."""
+    images = tuple(SentImage(image.data, image.detail) for image in message.images)
+    message.ClearField("images")
+    return images
+
+
 def _has_large(sampling: inference_pb2.SamplingParams) -> bool:
     has_constraint = sampling.constraint.WhichOneof("kind") is not None
     return has_constraint or any(getattr(sampling, name) for name in _LONG_FIELDS)
@@ -144,21 +208,34 @@ def decode(wire: WireRequest) -> DecodedRequest:
     prompts = [part for part in parts if part.token_ids]
     samplings = [part for part in parts if part.has_sampling]
     if len(prompts) + bool(own.token_ids) > 1 or len(samplings) + _has_large(own.sampling) > 1:
-        return DecodedRequest(inference_pb2.GenerateRequest.FromString(wire.joined()))
+        return DecodedRequest.of(inference_pb2.GenerateRequest.FromString(wire.joined()))
     message = inference_pb2.GenerateRequest()
     for part in parts:
         message.MergeFrom(part.head)
+    with_images = [part.images for part in parts if part.images]
+    own_images = _taken_images(own)
+    if len(with_images) == 1 and not own_images:
+        (images,) = with_images
+    else:
+        images = (*itertools.chain(*with_images), *own_images)
     message.MergeFrom(own)
-    return DecodedRequest(message, prompts[0] if prompts else None, samplings[0] if samplings else None)
+    return DecodedRequest(message, prompts[0] if prompts else None, samplings[0] if samplings else None, images)
 
 
 def admit(
-    decoded: DecodedRequest, limits: ModelLimits, *, request_id: str, arrival_s: float, adapter_sha256: str = ""
+    decoded: DecodedRequest,
+    limits: ModelLimits,
+    *,
+    request_id: str,
+    arrival_s: float,
+    adapter_sha256: str = "",
+    images: Sequence[PlacedImage] = (),
 ) -> Request:
-    """Check all fields and make the request, whose adapter has this hash. StatusError names the first wrong field."""
+    """Check all fields and make the request, whose adapter has this hash, and whose prompt has these images.
+    StatusError names the first wrong field."""
     message, shared = decoded.message, decoded.prompt
     _check_model(message, limits, adapter_sha256)
-    num_prompt_tokens = len(message.token_ids) if shared is None else len(shared.token_ids)
+    num_prompt_tokens = len(decoded.token_ids)
     longest = max(limits.max_context_tokens, longest_context_of(limits.card, message.sampling))
     check_context(
         num_prompt_tokens,
@@ -170,7 +247,7 @@ def admit(
     if shared is not None and shared.highest < limits.vocab_size:
         prompt = shared.token_ids
     else:
-        prompt = _token_ids(message.token_ids if shared is None else shared.token_ids, "token_ids", limits)
+        prompt = _prompt(decoded.token_ids, images, limits)
     if not prompt:
         raise _invalid("token_ids", "must have at least one token")
     if limits.task:
@@ -184,6 +261,7 @@ def admit(
         prompt_token_ids=prompt,
         sampling=_sampling(decoded, limits, room),
         root_hash=root,
+        images=images,
         prompt_hashes=[] if shared is None else shared.block_hashes(root),
         resume_token_ids=resume,
         prediction=prediction[:room],
@@ -194,6 +272,11 @@ def admit(
         num_source_tokens=message.kv_source_tokens,
         eviction=eviction_for(limits.card, message.sampling),
     )
+    if admitted.wants_prompt_logprobs and any(image.is_whole for image in images):
+        raise _invalid(
+            "sampling.prompt_logprobs",
+            "are not available with images of this model, whose tokens are all computed in one step; leave them out",
+        )
     if admitted.num_prompt_logprob_values > MAX_PROMPT_LOGPROBS:
         each = MAX_PROMPT_LOGPROBS // (1 + (admitted.sampling.num_prompt_logprobs or 0))
         raise _invalid(
@@ -283,6 +366,21 @@ def _token_ids(values: Sequence[int], field: str, limits: ModelLimits) -> array[
     token_ids = array("I", values)
     if token_ids and max(token_ids) >= limits.vocab_size:
         raise _invalid(field, f"has token {max(token_ids)}; the vocabulary has {limits.vocab_size}")
+    return token_ids
+
+
+def _prompt(values: Sequence[int], images: Sequence[PlacedImage], limits: ModelLimits) -> array[int]:
+    """The prompt's tokens: those of its images, which are in their places, and tokens of the vocabulary."""
+    token_ids = array("I", values)
+    of_text = token_ids
+    if images:
+        known = np.frombuffer(token_ids, np.uint32)
+        of_text = array("I", known[known < FIRST_PSEUDO_TOKEN].tobytes())
+    highest = max(of_text, default=0)
+    if highest >= FIRST_PSEUDO_TOKEN:
+        raise _invalid("token_ids", "has tokens of images, and the request has no images; send them too")
+    if highest >= limits.vocab_size:
+        raise _invalid("token_ids", f"has token {highest}; the vocabulary has {limits.vocab_size}")
     return token_ids
 
 

@@ -25,6 +25,11 @@ _GAUGES = {
     "num_running": ("requests_running", "Requests in the running batch."),
     "num_waiting": ("requests_waiting", "Requests that wait for their first step."),
     "num_fetching": ("requests_fetching", "Those of them that wait for KV blocks from the disk or another worker."),
+    "num_encoding": ("requests_encoding", "Those of them that wait for their images to be encoded."),
+    "encoding_tokens": ("encoding_tokens", "Image tokens that are being encoded or wait for it."),
+    "image_tokens_per_s": ("image_tokens_per_second", "Mean rate of encoding images."),
+    "num_cached_images": ("images_cached", "Images whose states are kept."),
+    "image_cache_bytes": ("image_cache_bytes", "Memory of the states of images."),
     "num_uncached_tokens": ("uncached_tokens", "Prompt tokens that are not computed yet."),
     "num_blocks": ("kv_blocks", "All KV blocks."),
     "num_free_blocks": ("kv_blocks_free", "KV blocks that can be allocated, including those with cached content."),
@@ -81,6 +86,20 @@ class RequestMetrics:
         self._refusals = Counter(
             "headrace_worker_refusals", "Refused requests, by reason.", ["reason"], registry=registry
         )
+        self._image_refusals = Counter(
+            "headrace_worker_image_refusals",
+            "Requests refused for their images: text model (unsupported), number (count), size (bytes), content or "
+            "number of pixels (file), tokens that are not the images' (tokens), unknown detail (detail).",
+            ["reason"],
+            registry=registry,
+        )
+        self._images = self._histogram(
+            "image_wait", "Time that a request waited for its images to be encoded.", _WAIT_BUCKETS
+        )
+
+    def image_refused(self, label: str) -> None:
+        """Count a request that was refused for its images."""
+        self._image_refusals.labels(label).inc()
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"headrace_worker_{name}_seconds", text, buckets=buckets, registry=self._registry)
@@ -95,6 +114,8 @@ class RequestMetrics:
         if not request.scheduled_s:
             return
         self._queue.observe(request.scheduled_s - request.arrival_s)
+        if request.images:
+            self._images.observe(request.image_wait_s)
         if not request.first_token_s:
             return
         self._prefill.observe(request.first_token_s - request.scheduled_s)

@@ -57,6 +57,11 @@ class RequestObserver:
         span.fail(error.reason.name.lower(), error.message)
         span.end()
 
+    def image_refused(self, label: str) -> None:
+        """An image of a request was refused, for the reason that the word names."""
+        if self._metrics is not None:
+            self._metrics.image_refused(label)
+
     def broken_off(self, span: Span, error: BaseException) -> None:
         """The call was cancelled, or its handler failed, before the engine had the request."""
         span.__exit__(type(error), error, None)

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,12 @@ from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.adapters.library import Adapter
 from headrace.worker.engine.mailbox import Mailbox, OutputStream
 from headrace.worker.grammar.compiler import Grammars
+from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.request import Request
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, already_finished, decode
 from headrace.worker.server.blocks import BlockCalls, BlockServicer
+from headrace.worker.server.images import ImageDesk
 from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.responses import finished_at_once, responses_of
 from headrace.worker.server.watch import WatchHub
@@ -54,7 +56,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         grammars: Grammars,
         observer: RequestObserver | None = None,
         adapters: AdapterDesk | None = None,
+        images: ImageDesk | None = None,
     ) -> None:
+        self._images = images or ImageDesk(limits.model, None)
         self._adapters = adapters or AdapterDesk(None, limits.model)
         self.sessions = SessionServer(handler_of(self._generate, decode))
         self._observer = observer or RequestObserver()
@@ -68,7 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context | CallContext
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """See the proto."""
-        async with contextlib.aclosing(self._generate(DecodedRequest(request), context)) as responses:
+        async with contextlib.aclosing(self._generate(DecodedRequest.of(request), context)) as responses:
             async for response in responses:
                 yield response
 
@@ -81,7 +85,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             adapter = self._adapters.find(request.adapter)
             adapter_sha256 = "" if adapter is None else adapter.sha256
             identity = self._limits.identity(adapter_sha256)
-            admitted = self._admit(decoded, context.time_remaining(), adapter_sha256)
+            self._refuse_now(decoded)
+            images = await self._place(decoded)
+            admitted = self._admit(decoded, images, context.time_remaining(), adapter_sha256)
             ended = already_finished(admitted)
             if ended is not None:
                 span.end()
@@ -129,7 +135,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 self._adapters.let_go(adapter, admitted, was_submitted=False)
                 raise
 
-    def _admit(self, decoded: DecodedRequest, deadline_s: float | None, adapter_sha256: str) -> Request:
+    def _refuse_now(self, decoded: DecodedRequest) -> None:
+        """StatusError if no request is accepted at present."""
         if self._hub.draining:
             raise StatusError(
                 Reason.DRAINING, "the worker is draining and accepts no new requests", retry_after_s=DRAINING_RETRY_S
@@ -143,6 +150,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         contradiction = self._hub.contradiction(decoded.message.belief)
         if contradiction is not None:
             raise contradiction
+
+    async def _place(self, decoded: DecodedRequest) -> Sequence[PlacedImage]:
+        """The images of a request, if it has any, at their places in the prompt."""
+        if not decoded.images:
+            return ()
+        # Hashing megabytes would delay the streams of others.
+        return await asyncio.to_thread(decoded.placed, self._images.place)
+
+    def _admit(
+        self,
+        decoded: DecodedRequest,
+        images: Sequence[PlacedImage],
+        deadline_s: float | None,
+        adapter_sha256: str,
+    ) -> Request:
         request_id = decoded.message.request_id or f"unnamed-{next(self._unnamed)}"
         admitted = admit(
             decoded,
@@ -150,6 +172,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             request_id=request_id,
             arrival_s=time.monotonic(),
             adapter_sha256=adapter_sha256,
+            images=images,
         )
         if deadline_s is not None:
             admitted.deadline_s = admitted.arrival_s + deadline_s

@@ -1,0 +1,224 @@
+"""A fleet that sees: answers about drawn pictures are those of the reference, whatever happens to workers and to the
+processes that encode images."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from headrace.common.transport.channels import PLAIN
+from headrace.common.vision.families.known import family_of
+from headrace.common.vision.family import Detail
+from headrace.common.vision.files import FILES
+from headrace.common.vision.header import read_header
+from headrace.common.vision.identity import digest, pseudo_tokens
+from headrace.protos import inference_pb2_grpc
+from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse
+from headrace.protos.worker_pb2 import Load
+from tests.e2e.fleet import Fleet, fleet
+from tests.e2e.serving import until
+from tests.e2e.shapes import MODEL, Question, questions, swapped
+from tests.patience import patience
+
+SENTENCE = "what is in the picture first second ? a and colour shape"
+THINGS = "red green blue yellow black purple circle square triangle"
+WORDS = ("<pad>", "<s>", "</s>", "<image>", *SENTENCE.split(" "), *THINGS.split(" "))
+FAMILY = family_of({name: (MODEL / name).read_bytes() for name in FILES if (MODEL / name).is_file()})
+assert FAMILY is not None
+FLAGS = ["--execution-mode", "accuracy", "--kv-precision", "f32", "--log-level", "info"]
+WIDTH = 16
+
+
+def tokens_of(picture: bytes) -> list[int]:
+    """The pseudo tokens of a picture."""
+    assert FAMILY is not None
+    header = read_header(picture)
+    count = FAMILY.layout(header.width, header.height, Detail.AUTO).num_image_tokens
+    return pseudo_tokens(digest(picture, FAMILY, Detail.AUTO), count).tolist()
+
+
+def asked(question: Question, name: str, *, max_tokens: int = 8, ignore_eos: bool = False) -> GenerateRequest:
+    """The request for an answer."""
+    tokens = [WORDS.index("<s>")]
+    for picture in question.pictures:
+        tokens += tokens_of(picture)
+    tokens += [WORDS.index(word) for word in question.text.split(" ")]
+    request = GenerateRequest(request_id=name, token_ids=tokens)
+    request.sampling.temperature = 0.0
+    request.sampling.max_tokens = max_tokens
+    request.sampling.ignore_eos = ignore_eos
+    for picture in question.pictures:
+        request.images.add(data=picture)
+    return request
+
+
+class Client:
+    """Asks the router of a fleet."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateResponse]:
+        async for response in self._stub.Generate(request, timeout=patience(120)):
+            yield response
+
+    async def words(self, request: GenerateRequest) -> str:
+        """The answer in words."""
+        tokens = [token async for response in self.stream(request) for token in response.token_ids]
+        return " ".join(WORDS[token] for token in tokens if WORDS[token] != "</s>")
+
+    async def answers(self, asked_for: Sequence[GenerateRequest]) -> list[str]:
+        """The answers to many, so many at a time."""
+        room = asyncio.Semaphore(WIDTH)
+
+        async def one(request: GenerateRequest) -> str:
+            async with room:
+                return await self.words(request)
+
+        return list(await asyncio.gather(*map(one, asked_for)))
+
+
+@asynccontextmanager
+async def client(fleet: Fleet) -> AsyncIterator[Client]:
+    async with PLAIN.channel(fleet.router_addresses[0]) as channel:
+        yield Client(channel)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    directory = tmp_path_factory.mktemp("seeing")
+    with fleet(directory, num_workers=2, model=MODEL, worker_flags=FLAGS) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_held(seeing: Fleet) -> Iterator[None]:
+    """After each test, every block is free, and no request waits."""
+    seeing.until_whole()
+    yield
+    seeing.until_whole()
+    seeing.until_idle()
+
+
+def loads(fleet: Fleet) -> list[Load]:
+    return [worker.load for worker in fleet.list_workers()]
+
+
+def total(fleet: Fleet, counter: str) -> int:
+    return sum(getattr(load.counters, counter) for load in loads(fleet))
+
+
+async def test_two_hundred_pictures_are_answered_as_by_the_reference_sixteen_at_a_time(seeing: Fleet) -> None:
+    async with client(seeing) as asking:
+        found = await asking.answers([asked(question, f"q{n}") for n, question in enumerate(questions())])
+        assert found == [question.reference for question in questions()]
+        found = await asking.answers([asked(question, f"s{n}") for n, question in enumerate(swapped())])
+        assert found == [question.reference for question in swapped()]
+
+
+async def test_sixteen_chats_over_one_image_encode_it_once_and_a_second_turn_hits_all_of_it(seeing: Fleet) -> None:
+    picture = questions()[0].pictures[0] + b"a tail that decoders ignore"
+    question = Question((picture,), questions()[0].text, "")
+    async with client(seeing) as asking:
+        before = total(seeing, "images_encoded")
+        await asking.answers([asked(question, f"c{number}", max_tokens=1 + number) for number in range(16)])
+        until(lambda: total(seeing, "images_encoded") > before, "the image is encoded")
+        # Each of the two workers may have encoded it.
+        assert 1 <= total(seeing, "images_encoded") - before <= 2
+        first = [response async for response in asking.stream(asked(question, "again"))]
+        assert first[0].num_cached_tokens >= 17
+
+
+async def test_near_equal_images_share_nothing_behind_the_text_before_them(seeing: Fleet) -> None:
+    picture = questions()[0].pictures[0]
+    before = total(seeing, "images_encoded")
+    async with client(seeing) as asking:
+        for number in range(20):
+            near = Question((picture + bytes([number]),), questions()[0].text, "")
+            responses = [response async for response in asking.stream(asked(near, f"n{number}"))]
+            assert responses[0].num_cached_tokens <= 1
+    until(lambda: total(seeing, "images_encoded") == before + 20, "each is encoded")
+
+
+async def test_an_image_that_is_none_is_refused_by_name(seeing: Fleet) -> None:
+    request = asked(questions()[0], "broken")
+    whole = request.images[0].data
+    async with client(seeing) as asking:
+        for data, problem in (
+            (b"GIF89a", "images[0]: the image is a GIF file that ends in its header"),
+            (whole[:200], "token_ids has other tokens than those of images[0]"),
+        ):
+            request.images[0].data = data
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asking.words(request)
+            assert problem in (caught.value.details() or "")
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        broken = Question((whole[:200],), questions()[0].text, "")
+        with pytest.raises(grpc.aio.AioRpcError, match="truncated or broken PNG"):
+            await asking.words(asked(broken, "cut"))
+        assert await asking.words(asked(questions()[0], "whole")) == questions()[0].reference
+
+
+async def test_answers_survive_the_death_of_the_process_that_encodes(seeing: Fleet) -> None:
+    found = questions()[100:140]
+    fresh = [Question((*(p + b"1" for p in q.pictures),), q.text, q.right, q.reference) for q in found]
+    before = total(seeing, "image_encoder_restarts")
+    async with client(seeing) as asking:
+        asking_all = asyncio.create_task(asking.answers([asked(q, f"d{n}") for n, q in enumerate(fresh)]))
+        await asyncio.sleep(0)
+        for worker in seeing.workers:
+            for child in encoders_of(worker.pid):
+                os.kill(child, signal.SIGKILL)
+        assert await asking_all == [question.reference for question in fresh]
+        assert total(seeing, "image_encoder_restarts") > before
+
+
+async def test_a_stream_goes_on_when_its_worker_is_killed_and_leaves_no_process(seeing: Fleet) -> None:
+    question = questions()[1]
+    async with client(seeing) as asking:
+        request = asked(question, "whole", max_tokens=300, ignore_eos=True)
+        expected = [token async for response in asking.stream(request) for token in response.token_ids]
+        request.request_id = "killed"
+        tokens: list[int] = []
+        children: list[int] = []
+        async for response in asking.stream(request):
+            tokens += response.token_ids
+            if len(tokens) > 20 and not children:
+                busy = next(
+                    worker for worker, listed in zip(seeing.workers, by_name(seeing), strict=True) if listed.num_running
+                )
+                children = encoders_of(busy.pid)
+                busy.kill()
+                busy.gone()
+                busy.start()
+        assert tokens == expected
+        assert children
+        until(lambda: not any(Path(f"/proc/{child}").exists() for child in children), "its process has ended")
+
+
+def by_name(fleet: Fleet) -> list[Load]:
+    """The loads of workers, in the fleet's order."""
+    found = {worker.worker_id: worker.load for worker in fleet.list_workers()}
+    return [found[worker.name] for worker in fleet.workers]
+
+
+def encoders_of(pid: int) -> list[int]:
+    """The processes for images of a worker."""
+    children = [
+        int(child) for path in Path(f"/proc/{pid}/task").iterdir() for child in _read(path / "children").split()
+    ]
+    return [child for child in children if b"headrace.worker.vision.child" in _read(Path(f"/proc/{child}/cmdline"))]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""  # it has ended
