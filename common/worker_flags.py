@@ -201,9 +201,9 @@ WORKER_FLAGS = (
         click.Choice(["whole", "trim"]),
         of_worker="Tokens that layers with a sliding window keep of a request (Gemma 2 and 3, gpt-oss, Mistral 7B v0.1 "
         "and others). trim: only those that queries can still reach, so that the KV cache holds several times as many "
-        "tokens. The KV cache is then not kept after a crash. whole: all tokens.",
+        "tokens. whole: all tokens.",
         of_serve="Let layers with a sliding window keep all tokens, or only their windows (trim). With trim the KV "
-        "cache holds several times as many tokens, but is not kept after a crash.  [default: whole]",
+        "cache holds several times as many tokens.  [default: whole]",
         default="whole",
     ),
     WorkerFlag(

@@ -58,12 +58,11 @@ def allocate(
     window_layers = group_of(runner.layer_groups, LayerKind.WINDOW)
     hint_at_windows(config, runner)
     groups: list[GroupBudget] = [EvictionBudget()] if config.cache_eviction is not None else []
-    if kept is not None and (window_layers is not None or recurrent_layers is not None):
-        kept.discard()  # it has whole blocks, and no states
+    if kept is not None and recurrent_layers is not None:
+        kept.discard()  # it has no states
         kept = None
     if window_layers is not None:
-        num_blocks, windows = _divide_between_parts(runner, window_layers, budget_for(config), limits, draft_bytes)
-        arena = runner.allocate(num_blocks, windows.num_slots, huge_pages=config.huge_pages)
+        num_blocks, windows, arena = _allocate_with_parts(config, runner, window_layers, limits, kept, draft_bytes)
         groups.append(windows)
     elif recurrent_layers is not None:
         num_blocks, states, limits = _divide_with_states(
@@ -72,7 +71,7 @@ def allocate(
         arena = runner.allocate(num_blocks, huge_pages=config.huge_pages)
         groups.append(states)
     else:
-        num_blocks, arena = _allocate_cache(config, runner, kv_numerics(runner, limits), kept, draft_bytes)
+        num_blocks, arena = _allocate_cache(config, runner, limits, kept, draft_bytes)
     if draft is not None:
         draft.allocate(num_blocks, huge_pages=config.huge_pages)
     return Allocation(num_blocks, Region(arena.address, arena.size_bytes), limits, kept, groups)
@@ -95,12 +94,40 @@ def hint_at_windows(config: WorkerConfig, runner: OpenVINOModelRunner) -> None:
         )
 
 
-def _divide_between_parts(
-    runner: OpenVINOModelRunner, layers: LayerGroup, budget: int, limits: StepLimits, draft_bytes: int
-) -> tuple[int, WindowBudget]:
-    """Divide `budget` bytes between blocks and their parts for layers with a window. Another `draft_bytes` of each
-    block are allocated elsewhere. ConfigurationError if there is no room."""
+def _allocate_with_parts(
+    config: WorkerConfig,
+    runner: OpenVINOModelRunner,
+    layers: LayerGroup,
+    limits: StepLimits,
+    kept: KeptCache | None,
+    draft_bytes: int,
+) -> tuple[int, WindowBudget, KVArena]:
+    """Allocate blocks, and slots for their parts for layers with a window. Another `draft_bytes` of each block are
+    allocated elsewhere. ConfigurationError if there is no room."""
     sizes = PartSizes(runner.block_bytes + draft_bytes, runner.block_size, layers.block_bytes, layers.window)
+    if kept is None:
+        num_blocks, windows = _divide_between_parts(runner, sizes, budget_for(config), limits)
+        return num_blocks, windows, runner.allocate(num_blocks, windows.num_slots, huge_pages=config.huge_pages)
+    with kept.memory.sizing():
+        like = _format_of(config, runner, limits, draft_bytes)
+        found = _found_format(kept, like, draft_bytes)
+        if found is None:
+            budget = budget_for(config, kept_bytes(kept), kept.memory.room_bytes)
+            num_blocks, windows = _divide_between_parts(runner, sizes, budget, limits)
+        else:
+            num_blocks, num_slots = found.num_blocks - 1, found.num_slots - 1
+            of_step = -(-limits.max_num_batched_tokens // runner.block_size)
+            windows = window.budget_of(num_blocks, num_slots, layers.window, of_step)
+        wanted = replace(like, num_blocks=num_blocks + 1, num_slots=windows.num_slots + 1)
+        arena = runner.allocate(num_blocks, windows.num_slots, make_arena=lambda: kept.adopt(wanted))
+        return num_blocks, windows, arena
+
+
+def _divide_between_parts(
+    runner: OpenVINOModelRunner, sizes: PartSizes, budget: int, limits: StepLimits
+) -> tuple[int, WindowBudget]:
+    """Divide `budget` bytes between blocks and their parts for layers with a window. ConfigurationError if there is no
+    room."""
     num_blocks, windows = window.divide(budget, sizes, limits.max_num_seqs, limits.max_num_batched_tokens)
     if num_blocks < 1:
         raise no_room(budget, sizes.block_bytes + sizes.part_bytes)
@@ -162,24 +189,42 @@ def most_requests(config: WorkerConfig, budget: int, sizes: StateSizes, max_num_
 
 
 def _allocate_cache(
-    config: WorkerConfig, runner: OpenVINOModelRunner, numerics: str, kept: KeptCache | None, draft_bytes: int
+    config: WorkerConfig, runner: OpenVINOModelRunner, limits: StepLimits, kept: KeptCache | None, draft_bytes: int
 ) -> tuple[int, KVArena]:
     """Allocate whole blocks. Another `draft_bytes` of each block are allocated elsewhere."""
-    shapes, block_bytes = runner.block_shapes, runner.block_bytes + draft_bytes
-    sizing = f"{config.kv_cache_bytes} {config.kv_cache_share} {config.memory_node} {config.kv_cache_node_share}"
-    sizing += f" {draft_bytes}" if draft_bytes else ""
+    block_bytes = runner.block_bytes + draft_bytes
     if kept is None:
         num_blocks = num_blocks_for(config, block_bytes)
         return num_blocks, runner.allocate(num_blocks, huge_pages=config.huge_pages)
     with kept.memory.sizing():
-        # Available memory varies, and a cache with another number of blocks could not be restored.
-        before = kept.num_blocks_for(numerics, sizing, shapes)
-        if before is not None and before * block_bytes <= available_bytes() + kept_bytes(kept):
-            num_blocks = before - 1
-        else:
+        like = _format_of(config, runner, limits, draft_bytes)
+        found = _found_format(kept, like, draft_bytes)
+        if found is None:
             num_blocks = num_blocks_for(config, block_bytes, kept_bytes(kept), kept.memory.room_bytes)
-        wanted = CacheFormat(numerics, sizing, num_blocks + 1, runner.block_size, shapes)
+        else:
+            num_blocks = found.num_blocks - 1
+        wanted = replace(like, num_blocks=num_blocks + 1)
         return num_blocks, runner.allocate(num_blocks, make_arena=lambda: kept.adopt(wanted))
+
+
+def _format_of(config: WorkerConfig, runner: OpenVINOModelRunner, limits: StepLimits, draft_bytes: int) -> CacheFormat:
+    """The format of the cache, without the numbers of its blocks and slots."""
+    sizing = f"{config.kv_cache_bytes} {config.kv_cache_share} {config.memory_node} {config.kv_cache_node_share}"
+    if draft_bytes:
+        sizing += f" {draft_bytes}"
+    if runner.in_slots:  # slots are divided by these
+        sizing += f" {limits.max_num_seqs} {limits.max_num_batched_tokens}"
+    numerics = kv_numerics(runner, limits)
+    return CacheFormat(numerics, sizing, 0, runner.block_size, runner.block_shapes, in_slots=runner.in_slots)
+
+
+def _found_format(kept: KeptCache, like: CacheFormat, draft_bytes: int) -> CacheFormat | None:
+    """The format of the previous process's cache, if it is `like` the wanted one and still fits. Available memory
+    varies, and a cache with another number of blocks could not be restored."""
+    found = kept.format_like(like)
+    if found is None or found.cache_bytes + found.num_blocks * draft_bytes > available_bytes() + kept_bytes(kept):
+        return None
+    return found
 
 
 def kept_bytes(kept: KeptCache | None) -> int:

@@ -225,14 +225,21 @@ def make_engine(
         sampler_for(compiled.runner, found.threads),
         allocation.num_blocks,
         allocation.limits,
-        Persistence(None if allocation.kept is None else allocation.kept.journal, disk),
+        persistence_of(allocation.kept, disk),
         speculation=found.speculation,
         draft=draft_of(compiled.draft, found.heads, found.threads),
         groups=allocation.groups,
     )
     if allocation.kept is not None:
-        engine.scheduler.kv_cache.take_last(allocation.kept.old_blocks())
+        engine.scheduler.kv_cache.take_last(allocation.kept.old_blocks(), allocation.kept.old_slots())
     return engine
+
+
+def persistence_of(kept: KeptCache | None, disk: DiskTier | None) -> Persistence:
+    """What keeps the content of the KV cache."""
+    if kept is None:
+        return Persistence(spill=disk)
+    return Persistence(kept.journal, kept.part_journal, disk)
 
 
 def wait_for_fingerprint(found: Found, runner: OpenVINOModelRunner) -> str:

@@ -113,7 +113,8 @@ def tiers_for(
         return Tiers(disk)
     contents, parts = runner.block_bytes_of, None if kv_cache.windows is None else runner.part_bytes_of
     file = None
-    if kept is not None and kept.format is not None:
+    if kept is not None and kept.format is not None and parts is None:
+        # Otherwise parts lie between the blocks, and others are sent both.
         file = BlockFile(kept.memory.descriptor, kept.format.arena_offset, kept.format.num_blocks)
     peers = PeerTier(layout, contents, runner.block_bytes, transport, parts, bell.ring)
     source = BlockSource(layout, kv_cache, contents, runner.block_bytes, file, parts)

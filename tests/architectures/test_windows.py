@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from headrace.worker.engine import fetching as fetching_module
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.kv.disk_tier import DiskTier
+from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.loading import load_model
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.request.params import SamplingParams
@@ -170,6 +172,36 @@ def test_prefixes_come_from_the_disk_with_the_parts_of_windows(
         disk.stop()
         disk.join(60)
         model.close()
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", [name for name in WINDOWED if name in {"gemma3_text", "gpt_oss"}])
+def test_prefixes_and_parts_of_windows_outlive_the_process(name: str) -> None:
+    """The answer after a hit is that of the process that computed the prompt, to the last bit."""
+    address = "127.0.0.1:0"
+    config = WorkerConfig(
+        exported(NAMES)[name], name, "w", address, address, kv_cache_bytes=1 << 23, threads=2, trims_windows=True
+    )
+    memory = HostMemory(os.memfd_create("kept"))
+    prompt = [int(token) for token in np.random.default_rng(0).integers(3, 500, 700)]
+    answers, num_cached = [], []
+    for _ in range(2):
+        model = load_model(config, memory)
+        request = Request("r", prompt, SamplingParams(40, seed=0, num_logprobs=1), 1)
+        model.engine.scheduler.add(request)
+        outputs = []
+        while model.engine.scheduler.has_requests or model.engine.has_outputs:
+            outputs += model.engine.step()
+        model.engine.scheduler.kv_cache.seal()
+        answers.append([entry for output in outputs for entry in zip(output.token_ids, output.logprobs, strict=True)])
+        num_cached.append(request.num_cached_tokens)
+        model.close()
+        after = HostMemory(os.memfd_create("kept"))  # as the next process finds it
+        os.ftruncate(after.descriptor, memory.size_bytes)
+        after.map()[:] = memory.map()
+        memory = after
+    assert num_cached[0] == 0
+    assert num_cached[1] > 600
     assert answers[0] == answers[1]
 
 

@@ -28,6 +28,7 @@ def idle_runner(shape: BlockShape = SHAPE, adapters: object | None = None) -> Op
         block_shapes=(shape,),
         block_bytes=shape.num_bytes,
         block_size=shape.tokens,
+        in_slots=(),
         allocate=allocate,
     )
     return cast("OpenVINOModelRunner", runner)

@@ -83,9 +83,10 @@ class KVCache:
         on_take: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """`on_take` is called with blocks whose content is about to change. ValueError without a block."""
-        self._journal, self._spill = persistence.journal, persistence.spill
+        self._journals = [journal for journal in persistence[:2] if journal is not None]
+        self._spill = persistence.spill
         on_eviction = None if self._spill is None else self._spill_block
-        self.pool = pool = BlockPool(num_blocks, block_size, self._journal, on_eviction, on_take)
+        self.pool = pool = BlockPool(num_blocks, block_size, persistence.journal, on_eviction, on_take)
         self.block_size = block_size
         groups = [budget.make(pool, persistence) for budget in budgets]
         self.windows = _only(WindowAttention, groups)
@@ -172,26 +173,33 @@ class KVCache:
         blocks that change meanwhile may be missing."""
         return self.pool.hottest_first()
 
-    def restore(self, blocks: Iterable[tuple[int, Content]], order: Iterable[int]) -> None:
+    def restore(
+        self, blocks: Iterable[tuple[int, Content]], order: Iterable[int], parts: Sequence[tuple[int, int]] = ()
+    ) -> None:
         """Make blocks findable again that the journal already records, each after its predecessor. They are evicted in
-        this `order`, after all that is cached now."""
+        this `order`, after all that is cached now. `parts` are blocks and the slots that have their parts for layers
+        with a window, in the order of eviction."""
         self.pool.restore(blocks)
         self.pool.put_last(order)
+        if self.windows is not None:
+            self.windows.parts.restore(parts)
 
-    def take_last(self, blocks: Iterable[int]) -> None:
-        """Take these free blocks after all others, so that the previous process's content stays in them."""
+    def take_last(self, blocks: Iterable[int], slots: Iterable[int] = ()) -> None:
+        """Take these free blocks and slots after all others, so that the previous process's content stays in them."""
         self.pool.put_last(blocks)
+        if self.windows is not None:
+            self.windows.parts.take_last(slots)
 
     @property
     def has_unsealed(self) -> bool:
         """Whether blocks wait for `seal`."""
-        return self._journal is not None and self._journal.has_unsealed
+        return any(journal.has_unsealed for journal in self._journals)
 
     def seal(self) -> None:
         """Record the content of new blocks for the next process. Reads their bytes, so none of them may be taken
         meanwhile."""
-        if self._journal is not None:
-            self._journal.seal()
+        for journal in self._journals:
+            journal.seal()
 
     def has_room(self, request: Request, num_blocks: int) -> bool:
         """Whether a waiting request may run, so that running requests can take `num_blocks` more blocks."""
@@ -343,7 +351,7 @@ class KVCache:
             if number < fetch.num_read:
                 found = wanted.block if wanted.part_only else self._make_findable(wanted, broken)
             if self.windows is not None and wanted.slot != NO_SLOT:
-                self.windows.parts.place(wanted.slot, found)
+                self.windows.place(wanted.slot, found)
             if wanted.part_only:
                 continue
             if found is not None:
@@ -504,15 +512,18 @@ class KVCache:
             self.evicting.evict(request, request.eviction)
             if request.eviction.has_begun:
                 return  # its blocks are useless to others
+        first = request.num_findable_blocks
         exchanges = self._blocks.publish(request)
         for group in self._beside:
-            group.publish(request, exchanges)
+            group.publish(request, first, exchanges)
 
     def publish_beginning(self, request: Request) -> None:
         """As `publish`; also make the computed beginning of the request's last block findable."""
         self.publish(request)
         if self.states is None and not (request.eviction is not None and request.eviction.has_begun):
-            self._blocks.publish_beginning(request, MIN_COPIED_TOKENS)
+            begun = self._blocks.publish_beginning(request, MIN_COPIED_TOKENS)
+            if begun is not None and self.windows is not None:
+                self.windows.note(begun)
 
     def free(self, request: Request) -> None:
         """Release all that the request holds, and reset its number of computed tokens."""

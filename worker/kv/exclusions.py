@@ -72,7 +72,6 @@ EXCLUSIONS = (
     Exclusion(DECODE_GRAPH, LayerKind.RECURRENT, "the two graphs would need states of different precisions"),
     Exclusion(DRAFT_MODEL, RECURRENT_DRAFTS, "its states cannot be cut back when a draft is rejected"),
     Exclusion(KV_MEMORY, LayerKind.RECURRENT, _STATES_STAY, is_refused=False),
-    Exclusion(KV_MEMORY, TRIM, "a cache that outlives its process has whole blocks", is_refused=False),
     Exclusion(TRIM, LayerKind.RECURRENT, "its other layers keep whole blocks beside the states", is_refused=False),
 )
 

@@ -140,10 +140,11 @@ class Spill(Protocol):
 
 
 class Persistence(NamedTuple):
-    """What keeps content beyond the cache: `journal` records for the next process what is in each block, and `spill`
-    takes what is evicted."""
+    """What keeps content beyond the cache: `journal` records for the next process what is in each block, `part_journal`
+    the same for each slot with a part of a block for layers with a window, and `spill` takes what is evicted."""
 
     journal: Journal | None = None
+    part_journal: Journal | None = None
     spill: Spill | None = None
 
 

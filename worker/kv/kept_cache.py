@@ -3,7 +3,8 @@
     0         header: format of the cache, as JSON with a checksum
     56 KiB    fingerprint of the model, 64 bytes and a checksum; empty until it is known
     60 KiB    number of starts since the worker was last ready, 4 bytes
-    64 KiB    journal
+    64 KiB    journal of the blocks
+    ...       journal of the parts of blocks in slots, for layers with a window
     ...       arena, at the next huge page boundary
 
 The previous process's blocks are checked while the model is loaded. They are restored if the format of the cache and
@@ -18,9 +19,9 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 from zlib import crc32
@@ -39,7 +40,7 @@ from headrace.worker.kv.journal import BlockJournal, Record, journal_bytes, reco
 
 log = logging.getLogger(__name__)
 
-_MAGIC = b"hrkv0001"
+_MAGIC = b"hrkv0002"
 _FINGERPRINT, _STARTS, _JOURNAL = 56 << 10, 60 << 10, 64 << 10
 _HEADER = struct.Struct("<8sII")
 _FINGERPRINT_BYTES = 64
@@ -53,7 +54,8 @@ class CacheFormat:
     """The format of a cache. Blocks are restored only into a cache of the same format.
 
     `numerics` names everything else that the bytes of a block depend on, except the model (see `worker.numerics`).
-    `sizing` is the size that the user requested. `num_blocks` includes the padding block.
+    `sizing` is the size that the user requested. `num_blocks` includes the padding block. `in_slots` says which caches
+    have parts of blocks in slots, of which there are `num_slots` with the one for padding.
     """
 
     numerics: str
@@ -61,17 +63,43 @@ class CacheFormat:
     num_blocks: int
     block_size: int
     shapes: tuple[BlockShape, ...]
+    num_slots: int = 0
+    in_slots: tuple[bool, ...] = ()
+
+    @property
+    def part_journal_offset(self) -> int:
+        """The offset of the journal of parts in bytes."""
+        return _JOURNAL + -(-journal_bytes(self.num_blocks, self.block_size) // 8) * 8
 
     @property
     def arena_offset(self) -> int:
         """The offset of the arena in bytes."""
-        end = _JOURNAL + journal_bytes(self.num_blocks, self.block_size)
+        end = self.part_journal_offset + journal_bytes(self.num_slots, self.block_size)
         return -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
     @property
+    def counts(self) -> list[int]:
+        """The number of blocks, or of slots, in each cache."""
+        return [self.num_slots if self._is_in_slots(number) else self.num_blocks for number in range(len(self.shapes))]
+
+    @property
     def cache_bytes(self) -> int:
-        """The size of all blocks."""
-        return self.num_blocks * sum(shape.num_bytes for shape in self.shapes)
+        """The size of all blocks and slots."""
+        return sum(count * shape.num_bytes for count, shape in zip(self.counts, self.shapes, strict=True))
+
+    def caches(
+        self, arena: KVArena
+    ) -> tuple[list[npt.NDArray[np.uint8]], list[BlockShape], list[npt.NDArray[np.uint8]], list[BlockShape]]:
+        """The caches of blocks in an arena from which nothing was taken, and their shapes; then those of slots."""
+        found: tuple[list[npt.NDArray[np.uint8]], ...] = [], []
+        shapes: tuple[list[BlockShape], ...] = [], []
+        for number, (count, shape) in enumerate(zip(self.counts, self.shapes, strict=True)):
+            found[self._is_in_slots(number)].append(arena.take(count * shape.num_bytes))
+            shapes[self._is_in_slots(number)].append(shape)
+        return found[0], shapes[0], found[1], shapes[1]
+
+    def _is_in_slots(self, number: int) -> bool:
+        return bool(self.in_slots) and self.in_slots[number]
 
     @property
     def total_bytes(self) -> int:
@@ -92,16 +120,18 @@ class CacheFormat:
             return None
         try:
             fields = json.loads(raw)
-            return CacheFormat(**{**fields, "shapes": tuple(BlockShape(*shape) for shape in fields["shapes"])})
+            shapes = tuple(BlockShape(*shape) for shape in fields["shapes"])
+            return CacheFormat(**{**fields, "shapes": shapes, "in_slots": tuple(fields["in_slots"])})
         except (TypeError, KeyError, ValueError):
             return None  # of a version with other fields
 
 
 class _Mapped(NamedTuple):
-    """The mapped memory and the journal in it."""
+    """The mapped memory, and in it the journal of blocks and that of parts in slots, if there are any."""
 
     memory: npt.NDArray[np.uint8]
     journal: BlockJournal
+    part_journal: BlockJournal | None
 
 
 class KeptCache:
@@ -116,6 +146,7 @@ class KeptCache:
         self.format = self._read_format()
         self._mapped: _Mapped | None = None
         self._checked: list[Record] = []
+        self._checked_parts: list[Record] = []
         self._is_unwanted = False
         self._checking: threading.Thread | None = None
         self._num_recorded = 0
@@ -130,16 +161,16 @@ class KeptCache:
             log.warning("the worker was not ready in its last %d starts; its KV cache starts empty", MAX_STARTS)
             self.discard()
             return
-        self._checking = threading.Thread(target=self._check, args=(mapped.journal, threads), name="check-kv")
+        self._checking = threading.Thread(target=self._check, args=(mapped, threads), name="check-kv")
         self._checking.start()
 
-    def num_blocks_for(self, numerics: str, sizing: str, shapes: Sequence[BlockShape]) -> int | None:
-        """The previous process's number of blocks, including the padding block, if its cache had these properties and
-        still has room to grow."""
+    def format_like(self, wanted: CacheFormat) -> CacheFormat | None:
+        """The format of the previous process's cache, if only the numbers of blocks and slots differ, and it still has
+        room to grow; else None."""
         found = self.format
-        if found is None or (found.numerics, found.sizing, found.shapes) != (numerics, sizing, tuple(shapes)):
+        if found is None or replace(found, num_blocks=0, num_slots=0) != replace(wanted, num_blocks=0, num_slots=0):
             return None
-        return None if self._lacks_room() else found.num_blocks
+        return None if self._lacks_room() else found
 
     def adopt(self, wanted: CacheFormat) -> KVArena:
         """Return the arena for a cache of this format. It keeps the previous process's blocks if that cache had the
@@ -163,11 +194,23 @@ class KeptCache:
         assert self._mapped is not None, "adopt must be called first"
         return self._mapped.journal
 
+    @property
+    def part_journal(self) -> BlockJournal | None:
+        """The journal of the adopted arena's parts in slots; None without slots."""
+        assert self._mapped is not None, "adopt must be called first"
+        return self._mapped.part_journal
+
     def old_blocks(self) -> list[int]:
         """Wait for the check, and return the blocks that can be restored, least recently used first."""
         if self._checking is not None:
             self._checking.join()
-        return [record.block for record in sorted(self._checked, key=lambda record: record.used_ns)]
+        return [record.block for record in _by_use(self._checked)]
+
+    def old_slots(self) -> list[int]:
+        """As `old_blocks`, the slots whose parts of blocks can be restored."""
+        if self._checking is not None:
+            self._checking.join()
+        return [record.block for record in _by_use(self._checked_parts)]
 
     def restore(self, kv_cache: KVCache, fingerprint: str) -> None:
         """Make the previous process's blocks findable, except those that have been overwritten. Discard all of them if
@@ -178,16 +221,28 @@ class KeptCache:
         if self._fingerprint() != fingerprint:
             kept = []
         chains = in_chains(kept)
-        wanted = {record.block for record in chains}
-        for block in self.journal.recorded():
-            if block not in wanted:
-                self.journal.drop(block)
-        kv_cache.restore([(record.block, record.content) for record in chains], eviction_order(chains))
+        _keep_only(self.journal, {record.block for record in chains})
+        parts = self._parts_of(chains)
+        if self.part_journal is not None:
+            _keep_only(self.part_journal, set(parts.values()))
+        blocks = [(record.block, record.content) for record in chains]
+        kv_cache.restore(blocks, eviction_order(chains), list(parts.items()))
         self._write_fingerprint(fingerprint)
         if self._num_recorded:
             took_ms = 1000 * (time.monotonic() - start_s)
             log.info("restored %d of %d KV blocks in %.0f ms", len(chains), self._num_recorded, took_ms)
-        self._checked = []
+        self._checked, self._checked_parts = [], []
+
+    def _parts_of(self, chains: Sequence[Record]) -> dict[int, int]:
+        """The slots that have the parts of these blocks, by block, least recently used first."""
+        block_of = {record.content: record.block for record in chains}
+        found: dict[int, int] = {}
+        for record in _by_use(self._checked_parts):
+            block = block_of.get(record.content)
+            if block is not None and self.part_journal is not None and self.part_journal.holds(record.block):
+                found.pop(block, None)  # the latest of several comes last
+                found[block] = record.block
+        return found
 
     def note_ready(self) -> None:
         """Reset the count of starts: the worker is ready."""
@@ -199,22 +254,29 @@ class KeptCache:
         if self._checking is not None:
             self._checking.join()
             self._checking = None
-        self._checked, self._num_recorded, self._mapped, self.format = [], 0, None, None
+        self._checked, self._checked_parts, self._num_recorded = [], [], 0
+        self._mapped = self.format = None
         self.memory.clear()
 
-    def _check(self, journal: BlockJournal, threads: int) -> None:
+    def _check(self, mapped: _Mapped, threads: int) -> None:
         if not self._fingerprint():
             return
-        blocks = journal.recorded()
-        self._num_recorded = len(blocks)
+        self._num_recorded = len(mapped.journal.recorded())
+        with ThreadPoolExecutor(threads, "check-kv") as executor:
+            self._checked = self._read(mapped.journal, executor)
+            if mapped.part_journal is not None:
+                self._checked_parts = self._read(mapped.part_journal, executor)
 
-        def read(part: Iterable[int]) -> list[Record]:
-            found = [] if self._is_unwanted else [journal.read(block) for block in part]
+    def _read(self, journal: BlockJournal, executor: ThreadPoolExecutor) -> list[Record]:
+        """The records of a journal whose content is whole."""
+        blocks = journal.recorded()
+
+        def read(some: Iterable[int]) -> list[Record]:
+            found = [] if self._is_unwanted else [journal.read(block) for block in some]
             return [record for record in found if record is not None]
 
-        with ThreadPoolExecutor(threads, "check-kv") as executor:
-            parts = [blocks[start : start + _BLOCKS_AT_A_TIME] for start in range(0, len(blocks), _BLOCKS_AT_A_TIME)]
-            self._checked = list(chain.from_iterable(executor.map(read, parts)))
+        starts = range(0, len(blocks), _BLOCKS_AT_A_TIME)
+        return list(chain.from_iterable(executor.map(read, [blocks[at : at + _BLOCKS_AT_A_TIME] for at in starts])))
 
     def _read_format(self) -> CacheFormat | None:
         if self.memory.size_bytes < _JOURNAL:
@@ -246,13 +308,31 @@ class KeptCache:
     def _map(self, wanted: CacheFormat) -> _Mapped:
         memory = self.memory.map()
         arena = _arena_of(memory, wanted, huge_pages=self._huge_pages)
-        caches, journal = _caches_of(arena, wanted), memory[_JOURNAL : wanted.arena_offset]
+        blocks, block_shapes, parts, part_shapes = wanted.caches(arena)
+        journal = memory[_JOURNAL : wanted.part_journal_offset]
+        part_journal = memory[wanted.part_journal_offset : wanted.arena_offset]
+        return _Mapped(
+            memory,
+            self._journal_in(journal, wanted.num_blocks, wanted.block_size, blocks, block_shapes),
+            None
+            if not wanted.num_slots
+            else self._journal_in(part_journal, wanted.num_slots, wanted.block_size, parts, part_shapes),
+        )
+
+    def _journal_in(
+        self,
+        memory: npt.NDArray[np.uint8],
+        count: int,
+        block_size: int,
+        caches: Sequence[npt.NDArray[np.uint8]],
+        shapes: Sequence[BlockShape],
+    ) -> BlockJournal:
+        """The journal of the `count` blocks, or slots, in these caches."""
         on_growth = None
-        if self._huge_pages:
-            begun = max(recorded_in(journal, wanted.num_blocks), default=-1) + 1
-            on_growth = HugePages(caches, wanted.num_blocks, begun).reach
-        contents = BlockBytes(caches, wanted.shapes)
-        return _Mapped(memory, BlockJournal(journal, wanted.num_blocks, wanted.block_size, contents, on_growth))
+        if self._huge_pages and caches:
+            begun = max(recorded_in(memory, count), default=-1) + 1
+            on_growth = HugePages(caches, count, begun).reach
+        return BlockJournal(memory, count, block_size, BlockBytes(caches, shapes), on_growth)
 
     def _fingerprint(self) -> str:
         assert self._mapped is not None
@@ -316,5 +396,13 @@ def _arena_of(memory: npt.NDArray[np.uint8], wanted: CacheFormat, *, huge_pages:
     return KVArena(*sizes, huge_pages=huge_pages, memory=memory, offset=wanted.arena_offset)
 
 
-def _caches_of(arena: KVArena, wanted: CacheFormat) -> list[npt.NDArray[np.uint8]]:
-    return [arena.take(wanted.num_blocks * shape.num_bytes) for shape in wanted.shapes]
+def _by_use(records: Sequence[Record]) -> list[Record]:
+    """These records, least recently used first."""
+    return sorted(records, key=lambda record: record.used_ns)
+
+
+def _keep_only(journal: BlockJournal, blocks: Collection[int]) -> None:
+    """Drop the records of other blocks."""
+    for block in journal.recorded():
+        if block not in blocks:
+            journal.drop(block)

@@ -201,6 +201,11 @@ class OpenVINOModelRunner:
         return tuple(shapes)
 
     @property
+    def in_slots(self) -> tuple[bool, ...]:
+        """For each of the arena's pieces, whether it has parts of blocks in slots; empty if none has."""
+        return tuple(layer_of(port) in self._in_slots for port in self._caches) if self._in_slots else ()
+
+    @property
     def block_bytes_of(self) -> BlockBytes:
         """The bytes of the blocks of the cache that was allocated, without parts in slots."""
         return self._bytes_of(in_slots=False)

@@ -22,8 +22,9 @@ import pytest
 from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.build import build_engine
 from headrace.worker.kv import host_memory
-from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
+from headrace.worker.kv.block_bytes import BlockBytes, BlockShape, aligned
 from headrace.worker.kv.fetch import Persistence
+from headrace.worker.kv.groups.window import WindowBudget
 from headrace.worker.kv.host_memory import HostMemory, open_memory
 from headrace.worker.kv.kept_cache import MAX_STARTS, CacheFormat, KeptCache
 from headrace.worker.model.step_limits import StepLimits
@@ -32,14 +33,22 @@ from headrace.worker.sampling.sampler import BatchSampler
 from tests.patience import patience
 from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnderTest
 from tests.worker.fake_runner import FakeRunner, expected_tokens
+from tests.worker.kv.groups.windowed_runner import WindowedRunner
 
 NUM_BLOCKS = 24
 NUM_DEATHS = 1000 if os.environ.get("HEADRACE_SOAK") == "1" else 20
 SEED = int(os.environ.get("HEADRACE_SEED", "1"))
 FINGERPRINT = "f" * 64
-FORMAT = CacheFormat("fake", "", NUM_BLOCKS + 1, BLOCK_SIZE, (BlockShape(1, BLOCK_SIZE, 8),))
+SHAPE = BlockShape(1, BLOCK_SIZE, 8)
+FORMAT = CacheFormat("fake", "", NUM_BLOCKS + 1, BLOCK_SIZE, (SHAPE,))
+# Of a model with a layer whose window is two blocks. Its parts are in slots, between the blocks of two other layers.
+WINDOW, NUM_SLOTS = 8, 22
+TRIMMED = CacheFormat("fake", "", NUM_BLOCKS + 1, BLOCK_SIZE, (SHAPE, SHAPE), NUM_SLOTS + 1, (False, True))
 ROOT = Path(__file__).parents[3]
-TRACED = (str(ROOT / "worker/kv"), str(ROOT / "worker/engine"), str(ROOT / "tests/worker/fake_runner.py"))
+TRACED = (
+    *(str(ROOT / "worker" / name) for name in ("kv", "engine")),
+    *(str(ROOT / "tests/worker" / name) for name in ("fake_runner.py", "kv/groups/windowed_runner.py")),
+)
 PROMPT = list(range(100, 100 + 4 * BLOCK_SIZE + 3))
 
 
@@ -68,14 +77,26 @@ class Life:
 def live(memory: HostMemory, fingerprint: str = FINGERPRINT, wanted: CacheFormat = FORMAT) -> Life:
     """Start as a worker does: check, adopt, warm up, restore."""
     kept = KeptCache(memory, 2)
-    piece = kept.adopt(wanted).take(FORMAT.cache_bytes)
+    arena = kept.adopt(wanted)
     runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
-    runner.blocks = piece.view(np.int64).reshape(-1, BLOCK_SIZE)
+    groups = []
+    if wanted.num_slots:
+        runner = windowed = WindowedRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE, NUM_SLOTS, WINDOW)
+        groups.append(WindowBudget(WINDOW, NUM_SLOTS, 16 // BLOCK_SIZE))
+    runner.blocks = arena.take((NUM_BLOCKS + 1) * SHAPE.num_bytes).view(np.int64).reshape(-1, BLOCK_SIZE)
+    if wanted.num_slots:
+        windowed.parts = arena.take((NUM_SLOTS + 1) * SHAPE.num_bytes).view(np.int64).reshape(-1, BLOCK_SIZE)
     limits = StepLimits(4, 16, 16, is_exact=True)
     engine = build_engine(
-        runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, persistence=Persistence(kept.journal)
+        runner,
+        BatchSampler(),
+        NUM_BLOCKS,
+        limits,
+        step_costs=CHEAP_STEPS,
+        persistence=Persistence(kept.journal, kept.part_journal),
+        groups=groups,
     )
-    engine.scheduler.kv_cache.take_last(kept.old_blocks())
+    engine.scheduler.kv_cache.take_last(kept.old_blocks(), kept.old_slots())
     under_test = EngineUnderTest(engine, runner, is_pipelined=True)
     warm_up = under_test.request([1] * 10, 2)
     under_test.scheduler.waiting.remove(warm_up)
@@ -95,12 +116,13 @@ def after_death(memory: HostMemory) -> HostMemory:
     return copy
 
 
-def test_the_next_process_has_the_prefixes_of_the_one_before() -> None:
+@pytest.mark.parametrize("wanted", [FORMAT, TRIMMED], ids=["whole", "trimmed"])
+def test_the_next_process_has_the_prefixes_of_the_one_before(wanted: CacheFormat) -> None:
     memory = new_memory()
-    first = live(memory)
+    first = live(memory, wanted=wanted)
     first.ask(PROMPT)
     stored = first.under_test.scheduler.kv_cache.pool.findable_hashes()
-    second = live(after_death(memory))
+    second = live(after_death(memory), wanted=wanted)
     request = second.ask([*PROMPT, 7, 8, 9])
     # Four whole blocks, and of the last one what was computed before: three tokens of the prompt and one of the answer
     # are in it, and the first three are the same.
@@ -125,6 +147,7 @@ def test_routers_hear_of_what_was_taken_back_and_of_nothing_else() -> None:
         {"fingerprint": "e" * 64},
         {"wanted": replace(FORMAT, numerics="another CPU")},
         {"wanted": replace(FORMAT, sizing="--kv-cache-gb 9")},
+        {"wanted": TRIMMED},
     ],
 )
 def test_another_model_or_format_takes_nothing_back(other: dict[str, Any]) -> None:
@@ -199,6 +222,37 @@ def test_damage_is_found_and_what_follows_in_the_chain_is_dropped(damage: str) -
         assert hit < 4 * BLOCK_SIZE + 3
 
 
+def test_a_prefix_whose_parts_are_damaged_is_used_as_far_as_a_whole_window_is_left() -> None:
+    memory = new_memory()
+    life = live(memory, wanted=TRIMMED)
+    life.ask(PROMPT)
+    cache = life.under_test.scheduler.kv_cache
+    last = cache.locate(cache.hash_of(life.under_test.request(PROMPT), 3))
+    assert last is not None
+    slot = cache.slot_of(last[0])
+    assert slot is not None
+    offset = TRIMMED.arena_offset + aligned((NUM_BLOCKS + 1) * SHAPE.num_bytes) + slot * SHAPE.num_bytes
+    memory.map()[offset] ^= 4
+    second = live(memory, wanted=TRIMMED)
+    assert second.num_restored > 4, "the blocks themselves are whole"
+    assert second.ask(PROMPT).num_cached_tokens == 3 * BLOCK_SIZE
+
+
+def test_the_part_that_was_used_least_recently_is_still_evicted_first() -> None:
+    memory = new_memory()
+    first = live(memory, wanted=TRIMMED)
+    prompts = [[number] * (2 * BLOCK_SIZE) + [5, 6] for number in (11, 12, 13)]
+    for prompt in (*prompts, prompts[0]):
+        first.ask(prompt, 1)
+    second = live(memory, wanted=TRIMMED)
+    windows = second.under_test.scheduler.kv_cache.windows
+    assert windows is not None
+    for slot in [windows.parts.take_slot() for _ in range(NUM_SLOTS - 3)]:
+        windows.parts.place(slot, None)
+    hits = [second.ask(prompt, 1).num_cached_tokens > 0 for prompt in (prompts[0], prompts[1])]
+    assert hits == [True, False]
+
+
 def test_the_least_recently_used_is_still_evicted_first() -> None:
     memory = new_memory()
     first = live(memory)
@@ -268,7 +322,8 @@ def prompts(rng: random.Random) -> Iterator[tuple[list[int], int]]:
 
 # The thread that checks blocks is killed too.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_deaths_at_any_line_never_give_a_wrong_token() -> None:
+@pytest.mark.parametrize("wanted", [FORMAT, TRIMMED], ids=["whole", "trimmed"])
+def test_deaths_at_any_line_never_give_a_wrong_token(wanted: CacheFormat) -> None:
     rng = random.Random(SEED)
     memory, num_restored, num_died, num_in_start = new_memory(), 0, 0, 0
     asked = prompts(rng)
@@ -278,7 +333,7 @@ def test_deaths_at_any_line_never_give_a_wrong_token() -> None:
         is_in_start = rng.random() < 0.25
         try:
             with killing(memory, rng.randint(1, 2000) if is_in_start else rng.randint(2000, 30_000), found):
-                life = live(memory)
+                life = live(memory, wanted=wanted)
                 num_restored += life.num_restored
                 for _ in range(6):
                     serve(life, [next(asked) for _ in range(rng.randint(1, 4))])
@@ -291,7 +346,7 @@ def test_deaths_at_any_line_never_give_a_wrong_token() -> None:
             memory = found[0]
     assert num_restored > NUM_DEATHS, "deaths must leave something to take back"
     assert num_in_start >= NUM_DEATHS // 20
-    last = live(memory)
+    last = live(memory, wanted=wanted)
     for prompt, max_tokens in (next(asked) for _ in range(20)):
         last.ask(prompt, max_tokens)
 

@@ -109,13 +109,16 @@ class FullAttention:
             request.num_findable_blocks = index + 1
         return exchanges
 
-    def publish_beginning(self, request: Request, least: int) -> None:
-        """Make the computed beginning of the request's last block findable, if it has at least `least` tokens."""
+    def publish_beginning(self, request: Request, least: int) -> int | None:
+        """Make the computed beginning of the request's last block findable, if it has at least `least` tokens. Returns
+        the block; None if it has fewer."""
         index, begun = divmod(request.num_computed_tokens, self.block_size)
-        if begun >= least and request.num_findable_blocks == index:
-            content = content_of(request, index, self.block_size)[: begun * TOKEN_BYTES]
-            parent = parent_of(request, index, self.block_size)
-            self.pool.make_beginning_findable(request.block_table[index], parent, content, is_first=index == 0)
+        if begun < least or request.num_findable_blocks != index:
+            return None
+        content = content_of(request, index, self.block_size)[: begun * TOKEN_BYTES]
+        parent, block = parent_of(request, index, self.block_size), request.block_table[index]
+        self.pool.make_beginning_findable(block, parent, content, is_first=index == 0)
+        return block
 
     def free(self, request: Request) -> None:
         """Release all blocks of the request, and reset its number of computed tokens."""

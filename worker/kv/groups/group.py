@@ -50,8 +50,9 @@ class CacheGroup(Protocol):
         cannot reach."""
         ...
 
-    def publish(self, request: Request, exchanges: Sequence[Exchange]) -> None:
-        """The request's full blocks became findable. It now holds others of the same content for some of them."""
+    def publish(self, request: Request, first: int, exchanges: Sequence[Exchange]) -> None:
+        """The request's full blocks from index `first` on became findable. It now holds others of the same content for
+        some of them."""
         ...
 
     def free(self, request: Request) -> None:

@@ -173,7 +173,7 @@ class RecurrentStates:
         self._promised.clear()
         return steps[::-1]
 
-    def publish(self, request: Request, exchanges: Sequence[Exchange]) -> None:
+    def publish(self, request: Request, first: int, exchanges: Sequence[Exchange]) -> None:
         """See `CacheGroup`. Makes the states that the step has saved findable."""
         del exchanges
         progress = self._of(request)

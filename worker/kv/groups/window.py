@@ -72,8 +72,13 @@ def divide(budget: int, sizes: PartSizes, max_num_seqs: int, step_tokens: int) -
     num_slots = running + num_blocks // _BLOCKS_PER_KEPT_PART
     if num_slots >= num_blocks:  # in this case each block has its part
         num_blocks = num_slots = max(0, budget // (sizes.block_bytes + sizes.part_bytes) - 1)
-        of_step = 0
-    return num_blocks, WindowBudget(sizes.window, num_slots, of_step)
+    return num_blocks, budget_of(num_blocks, num_slots, sizes.window, of_step)
+
+
+def budget_of(num_blocks: int, num_slots: int, window: int, of_step: int) -> WindowBudget:
+    """The budget of `num_slots` slots beside `num_blocks` blocks. `of_step` of them are for the tokens of a step,
+    unless each block has its part."""
+    return WindowBudget(window, num_slots, 0 if num_slots == num_blocks else of_step)
 
 
 class WindowAttention:
@@ -81,7 +86,7 @@ class WindowAttention:
 
     def __init__(self, pool: BlockPool, budget: WindowBudget, persistence: Persistence) -> None:
         self.window = budget.num_tokens
-        self.parts = WindowParts(pool.num_blocks, budget.num_slots, self._spill_part)
+        self.parts = WindowParts(pool.num_blocks, budget.num_slots, self._spill_part, persistence.part_journal)
         self._pool, self._block_size = pool, pool.block_size
         self._spill = persistence.spill
         self._most_of_windows = budget.num_slots - budget.num_of_step
@@ -183,12 +188,28 @@ class WindowAttention:
         copies, self._copies = self._copies, []
         return copies
 
-    def publish(self, request: Request, exchanges: Sequence[Exchange]) -> None:
+    def publish(self, request: Request, first: int, exchanges: Sequence[Exchange]) -> None:
         """See `CacheGroup`."""
-        first = self._first.get(request, 0)
+        first_held = self._first.get(request, 0)
+        recorded: set[int] = set()
         for index, own, standing in exchanges:
-            if index >= first:
-                self.parts.replace(own, standing)
+            if index >= first_held and not self.parts.replace(own, standing):
+                recorded.add(index)
+        for index in range(max(first, first_held), request.num_findable_blocks):
+            if index not in recorded:
+                self.note(request.block_table[index])
+
+    def note(self, block: int) -> None:
+        """The part of a block that can be found, or whose beginning can, is computed."""
+        content = self._pool.content_of(block)
+        if content is not None:
+            self.parts.note(block, content)
+
+    def place(self, slot: int, block: int | None) -> None:
+        """A tier has filled a slot; see `WindowParts.place`."""
+        self.parts.place(slot, block)
+        if block is not None and self.parts.slot_of(block) == slot:
+            self.note(block)
 
     def release(self, blocks: Iterable[int], *, is_end: bool = False) -> None:
         """A request no longer holds the parts of these blocks. `is_end`: it ends there."""

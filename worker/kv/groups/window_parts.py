@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
+from headrace.worker.kv.block_pool import Content, Journal
+
 
 class WindowParts:
     """`num_slots` slots for the parts of `num_blocks` blocks. Not thread-safe: the engine thread owns it.
@@ -28,13 +30,16 @@ class WindowParts:
     for padding, which is the last.
     """
 
-    def __init__(self, num_blocks: int, num_slots: int, on_eviction: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, num_blocks: int, num_slots: int, on_eviction: Callable[[int, int], None], journal: Journal | None
+    ) -> None:
         """`on_eviction` is called with a block and its slot before its part is evicted, if requests have continued or
-        ended there."""
+        ended there. `journal` records what is in each slot."""
         self.num_slots = num_slots
         self.num_given_up = 0
         """Number of kept parts that were evicted so far."""
         self._on_eviction = on_eviction
+        self._journal = journal
         self._detached: set[int] = set()
         self._slot_of = array("i", [num_slots] * (num_blocks + 1))
         self.slots: npt.NDArray[np.int32] = np.frombuffer(self._slot_of, np.int32)
@@ -79,6 +84,8 @@ class WindowParts:
             self._is_wanted[block] = False
             if self.has(block):
                 self.hold(block)
+                if self._journal is not None:
+                    self._journal.drop(self._slot_of[block])
                 continue
             self._slot_of[block] = self._take()
             self._num_holders[block] = 1
@@ -123,7 +130,34 @@ class WindowParts:
                 self._on_eviction(block, self._slot_of[block])
             self._forget(block)
             self.num_given_up += 1
-        return self._free.pop()
+        slot = self._free.pop()
+        if self._journal is not None:
+            self._journal.drop(slot)  # of the previous process
+            self._journal.grow(slot)
+        return slot
+
+    def note(self, block: int, content: Content) -> None:
+        """The part of a block is computed, with this content."""
+        if self._journal is not None and self.has(block):
+            self._journal.note(self._slot_of[block], content)
+
+    def take_last(self, slots: Iterable[int]) -> None:
+        """Take these free slots after all others, the first ones first."""
+        last = dict.fromkeys(slots)
+        self._free = [*reversed(last), *(slot for slot in self._free if slot not in last)]
+
+    def restore(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Give findable blocks without a part free slots that have theirs, as the journal says, in the order of
+        eviction."""
+        slots = set()
+        for block, slot in parts:
+            assert not self.has(block), "the block has a part"
+            slots.add(slot)
+            self._slot_of[block] = slot
+            self._is_wanted[block] = True
+            self._wanted[block] = None
+        assert slots <= set(self._free), "a slot is in use"
+        self._free = [slot for slot in self._free if slot not in slots]
 
     def hold(self, block: int) -> None:
         """Add a holder to the part of a block."""
@@ -140,22 +174,27 @@ class WindowParts:
             return
         if not is_findable:
             self._forget(block)
-        elif is_end or self._is_wanted[block]:
+            return
+        if self._journal is not None:
+            self._journal.use([self._slot_of[block]])
+        if is_end or self._is_wanted[block]:
             self._wanted[block] = None
         else:
             self._passed[block] = None
 
-    def replace(self, own: int, other: int) -> None:
+    def replace(self, own: int, other: int) -> bool:
         """The only holder of the part of block `own` changes to a block with the same content. That gets the part if it
-        has none."""
+        has none. Returns whether it did."""
         assert self._num_holders[own] == 1, "the part has other holders"
-        if self.has(other):
+        has_moved = not self.has(other)
+        if not has_moved:
             self.hold(other)
             self._forget(own)
         else:
             self._slot_of[other], self._slot_of[own] = self._slot_of[own], self.num_slots
             self._num_holders[other] = 1
         self._num_holders[own] = 0
+        return has_moved
 
     def forget_all(self) -> None:
         """Release all parts. None may be held."""
@@ -188,5 +227,7 @@ class WindowParts:
             del self._wanted[block]
 
     def _forget(self, block: int) -> None:
+        if self._journal is not None:
+            self._journal.drop(self._slot_of[block])
         self._free.append(self._slot_of[block])
         self._slot_of[block] = self.num_slots
