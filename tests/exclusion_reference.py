@@ -26,7 +26,7 @@ the reason, or warns that a flag has no effect.
 def page() -> str:
     """The whole page."""
     rows = [
-        f"| `{row.setting.name}` | {_name(row.other)} | {'refused' if row.is_refused else 'no effect'} | {row.why} |\n"
+        f"| {_name(row.setting)} | {_name(row.other)} | {'refused' if row.is_refused else 'no effect'} | {row.why} |\n"
         for row in EXCLUSIONS
     ]
     return _HEAD + "".join(rows)
@@ -34,7 +34,7 @@ def page() -> str:
 
 def _name(other: Other) -> str:
     if isinstance(other, Setting):
-        return f"`{other.name}`"
+        return f"`{other.name}`" if other.name.startswith("--") else other.name
     return f"{other.value} layers" if isinstance(other, LayerKind) else other.name
 
 

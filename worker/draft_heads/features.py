@@ -21,7 +21,10 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.draft_heads.eagle_files import EagleFiles, layers_to_read
 from headrace.worker.draft_heads.eagle_graph import product
 from headrace.worker.draft_heads.hidden_states import attentions_of, states_before, width_of
+from headrace.worker.kv.exclusions import EAGLE3, impossible
+from headrace.worker.kv.layers import LayerKind
 from headrace.worker.model.batch import Batch
+from headrace.worker.model.state_tables import has_states
 
 FloatArray = npt.NDArray[np.float32]
 _OUTPUT = "features"
@@ -105,6 +108,8 @@ class FeatureReader:
     def add_outputs(self, model: ov.Model) -> None:
         """Add an output `features` [tokens, size]. ConfigurationError if the heads do not fit the model."""
         shape, path = self._files.shape, self._files.path
+        if has_states(model):
+            raise impossible(EAGLE3, LayerKind.RECURRENT)
         layers = layers_to_read(shape, len(attentions_of(model)))
         states = [states_before(model, layer) for layer in layers]
         width = width_of(states[0])

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from headrace.common.model_files.heads import HeadsKind, heads_kind
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.kv.layers import LayerGroup, LayerKind, group_of
 
@@ -46,6 +47,16 @@ def _eviction(config: WorkerConfig) -> str | None:
     return None if config.cache_eviction in (None, "off") else "--cache-eviction"
 
 
+def _heads(kind: HeadsKind, name: str) -> Setting:
+    """What `name` stands for when --draft-model has heads of this kind."""
+
+    def given(config: WorkerConfig) -> str | None:
+        directory = config.draft_model
+        return name if directory is not None and heads_kind(directory) is kind else None
+
+    return Setting(name, given)
+
+
 def _role(config: WorkerConfig) -> str | None:
     return None if config.role == "both" else f"--role {config.role}"
 
@@ -57,10 +68,14 @@ DECODE_GRAPH = Setting("--decode-graph on", lambda config: "--decode-graph on" i
 DRAFT_MODEL = Setting("--draft-model", lambda config: None if config.draft_model is None else "--draft-model")
 TRIM = Setting("--window-cache trim", lambda config: "--window-cache trim" if config.trims_windows else None)
 EVICTION = Setting("--cache-eviction", _eviction)
+EAGLE3 = _heads(HeadsKind.EAGLE3, "--speculation eagle3")
+MEDUSA_BRANCHES = _heads(HeadsKind.MEDUSA, "the branch of Medusa's drafts")
 ALIBI = Property("ALiBi")
 RECURRENT_DRAFTS = Property("recurrent layers in the draft model")
 
 _STATES_STAY = "a block is of no use without the state of its recurrent layers, and states stay in memory"
+_UNNUMBERED = "the heads name the layers that they read by number, and the graph numbers only those with attention"
+
 
 EXCLUSIONS = (
     Exclusion(EVICTION, DRAFT_MODEL, "a draft model and heads read all tokens of a request"),
@@ -71,6 +86,8 @@ EXCLUSIONS = (
     Exclusion(ROLE, LayerKind.RECURRENT, _STATES_STAY),
     Exclusion(DECODE_GRAPH, LayerKind.RECURRENT, "the two graphs would need states of different precisions"),
     Exclusion(DRAFT_MODEL, RECURRENT_DRAFTS, "its states cannot be cut back when a draft is rejected"),
+    Exclusion(EAGLE3, LayerKind.RECURRENT, _UNNUMBERED),
+    Exclusion(MEDUSA_BRANCHES, LayerKind.RECURRENT, "a branch would need states of its own", is_refused=False),
     Exclusion(KV_MEMORY, LayerKind.RECURRENT, _STATES_STAY, is_refused=False),
     Exclusion(TRIM, LayerKind.RECURRENT, "its other layers keep whole blocks beside the states", is_refused=False),
 )

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
+from headrace.worker.draft_heads.medusa_runner import LastStates
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.kv.chain import BlockKey
 from headrace.worker.kv.groups.recurrent import StateBudget
 from headrace.worker.kv.groups.state_slots import StateSlots
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.speculation.medusa import MedusaModel
 from tests.worker.conftest import BLOCK_SIZE, CHEAP_STEPS, VOCAB_SIZE, EngineUnderTest, RandomRequests, run_random_load
 from tests.worker.fake_runner import expected_tokens
 from tests.worker.kv.groups.stateful_runner import StatefulRunner
 from tests.worker.speculation.test_draft_model import FREE_STEPS, FakeDraftRunner
+from tests.worker.speculation.test_medusa import FakeHeads, FakeTarget
 
 
 def make_engine(
@@ -257,6 +261,42 @@ def test_a_smaller_model_drafts_beside_states(accuracy: float) -> None:
     engine.run()
     assert all(request.num_accepted > 0 for request in requests)
     assert_answers(engine)
+
+
+class StatefulTarget(FakeTarget, StatefulRunner):
+    """It has states, and last hidden states that Medusa heads read."""
+
+    def __init__(self, num_blocks: int, num_slots: int) -> None:
+        files: Any = None
+        StatefulRunner.__init__(self, num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_slots)
+        self.states, self.contexts = LastStates(files), []
+
+
+@pytest.mark.parametrize("wrong", [None, 2])
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_medusa_heads_draft_beside_states_without_branches(wrong: int | None, is_pipelined: bool) -> None:
+    """A wrong token of a draft is taken back from the states, too."""
+    num_blocks, num_slots = 128, 60
+    target = StatefulTarget(num_blocks, num_slots)
+    draft = Draft(FakeHeads(target, wrong), BatchSampler(), FREE_STEPS, MedusaModel)
+    made = build_engine(
+        target,
+        BatchSampler(),
+        num_blocks,
+        StepLimits(4, 32, 32, is_exact=True),
+        step_costs=CHEAP_STEPS,
+        groups=[StateBudget(num_slots, 8)],
+        speculation="medusa",
+        draft=draft,
+    )
+    engine = EngineUnderTest(made, target, is_pipelined=is_pipelined)
+    assert not engine.scheduler.kv_cache.has_branches
+    requests = [engine.request(tokens(number, 19 + number), 40) for number in range(3)]
+    engine.run()
+    assert all(request.num_accepted > 10 for request in requests)
+    assert all(request.num_drafted - request.num_accepted > 0 for request in requests) is (wrong is not None)
+    assert_answers(engine)
+    assert slots_of(engine).num_available == num_slots
 
 
 def test_without_slots_for_states_there_are_no_drafts() -> None:
