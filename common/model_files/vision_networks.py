@@ -24,7 +24,7 @@ PROJECTOR_NETWORK = "openvino_multi_modal_projector_model.xml"
 _OF_TYPE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("llava", "llava_next", "gemma3", "idefics3", "smolvlm"), (VISION_NETWORK,)),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (VISION_NETWORK, MERGER_NETWORK)),
-    **dict.fromkeys(("qwen3_vl", "qwen3_5"), (VISION_NETWORK, MERGER_NETWORK, PLACES_NETWORK)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), (VISION_NETWORK, MERGER_NETWORK, PLACES_NETWORK)),
     "mistral3": (VISION_NETWORK, PROJECTOR_NETWORK),
 }
 

@@ -91,4 +91,5 @@ _TOWERS: Mapping[str, Callable[[Sequence[Path], Config, Settings], Tower]] = {
     "qwen2_5_vl": _qwen,
     "qwen3_vl": _qwen,
     "qwen3_5": _qwen,
+    "qwen3_5_moe": _qwen,
 }

@@ -1,0 +1,226 @@
+"""Vision-language models give transformers' log-probabilities for prompts with images, whole and in chunks, beside
+text, after prefix hits and preemptions; and their text keeps its bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
+from headrace.worker.engine.build import build_engine
+from headrace.worker.engine.engine import Engine
+from headrace.worker.kv.groups.recurrent import StateBudget
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.step_limits import step_limits
+from headrace.worker.request.logprobs import TokenLogprobs
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import RequestOutput
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import BatchSampler
+from tests.architectures.exports import PYTHON, exported
+from tests.architectures.families import FAMILIES
+from tests.architectures.image_processing import PROCESSING
+from tests.architectures.image_references import ImagePrompt, prompts_in
+from tests.infra.seeing import Seeing
+from tests.worker.conftest import CHEAP_STEPS
+
+ALL = os.environ.get("HEADRACE_ARCHITECTURES") == "1"
+NAMES = [name for name in PROCESSING if ALL or FAMILIES[name].is_short]
+TOLERANCE = 1e-3
+NUM_BLOCKS = 300
+STATES = StateBudget(num_slots=24, interval=64)
+WHOLE = 2048
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models"),
+]
+
+
+class Placeholders(BatchSampler):
+    """Reads some log-probability for the tokens of images, which have none."""
+
+    def prompt_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        known = [0 if token_id >= FIRST_PSEUDO_TOKEN else token_id for token_id in token_ids]
+        return super().prompt_logprobs(logits, known, num_top)
+
+
+class Model:
+    """A compiled model with the prompts of its reference; without its networks for images if `directory` lacks them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.runner = OpenVINOModelRunner(directory, threads=2, kv_precision="f32", execution_mode="accuracy")
+        self.runner.allocate(NUM_BLOCKS)
+        self.states = None if self.runner.state_tables is None else STATES
+        if self.states is not None:
+            self.runner.allocate_states(self.states.num_slots)
+
+    def engine(self, budget: int, num_blocks: int = NUM_BLOCKS, speculation: str = "off") -> Engine:
+        """An engine with steps of up to `budget` tokens."""
+        return build_engine(
+            self.runner,
+            Placeholders(),
+            num_blocks,
+            step_limits(8, budget, budget, exact_rows=self.runner.exact_rows),
+            step_costs=CHEAP_STEPS,
+            groups=[] if self.states is None else [self.states],
+            speculation=speculation,
+        )
+
+
+class Seen(Model):
+    """The same with its tower."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.seeing, self.prompts = Seeing(directory), prompts_in(directory)
+        assert self.runner.image_inputs is not None
+        self.keeps_whole = self.runner.image_inputs.keeps_whole
+
+    def scored(self, prompt: ImagePrompt) -> Request:
+        """A request for the log-probabilities of a prompt."""
+        sampling = SamplingParams(1, seed=0, temperature=0.0, num_prompt_logprobs=0)
+        return self.seeing.request("scored", prompt.token_ids, prompt.images, sampling)
+
+    def continued(self, prompt: ImagePrompt, given: Sequence[int] = ()) -> Request:
+        """A request for the answer of the reference. A failure may have cut it off after `given`."""
+        sampling = SamplingParams(len(prompt.greedy), seed=0, temperature=0.0, num_logprobs=0)
+        return self.seeing.request("continued", prompt.token_ids, prompt.images, sampling, resume_token_ids=given)
+
+
+@lru_cache(maxsize=1)
+def seen(name: str) -> Seen:
+    return Seen(exported(NAMES)[name])
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
+    outputs = []
+    for request in requests:
+        engine.scheduler.add(request)
+    while engine.scheduler.has_requests:
+        outputs += engine.step()
+        engine.scheduler.check()
+    assert not [output.error for output in outputs if output.error is not None]
+    return outputs
+
+
+def text(name: str = "text") -> Request:
+    sampling = SamplingParams(6, seed=0, temperature=0.0, num_logprobs=0, num_prompt_logprobs=0)
+    return Request(name, list(range(5, 95)), sampling, 1)
+
+
+def values(outputs: Sequence[RequestOutput], request: Request) -> list[float]:
+    """The log-probabilities of its prompt and of its answer."""
+    answer = [entry.logprob for output in outputs if output.request is request for entry in output.logprobs]
+    return [*(entry.logprob for entry in request.prompt_logprobs), *answer]
+
+
+def assert_scored(request: Request, prompt: ImagePrompt) -> None:
+    """Its log-probabilities are those of the reference."""
+    tokens = np.array(prompt.token_ids)
+    is_text = tokens[1:] != prompt.image_token_id
+    expected = np.take_along_axis(prompt.logprobs[:-1], tokens[1:, None], 1)[:, 0]
+    found = np.array([entry.logprob for entry in request.prompt_logprobs])
+    np.testing.assert_allclose(found[is_text], expected[is_text], rtol=0, atol=TOLERANCE)
+
+
+def assert_continued(request: Request, outputs: Sequence[RequestOutput], prompt: ImagePrompt) -> None:
+    """Its tokens and their log-probabilities are those of the reference."""
+    assert list(request.token_ids[request.num_prompt_tokens :]) == prompt.greedy
+    expected = prompt.greedy_logprobs[len(request.resume_token_ids) :]
+    np.testing.assert_allclose(values(outputs, request), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("budget", [24, 100, WHOLE])
+@pytest.mark.parametrize("name", NAMES)
+def test_log_probabilities_are_those_of_transformers(name: str, budget: int) -> None:
+    """Prompts of one, two and five images run at once, beside a text, so steps have parts of several images."""
+    model = seen(name)
+    if model.keeps_whole and budget != WHOLE:
+        pytest.skip("its images must not be divided")
+    requests = [model.scored(prompt) for prompt in model.prompts]
+    run(model.engine(budget), [*requests, text()])
+    for request, prompt in zip(requests, model.prompts, strict=True):
+        assert_scored(request, prompt)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_after_hits_are_those_of_transformers(name: str) -> None:
+    model = seen(name)
+    engine = model.engine(WHOLE)
+    for _ in range(2):
+        requests = [model.continued(prompt) for prompt in model.prompts]
+        outputs = run(engine, requests)
+        for request, prompt in zip(requests, model.prompts, strict=True):
+            assert_continued(request, outputs, prompt)
+    assert all(request.num_cached_tokens for request in requests if request.num_prompt_tokens > 64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_after_preemptions_and_failures_are_those_of_transformers(name: str) -> None:
+    model = seen(name)
+    prompt = max(model.prompts, key=lambda prompt: len(prompt.token_ids))
+    block_size = model.runner.block_size
+    num_blocks = 1 + -(-(len(prompt.token_ids) + len(prompt.greedy)) // block_size)
+    # It needs another block before the second request has ended.
+    other = Request("other", [7] * (block_size - 1), SamplingParams(24, seed=0, temperature=0.0), 1)
+    preempted = model.continued(prompt)
+    outputs = run(model.engine(WHOLE, num_blocks), [other, preempted])
+    assert preempted.num_preemptions > 0 or len(prompt.greedy) < 4
+    assert_continued(preempted, outputs, prompt)
+    resumed = model.continued(prompt, prompt.greedy[: len(prompt.greedy) // 2])
+    assert_continued(resumed, run(model.engine(WHOLE), [resumed, text()]), prompt)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_beside_images_keeps_its_bits(name: str) -> None:
+    """The same steps once with images, once with a text of the same length in their place."""
+    model = seen(name)
+    prompt = model.prompts[1]
+    found = []
+    for other in (
+        model.scored(prompt),
+        Request("words", [9] * len(prompt.token_ids), model.scored(prompt).sampling, 1),
+    ):
+        beside = text()
+        found.append((values(run(model.engine(100), [other, beside]), beside), list(beside.token_ids)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_has_the_bits_of_a_graph_without_inputs_for_images(name: str, tmp_path: Path) -> None:
+    directory = exported(NAMES)[name]
+    for path in directory.iterdir():
+        if not path.name.startswith("openvino_vision"):
+            (tmp_path / path.name).symlink_to(path)
+    blind = Model(tmp_path)
+    assert blind.runner.image_inputs is None
+    found = []
+    for model in (blind, seen(name)):
+        request = text()
+        found.append((values(run(model.engine(24), [request]), request), list(request.token_ids)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_change_no_bit_of_answers_about_images(name: str) -> None:
+    """Every fourth token of the drafts is wrong."""
+    model = seen(name)
+    found = []
+    prediction: list[int] = []
+    for speculation in ("off", "ngram"):
+        prompt = model.prompts[1]
+        sampling = SamplingParams(24, seed=0, temperature=0.0, num_logprobs=0)
+        request = model.seeing.request("r", prompt.token_ids, prompt.images, sampling, prediction=prediction)
+        outputs = run(model.engine(WHOLE, speculation=speculation), [request])
+        found.append((values(outputs, request), list(request.token_ids)))
+        prediction = list(request.token_ids[request.num_prompt_tokens :])
+        prediction[::4] = [(token + 1) % 500 for token in prediction[::4]]
+    assert request.num_accepted > 0
+    assert found[0] == found[1]
