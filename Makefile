@@ -166,9 +166,10 @@ docs: .venv/.docs .links/headrace
 	$(BIN)/python -m tests.exclusion_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The picture of one chat's way through the gateway, in docs/architecture.md.
+# The pictures of one chat's way through gateway, router and worker, in docs/architecture.md.
 docs-walk: .venv/.dev .links/headrace
-	HEADRACE_DRAW_WALK=1 $(BIN)/pytest -n 0 -q tests/gateway/test_walk.py tests/router/test_walk.py
+	HEADRACE_DRAW_WALK=1 $(BIN)/pytest -n 0 -q tests/gateway/test_walk.py tests/router/test_walk.py \
+		tests/worker/server/test_walk.py
 
 .venv/.docs: .venv/.dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' >&2

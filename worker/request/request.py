@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request.eviction import Eviction
 from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.logprobs import PromptLogprobs
@@ -101,6 +102,10 @@ class Request:
     """Tokens of the prompt that are expected to be cached there."""
     adapter_slot: int = -1
     """Slot of its adapter's weights, which stay there until it has ended; -1 without an adapter."""
+    model_identity: str = ""
+    """The identity of the model, with its adapter, that answers."""
+    constraint_source: ConstraintSource | None = None
+    """The constraint of the answer, as it was sent. `sampling` has it once it is compiled."""
     images: Sequence[PlacedImage] = ()
     """The images of its prompt, in the order of their tokens."""
     eviction: Eviction | None = None

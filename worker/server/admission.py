@@ -17,7 +17,7 @@ import numpy as np
 from headrace.common.transport.wire_request import WireRequest
 from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos import inference_pb2
-from headrace.protos.answer_bounds import Ends, check_context, stop_tokens
+from headrace.protos.answer_bounds import check_context, stop_tokens
 from headrace.protos.block_hash import root_hash
 from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import identity_of
@@ -29,7 +29,7 @@ from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request.eviction_rules import eviction_for
 from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.params import SamplingParams
-from headrace.worker.request.request import FinishReason, Request
+from headrace.worker.request.request import Request
 
 _Number = TypeVar("_Number", int, float)
 Place: TypeAlias = Callable[[Sequence["SentImage"], Sequence[int]], Sequence[PlacedImage]]
@@ -234,7 +234,8 @@ def admit(
     """Check all fields and make the request, whose adapter has this hash, and whose prompt has these images.
     StatusError names the first wrong field."""
     message, shared = decoded.message, decoded.prompt
-    _check_model(message, limits, adapter_sha256)
+    identity = limits.identity(adapter_sha256)
+    _check_model(message, limits, identity)
     num_prompt_tokens = len(decoded.token_ids)
     longest = max(limits.max_context_tokens, longest_context_of(limits.card, message.sampling))
     check_context(
@@ -251,16 +252,20 @@ def admit(
     if not prompt:
         raise _invalid("token_ids", "must have at least one token")
     if limits.task:
-        return _text_to_encode(message, prompt, request_id=request_id, arrival_s=arrival_s)
+        encoded = _text_to_encode(message, prompt, request_id=request_id, arrival_s=arrival_s)
+        encoded.model_identity = identity
+        return encoded
     prediction = _token_ids(message.prediction_token_ids, "prediction_token_ids", limits)
     resume = _token_ids(message.resume_token_ids, "resume_token_ids", limits)
-    room = longest - len(prompt)
+    source, room = decoded.constraint(), longest - len(prompt)
     root = root_hash(limits.fingerprint, adapter_sha256, message.cache_salt)
     admitted = Request(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling=_sampling(decoded, limits, room),
         root_hash=root,
+        model_identity=identity,
+        constraint_source=source,
         images=images,
         prompt_hashes=[] if shared is None else shared.block_hashes(root),
         resume_token_ids=resume,
@@ -287,14 +292,15 @@ def admit(
     return admitted
 
 
-def _check_model(message: inference_pb2.GenerateRequest, limits: ModelLimits, adapter_sha256: str) -> None:
-    """Raise StatusError unless the request is for this model, its task, its weights and its tokenizer."""
+def _check_model(message: inference_pb2.GenerateRequest, limits: ModelLimits, identity: str) -> None:
+    """Raise StatusError unless the request is for this model, its task, its weights, whose `identity` this is, and its
+    tokenizer."""
     if message.model and message.model != limits.model:
         raise StatusError(
             Reason.MODEL_NOT_FOUND, f"this worker serves {limits.model!r}, not {message.model[:100]!r}", field="model"
         )
     check_task(message.task, limits.task, limits.model)
-    if message.model_identity and message.model_identity != limits.identity(adapter_sha256):
+    if message.model_identity and message.model_identity != identity:
         problem = (
             "the answer was begun with other model files than this worker's and cannot be continued here; start again"
         )
@@ -323,20 +329,6 @@ def _text_to_encode(
         tenant=message.tenant,
         num_first_text_tokens=message.num_first_text_tokens,
     )
-
-
-def already_finished(request: Request) -> tuple[FinishReason, int | None] | None:
-    """The finish reason of a resumed request that is complete already, with its stop token if any; None if it is
-    not."""
-    sampling = request.sampling
-    if not request.resume_token_ids:
-        return None
-    ends = Ends(sampling.stop_token_ids, sampling.max_tokens)
-    found = ends.reason(request.num_generated_tokens, request.resume_token_ids[-1])
-    if found is None:
-        return None
-    _, stop_token_id = found
-    return (FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP), stop_token_id
 
 
 def constraint_of(message: inference_pb2.SamplingParams) -> ConstraintSource | None:

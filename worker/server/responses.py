@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from headrace.protos import inference_pb2
+from headrace.protos.answer_bounds import Ends
 from headrace.worker.engine.mailbox import OutputStream
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import FinishReason, Request
@@ -21,8 +22,8 @@ _REASON_ON_WIRE = {
 }
 
 
-async def responses_of(stream: OutputStream, identity: str) -> AsyncIterator[inference_pb2.GenerateResponse]:
-    """Messages of one request: the first one has the model's `identity`, the last one has its finish. Raises the
+async def responses_of(stream: OutputStream) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    """Messages of one request: the first one has the model's identity, the last one has its finish. Raises the
     request's StatusError if it fails."""
     request = stream.request
     is_first = True
@@ -34,7 +35,7 @@ async def responses_of(stream: OutputStream, identity: str) -> AsyncIterator[inf
                 request.first_token_s = time.monotonic()
             response = _response_of(request, outputs)
             if is_first:
-                response.model_identity = identity
+                response.model_identity = request.model_identity
                 response.num_cached_tokens = request.num_cached_tokens
                 response.num_disk_tokens = min(request.num_disk_tokens, request.num_cached_tokens)
                 response.num_peer_tokens = min(request.num_peer_tokens, request.num_cached_tokens)
@@ -107,11 +108,19 @@ def _microseconds(seconds: float) -> int:
     return max(0, round(1e6 * seconds))
 
 
-def finished_at_once(
-    request: Request, reason: FinishReason, stop_token_id: int | None
-) -> inference_pb2.GenerateResponse:
-    """The only message of a request that needs no step."""
+def finished_already(request: Request) -> inference_pb2.GenerateResponse | None:
+    """The only message of a resumed request that is complete already; None if the request is not."""
+    sampling = request.sampling
+    if not request.resume_token_ids:
+        return None
+    ends = Ends(sampling.stop_token_ids, sampling.max_tokens)
+    found = ends.reason(request.num_generated_tokens, request.resume_token_ids[-1])
+    if found is None:
+        return None
+    _, stop_token_id = found
+    reason = FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP
     return inference_pb2.GenerateResponse(
+        model_identity=request.model_identity,
         start_pos=request.num_generated_tokens,
         num_cached_tokens=0,
         finish=_finish_of(request, reason, stop_token_id),

@@ -25,11 +25,11 @@ from headrace.worker.grammar.compiler import Grammars
 from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.request import Request
 from headrace.worker.server.adapters import AdapterDesk
-from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, already_finished, decode
+from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, decode
 from headrace.worker.server.blocks import BlockCalls, BlockServicer
 from headrace.worker.server.images import ImageDesk
 from headrace.worker.server.observer import RequestObserver
-from headrace.worker.server.responses import finished_at_once, responses_of
+from headrace.worker.server.responses import finished_already, responses_of
 from headrace.worker.server.watch import WatchHub
 
 log = logging.getLogger(__name__)
@@ -84,16 +84,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             adapter = self._adapters.find(request.adapter)
             adapter_sha256 = "" if adapter is None else adapter.sha256
-            identity = self._limits.identity(adapter_sha256)
             self._refuse_now(decoded)
             images = await self._place(decoded)
             admitted = self._admit(decoded, images, context.time_remaining(), adapter_sha256)
-            ended = already_finished(admitted)
+            ended = finished_already(admitted)
             if ended is not None:
                 span.end()
-                response = finished_at_once(admitted, *ended)
-                response.model_identity = identity
-                yield response
+                yield ended
                 return
             if span.is_recording:
                 admitted.steps = []
@@ -106,7 +103,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise
         failure: StatusError | None = None
         try:
-            async for response in responses_of(stream, identity):
+            async for response in responses_of(stream):
                 yield response
         except StatusError as error:
             failure = error
@@ -180,7 +177,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _constrain(self, request: Request, decoded: DecodedRequest) -> None:
         """Compile the request's constraint, if it has one, before it is queued."""
-        source, message = decoded.constraint(), decoded.message.sampling
+        source, message = request.constraint_source, decoded.message.sampling
         if source is None:
             return
         ends = message.stop_token_ids if message.ignore_eos else request.sampling.stop_token_ids

@@ -13,6 +13,7 @@ from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief, Constraint, GenerateRequest, SamplingParams
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.worker.grammar.compiler import Grammars
+from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request import params
 from headrace.worker.request.request import Request
 from headrace.worker.server import adapters, service
@@ -66,10 +67,9 @@ async def test_the_time_in_which_a_grammar_is_compiled_is_no_wait_for_others(slo
     hub: Any = WatchHub(epoch=1, max_num_seqs=1, block_size=4)
     grammars: Any = slow
     inference = InferenceService(Any, hub, SimpleNamespace(model="m"), grammars)  # type: ignore[arg-type]
-    request = new()
+    request = new(constraint_source=ConstraintSource("regex", ("a",)))
     slow.takes_s = 1.5
-    message = GenerateRequest(token_ids=[1], sampling=SamplingParams(constraint=Constraint(regex="a")))
-    await inference._constrain(request, DecodedRequest(message))
+    await inference._constrain(request, DecodedRequest(GenerateRequest(token_ids=[1])))
     assert request.preparing_s == 1.5
 
 
