@@ -26,6 +26,8 @@ _OTHER_REQUEST_BYTES = 1 << 20
 # Maximum bytes on the wire of a token id and of an entry of logit_bias. allowed_token_ids may also name every token.
 _TOKEN_BYTES = 5
 _BIAS_BYTES = 14
+# Images come in one message with their prompt, and messages have at most so many bytes.
+_MOST_IMAGE_BYTES = 16 << 20
 
 
 def check_context(
@@ -60,7 +62,8 @@ def max_request_bytes(card: ModelCard) -> int:
     """Upper bound of a valid request's size in bytes for this model. Larger requests are refused unread."""
     of_vocabulary = (_TOKEN_BYTES + _BIAS_BYTES) * card.vocab_size
     num_tokens = max(card.max_context_tokens, card.max_evicting_context_tokens)
-    return _TOKEN_BYTES * num_tokens + of_vocabulary + _OTHER_REQUEST_BYTES
+    of_images = min(card.images.max_images * card.images.max_bytes, _MOST_IMAGE_BYTES)
+    return _TOKEN_BYTES * num_tokens + of_vocabulary + of_images + _OTHER_REQUEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)

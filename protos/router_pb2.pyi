@@ -228,7 +228,7 @@ class ExplainedWorker(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., detail: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostTerms, _Mapping]] = ..., num_transferred_tokens: _Optional[int] = ..., num_disk_tokens: _Optional[int] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ...) -> None: ...
 
 class CostTerms(_message.Message):
-    __slots__ = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "total_ms", "ttft_ms", "adapter_ms", "transfer_ms")
+    __slots__ = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "total_ms", "ttft_ms", "adapter_ms", "transfer_ms", "image_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +239,7 @@ class CostTerms(_message.Message):
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     backlog_ms: float
     prefill_ms: float
@@ -249,4 +250,5 @@ class CostTerms(_message.Message):
     ttft_ms: float
     adapter_ms: float
     transfer_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., backlog_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., eviction_ms: _Optional[float] = ..., pressure_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., adapter_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
+    image_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., backlog_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., eviction_ms: _Optional[float] = ..., pressure_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., adapter_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., image_ms: _Optional[float] = ...) -> None: ...

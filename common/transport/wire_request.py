@@ -16,7 +16,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from headrace.protos.inference_pb2 import GenerateRequest
+
 _T = TypeVar("_T")
+
+
+def without_images(request: GenerateRequest) -> GenerateRequest:
+    """The request without its images, which are taken out of the given one. It is another message if there are any,
+    because a message keeps the memory of fields that are cleared."""
+    if not request.images:
+        return request
+    request.ClearField("images")
+    freed = GenerateRequest()
+    freed.CopyFrom(request)
+    return freed
 
 
 class SharedPart:

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from headrace.common.ledger import FencedError, Ledger
 from headrace.common.retries import Attempts
-from headrace.common.transport.wire_request import WireRequest
+from headrace.common.transport.wire_request import WireRequest, without_images
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.status import Reason, StatusError
@@ -43,13 +43,13 @@ class Generation:
         Raises StatusError (INVALID_FIELD) for bytes that are not a GenerateRequest.
         """
         self._wire = wire
-        self._own = _parsed(wire.own)
+        self._own = without_images(_parsed(wire.own))
         self._write = write
         self.remaining_s = remaining_s
         self.metadata = metadata
         shared = [part.kept(_SharedPart) for part in wire.shared]
         self.request = self._own
-        """The request. Shared parts, such as the prompt or the text of a grammar, may be missing."""
+        """The request without its images. Shared parts, such as the prompt or the text of a grammar, may be missing."""
         if shared:
             self.request = inference_pb2.GenerateRequest()
             for message in (*(part.head for part in shared), self._own):
@@ -120,7 +120,8 @@ class Generation:
         tokens."""
         wire = self._wire
         if self.attempts.number != self.request.attempt:
-            again = self.ledger.resumption(self._own, self.attempts.number)
+            # The images of its own bytes are not kept apart from these, because they may be large.
+            again = self.ledger.resumption(_parsed(wire.own), self.attempts.number)
             wire = WireRequest(again.SerializeToString(), wire.shared)
         self.ledger.begin_attempt()
         # A field that is appended to the bytes of a message replaces the earlier field.
@@ -192,6 +193,7 @@ class _SharedPart:
         self.prompt = Prompt(message.token_ids)
         self.head = inference_pb2.GenerateRequest.FromString(raw)
         self.head.ClearField("token_ids")
+        self.head = without_images(self.head)
         if self.head.sampling.HasField("constraint"):
             self.head.sampling.constraint.Clear()
             self.head.sampling.constraint.SetInParent()

@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from headrace.common.observers import Observers
 from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
@@ -360,7 +362,13 @@ class Fleet:
         members = self._pools.for_next_stage(request, members, self.index, priors)
         cached_blocks = members.cached_blocks(self.index, request.hashes)
         session_worker = self._sessions.get(model, request.session_key)
-        facts = RequestFacts(request.num_tokens, request.max_new_tokens, session_worker, request.max_ttft_ms)
+        facts = RequestFacts(
+            request.num_tokens,
+            request.max_new_tokens,
+            session_worker,
+            request.max_ttft_ms,
+            request.image_places(members.links[0][1]),
+        )
         transfers = members.transfers(
             self.index, request.hashes, cached_blocks, self._pools.draining, request.prefilled
         )
@@ -392,7 +400,11 @@ class Fleet:
     ) -> tuple[Booking, Run | None]:
         num_tokens = request.num_tokens - placement.predicted_cached_tokens
         hashes = request.hashes(card)
-        booking = link.book(num_tokens, len(hashes) + 1 - num_cached_blocks)
+        places = request.image_places(card)
+        num_image_tokens = 0
+        if places is not None:
+            num_image_tokens = len(places) - int(np.searchsorted(places, placement.predicted_cached_tokens))
+        booking = link.book(num_tokens, len(hashes) + 1 - num_cached_blocks, num_image_tokens)
         prediction = self.index.predict(link.address, hashes, num_cached_blocks, self._clock())
         if request.session_key:
             self._sessions.put(card.name, request.session_key, link.address)

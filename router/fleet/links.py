@@ -261,9 +261,9 @@ class WorkerLink:
         """Number of requests that are booked here and not released."""
         return self.bookings.num_in_flight
 
-    def book(self, num_tokens: int, num_blocks: int) -> Booking:
+    def book(self, num_tokens: int, num_blocks: int, num_image_tokens: int = 0) -> Booking:
         """Add a request's uncached tokens and new blocks to this worker's load until its reports include them."""
-        booking = self.bookings.book(num_tokens, num_blocks, self._clock())
+        booking = self.bookings.book(num_tokens, num_blocks, self._clock(), num_image_tokens)
         self._on_load(self)
         return booking
 

@@ -16,6 +16,7 @@ from headrace.protos.model_identity import model_identity
 from headrace.protos.status import StatusError
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.placement.bookings import Booking
+from headrace.router.placement.candidates import Places
 from headrace.router.placement.policy import CostTerms, Placement, belief_message
 from headrace.router.placement.predictions import Run
 from headrace.router.placement.prompt import Prompt
@@ -106,6 +107,12 @@ class RoutedRequest:
         """Copy and hash a long prompt for workers with these cards, without blocking the event loop for long."""
         if self._prompt.is_long:
             await self._prompt.prepare({(self._root(card), card.block_size) for card in cards})
+
+    def image_places(self, card: worker_pb2.ModelCard) -> Places | None:
+        """The places of image tokens in the prompt; None if it has none, or if the card's model takes none."""
+        if not card.HasField("images") or not len(self._prompt.image_places):
+            return None
+        return self._prompt.image_places
 
     def hashes(self, card: worker_pb2.ModelCard) -> list[int]:
         """Hashes of the full blocks, as workers with this card compute them."""

@@ -14,10 +14,13 @@ from collections.abc import Iterable
 class Booking:
     """The load of one request that was placed on a worker, until it is released."""
 
-    __slots__ = ("at_s", "is_pending", "num_blocks", "num_tokens", "placement_id")
+    __slots__ = ("at_s", "is_pending", "num_blocks", "num_image_tokens", "num_tokens", "placement_id")
 
-    def __init__(self, placement_id: int, num_tokens: int, num_blocks: int, at_s: float) -> None:
+    def __init__(
+        self, placement_id: int, num_tokens: int, num_blocks: int, at_s: float, num_image_tokens: int = 0
+    ) -> None:
         self.placement_id = placement_id
+        self.num_image_tokens = num_image_tokens
         self.num_tokens = num_tokens
         self.num_blocks = num_blocks
         self.at_s = at_s
@@ -27,16 +30,17 @@ class Booking:
 class Bookings:
     """The bookings of one worker.
 
-    `num_in_flight` counts the bookings that are not released. `num_pending`, `num_tokens` (uncached) and `num_blocks`
-    (new) are totals over the pending ones.
+    `num_in_flight` counts the bookings that are not released. `num_pending`, `num_tokens` (uncached), `num_blocks`
+    (new) and `num_image_tokens` (uncached) are totals over the pending ones.
     """
 
-    __slots__ = ("_last_id", "_pending", "num_blocks", "num_in_flight", "num_tokens")
+    __slots__ = ("_last_id", "_pending", "num_blocks", "num_image_tokens", "num_in_flight", "num_tokens")
 
     def __init__(self) -> None:
         self.num_in_flight = 0
         self.num_tokens = 0
         self.num_blocks = 0
+        self.num_image_tokens = 0
         self._last_id = 0
         self._pending: dict[int, Booking] = {}  # by placement id, oldest first
 
@@ -45,14 +49,16 @@ class Bookings:
         """Bookings that the worker's reports do not include yet."""
         return len(self._pending)
 
-    def book(self, num_tokens: int, num_blocks: int, now_s: float) -> Booking:
-        """Count a request's uncached tokens and its new blocks as load until reports include them."""
+    def book(self, num_tokens: int, num_blocks: int, now_s: float, num_image_tokens: int = 0) -> Booking:
+        """Count a request's uncached tokens, those of them of images, and its new blocks as load until reports include
+        them."""
         self._last_id += 1
-        booking = Booking(self._last_id, num_tokens, num_blocks, now_s)
+        booking = Booking(self._last_id, num_tokens, num_blocks, now_s, num_image_tokens)
         self.num_in_flight += 1
         self._pending[booking.placement_id] = booking
         self.num_tokens += num_tokens
         self.num_blocks += num_blocks
+        self.num_image_tokens += num_image_tokens
         return booking
 
     def settle(self, booking: Booking) -> bool:
@@ -63,6 +69,7 @@ class Bookings:
         del self._pending[booking.placement_id]
         self.num_tokens -= booking.num_tokens
         self.num_blocks -= booking.num_blocks
+        self.num_image_tokens -= booking.num_image_tokens
         return True
 
     def settle_named(self, placement_ids: Iterable[int]) -> None:
@@ -93,3 +100,4 @@ class Bookings:
         assert len(self._pending) <= self.num_in_flight
         assert self.num_tokens == sum(booking.num_tokens for booking in self._pending.values())
         assert self.num_blocks == sum(booking.num_blocks for booking in self._pending.values())
+        assert self.num_image_tokens == sum(booking.num_image_tokens for booking in self._pending.values())

@@ -49,14 +49,16 @@ class Columns(NamedTuple, Generic[_Value]):
     booked_blocks: _Value
     transfer_bytes_per_s: _Value
     disk_bytes_per_s: _Value
+    encoding_tokens: _Value
+    image_tokens_per_s: _Value
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A worker that serves the request's model, as this router sees it.
 
-    `num_booked_requests`, `num_booked_tokens` (uncached) and `num_booked_blocks` count the requests that the engine's
-    numbers do not include yet: requests that have arrived at the worker, and requests that this router has just placed
-    there.
+    `num_booked_requests`, `num_booked_tokens` (uncached), `num_booked_blocks` and `num_booked_image_tokens` count the
+    requests that the engine's numbers do not include yet: requests that have arrived at the worker, and requests that
+    this router has just placed there.
     """
 
     worker_id: str
@@ -65,6 +67,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     num_booked_requests: int = 0
     num_booked_tokens: int = 0
     num_booked_blocks: int = 0
+    num_booked_image_tokens: int = 0
 
     @classmethod
     def of(cls, worker_id: str, load: LoadReport, block_size: int, bookings: Bookings) -> Candidate:
@@ -76,6 +79,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             load.num_arrived + bookings.num_pending,
             load.arrived_tokens + bookings.num_tokens,
             load.arrived_blocks + bookings.num_blocks,
+            bookings.num_image_tokens,
         )
 
     def columns(self) -> Columns[float]:
@@ -98,6 +102,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             booked_blocks=self.num_booked_blocks,
             transfer_bytes_per_s=load.transfer_bytes_per_s,
             disk_bytes_per_s=load.disk_bytes_per_s,
+            encoding_tokens=load.encoding_tokens + self.num_booked_image_tokens,
+            image_tokens_per_s=load.image_tokens_per_s,
         )
 
 

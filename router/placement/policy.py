@@ -12,6 +12,7 @@ All costs are in milliseconds of expected time, so that a cached prefix, a queue
             + pressure_ms   missing blocks: another request is preempted and computed again
             + adapter_ms    time to read the request's LoRA adapter into memory
             + transfer_ms   time to fetch cached blocks from the disk or another worker, where that saves computation
+            + image_ms      time to encode the images of the uncached part of this prompt, behind those that wait there
 
 The trade-off between cache affinity and balance is made for each request; there is no global switch. A worker with
 unknown rates is assumed to be as fast as the best of the others, because it must get requests before its rates can be
@@ -74,6 +75,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     max_new_tokens: int | None = None
     session_worker_id: str | None = None
     max_ttft_ms: float = math.inf
+    image_places: Places | None = None
+    """The places of image tokens in the prompt, rising; None if there are none."""
 
 
 _Ms = TypeVar("_Ms", float, Values)
@@ -91,6 +94,7 @@ class CostTerms(NamedTuple, Generic[_Ms]):
     pressure_ms: _Ms
     adapter_ms: _Ms
     transfer_ms: _Ms
+    image_ms: _Ms
 
     @property
     def total_ms(self) -> _Ms:
@@ -104,12 +108,14 @@ class CostTerms(NamedTuple, Generic[_Ms]):
             + self.pressure_ms
             + self.adapter_ms
             + self.transfer_ms
+            + self.image_ms
         )
 
     @property
     def ttft_ms(self) -> _Ms:
         """Expected time to the first token."""
-        return self.queue_ms + self.backlog_ms + self.prefill_ms + self.adapter_ms + self.transfer_ms
+        prompt_ms = self.queue_ms + self.backlog_ms + self.prefill_ms
+        return prompt_ms + self.adapter_ms + self.transfer_ms + self.image_ms
 
 
 class PlacementReason(enum.Enum):
@@ -225,6 +231,9 @@ def place(
         costs.transfer_ms[:] = moved.ms
     if adapter_ms is not None:
         costs.adapter_ms[:] = adapter_ms
+    if request.image_places is not None:
+        held_tokens = cached_tokens if moved is None else cached_tokens + moved.tokens
+        costs.image_ms[:] = _image_ms(request.image_places, held_tokens, columns, priors)
     total_ms: Values = rows.sum(axis=0)
     totals = _totals(request, costs, total_ms)
     chosen, reason = _choose(request, candidates, totals, cached_tokens, rng, priors)
@@ -339,6 +348,14 @@ def _weigh(
 
     new_tokens = request.num_prompt_tokens - cached_tokens + answer
     _weigh_blocks(costs, new_tokens, moved, answer, columns, ms_per_token, step_ms, priors)
+
+
+def _image_ms(places: Places, held_tokens: Values, columns: Columns[Values], priors: Priors) -> Values:
+    """The time to encode the images behind the tokens that each candidate holds, after those that wait there."""
+    num_tokens = len(places) - np.searchsorted(places, held_tokens)
+    rates = columns.image_tokens_per_s
+    rates = np.where(rates > 0.0, rates, rates.max() or priors.image_tokens_per_s)
+    return np.where(num_tokens > 0, (columns.encoding_tokens + num_tokens) * 1000.0 / rates, 0.0)
 
 
 def _weigh_blocks(

@@ -8,10 +8,15 @@ at once.
 from __future__ import annotations
 
 import asyncio
+import functools
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos.block_hash import block_hashes
+from headrace.router.placement.candidates import Places
 
 # Number of tokens that are copied or hashed at a time: about a millisecond.
 _SLICE_TOKENS = 16_384
@@ -50,6 +55,11 @@ class Prompt:
         _exhaust(self._copy())
         assert self._tokens is not None
         return self._tokens
+
+    @functools.cached_property
+    def image_places(self) -> Places:
+        """The places of image tokens, rising."""
+        return np.flatnonzero(np.frombuffer(self.tokens, np.uint32) >= FIRST_PSEUDO_TOKEN)
 
     def hashes(self, root: int, block_size: int, behind: Sequence[int] = ()) -> list[int]:
         """The hashes of the full blocks of the prompt and of the tokens `behind` it. The caller must not change the

@@ -13,6 +13,7 @@ class Priors(msgspec.Struct, frozen=True, gc=False):
 
     prefill_tokens_per_s: float = 1000.0
     decode_step_ms: float = 30.0
+    image_tokens_per_s: float = 100.0
     # Length of an answer in tokens, for the time until other requests end.
     answer_tokens: int = 128
     # Number of answer tokens whose delay is weighed against the time to the first token, unless max_tokens is lower.

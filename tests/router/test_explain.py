@@ -33,9 +33,9 @@ async def test_the_choice_its_reason_and_every_term_are_told(
     assert (first.cost.prefill_ms, second.cost.prefill_ms) == pytest.approx((1.0, float(len(PROMPT))))
     assert 0 < second.cost.backlog_ms <= 500
     assert second.cost.ttft_ms == second.cost.queue_ms + second.cost.backlog_ms + second.cost.prefill_ms
-    terms = ("queue_ms", "backlog_ms", "prefill_ms", "decode_ms", "eviction_ms", "pressure_ms", "transfer_ms")
+    terms = ("queue", "backlog", "prefill", "decode", "eviction", "pressure", "transfer", "image")
     for worker in (first, second):
-        assert sum(getattr(worker.cost, term) for term in terms) == pytest.approx(worker.cost.total_ms)
+        assert sum(getattr(worker.cost, f"{term}_ms") for term in terms) == pytest.approx(worker.cost.total_ms)
     assert not third.HasField("cost")
     assert (third.state, third.detail) == (router_pb2.WORKER_STATE_DRAINING, "the worker drains")
 

@@ -13,6 +13,7 @@ from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError, error_of
+from headrace.router.dispatch.generation import Generation
 from headrace.router.placement.policy import MAX_GIVEN_BACK
 from tests.router.conftest import StartRouter, StartWorker, collected
 from tests.router.fake_worker import BLOCK_SIZE, EOS, FakeWorker, answer, until
@@ -219,6 +220,48 @@ async def test_a_death_mid_stream_loses_and_repeats_nothing(
     assert list(resumed.resume_token_ids) == tokens[: len(resumed.resume_token_ids)]
     assert len(resumed.resume_token_ids) <= delivered
     await router.until_idle()
+
+
+async def test_images_go_along_and_again_to_the_worker_that_continues(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    workers = [await start_worker(name) for name in "ab"]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.budget = 3
+    images = [inference_pb2.Image(data=bytes(300_000)), inference_pb2.Image(data=b"two", detail=1)]
+    prompt = [7, *range(1 << 31, (1 << 31) + 8), 9]
+    answered = asyncio.create_task(collected(router.call(prompt, images=images)))
+    await until(lambda: any(worker.is_stuck for worker in workers))
+    victim, other = workers if workers[0].requests else workers[::-1]
+    other.budget = None
+    await victim.kill()
+    tokens, _ = await answered
+    assert tokens == answer(prompt, 20)
+    for worker, attempt in ((victim, 0), (other, 1)):
+        (request,) = requests_of(worker)
+        assert request.attempt == attempt
+        assert list(request.images) == images
+        assert list(request.token_ids) == prompt
+
+
+def test_a_request_in_flight_keeps_its_images_once() -> None:
+    shared = SharedPart(inference_pb2.GenerateRequest(token_ids=PROMPT, images=[{"data": b"a"}]).SerializeToString())
+    own = inference_pb2.GenerateRequest(request_id="r", images=[{"data": b"b"}]).SerializeToString()
+
+    async def write(raw: bytes) -> None:
+        raise AssertionError("nothing is answered")
+
+    generation = Generation(WireRequest(own, (shared,)), write, lambda: None, max_attempts=3)
+    assert not generation.request.images
+    assert generation.request.request_id == "r"
+    belief = inference_pb2.Belief()
+    for number in (0, 1):
+        generation.attempts.number = number
+        raw = generation.next_attempt(1000, belief).joined()
+        sent = inference_pb2.GenerateRequest.FromString(raw)
+        assert [image.data for image in sent.images] == [b"a", b"b"]
+        assert (list(sent.token_ids), sent.attempt) == (PROMPT, number)
 
 
 async def test_two_consecutive_deaths_are_survived(start_router: StartRouter, start_worker: StartWorker) -> None:

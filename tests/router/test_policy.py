@@ -272,6 +272,34 @@ def test_an_only_candidate_is_placed_as_if_weighed(report: LoadReport, blocks: i
     assert place_at(facts, "a", 16 * blocks) == msgspec.structs.replace(weighed, cost=None, belief=None)
 
 
+def test_images_go_where_they_are_encoded_soonest() -> None:
+    places = np.arange(16, 116)
+    facts = RequestFacts(320, 16, image_places=places)
+    fast = load(image_tokens_per_s=1000.0)
+    placement = placed(candidate("fast", fast), candidate("slow", load(image_tokens_per_s=100.0)), request=facts)
+    assert placement.worker_id == "fast"
+    assert (placement.costs["fast"].image_ms, placement.costs["slow"].image_ms) == pytest.approx((100.0, 1000.0))
+    assert placement.costs["fast"].ttft_ms == pytest.approx(420.0)
+    busy = load(image_tokens_per_s=1000.0, encoding_tokens=300)
+    placement = placed(candidate("busy", busy, num_booked_image_tokens=200), candidate("idle", fast), request=facts)
+    assert placement.worker_id == "idle"
+    assert placement.costs["busy"].image_ms == pytest.approx(600.0)
+    placement = placed(candidate("unknown"), candidate("known", fast), request=facts)
+    assert placement.costs["unknown"].image_ms == pytest.approx(100.0), "as fast as the best of the others"
+    placement = placed(candidate("unknown"), candidate("also"), request=facts)
+    assert placement.costs["also"].image_ms == pytest.approx(1000 * 100 / Priors().image_tokens_per_s)
+
+
+def test_cached_images_need_no_encoding_however_many_wait_there() -> None:
+    facts = RequestFacts(320, 16, image_places=np.arange(16, 116))
+    busy = load(image_tokens_per_s=10.0, encoding_tokens=10_000)
+    placement = placed(candidate("has", busy), candidate("half", busy), request=facts, has=8, half=2)
+    assert placement.costs["has"].image_ms == 0.0
+    assert placement.costs["half"].image_ms == pytest.approx(1000 * (10_000 + 84) / 10)
+    text = placed(candidate("busy", busy), request=RequestFacts(320, 16))
+    assert text.costs["busy"].image_ms == 0.0
+
+
 def test_a_limit_counts_the_time_to_read_the_adapter() -> None:
     """The worker that has to read it is cheaper in all, but its first token would be late."""
     facts = RequestFacts(320, 16, max_ttft_ms=1000.0)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from headrace.common.transport.wire_request import WireRequest
+from headrace.common.transport.wire_request import WireRequest, without_images
 from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos import inference_pb2
 from headrace.protos.answer_bounds import check_context, stop_tokens
@@ -90,7 +90,8 @@ class DecodedRequest:
     @classmethod
     def of(cls, message: inference_pb2.GenerateRequest) -> Self:
         """A request that shares nothing. Takes the images out of the message."""
-        return cls(message, images=_taken_images(message))
+        images = _images_of(message)
+        return cls(without_images(message), images=images)
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -149,7 +150,8 @@ class ReadPart:
         self.token_ids = array("I", self.head.token_ids[:])
         self.highest = max(self.token_ids, default=0)
         self.head.ClearField("token_ids")
-        self.images = _taken_images(self.head)
+        self.images = _images_of(self.head)
+        self.head = without_images(self.head)
         self._placed: Sequence[PlacedImage] | None = None
         self._lock = threading.Lock()
         self.has_sampling = _has_large(self.head.sampling)
@@ -189,11 +191,9 @@ class ReadPart:
         return self._hashes.setdefault(root, [])
 
 
-def _taken_images(message: inference_pb2.GenerateRequest) -> Sequence[SentImage]:
-    """The images of a message, which has none afterwards, so that their bytes are in memory once."""
-    images = tuple(SentImage(image.data, image.detail) for image in message.images)
-    message.ClearField("images")
-    return images
+def _images_of(message: inference_pb2.GenerateRequest) -> Sequence[SentImage]:
+    """The images of a message. Their bytes are copies."""
+    return tuple(SentImage(image.data, image.detail) for image in message.images)
 
 
 def _has_large(sampling: inference_pb2.SamplingParams) -> bool:
@@ -213,7 +213,8 @@ def decode(wire: WireRequest) -> DecodedRequest:
     for part in parts:
         message.MergeFrom(part.head)
     with_images = [part.images for part in parts if part.images]
-    own_images = _taken_images(own)
+    own_images = _images_of(own)
+    own = without_images(own)
     if len(with_images) == 1 and not own_images:
         (images,) = with_images
     else:
