@@ -5,8 +5,7 @@ from __future__ import annotations
 from headrace.common.vision.header import ImageError, ImageHeader
 
 MAX_PIXELS = 50_000_000
-"""Greatest number of pixels of an image: decoded, it takes four bytes a pixel, and less than twice that while it is
-converted."""
+"""Greatest number of pixels of an image. While it is decoded it takes 5 to 21 bytes a pixel, by format."""
 MAX_RATIO = 200
 """Greatest ratio of an image's sides. Families that scale the shorter side to a fixed length would make much more of a
 longer image; Qwen's refuse it, too."""

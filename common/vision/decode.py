@@ -13,6 +13,9 @@ from PIL import Image
 
 from headrace.common.vision.header import ImageError, ImageHeader
 
+# `bounds.py` has the bound on pixels; Pillow's own would refuse some images without saying why.
+Image.MAX_IMAGE_PIXELS = None
+
 # How a stored picture is turned, by its orientation.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -38,10 +41,10 @@ def decode(data: bytes, header: ImageHeader, *, white_under_alpha: bool = False)
             if opened.size != header.stored_size:
                 raise ImageError("the image's size is not the one that its header gives. Save it anew")
             opened.load()
-            image: Image.Image = opened
-            if header.orientation in _TURNS:
-                image = image.transpose(_TURNS[header.orientation])
-            return _on_white(image) if white_under_alpha else image.convert("RGB")
+            # A copy: what the decoder holds goes with it.
+            image = _on_white(opened) if white_under_alpha else opened.convert("RGB")
+            del opened
+            return image.transpose(_TURNS[header.orientation]) if header.orientation in _TURNS else image
     except ImageError:
         raise
     except MemoryError:
@@ -55,5 +58,5 @@ def decode(data: bytes, header: ImageHeader, *, white_under_alpha: bool = False)
 def _on_white(image: Image.Image) -> Image.Image:
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
-    upper = image.convert("RGBA")
+    upper = image if image.mode == "RGBA" else image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", upper.size, "white"), upper).convert("RGB")

@@ -23,10 +23,14 @@ _ORIENTATION = 0x0112
 # Struct codes of the TIFF types of whole numbers.
 _WHOLE_TYPES = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+# A code stands behind one 0xff or more.
+_JPEG_FILL = re.compile(rb"\xff+")
 # Orientations that exchange width and height.
 _TURNED = (5, 6, 7, 8)
 # More segments or chunks than any writer makes, so that walking over them takes milliseconds.
 _MAX_PARTS = 20_000
+# Each scan of a progressive JPEG goes over all pixels: a file of 1 MB could take a decoder hours.
+_MAX_SCANS = 100
 _MAX_INFLATED = 1 << 20
 
 
@@ -132,19 +136,21 @@ def _jpeg(data: bytes) -> ImageHeader:
             size = width, height
     if size is None:
         raise ImageError("the image is a JPEG file without a size. Send the whole file")
+    if data.count(b"\xff\xda") > _MAX_SCANS:
+        raise ImageError("the image is a JPEG file of too many scans. Save it anew")
     return _turned("JPEG", *size, exif, xmp)
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
     at = 2
     for _ in range(_MAX_PARTS):
-        at = data.find(b"\xff", at) + 1
-        if not at:
+        at = data.find(b"\xff", at)
+        if at < 0:
             raise IndexError
-        while data[at] == 0xFF:
-            at += 1
-        code = data[at]
-        at += 1
+        fill = _JPEG_FILL.match(data, at)
+        assert fill is not None
+        code = data[fill.end()]
+        at = fill.end() + 1
         if code == 0xDA:
             return
         if code in (0x00, 0xC8) or 0xD0 <= code <= 0xD9 or 0xF0 <= code <= 0xFD:
@@ -194,20 +200,22 @@ def _gif(data: bytes) -> ImageHeader:
     """The screen, its colours, extensions and the first frame, which enlarges the screen if it lies beyond."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (6 << (flags & 7) if flags & 0x80 else 0)
+    in_extension = False
     for _ in range(_MAX_PARTS):
         kind = data[at]
         at += 1
-        if kind == 0x2C:
+        if in_extension:  # a block of it, by its length; the last one is empty
+            in_extension = kind > 0
+            at += kind
+        elif kind == 0x2C:
             left, top, columns, rows = struct.unpack_from("<HHHH", data, at)
             return _turned("GIF", max(width, left + columns), max(height, top + rows))
-        if kind == 0x3B:
-            break
-        if kind == 0x21:
+        elif kind == 0x21:
+            in_extension = True
             at += 1
-            while data[at]:
-                at += data[at] + 1
-            at += 1
-    raise ImageError("the image is a GIF file without a frame. Save it anew")
+        elif kind == 0x3B:
+            raise ImageError("the image is a GIF file without a frame. Save it anew")
+    raise ImageError("the image is a GIF file of too many blocks. Save it anew")
 
 
 def _turned(kind: Format, width: int, height: int, exif: bytes = b"", xmp: bytes = b"") -> ImageHeader:
@@ -227,7 +235,7 @@ def _exif_orientation(exif: bytes) -> int | None:
     """The orientation in EXIF data, which is a TIFF file; None if there is none."""
     while exif.startswith(_EXIF_START):
         exif = exif[len(_EXIF_START) :]
-    order = {b"II": "<", b"MM": ">"}.get(exif[:2])
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return None
     found = None
