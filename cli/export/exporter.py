@@ -2,9 +2,10 @@
 need not have headrace:
 
     exporter.py check DIRECTORY                                  can a model with this config.json be exported?
-    exporter.py export DIRECTORY OUTDIR MODE GROUP_SIZE RATIO MEMORY_BYTES
+    exporter.py export DIRECTORY OUTDIR MODE GROUP_SIZE RATIO MEMORY_BYTES VISION_MODE [VISION_NETWORK ...]
 
-Of a multimodal model, only the parts for text are kept: the language model, and the embeddings of tokens.
+Of a multimodal model, the parts for text are kept, which are the language model and the embeddings of tokens, and those
+networks for images that are named, with weights of VISION_MODE.
 
 MODE is bf16, or one of nncf's modes. The process takes at most MEMORY_BYTES of private memory. Standard output gets one
 line for each stage. If something cannot be done, the exit status is 2 with one `error:` line on standard error; 3 says
@@ -22,6 +23,7 @@ import os
 import resource
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,9 @@ _MULTIMODAL_NETWORKS = (
     "openvino_text_embeddings_model.xml",
     "openvino_text_embeddings_per_layer_model.xml",
 )
-# optimum-intel does not write this if only the processor of texts and images has it.
+# optimum-intel does not write these if only the processor of texts and images has them.
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _TOKENIZERS = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 _PACKAGES = ("torch", "transformers", "openvino", "openvino_tokenizers", "nncf", "optimum.exporters.openvino")
 _UNCOMPRESSED = "bf16"
@@ -94,7 +97,15 @@ def _limits(kind: Any) -> tuple[Any, Any]:
     return getattr(kind, "MIN_TRANSFORMERS_VERSION", None), getattr(kind, "MAX_TRANSFORMERS_VERSION", None)
 
 
-def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float) -> None:
+def export(
+    directory: Path,
+    out: Path,
+    mode: str,
+    group_size: int,
+    ratio: float,
+    vision_mode: str,
+    vision: Sequence[str],
+) -> None:
     """Write model, tokenizers and the JSON files. OpenVINO maps the weights, and compression takes one at a time."""
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig
@@ -120,11 +131,12 @@ def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float)
     missing = [name for name in _TOKENIZERS if not (whole / name).is_file()]
     if missing:
         raise ExportError("its tokenizer cannot be converted")
-    networks = _keep_text(directory, whole, task)
+    networks = _keep_served(directory, whole, task, vision)
     if mode != _UNCOMPRESSED or packed is not None:
         _stage(f"compressing the weights to {mode}" if packed is None else f"packing the weights, the others to {mode}")
         for network in networks:
-            _compress(network, out / network.name, mode, group_size, ratio, packed)
+            network_mode = vision_mode if network.name in vision else mode
+            _compress(network, out / network.name, network_mode, group_size, ratio, packed)
             network.unlink()
             network.with_suffix(".bin").unlink()
     for path in whole.iterdir():
@@ -132,23 +144,34 @@ def export(directory: Path, out: Path, mode: str, group_size: int, ratio: float)
     shutil.rmtree(whole)
 
 
-def _keep_text(directory: Path, exported: Path, task: str) -> list[Path]:
-    """Remove the parts of a multimodal model that text does not need, and add its template. Returns the networks."""
+def _keep_served(directory: Path, exported: Path, task: str, vision: Sequence[str]) -> list[Path]:
+    """Remove the parts of a multimodal model that neither text nor the networks in `vision` need, and add its template
+    and the settings of its images. Returns the networks."""
     names = (_NETWORK,) if task == _TASK else _MULTIMODAL_NETWORKS
     networks = [exported / name for name in names if (exported / name).is_file()]
     if not networks:
         raise ExportError("its export has no language model of its own")
     if task == _TASK:
         return networks
+    if missing := [name for name in vision if not (exported / name).is_file()]:
+        raise ExportError(f"its export has no {missing[0]}, which its images need")
+    networks += [exported / name for name in vision]
     kept = {Path(name).stem for name in (*_TOKENIZERS, *(path.name for path in networks))}
     for path in exported.glob("openvino_*"):
         if path.stem not in kept:
             path.unlink()
     if not any((exported / name).is_file() for name in _TEMPLATES):
-        for name in _TEMPLATES:
-            if (directory / name).is_file():
-                shutil.copyfile(directory / name, exported / name)
+        _copy(_TEMPLATES, directory, exported)
+    # Another version of transformers may have written them in other words.
+    _copy(_IMAGE_FILES, directory, exported)
     return networks
+
+
+def _copy(names: Sequence[str], source: Path, target: Path) -> None:
+    """Copy the files that exist."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def _config_of(directory: Path) -> dict[str, Any]:
@@ -224,10 +247,10 @@ def _run(arguments: list[str]) -> None:
     if command == "check":
         check(directory)
         return
-    out, mode, group_size, ratio, memory_bytes = arguments[2:]
+    out, mode, group_size, ratio, memory_bytes, vision_mode, *vision = arguments[2:]
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
     try:
-        export(directory, Path(out), mode, int(group_size), float(ratio))
+        export(directory, Path(out), mode, int(group_size), float(ratio), vision_mode, vision)
     except ExportError:
         raise
     except Exception as error:

@@ -47,13 +47,15 @@ def export(
     directory: Path,
     out: Path,
     weights: ExportedWeights,
+    vision_networks: Sequence[str],
     available_bytes: int | None,
     say: Callable[[str], None],
 ) -> None:
-    """Export the checkpoint in a directory. `say` gets a line for each stage and every few seconds. The process uses at
-    most the available memory. Raises CommandError."""
+    """Export the checkpoint in a directory, with these networks for images. `say` gets a line for each stage and every
+    few seconds. The process uses at most the available memory. Raises CommandError."""
     most = (available_bytes or (1 << 62)) - _SPARE_BYTES
     options = [weights.mode, str(weights.group_size), str(weights.ratio), str(most)]
+    options += [weights.vision_mode, *vision_networks]
     _run(name, ["export", str(directory), str(out), *options], lambda line: say(f"{name}: {line}"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 INT4, INT8, BF16 = "int4", "int8", "bf16"
@@ -17,6 +17,10 @@ _PACKED_BITS = {"awq": (4,), "gptq": (4, 8)}
 _READABLE = "weights of 16 or 32 bits, of AWQ (gemm, 4 bits) and of GPTQ (4 or 8 bits) can be exported"
 # Bits of a group besides its weights: a scale in float16 and a zero point of 4 bits.
 _GROUP_BYTES = 2.5
+VISION_KIND = {INT4: INT8, INT8: INT8, BF16: BF16}
+"""The kind of the weights for images, beside such weights of the language model."""
+# Names of the numbers in vision_config: the width, that of the layers' products, and the number of layers.
+_WIDTHS, _DEPTHS = ("embed_dim", "hidden_size"), ("depth", "num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,11 @@ class ExportedWeights:
     def mode(self) -> str:
         """The exporter's name: nncf's name of the mode, or bf16."""
         return {INT4: "int4_asym", INT8: "int8_asym", BF16: BF16}[self.kind]
+
+    @property
+    def vision_mode(self) -> str:
+        """The exporter's name of the mode for the weights for images."""
+        return ExportedWeights(VISION_KIND[self.kind]).mode
 
     @property
     def record(self) -> dict[str, str]:
@@ -74,14 +83,44 @@ def why_unreadable(config: Mapping[str, object]) -> str:
     return ""
 
 
-def sizes_of(exported: ExportedWeights, config: Mapping[str, object], safetensors_bytes: int) -> tuple[int, int]:
-    """The approximate bytes of a checkpoint's weights after the export, and the bytes that the export temporarily takes
-    on disk."""
+@dataclass(frozen=True, slots=True)
+class ExportSizes:
+    """Approximate bytes of an export: its weights for text and for images, and what it takes temporarily on disk."""
+
+    text_bytes: int
+    vision_bytes: int
+    scratch_bytes: int
+
+
+def sizes_of(
+    exported: ExportedWeights, config: Mapping[str, object], safetensors_bytes: int, *, with_images: bool = False
+) -> ExportSizes:
+    """The sizes of a checkpoint's export, with its networks for images or without."""
     num_weights = int(safetensors_bytes / bytes_per_weight(config))
     options = config.get("quantization_config")
     if isinstance(options, Mapping) and options.get("quant_method") in _PACKED_BITS:
-        return safetensors_bytes, 4 * num_weights
-    return exported.bytes_of(num_weights), 2 * num_weights
+        return ExportSizes(safetensors_bytes, 0, 4 * num_weights)
+    num_of_images = min(num_weights, num_vision_weights(config)) if with_images else 0
+    vision = ExportedWeights(VISION_KIND[exported.kind]).bytes_of(num_of_images)
+    return ExportSizes(exported.bytes_of(num_weights - num_of_images), vision, 2 * num_weights)
+
+
+def num_vision_weights(config: Mapping[str, object]) -> int:
+    """The approximate number of weights in the layers of a vision tower: four products of its width, and the two or
+    three of its perceptron. The layers have nearly all of them."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        return 0
+    width, depth = (_number(vision, names) for names in (_WIDTHS, _DEPTHS))
+    inner = _number(vision, ("intermediate_size",)) or width * (_number(vision, ("mlp_ratio",)) or 4)
+    num_inner = 3 if vision.get("hidden_act") == "silu" else 2
+    return depth * width * (4 * width + num_inner * inner)
+
+
+def _number(config: Mapping[str, object], names: Iterable[str]) -> int:
+    """The first of the values that is a whole number above 0, else 0."""
+    values = (config.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
 def bytes_per_weight(config: Mapping[str, object]) -> float:

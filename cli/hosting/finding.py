@@ -20,13 +20,15 @@ from headrace.cli.models.reference import near_name, parse_reference, path_probl
 from headrace.cli.models.requirements import GIB, available_memory, check_weights_fit
 from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.common.model_files.networks import weights_in
+from headrace.common.model_files.vision_networks import vision_weights_in
 
 
 def find_model(model: str, *, offline: bool = False, num_workers: int = 1) -> tuple[Path, str]:
     """Return the directory and name of MODEL, after pulling or converting it if necessary. Raises CommandError if there
     is no such model, or if the weights of `num_workers` workers do not fit into memory."""
     directory, name = _find_model(model, offline=offline, num_workers=num_workers)
-    check_weights_fit(name, sum(path.stat().st_size for path in weights_in(directory)), num_workers)
+    weights = [*weights_in(directory), *vision_weights_in(directory)]
+    check_weights_fit(name, sum(path.stat().st_size for path in weights), num_workers)
     return directory, name
 
 

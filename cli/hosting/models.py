@@ -34,6 +34,7 @@ from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.common.model_files.config import config_in
 from headrace.common.model_files.heads import HeadsKind, heads_weights
 from headrace.common.model_files.networks import weights_in
+from headrace.common.model_files.vision_networks import vision_weights_in
 
 _CONTEXTS = (8192, 32768)
 _CATALOGUE_TITLES = ("name", "source", "licence", "size", "context", "memory 8k", "32k", "tools", "checked")
@@ -41,13 +42,15 @@ _CATALOGUE_TITLES = ("name", "source", "licence", "size", "context", "memory 8k"
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model in the cache. `problem` says why it cannot be served; it is empty if it can."""
+    """A model in the cache. `vision_bytes` is the size of its weights for images, if these are served. `problem` says
+    why it cannot be served; it is empty if it can."""
 
     name: str
     directory: Path
     source: dict[str, str]
     num_bytes: int
     weight_bytes: int
+    vision_bytes: int
     config: dict[str, Any]
     problem: str
     heads: HeadsKind | None = None
@@ -58,6 +61,11 @@ class CachedModel:
         kind = self.source.get("kind", "link")
         named = {"hub": "reference", "catalogue": "name", "gguf": "path", "link": "path"}[kind]
         return f"{kind} {self.source.get(named, self.source.get('repository', ''))}".rstrip()
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What it takes."""
+        return ("text", "image") if self.vision_bytes else ("text",)
 
     @property
     def shape(self) -> ModelShape | None:
@@ -82,6 +90,7 @@ def cached_model(name: str) -> CachedModel:
         source,
         sum(path.stat().st_size for path in _files(directory)),
         sum(map(_size, _weights(directory))),
+        sum(map(_size, vision_weights_in(directory))),
         config_in(directory / "config.json"),
         _problem(directory),
         heads_in(directory),
@@ -118,18 +127,20 @@ def _row(model: CachedModel) -> dict[str, Any]:
         "source": model.source,
         "bytes": model.num_bytes,
         "weight_bytes": model.weight_bytes,
+        "vision_weight_bytes": model.vision_bytes,
+        "modalities": model.modalities,
         "heads": None if model.heads is None else model.heads.value,
         "architecture": model.config.get("model_type"),
         "context_tokens": context or None,
         "kv_bytes_per_token": None if shape is None else shape.kv_bytes_per_token,
-        "memory_gib": {} if shape is None else _memory(model.weight_bytes, shape),
+        "memory_gib": {} if shape is None else _memory(model.weight_bytes, shape, model.vision_bytes),
         "problem": model.problem or None,
     }
 
 
-def _memory(weight_bytes: int, shape: ModelShape) -> dict[str, float]:
-    """Context length in tokens -> GiB for weights, process and one context of that length."""
-    base = worker_bytes(weight_bytes) / GIB
+def _memory(weight_bytes: int, shape: ModelShape, vision_bytes: int = 0) -> dict[str, float]:
+    """Context length in tokens -> GiB for weights, processes and one context of that length."""
+    base = worker_bytes(weight_bytes, vision_bytes) / GIB
     fitting = [length for length in _CONTEXTS if length <= (shape.context_tokens or length)]
     return {str(length): round(base + kv_cache_gib(shape, length), 2) for length in fitting}
 
@@ -208,7 +219,7 @@ def _echo_table(rows: Sequence[Sequence[str]]) -> None:
 @models.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_models(as_json: bool) -> None:
-    """List the models in the cache with their size and source."""
+    """List the models in the cache with their size, what they take, and their source."""
     found = [cached_model(name) for name in cached_names()]
     if as_json:
         click.echo(json.dumps([_row(model) for model in found], indent=2))
@@ -218,8 +229,9 @@ def list_models(as_json: bool) -> None:
     _echo_table([_cells(model) for model in found])
 
 
-def _cells(model: CachedModel) -> tuple[str, str, str]:
-    return model.name, f"{model.num_bytes / 1e9:.2f} GB", "damaged" if model.problem else model.origin
+def _cells(model: CachedModel) -> tuple[str, str, str, str]:
+    origin = "damaged" if model.problem else model.origin
+    return model.name, f"{model.num_bytes / 1e9:.2f} GB", " + ".join(model.modalities), origin
 
 
 @models.command()
@@ -248,16 +260,19 @@ def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
         yield "downloads", f"{held / 1e9:.2f} GB in the Hub's cache"
     if architecture := model.config.get("model_type"):
         yield "architecture", str(architecture)
+    if model.heads is None:
+        yield "takes", " + ".join(model.modalities)
     shape = model.shape
     if model.heads is not None:
         yield "heads", f"{model.heads.value}, for --draft-model"
     elif shape is None:
-        yield "memory", f"{worker_bytes(model.weight_bytes) / GIB:.1f} GiB plus the KV cache"
+        memory = worker_bytes(model.weight_bytes, model.vision_bytes) / GIB
+        yield "memory", f"{memory:.1f} GiB plus the KV cache"
     else:
         if shape.context_tokens:
             yield "context", f"{shape.context_tokens} tokens"
         yield "KV cache", f"{shape.kv_bytes_per_token / 1e3:.1f} KB per token (u8)"
-        for length, gib in _memory(model.weight_bytes, shape).items():
+        for length, gib in _memory(model.weight_bytes, shape, model.vision_bytes).items():
             yield "memory", f"{gib:.1f} GiB with one context of {length} tokens"
     if model.problem:
         yield "problem", model.problem

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha1
@@ -228,6 +228,12 @@ def fetched_config(reference: HubReference, listing: HubListing) -> dict[str, An
     configs = [file for file in listing.files if file.path == HEADS_CONFIG]
     found = download_files(reference, listing, configs)
     return config_in(found[HEADS_CONFIG]) if found else {}
+
+
+def fetched_contents(reference: HubReference, listing: HubListing, names: Collection[str]) -> dict[str, bytes]:
+    """The content of small files of the repository, as far as it has them. Raises CommandError."""
+    wanted = [file for file in listing.files if file.path in names]
+    return {name: path.read_bytes() for name, path in download_files(reference, listing, wanted).items()}
 
 
 def _whole_file(reference: HubReference, listing: HubListing, file: HubFile) -> Path:

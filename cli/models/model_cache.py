@@ -25,13 +25,14 @@ from pathlib import Path
 from headrace.cli.errors import CommandError
 from headrace.common.model_files import cache
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
-from headrace.common.model_files.names import TEMPLATES
+from headrace.common.model_files.names import IMAGE_FILES, TEMPLATES
 from headrace.common.model_files.networks import TEXT_NETWORK, empty_files, has_network
 from headrace.common.model_files.task import missing_of_model
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 OPTIONAL_FILES = (
     *TEMPLATES,
+    *IMAGE_FILES,
     "config.json",
     GENERATION_CONFIG_NAME,
     "special_tokens_map.json",

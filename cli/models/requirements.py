@@ -17,6 +17,11 @@ PROCESS_BYTES = GIB // 2
 # Weights of 4 bits in a worker: reordered for the kernels, with scales in float32 (docs/decisions/graphs.md). Weights
 # of more bits take a smaller multiple.
 _IN_MEMORY = 1.65
+# The process that encodes images: its weights with what it computes of a tile (docs/decisions/models.md), the rest.
+# The worker keeps states of images, up to the default of --image-cache-gb.
+_VISION_IN_MEMORY = 2.5
+_VISION_PROCESS_BYTES = GIB // 2
+_IMAGE_CACHE_BYTES = GIB
 USUAL_CONTEXT_TOKENS = 8192
 # A converted model beside its GGUF file, with tokenizers and the overhead of the file system.
 _CONVERTED_SHARE = 1.1
@@ -26,7 +31,8 @@ _SPARE_DISK_BYTES = 64 << 20
 @dataclass(frozen=True, slots=True)
 class Requirements:
     """All values are in bytes. `present_bytes` of the download exist from an earlier attempt. `weight_bytes` is the
-    memory for the weights in a worker. `shape` is None if the model does not state it."""
+    size of the weights for text, `vision_bytes` that of those for images. `shape` is None if the model does not state
+    it."""
 
     download_bytes: int
     present_bytes: int
@@ -35,6 +41,12 @@ class Requirements:
     shape: ModelShape | None = None
     scratch_bytes: int = 0
     """Disk that the conversion takes temporarily."""
+    vision_bytes: int = 0
+
+    @property
+    def all_weight_bytes(self) -> int:
+        """The size of all weights."""
+        return self.weight_bytes + self.vision_bytes
 
     @property
     def fetched_bytes(self) -> int:
@@ -44,7 +56,7 @@ class Requirements:
     @property
     def made_bytes(self) -> int:
         """Bytes that the conversion writes."""
-        return (int(self.weight_bytes * _CONVERTED_SHARE) if self.is_converted else 0) + self.scratch_bytes
+        return (int(self.all_weight_bytes * _CONVERTED_SHARE) if self.is_converted else 0) + self.scratch_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -54,17 +66,25 @@ class Requirements:
     def __str__(self) -> str:
         here = f" ({_gb(self.present_bytes)} of it are here)" if self.present_bytes else ""
         disk = f"{_gb(self.download_bytes)} to download{here}, {_gb(self.disk_bytes)} of disk"
-        return f"{disk}; serving takes {memory_sentence(self.weight_bytes, self.shape)}"
+        return f"{disk}; serving takes {memory_sentence(self.weight_bytes, self.vision_bytes, self.shape)}"
 
 
-def worker_bytes(weight_bytes: int) -> int:
-    """The memory of a worker without its KV cache, as measured with weights of 4 bits."""
-    return int(_IN_MEMORY * weight_bytes) + PROCESS_BYTES
+def worker_bytes(weight_bytes: int, vision_bytes: int = 0) -> int:
+    """The memory of a worker without its KV cache, as measured with weights of 4 bits; with weights for images, also
+    that of the process which encodes them, and of the states that the worker keeps."""
+    return int(_IN_MEMORY * weight_bytes) + PROCESS_BYTES + image_bytes(vision_bytes)
 
 
-def memory_sentence(weight_bytes: int, shape: ModelShape | None) -> str:
+def image_bytes(vision_bytes: int) -> int:
+    """The memory for images, with weights of this size; 0 without any."""
+    if not vision_bytes:
+        return 0
+    return int(_VISION_IN_MEMORY * vision_bytes) + _VISION_PROCESS_BYTES + _IMAGE_CACHE_BYTES
+
+
+def memory_sentence(weight_bytes: int, vision_bytes: int, shape: ModelShape | None) -> str:
     """A sentence about the memory that serving needs."""
-    base = f"{worker_bytes(weight_bytes) / GIB:.1f} GiB of memory"
+    base = f"{worker_bytes(weight_bytes, vision_bytes) / GIB:.1f} GiB of memory"
     if shape is None:
         return f"{base} and the KV cache"
     context = min(USUAL_CONTEXT_TOKENS, shape.context_tokens or USUAL_CONTEXT_TOKENS)

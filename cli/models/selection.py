@@ -12,8 +12,9 @@ from headrace.cli.export.weights import EXPORTED
 from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES
 from headrace.cli.models.reference import HubReference
 from headrace.common.model_files.heads import HEADS_CONFIG, HeadsKind
-from headrace.common.model_files.names import TEMPLATES
-from headrace.common.model_files.networks import networks_among, required_files
+from headrace.common.model_files.names import IMAGE_FILES, TEMPLATES
+from headrace.common.model_files.networks import LANGUAGE_NETWORK, networks_among, required_files
+from headrace.common.model_files.vision_networks import files_of_networks
 
 # Default quantisations, best first: good answers with few bytes, then larger ones.
 _PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "F16", "BF16", "F32")
@@ -29,6 +30,7 @@ _MOST_NAMED = 12
 # Files that an export reads besides the weights.
 _CHECKPOINT_FILES = (
     *TEMPLATES,
+    *IMAGE_FILES,
     "added_tokens.json",
     "config.json",
     GENERATION_CONFIG_NAME,
@@ -93,10 +95,17 @@ class HubChoice:
         return f"GGUF {self.quantisation}".rstrip() if self.gguf else "OpenVINO"
 
 
-def choose_files(listing: HubListing, quantisation: str | None = None, *, exports: bool = False) -> HubChoice:
+def choose_files(
+    listing: HubListing,
+    quantisation: str | None = None,
+    *,
+    exports: bool = False,
+    vision_networks: Sequence[str] = (),
+) -> HubChoice:
     """Choose the GGUF file of the given quantisation. Without one, choose an OpenVINO model if there is one, otherwise
     the most common quantisation, otherwise a checkpoint. int4, int8 and bf16 choose a checkpoint if no GGUF file has
-    this name, and `exports` always does. Raises CommandError that lists the choices."""
+    this name, and `exports` always does. An OpenVINO model comes with its networks for images. Raises CommandError that
+    lists the choices."""
     by_path = {file.path: file for file in listing.files}
     variants = _variants(listing)
     named = {variant.quantisation.lower() for variant in variants}
@@ -114,7 +123,7 @@ def choose_files(listing: HubListing, quantisation: str | None = None, *, export
             raise CommandError(f"{listing.repository} has {network} but lacks {', '.join(missing)}")
         # Models that generate text do not need tokenizer.json, which may be large.
         encoder_files = ENCODER_FILES if GENERATION_CONFIG_NAME not in by_path else ()
-        wanted = (*OPTIONAL_FILES, *encoder_files, *required)
+        wanted = (*OPTIONAL_FILES, *encoder_files, *required, *files_of_networks(vision_networks))
         return HubChoice(tuple(by_path[name] for name in wanted if name in by_path), False)
     if not variants and not quantisation:
         return _checkpoint(listing)
@@ -146,10 +155,11 @@ def _checkpoint(listing: HubListing) -> HubChoice:
     return HubChoice(tuple(by_path[path] for path in wanted if path in by_path), False, checkpoint=True)
 
 
-def has_model(listing: HubListing) -> bool:
-    """Whether the repository has an OpenVINO model or GGUF files, whatever its config.json describes."""
+def has_text_model(listing: HubListing) -> bool:
+    """Whether the repository has an OpenVINO model of text or GGUF files, whatever its config.json describes."""
     names = {file.path for file in listing.files}
-    return bool(_variants(listing)) or networks_among(names)[0] in names
+    network = networks_among(names)[0]
+    return bool(_variants(listing)) or (network in names and network != LANGUAGE_NETWORK)
 
 
 def choose_heads(listing: HubListing, kind: HeadsKind, reference: HubReference, *, exports: bool) -> HubChoice:

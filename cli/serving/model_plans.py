@@ -18,6 +18,7 @@ from headrace.common.host_memory import GIB
 from headrace.common.model_files.heads import heads_kind, heads_weights
 from headrace.common.model_files.networks import weights_in
 from headrace.common.model_files.task import task_of
+from headrace.common.model_files.vision_networks import vision_weights_in
 
 
 def places_of(topology: Topology, models: Sequence[ModelSettings]) -> list[tuple[WorkerPlace, ...]]:
@@ -123,7 +124,12 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
         files += weights_in(draft_model) if heads_kind(draft_model) is None else heads_weights(draft_model)
     weight_bytes = sum(file.stat().st_size for file in files)
     has_adapters = bool(sizing.has_adapters or own.get("adapters") or own.get("max_adapters"))
-    base_bytes = weights_in_worker(weight_bytes, has_amx=sizing.has_amx, has_adapters=has_adapters)
+    base_bytes = weights_in_worker(
+        weight_bytes,
+        has_amx=sizing.has_amx,
+        has_adapters=has_adapters,
+        vision_bytes=sum(file.stat().st_size for file in vision_weights_in(plan.directory)),
+    )
     cache_bytes = int(each_gb * GIB)
     return replace(
         plan,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.common.model_files.config import config_in
-from headrace.common.model_files.networks import LANGUAGE_NETWORK, names_in
+from headrace.common.model_files.networks import LANGUAGE_NETWORK, names_in, weight_names
 
 VISION_NETWORK = "openvino_vision_embeddings_model.xml"
 MERGER_NETWORK = "openvino_vision_embeddings_merger_model.xml"
@@ -37,9 +37,17 @@ def vision_networks_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def missing_vision_networks(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
     """The files that images need and a model with these files lacks."""
-    networks = vision_networks_of(config)
-    needed = [name for network in networks for name in (network, network.replace(".xml", ".bin"))]
-    return [name for name in needed if name not in names]
+    return [name for name in files_of_networks(vision_networks_of(config)) if name not in names]
+
+
+def files_of_networks(networks: Collection[str]) -> list[str]:
+    """The names of the files of networks: each, and its weights."""
+    return [name for pair in zip(networks, weight_names(networks), strict=True) for name in pair]
+
+
+def vision_weights_in(directory: Path) -> list[Path]:
+    """The files with the weights of a directory's networks for images."""
+    return [network.with_suffix(".bin") for network in vision_networks_in(directory)]
 
 
 def vision_networks_in(directory: Path) -> tuple[Path, ...]:

@@ -19,7 +19,14 @@ from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.export import exporter as exporter_file
 from headrace.cli.export import run as exporting
 from headrace.cli.export.architectures import why_unservable
-from headrace.cli.export.weights import ExportedWeights, bytes_per_weight, sizes_of, weights_named
+from headrace.cli.export.weights import (
+    ExportedWeights,
+    ExportSizes,
+    bytes_per_weight,
+    num_vision_weights,
+    sizes_of,
+    weights_named,
+)
 from headrace.cli.main import cli
 from headrace.cli.models import pull as pull_module
 from headrace.cli.models.model_cache import model_directory, read_manifest
@@ -246,23 +253,28 @@ def test_an_architecture_that_needs_another_transformers_is_refused(
         exporter_file.check_type(model_type)
 
 
-def test_of_a_multimodal_export_what_text_needs_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("vision", [[], ["openvino_vision_embeddings_model.xml"]])
+def test_of_a_multimodal_export_what_is_served_is_kept(tmp_path: Path, vision: list[str]) -> None:
     checkpoint, exported = tmp_path / "checkpoint", tmp_path / "exported"
-    names = ("language_model", "text_embeddings_model", "tokenizer", "detokenizer", "vision_embeddings_model")
+    names = ("language_model", "text_embeddings_model", "tokenizer", "detokenizer", "vision_embeddings_model", "audio")
     for folder, files in (
-        (checkpoint, ["config.json", "chat_template.json"]),
+        (checkpoint, ["config.json", "chat_template.json", "preprocessor_config.json"]),
         (exported, ["config.json", *(f"openvino_{name}.{suffix}" for name in names for suffix in ("xml", "bin"))]),
     ):
         folder.mkdir()
         for name in files:
             (folder / name).write_text(name)
-    networks = exporter_file._keep_text(checkpoint, exported, "image-text-to-text")
-    assert [path.name for path in networks] == ["openvino_language_model.xml", "openvino_text_embeddings_model.xml"]
+    networks = exporter_file._keep_served(checkpoint, exported, "image-text-to-text", vision)
+    of_text = ["openvino_language_model.xml", "openvino_text_embeddings_model.xml"]
+    assert [path.name for path in networks] == of_text + vision
     kept = {path.name for path in exported.iterdir()}
-    assert {"config.json", "chat_template.json", "openvino_detokenizer.bin"} <= kept
-    assert not [name for name in kept if "vision" in name]
+    assert {"config.json", "chat_template.json", "preprocessor_config.json", "openvino_detokenizer.bin"} <= kept
+    assert not [name for name in kept if "audio" in name]
+    assert len([name for name in kept if "vision" in name]) == 2 * len(vision)
     with pytest.raises(exporter_file.ExportError, match="no language model of its own"):
-        exporter_file._keep_text(checkpoint, checkpoint, "image-text-to-text")
+        exporter_file._keep_served(checkpoint, checkpoint, "image-text-to-text", vision)
+    with pytest.raises(exporter_file.ExportError, match="no openvino_merger.xml, which its images need"):
+        exporter_file._keep_served(checkpoint, exported, "image-text-to-text", ["openvino_merger.xml"])
 
 
 def test_sizes_follow_bits_and_groups() -> None:
@@ -273,5 +285,26 @@ def test_sizes_follow_bits_and_groups() -> None:
     assert [bytes_per_weight({**CONFIG, "torch_dtype": kind}) for kind in ("float32", "float16")] == [4, 2]
     assert bytes_per_weight({"quantization_config": {"quant_method": "mxfp4"}}) < 1
     packed = {"quantization_config": {"quant_method": "awq", "bits": 4}}
-    assert sizes_of(ExportedWeights(), packed, 500) == (500, 4000)
-    assert sizes_of(ExportedWeights("int4", 128), CONFIG, 2560) == (640 + 25, 2560)
+    assert sizes_of(ExportedWeights(), packed, 500) == ExportSizes(500, 0, 4000)
+    assert sizes_of(ExportedWeights("int4", 128), CONFIG, 2560) == ExportSizes(640 + 25, 0, 2560)
+
+
+@pytest.mark.parametrize(
+    ("vision", "millions"),
+    [
+        ({"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096, "hidden_act": "quick_gelu"}, 301),
+        ({"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072}, 84),
+        ({"embed_dim": 1280, "hidden_size": 3584, "depth": 32, "mlp_ratio": 4}, 629),
+        ({"hidden_size": 1280, "depth": 32, "intermediate_size": 3420, "hidden_act": "silu"}, 629),
+    ],
+    ids=["LLaVA 1.5", "SmolVLM 256M", "Qwen2-VL", "Qwen2.5-VL"],
+)
+def test_weights_for_images_are_counted_with_the_bits_that_they_get(vision: dict[str, object], millions: int) -> None:
+    config = {**CONFIG, "vision_config": vision}
+    num_vision, num_text = num_vision_weights(config), 1280 << 20
+    assert num_vision // 1_000_000 == millions
+    whole = 2 * (num_vision + num_text)
+    assert sizes_of(ExportedWeights("bf16"), config, whole, with_images=True).vision_bytes == 2 * num_vision
+    four_bits = sizes_of(ExportedWeights("int4"), config, whole, with_images=True)
+    assert (four_bits.text_bytes, four_bits.vision_bytes) == (ExportedWeights("int4").bytes_of(num_text), num_vision)
+    assert sizes_of(ExportedWeights("int8"), config, whole).text_bytes == num_text + num_vision

@@ -139,19 +139,89 @@ DIVIDED = {
 }
 
 
-def test_of_a_multimodal_model_what_its_text_needs_is_fetched(hub: Hub, model_files: dict[str, bytes]) -> None:
-    tokenizers = {name: content for name, content in model_files.items() if "token" in name}
-    config = json.dumps({"model_type": "sees", "text_config": CONFIG, "vision_config": {"num_hidden_layers": 2}})
-    needed = {
-        **tokenizers,
+VISION = {"model_type": "clip_vision_model", "num_hidden_layers": 2, "image_size": 28, "patch_size": 14}
+PIXELS = json.dumps({"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}).encode()
+
+
+def divided(model_files: dict[str, bytes], **config: object) -> dict[str, bytes]:
+    """The files that the text of a multimodal model needs."""
+    return {
+        **{name: content for name, content in model_files.items() if "token" in name},
         **{name: f"{index:05}".encode() for index, name in enumerate(sorted(DIVIDED))},
-        "config.json": config.encode(),
+        "config.json": json.dumps({"text_config": CONFIG, "vision_config": VISION, **config}).encode(),
     }
-    hub.add("owner/sees", {**needed, "openvino_vision_embeddings_model.bin": b"0" * 999, "README.md": b"#"})
+
+
+def test_a_multimodal_model_is_fetched_with_its_networks_for_images(
+    hub: Hub, model_files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = {
+        **divided(model_files, model_type="llava", image_token_index=9, image_seq_length=4),
+        "preprocessor_config.json": PIXELS,
+        "openvino_vision_embeddings_model.xml": b"<net/>",
+        "openvino_vision_embeddings_model.bin": b"0" * 999,
+    }
+    hub.add("owner/sees", {**needed, "openvino_other_model.bin": b"0", "README.md": b"#"})
     directory, _ = find_model("owner/sees")
+    assert "only its text" not in capsys.readouterr().err
+    assert sorted(set(hub.fetched("owner/sees"))) == sorted(needed)
+    assert {path.name for path in directory.iterdir()} == {*needed, "headrace.json"}
+    row = json.loads(run("models", "show", "owner/sees", "--json").stdout)
+    assert (row["weight_bytes"], row["vision_weight_bytes"], row["modalities"]) == (10, 999, ["text", "image"])
+    assert row["memory_gib"]["8192"] > 1.5
+    assert "takes         text + image" in run("models", "show", "owner/sees").stdout
+    assert "  text + image  hub owner/sees" in run("models", "list").stdout
+
+
+def test_a_model_that_an_earlier_version_pulled_for_its_text_is_pulled_again(
+    hub: Hub, model_files: dict[str, bytes]
+) -> None:
+    files = {
+        **divided(model_files, model_type="llava", image_token_index=9, image_seq_length=4),
+        "openvino_vision_embeddings_model.xml": b"<net/>",
+        "openvino_vision_embeddings_model.bin": b"0",
+    }
+    hub.add("owner/sees", files)
+    directory, _ = find_model("owner/sees")
+    manifest = json.loads((directory / "headrace.json").read_bytes())
+    assert manifest["source"].pop("images") == "served"
+    manifest["files"] = [file for file in manifest["files"] if "vision" not in file["name"]]
+    (directory / "headrace.json").write_text(json.dumps(manifest))
+    (directory / "openvino_vision_embeddings_model.bin").unlink()
+    again = run("pull", "owner/sees")
+    assert "left out its networks for images; pulling it again" in again.stderr
+    assert (directory / "openvino_vision_embeddings_model.bin").is_file()
+    assert "already there" in run("pull", "owner/sees").stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "network", "problem"),
+    [
+        ({"model_type": "sees"}, True, "those of its architecture (sees) are not supported"),
+        ({"model_type": "llava", "image_token_index": 9}, False, "it lacks openvino_vision_embeddings_model.xml"),
+        ({"model_type": "llava", "vision_feature_select_strategy": "odd"}, True, "is odd, which is not supported"),
+    ],
+)
+def test_of_a_multimodal_model_whose_images_cannot_be_served_what_its_text_needs_is_fetched(
+    hub: Hub,
+    model_files: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, object],
+    network: bool,
+    problem: str,
+) -> None:
+    needed = divided(model_files, **config)
+    more = {"README.md": b"#", "openvino_vision_embeddings_model.bin": b"0" * 999}
+    if network:
+        more["openvino_vision_embeddings_model.xml"] = b"<net/>"
+    hub.add("owner/sees", {**needed, **more})
+    directory, _ = find_model("owner/sees")
+    told = capsys.readouterr().err
+    assert "owner/sees: only its text will be served. It also takes images, and " in told
+    assert problem in told
     assert sorted(set(hub.fetched("owner/sees"))) == sorted(needed)
     row = json.loads(run("models", "show", "owner/sees", "--json").stdout)
-    assert (row["weight_bytes"], row["architecture"], row["problem"]) == (10, "sees", None)
+    assert (row["weight_bytes"], row["modalities"], row["problem"]) == (10, ["text"], None)
     assert row["kv_bytes_per_token"] == 2 * 32 * 8 * (128 + 8)
     (directory / "openvino_text_embeddings_model.bin").unlink()
     assert "missing openvino_text_embeddings_model.bin" in run("models", "show", "owner/sees").stdout
@@ -640,7 +710,7 @@ def test_models_are_listed_shown_and_removed(hub: Hub, model_files: dict[str, by
     find_model("owner/model")
     run("pull", str(model_folder), "--name", "mine")
     lines = run("models", "list").stdout.splitlines()
-    assert lines == [f"mine         0.00 GB  link {model_folder}", "owner/model  0.00 GB  hub owner/model"]
+    assert lines == [f"mine         0.00 GB  text  link {model_folder}", "owner/model  0.00 GB  text  hub owner/model"]
     shown = run("models", "show", "owner/model").stdout
     assert hub.repositories["owner/model"].commit("main") in shown
     assert "KV cache      69.6 KB per token (u8)" in shown
@@ -674,7 +744,7 @@ def test_prune_removes_what_no_model_needs(
     assert (cache / "downloads" / "abc.part").exists()
     assert run("models", "prune").stdout == planned.replace("would remove", "removed").replace("to free", "freed")
     assert run("models", "prune").stdout == "0.00 GB freed\n"
-    assert run("models", "list").stdout.split() == ["owner/model", "0.00", "GB", "hub", "owner/model"]
+    assert run("models", "list").stdout.split() == ["owner/model", "0.00", "GB", "text", "hub", "owner/model"]
 
 
 def test_prune_waits_for_no_pull_that_runs(cache: Path) -> None:

@@ -21,6 +21,7 @@ from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 NAMES = ("owner/whole", "owner/divided")
+VISION = tuple(f"openvino_vision_embeddings_{name}" for name in ("model", "merger_model", "pos_model"))
 NEEDED = ("openvino_language_model", "openvino_text_embeddings_model", "openvino_tokenizer", "openvino_detokenizer")
 
 
@@ -72,14 +73,22 @@ def test_its_text_is_that_of_the_model_and_images_are_refused(hub: Hub, divided:
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models")
-def test_a_checkpoint_is_exported_for_its_text(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_exported_with_its_networks_for_images(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their weights have 8 bits."""
     hub.add_directory("owner/checkpoint", written_checkpoints(["qwen3_vl"])["qwen3_vl"])
     monkeypatch.setenv("HEADRACE_EXPORT_PYTHON", str(PYTHON))
     answered = headrace("run", "owner/checkpoint:int8", "w1", "w2", "--max-tokens", "6", timeout_s=240)
     assert answered.returncode == 0, answered.stderr
     assert answered.stdout.strip()
     directory = tmp_path / "cache" / "models" / "owner--checkpoint:int8"
-    assert {path.stem for path in directory.glob("openvino_*")} == set(NEEDED)
+    assert {path.stem for path in directory.glob("openvino_*")} == {*NEEDED, *VISION}
+    assert (directory / "preprocessor_config.json").is_file()
+    assert b'element_type="u8"' in (directory / f"{VISION[1]}.xml").read_bytes()
+    shown = json.loads(headrace("models", "show", "owner/checkpoint:int8", "--json").stdout)
+    assert (shown["modalities"], shown["source"]["images"]) == (["text", "image"], "served")
+    assert shown["vision_weight_bytes"] == sum((directory / f"{name}.bin").stat().st_size for name in VISION)
 
 
 def test_a_language_model_alone_is_refused(divided: Path) -> None:
