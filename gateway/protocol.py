@@ -12,6 +12,7 @@ import click
 from headrace.gateway.edge.description import Operation
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.grpc_edge import GrpcService
+from headrace.gateway.fields import FieldTable
 from headrace.gateway.services import Services
 from headrace.protos.router_pb2 import RedisState
 
@@ -65,6 +66,8 @@ class Protocol:
     """Opens it on the running event loop. Raises `CannotServeError`."""
     operations: Sequence[Operation] = ()
     """Its endpoints in the OpenAPI document."""
+    fields: Sequence[FieldTable] = ()
+    """The tables of its fields, from which the reference is written."""
     options: Sequence[click.Option] = ()
     """Its flags of `headrace gateway`."""
 

@@ -6,28 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.gateway.anthropic.fields import COUNT_TOKENS, MESSAGES
 from headrace.gateway.fields import Applied, FieldTable, Hint, Row
-from headrace.gateway.ollama.fields import TABLES as OLLAMA
-from headrace.gateway.openai.fields import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, TOKENIZE
-from headrace.gateway.rerank.fields import TABLES as RERANK
-from headrace.gateway.responses.fields import FIELDS as RESPONSES
-from headrace.gateway.tgi.fields import TABLES as TGI
+from headrace.gateway.protocols import PROTOCOLS
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "fields.md"
-TABLES: Sequence[FieldTable] = (
-    CHAT,
-    COMPLETION,
-    RESPONSES,
-    MESSAGES,
-    COUNT_TOKENS,
-    *OLLAMA,
-    *TGI,
-    EMBEDDING,
-    *RERANK,
-    TOKENIZE,
-    DETOKENIZE,
-)
+TABLES: Sequence[FieldTable] = [table for protocol in PROTOCOLS.values() for table in protocol.fields]
 _HEAD = """\
 # Fields of requests
 

@@ -123,3 +123,4 @@ COUNT_TOKENS = FieldTable(
     {**_PROMPT, "compaction": Hint("the count is that of messages as they are")},
     members={"thinking": THINKING, "output_config": OUTPUT_CONFIG},
 )
+TABLES = (MESSAGES, COUNT_TOKENS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.gateway.anthropic import endpoints
 from headrace.gateway.anthropic.description import OPERATIONS
+from headrace.gateway.anthropic.fields import TABLES
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 
 
@@ -12,4 +13,4 @@ class _Anthropic(OpenProtocol):
         self.endpoints = endpoints.endpoints(setup.services)
 
 
-PROTOCOL = Protocol(_Anthropic, OPERATIONS)
+PROTOCOL = Protocol(_Anthropic, OPERATIONS, fields=TABLES)

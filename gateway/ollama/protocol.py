@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.gateway.ollama import embed_endpoints, endpoints, model_endpoints
 from headrace.gateway.ollama.description import OPERATIONS
+from headrace.gateway.ollama.fields import TABLES
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 
 
@@ -16,4 +17,4 @@ class _Ollama(OpenProtocol):
         ]
 
 
-PROTOCOL = Protocol(_Ollama, OPERATIONS)
+PROTOCOL = Protocol(_Ollama, OPERATIONS, fields=TABLES)

@@ -156,3 +156,4 @@ DETOKENIZE = FieldTable(
     (DetokenizeRequest,),
     {"model": APPLIED["model"], "tokens": Applied("list of token ids")},
 )
+TABLES = (CHAT, COMPLETION, EMBEDDING, TOKENIZE, DETOKENIZE)

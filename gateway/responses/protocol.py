@@ -13,6 +13,7 @@ from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol
 from headrace.gateway.responses.background import ResponseRuns
 from headrace.gateway.responses.description import OPERATIONS
 from headrace.gateway.responses.endpoints import endpoints
+from headrace.gateway.responses.fields import FIELDS
 from headrace.gateway.responses.redis_store import RedisStore
 from headrace.gateway.responses.store import DEFAULT_TTL_S, TENANT_BYTES, MemoryStore, Store
 from headrace.gateway.services import Services
@@ -66,6 +67,7 @@ def _store(flags: Mapping[str, Any], shared_redis_url: str | None) -> Store:
 PROTOCOL = Protocol(
     lambda setup: OpenResponses(setup.services, _store(setup.flags, setup.shared_redis_url)),
     OPERATIONS,
+    (FIELDS,),
     options=(
         click.Option(
             ["--response-ttl", "response_ttl_s"],
