@@ -45,6 +45,32 @@ _SUBCOMMANDS = {
 }
 
 
+def _told(error: Exception) -> int:
+    """Report a failure on standard error. Returns the exit status."""
+    match error:
+        case click.Abort():
+            return EXIT_INTERRUPTED
+        case click.exceptions.NoArgsIsHelpError():
+            click.echo(error.format_message(), err=True)
+            return EXIT_REFUSED
+        case click.UsageError():
+            command = error.ctx.command_path if error.ctx is not None else "headrace"
+            said = error.format_message().rstrip(".")
+            mark = "" if said.endswith("?") else ";"
+            click.echo(f"error: {said[:1].lower()}{said[1:]}{mark} see {command} --help", err=True)
+            return EXIT_REFUSED
+        case click.ClickException():
+            error.show()
+            return error.exit_code
+        case OSError():  # a full disk, or a file that may not be read or written
+            about = f"{error.filename}: " if error.filename else ""
+            click.echo(f"error: {about}{error.strerror or error}", err=True)
+            return EXIT_FAILED
+        case _:  # UnicodeError: a line of the input, an argument or a variable; rarely, an answer
+            click.echo(f"error: a text that was given or would be shown does not fit its encoding: {error}", err=True)
+            return EXIT_REFUSED
+
+
 class _LazyGroup(click.Group):
     def main(
         self,
@@ -57,39 +83,10 @@ class _LazyGroup(click.Group):
         """Run the command as click does, but report every failure as one line, `error: SENTENCE`."""
         try:
             status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
-        except click.exceptions.NoArgsIsHelpError as error:
+        except (click.ClickException, click.Abort, OSError, UnicodeError) as error:
             if not standalone_mode:
                 raise
-            click.echo(error.format_message(), err=True)
-            sys.exit(EXIT_REFUSED)
-        except click.UsageError as error:
-            if not standalone_mode:
-                raise
-            command = error.ctx.command_path if error.ctx is not None else "headrace"
-            said = error.format_message().rstrip(".")
-            mark = "" if said.endswith("?") else ";"
-            click.echo(f"error: {said[:1].lower()}{said[1:]}{mark} see {command} --help", err=True)
-            sys.exit(EXIT_REFUSED)
-        except click.ClickException as error:
-            if not standalone_mode:
-                raise
-            error.show()
-            sys.exit(error.exit_code)
-        except click.Abort:
-            if not standalone_mode:
-                raise
-            sys.exit(EXIT_INTERRUPTED)
-        except OSError as error:  # a full disk, or a file that may not be read or written
-            if not standalone_mode:
-                raise
-            about = f"{error.filename}: " if error.filename else ""
-            click.echo(f"error: {about}{error.strerror or error}", err=True)
-            sys.exit(EXIT_FAILED)
-        except UnicodeError as error:  # a line of the input, an argument or a variable; rarely, an answer
-            if not standalone_mode:
-                raise
-            click.echo(f"error: a text that was given or would be shown does not fit its encoding: {error}", err=True)
-            sys.exit(EXIT_REFUSED)
+            sys.exit(_told(error))
         if standalone_mode:
             sys.exit(status if isinstance(status, int) else 0)
         return status

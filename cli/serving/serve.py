@@ -316,6 +316,11 @@ class NamedModels:
     on_demand: bool = False
     idle_s: float | None = None
 
+    def check(self) -> None:
+        """Raise CommandError if the flags contradict each other."""
+        if self.idle_s is not None and not self.on_demand:
+            raise CommandError("--idle-s needs --on-demand: models that are loaded at the start are never unloaded")
+
     def settings(self) -> HostSettings:
         """The models, or the demo model if none is named."""
         one = ModelSettings(
@@ -344,18 +349,26 @@ def settings_of_flags(named: NamedModels, models_file: Path | None, given: dict[
                 raise CommandError(f"{flag} is for MODEL; with --models, say it in {models_file} for each model")
         settings = read_settings(models_file)
     else:
-        if named.idle_s is not None and not named.on_demand:
-            raise CommandError("--idle-s needs --on-demand: models that are loaded at the start are never unloaded")
+        named.check()
         settings = named.settings()
     if len(settings.models) == 1:
         (only,) = settings.models
         return replace(settings, models=(replace(only, name=named.name or only.name),))
-    of_one = {"--name": named.name, "--draft-model": given["draft_model"]}
-    of_one |= {"--adapter": given["adapters"], "--max-adapters": given["max_adapters"]}
+    refuse_flags_of_one(named, given, "; with several, say it in a file for --models")
+    return settings
+
+
+def refuse_flags_of_one(named: NamedModels, given: Mapping[str, Any], why: str) -> None:
+    """Raise CommandError for flags that are for a single model. `why` is the end of the sentence."""
+    of_one = {
+        "--name": named.name,
+        "--draft-model": given["draft_model"],
+        "--adapter": given["adapters"],
+        "--max-adapters": given["max_adapters"],
+    }
     for flag, value in of_one.items():
         if value:
-            raise CommandError(f"{flag} is for one model; with several, say it in a file for --models")
-    return settings
+            raise CommandError(f"{flag} is for one model{why}")
 
 
 def check_disk(given: Mapping[str, Any]) -> None:
@@ -369,13 +382,8 @@ def refuse_beside_config(named: NamedModels, models_file: Path | None, given: Ma
     """Raises CommandError for flags that do not go with --config."""
     if named.models or models_file is not None:
         raise CommandError("give either MODEL, --models or --config")
-    if named.idle_s is not None and not named.on_demand:
-        raise CommandError("--idle-s needs --on-demand: models that are loaded at the start are never unloaded")
-    of_one = {"--name": named.name, "--draft-model": given["draft_model"]}
-    of_one |= {"--adapter": given["adapters"], "--max-adapters": given["max_adapters"]}
-    for flag, value in of_one.items():
-        if value:
-            raise CommandError(f"{flag} is for one model, and --config names the models")
+    named.check()
+    refuse_flags_of_one(named, given, ", and --config names the models")
 
 
 def security_files(given: dict[str, Any]) -> SecurityFiles:
