@@ -20,7 +20,8 @@ from headrace.common.parser_names import (
     reasoning_parser_named,
     tool_parser_named,
 )
-from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
+from headrace.common.role_flags import observation_options
+from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.gateway.chat.formats import parse_parsers
 from headrace.gateway.chat.prompts import SpecialTokensInText
@@ -126,12 +127,8 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     help="Call routers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
 @edge_options
-@click.option("--log-level", default="info", type=click.Choice(LEVELS), help="Minimum level of log lines.")
-@click.option(
-    "--log-format", default="text", type=click.Choice(FORMATS), help="Log lines as text, or as JSON for machines."
-)
+@observation_options
 @click.option("--access-log/--no-access-log", default=False, help="Log every request.")
-@click.option("--otlp-endpoint", help="Send traces there by OTLP, such as http://HOST:4317; needs headrace[otel].")
 def command(
     log_level: str,
     log_format: str,

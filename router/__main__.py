@@ -16,14 +16,14 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 import uvloop
 
 from headrace.common.flags import FiniteRange
-from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
+from headrace.common.role_flags import membership_options, observation_options
+from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.common.transport.channels import Transport, TransportError
 from headrace.router.dispatch.admission import AdmissionConfig
@@ -185,33 +185,8 @@ def wired(
     metavar="URL",
     help="Redis with the leases of workers: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
 )
-@click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics here.")
-@click.option(
-    "--tls-dir",
-    envvar="HEADRACE_TLS_DIR",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Mutual TLS within the fleet: directory with ca.pem, cert.pem and key.pem, read again when they change.",
-)
-@click.option(
-    "--join-token-file",
-    envvar="HEADRACE_JOIN_TOKEN_FILE",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="File with a secret that every caller must present.",
-)
-@click.option(
-    "--insecure",
-    is_flag=True,
-    envvar="HEADRACE_INSECURE",
-    help="Allow other hosts to connect without TLS and join token. Anyone who reaches the port can do anything.",
-)
-@click.option("--probe", metavar="HOST:PORT", help="Additional address for gRPC health checks, without TLS.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Lowest level of log lines.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Log lines as text or as JSON.")
-@click.option(
-    "--otlp-endpoint", help="Send traces by OTLP to this endpoint, such as http://HOST:4317; needs headrace[otel]."
-)
+@membership_options
+@observation_options
 @click.option(
     "--drain-timeout",
     type=FiniteRange(min=0),

@@ -15,7 +15,8 @@ import uvloop
 
 from headrace.common.flags import FiniteRange
 from headrace.common.model_files.cache import find_directory
-from headrace.common.telemetry.logs import FORMATS, LEVELS, configure_logging
+from headrace.common.role_flags import membership_options, observation_options
+from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.common.worker_flags import worker_options
 from headrace.protos.cache_eviction import OFF
@@ -143,31 +144,8 @@ _NEED_DRAFT_MODEL = {
     help="Requests that routers send to the worker, if other workers serve the rest: long prompts, whose answers "
     "continue at another worker (prefill), or everything except long prompts (decode).",
 )
-@click.option("--metrics", help="host:port on which to serve Prometheus metrics.")
-@click.option(
-    "--tls-dir",
-    envvar="HEADRACE_TLS_DIR",
-    type=click.Path(path_type=Path),
-    help="Use mutual TLS, with ca.pem, cert.pem and key.pem from this directory. Changed files are reloaded.",
-)
-@click.option(
-    "--join-token-file",
-    envvar="HEADRACE_JOIN_TOKEN_FILE",
-    type=click.Path(path_type=Path),
-    help="File with a secret that every caller must present.",
-)
-@click.option(
-    "--insecure",
-    is_flag=True,
-    envvar="HEADRACE_INSECURE",
-    help="Allow other hosts to connect without TLS and join token. Anyone who reaches the port can do anything.",
-)
-@click.option("--probe", help="Additional host:port for gRPC health checks, without TLS.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Minimum level of log lines.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Format of log lines.")
-@click.option(
-    "--otlp-endpoint", help="Send traces by OTLP to this endpoint, such as http://HOST:4317. Needs headrace[otel]."
-)
+@membership_options
+@observation_options
 def command(
     log_level: str, log_format: str, otlp_endpoint: str | None, kv_cache_gb: float | None, **options: Any
 ) -> None:
