@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any, TypeAlias
 
 from headrace.gateway.chat.formats import ModelFormat
-from headrace.gateway.chat.output_parsers import deepseek, harmony, hermes, mistral, phi4, pythonic, qwen3_coder
+from headrace.gateway.chat.output_parsers import deepseek, glm, harmony, hermes, mistral, phi4, pythonic, qwen3_coder
 from headrace.gateway.chat.output_parsers.tagged_values import types_of
 from headrace.gateway.chat.tools import ToolUse
 from headrace.gateway.checks import invalid, json_of, unsupported
@@ -329,10 +329,9 @@ def _qwen3_coder(writer: _Writer) -> str:
     for number, name in enumerate(writer.names):
         parts = [literal(f"\n{qwen3_coder.FUNCTION}{name}>\n")]
         for i, (key, schema, is_required) in enumerate(_properties(writer, name)):
-            if re.search(r"[<>\n]|^\s|\s$", key):
-                raise _not_held(writer, name, f"'{key[:64]}' is no name of a parameter")
+            _check_key(writer, name, key)
             head = literal(f"{qwen3_coder.PARAMETER}{key}>\n")
-            value = _parameter(writer, f"{number}_{i}", name, schema)
+            value = _parameter(writer, f"{number}_{i}", name, schema, qwen3_coder.PARAMETER_END, around="\n")
             parts.append(f"{head} {value}" if is_required else f"({head} {value})?")
         calls.append(" ".join([*parts, literal(f"{qwen3_coder.FUNCTION_END}\n")]))
     writer.rule(f"call: {' | '.join(calls)}")
@@ -350,28 +349,60 @@ def _qwen3_coder(writer: _Writer) -> str:
     return f"BEFORE {answer} | {writer.without(f'({tag}|{function})')}"
 
 
+def _glm(writer: _Writer) -> str:
+    key_tag, key_end, value_tag = (writer.markup(tag) for tag in (glm.KEY, glm.KEY_END, glm.VALUE))
+    calls = []
+    for number, name in enumerate(writer.names):
+        parts = [literal(name)]
+        for i, (key, schema, is_required) in enumerate(_properties(writer, name)):
+            _check_key(writer, name, key)
+            value = _parameter(writer, f"{number}_{i}", name, schema, glm.VALUE_END)
+            pair = f"{_LINE} {key_tag} {literal(key)} {key_end} {_LINE} {value_tag} {value}"
+            parts.append(pair if is_required else f"({pair})?")
+        calls.append(" ".join([*parts, _LINE]))
+    writer.rule(f"call: {' | '.join(calls)}")
+    opening, closing = (writer.markup(tag) for tag in (glm.OPENING, glm.CLOSING))
+    more = f" ({_LINE} {opening} call {closing})*" if writer.use.parallel else ""
+    return writer.text_or(glm.OPENING, f"call {closing}{more}")
+
+
+# GLM 4.5 breaks lines between the tags of a call, and later models do not.
+_LINE = '"\\n"?'
+
+
+def _check_key(writer: _Writer, name: str, key: str) -> None:
+    if re.search(r"[<>\n]|^\s|\s$", key):
+        raise _not_held(writer, name, f"'{key[:64]}' is no name of a parameter")
+
+
 # Members of a schema that do not restrict a value.
 _NOTES = frozenset({"description", "title", "default", "examples", "deprecated", "$comment", "$schema", "$id", "$defs"})
-_END = f"\n{qwen3_coder.PARAMETER_END}\n"
 
 
-def _parameter(writer: _Writer, number: str, name: str, schema: Mapping[str, Any]) -> str:
-    """A value in front of its end tag, and the tag. Texts are raw, other values JSON."""
+def _parameter(
+    writer: _Writer, number: str, name: str, schema: Mapping[str, Any], tag: str, *, around: str = ""
+) -> str:
+    """A value in front of its end tag, and the tag with the text `around` it. Texts are raw, other values JSON."""
     kinds = types_of(schema)
     own = schema.keys() - _NOTES - {"definitions", "components"}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    is_token = writer.has_token(tag)
+    # What ends the value: a token behind it, or a text that is part of its terminal.
+    text_end, token_end = ("", f" {writer.markup(tag)}") if is_token else (f"{around}{tag}{around}", "")
     if kinds and "string" not in kinds:
         writer.rule(f"value_{number}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
-        return f"value_{number} {literal(_END)}"
+        return f"value_{number}{token_end or f' {literal(text_end)}'}"
     if values is not None and own <= {"type", "enum", "const"}:
         if not all(isinstance(value, str) or value is None for value in values):
             raise _not_held(writer, name, "texts and other values in one enum")
         shown = ["null" if value is None else value for value in values]
-        if any(qwen3_coder.PARAMETER_END in value for value in shown):
-            raise _not_held(writer, name, f"{qwen3_coder.PARAMETER_END} in an enum")
-        return "(" + " | ".join(literal(value + _END) for value in shown) + ")"
-    end = rf"\n{_TAG}\n"
-    parts = [rf"/(?s:.*){end}/", rf"~/(?s:.*){_TAG}(?s:.*){_TAG}(?s:.*)/"]
+        if any(tag in value for value in shown):
+            raise _not_held(writer, name, f"{tag} in an enum")
+        return "(" + " | ".join(literal(value + text_end) for value in shown) + ")" + token_end
+    end, inner = (text.replace("\n", r"\n").replace("/", r"\/") for text in (text_end, tag))
+    ends = "" if is_token else rf"{inner}(?s:.*)"
+    parts = [rf"/(?s:.*){end}/", rf"~/(?s:.*){ends}{inner}(?s:.*)/"]
+    least = 0
     if kinds <= {"string"}:
         if extra := own - {"type", "pattern", "minLength", "maxLength"}:
             raise _not_held(writer, name, f"{min(extra)} of a text")
@@ -383,10 +414,9 @@ def _parameter(writer: _Writer, number: str, name: str, schema: Mapping[str, Any
     elif not _may_be_any_text(schema, own):
         raise _not_held(writer, name, "a restricted text beside other types")
     writer.rule(f"VALUE_{number}: {' & '.join(parts)}")
-    return f"VALUE_{number}"
-
-
-_TAG = qwen3_coder.PARAMETER_END.replace("/", r"\/")
+    # A terminal is never empty.
+    may_be_empty = is_token and not least and "pattern" not in schema
+    return f"VALUE_{number}{'?' if may_be_empty else ''}{token_end}"
 
 
 def _may_be_any_text(schema: Mapping[str, Any], own: Set[str]) -> bool:
@@ -448,5 +478,5 @@ _ANSWERS: Mapping[str, _Answer] = {
     "phi4": _phi4,
 }
 """With any schema."""
-_OPTIONAL_ANSWERS: Mapping[str, _Answer] = {"pythonic": _pythonic, "qwen3-coder": _qwen3_coder}
+_OPTIONAL_ANSWERS: Mapping[str, _Answer] = {"glm": _glm, "pythonic": _pythonic, "qwen3-coder": _qwen3_coder}
 """With arguments of which each has a schema of its own. Required calls are in the format `hermes`."""

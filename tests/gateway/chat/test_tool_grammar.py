@@ -30,7 +30,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "stop": {"properties": {}},
 }
 ENFORCED = ["deepseek", "gpt-oss", "hermes", "llama3", "mistral", "phi4"]
-OPTIONAL = ["pythonic", "qwen3-coder"]
+OPTIONAL = ["glm", "pythonic", "qwen3-coder"]
 """Families whose grammar takes some schemas only, and is not for required calls."""
 
 
@@ -306,6 +306,47 @@ def test_calls_of_qwen3_coder_are_held_to_their_schema(special: Sequence[str]) -
     assert read("<function=f>\n</function>") is None
     assert read(coder_call("h", "")) is None
     assert answers_of("qwen3-coder", special, WHOLE, parallel=False)(both) is None
+
+
+GLM_TAGS = TOOL_FORMATS["glm"].markers
+
+
+def pairs(line: str = "", **values: str) -> str:
+    return "".join(
+        f"{line}<arg_key>{name}</arg_key>{line}<arg_value>{value}</arg_value>" for name, value in values.items()
+    )
+
+
+def glm_call(name: str, inner: str, line: str = "") -> str:
+    return f"<tool_call>{name}{inner}{line}</tool_call>"
+
+
+@pytest.mark.parametrize("line", ["", "\n"])
+@pytest.mark.parametrize("special", [(), GLM_TAGS])
+def test_calls_of_glm_are_held_to_their_schema(special: Sequence[str], line: str) -> None:
+    read = answers_of("glm", special, WHOLE)
+    text = 'a\n</b> "é"\n'
+    whole = pairs(line, text=text, mode="on", name="x", count="3", code="ab/", place='{"x": 1.5}')
+    expected = {"text": text, "mode": "on", "name": "x", "count": 3, "code": "ab/", "place": {"x": 1.5}}
+    for before in ("", "Let me.\n", "1 < 2 "):
+        assert read(before + glm_call("f", whole, line)) == [("f", expected)]
+    both = glm_call("f", pairs(line, text="", name="null", count="12"), line) + "\n" + glm_call("g", "", line)
+    assert read(both) == [("f", {"text": "", "name": None, "count": 12}), ("g", {})]
+    for answer in ("", "Just text, <b> and < tool_call>", "a" * 200):
+        assert read(answer) == []
+    for values in (
+        {"text": "a"},
+        {"count": "3", "text": "a"},
+        {"text": "a", "count": "2"},
+        {"text": "a", "count": "x"},
+        {"text": "a", "mode": "up", "count": "3"},
+        {"text": "a", "count": "3", "code": "d"},
+        {"text": "a", "count": "3", "place": "{}"},
+        {"text": "a", "count": "3", "other": "1"},
+    ):
+        assert read(glm_call("f", pairs(line, **values), line)) is None, values
+    assert read(glm_call("h", "", line)) is None
+    assert answers_of("glm", special, WHOLE, parallel=False)(both) is None
 
 
 @pytest.mark.parametrize("tags", [("", ""), ("<|tool_call_start|>", "<|tool_call_end|>")])
