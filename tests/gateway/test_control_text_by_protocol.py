@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from headrace.protos import kserve_pb2, kserve_pb2_grpc, text_pb2, text_pb2_grpc
 
@@ -25,6 +26,22 @@ PROMPTS: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"inputs": TEXT}),
     ("/v2/models/tiny/generate", {"text_input": TEXT}),
 ]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bare_router(kit_of_module: Any, tiny_files: dict[str, bytes]) -> Any:
+    """A fake router with a model that has no chat template."""
+    files = {name: content for name, content in tiny_files.items() if name != "chat_template.jinja"}
+    fake = kit_of_module.FakeRouter(kit_of_module.tar_of(files))
+    async with kit_of_module.serving_router(fake):
+        yield fake
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bare(kit_of_module: Any, bare_router: Any) -> Any:
+    """The gateway in front of `bare_router`."""
+    async with kit_of_module.serving_gateway(bare_router.address) as running:
+        yield running
 
 
 def arrived(router: Any) -> list[int]:
@@ -78,3 +95,22 @@ async def test_tokenize_shows_both(gateway: Any, router: Any) -> None:
 
     assert await tokens(messages=CHAT) == [1, 2, 1]
     assert await tokens(prompt=TEXT) == [2, 1]
+
+
+ONE_TURN: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": CHAT}),
+    ("/v1/messages", {"max_tokens": 9, "messages": CHAT}),
+    ("/v1/responses", {"input": TEXT, "store": False}),
+    ("/api/chat", {"messages": CHAT, "stream": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ONE_TURN)
+async def test_the_message_to_a_model_without_a_template_is_text(
+    bare: Any, bare_router: Any, path: str, body: dict[str, Any]
+) -> None:
+    assert await controls(bare, bare_router, path, body) == []
+
+
+async def test_the_prompt_for_a_model_without_a_template_has_tokens(bare: Any, bare_router: Any) -> None:
+    assert await controls(bare, bare_router, "/api/generate", {"prompt": TEXT, "stream": False}) == [2, 1]
