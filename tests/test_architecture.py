@@ -101,7 +101,6 @@ ONLY_IN = {
     "llguidance": {"worker/grammar/compiler.py"},
     "openvino_genai": {"cli/models/convert.py"},
     "gguf": {
-        "cli/gguf/tensors.py",
         "cli/gguf/tokenizer.py",
         "cli/gguf/vocabulary.py",
         "cli/gguf/weights.py",

@@ -8,13 +8,14 @@ Instead, it multiplies the sum of its neighbours' states in a separate small pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import openvino as ov
 from gguf import GGMLQuantizationType as Type
+from gguf import ReaderTensor
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import Q4_K, dequantize
 from openvino import opset13
@@ -258,3 +259,29 @@ _READERS: dict[Type, Callable[[_Array], Groups]] = {
     Type.Q5_K: _q5_k,
     Type.Q6_K: _q6_k,
 }
+
+
+class Matrices(Mapping[str, Weights]):
+    """The matrices by name. A matrix is read at each request and not kept: the graph has a copy."""
+
+    def __init__(self, tensors: Mapping[str, ReaderTensor]) -> None:
+        self._tensors = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2}
+
+    def __getitem__(self, name: str) -> Weights:
+        tensor = self._tensors[name]
+        return read_weights(tensor.tensor_type, tensor.data)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def vectors_of(tensors: Mapping[str, ReaderTensor]) -> dict[str, npt.NDArray[Any]]:
+    """Norms, biases and factors by name, in f32."""
+    return {
+        name: dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        for name, tensor in tensors.items()
+        if len(tensor.shape) == 1
+    }

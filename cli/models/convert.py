@@ -192,7 +192,7 @@ def _write_model(metadata: dict[str, Any], config: dict[str, Any], tensors: Mapp
     import openvino
 
     from headrace.cli.gguf.graph import GraphBuilder, Shape
-    from headrace.cli.gguf.tensors import Matrices, vectors_of
+    from headrace.cli.gguf.weights import Matrices, vectors_of
 
     architecture = metadata["general.architecture"]
     linear = metadata.get(f"{architecture}.rope.scaling.type") == "linear"

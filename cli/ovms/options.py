@@ -312,7 +312,6 @@ _NODES = "there is one worker for each NUMA node, with one stream; `--workers` a
 _BY_SERVE = "`headrace serve` places workers on cores and sets their affinity; see `headrace topology`"
 _NPU = "it is for NPUs; `--max-context-tokens` bounds prompts and answers"
 _AT_START = "models compile at each start"
-_KV = "it is for models with a KV cache"
 PLUGIN_CONFIG: tuple[Option, ...] = (
     _applied(
         "KV_CACHE_PRECISION", "string", "`--kv-precision`: u8, u4, bf16 or f32; others are refused", take_kv_precision

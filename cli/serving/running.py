@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from headrace.cli.errors import EXIT_FAILED, CommandError
 from headrace.cli.fleet.http_probe import http_status
@@ -18,7 +21,6 @@ from headrace.cli.hosting.finding import find_model
 from headrace.cli.hosting.planner import State
 from headrace.cli.hosting.settings import ModelSettings
 from headrace.cli.serving.configured import ConfiguredModels, ModelsFile
-from headrace.cli.serving.first_requests import first_requests
 from headrace.cli.serving.host import ModelHost
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.model_plans import Sizing, places_of, plan_model
@@ -32,7 +34,9 @@ from headrace.cli.serving.plan import (
 )
 from headrace.cli.serving.supervisor import Supervisor
 from headrace.cli.serving.topology import read_topology
+from headrace.common.model_files.task import task_of
 from headrace.common.tasks import end_tasks
+from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
 
 _POLL_UNTIL_READY_S = 0.03
 _POLL_WHEN_READY_S = 0.5
@@ -242,3 +246,24 @@ class Serving:
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
+
+
+def first_requests(url: str, name: str, model_dir: Path, *, needs_key: bool = False) -> Sequence[str]:
+    """Commands for a shell that suit the model's task. If a key is needed, they send the one in HEADRACE_API_KEY."""
+    task = task_of(model_dir)
+    if task == TASK_EMBED:
+        return [_curl(f"{url}/v1/embeddings", {"model": name, "input": "Hello!"}, needs_key)]
+    if task == TASK_RANK:
+        body = {"model": name, "query": "A bird?", "documents": ["A robin.", "A stone."]}
+        return [_curl(f"{url}/v1/rerank", body, needs_key)]
+    messages = [{"role": "user", "content": "Hello!"}]
+    return [
+        _curl(f"{url}/v1/chat/completions", {"model": name, "messages": messages}, needs_key),
+        f"headrace chat --url {url}",
+    ]
+
+
+def _curl(url: str, body: dict[str, Any], needs_key: bool) -> str:
+    compact = shlex.quote(json.dumps(body, separators=(",", ":")))
+    key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if needs_key else ""
+    return f"curl {url} -H 'Content-Type: application/json'{key} -d {compact}"

@@ -19,13 +19,12 @@ from headrace.cli.hosting.finding import check_memory, find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
 from headrace.cli.models.model_cache import model_directory
-from headrace.cli.serving.first_requests import first_requests
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.model_plans import Sizing
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ServeOptions
 from headrace.cli.serving.ports import check_port, chosen_port, free_port, is_free
-from headrace.cli.serving.running import Serving
+from headrace.cli.serving.running import Serving, first_requests
 from headrace.cli.serving.serve import choose_grpc_port
 from tests.cli.conftest import write_files
 
