@@ -17,7 +17,7 @@ from hashlib import sha256
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Models, each with its weight above 0."""
+    """The models among which the requests of one name are divided, each with its weight above 0."""
 
     models: tuple[tuple[str, float], ...]
 

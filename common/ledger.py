@@ -49,7 +49,7 @@ class Ledger:
         return len(self.token_ids) > self._num_before_attempt
 
     def begin_attempt(self) -> None:
-        """Note that a new attempt begins."""
+        """A new attempt begins: it has delivered nothing yet, and continues after the delivered tokens."""
         self._num_before_attempt = len(self.token_ids)
 
     def record(self, message: GenerateResponse) -> None:

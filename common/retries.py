@@ -22,7 +22,7 @@ MAX_FAILED = 32
 
 
 class Verdict(enum.Enum):
-    """What a failed attempt means for its generation."""
+    """What a failed attempt means for its request: whether it is tried again, and where."""
 
     LOST = enum.auto()  # the peer or its connection failed: go elsewhere, and suspect the peer
     LOST_BEHIND = enum.auto()  # what the peer depends on failed: go elsewhere

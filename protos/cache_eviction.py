@@ -101,7 +101,8 @@ def complete(rule: CacheEviction, card: ModelCard) -> CacheEviction:
 
 
 def longest_context_of(card: ModelCard, sampling: SamplingParams) -> int:
-    """`longest_context` of a request with this sampling."""
+    """How many tokens a request with this sampling may have in all: more than the context of the model's card if it
+    evicts."""
     return longest_context(card, sampling.cache_eviction if sampling.HasField("cache_eviction") else None)
 
 

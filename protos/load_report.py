@@ -61,7 +61,7 @@ class LoadReport:
         return cls(*numbers)
 
     def numbers(self) -> dict[str, Any]:
-        """The fields of the message by name."""
+        """The values of the report by the names of the fields of `Load`."""
         return {name: getattr(self, name) for name in _NAMES}
 
     @property

@@ -20,7 +20,7 @@ LEAST_TOP_P = 2.0**-60
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Range and meaning of a field."""
+    """A numeric sampling field: its range, its meaning and default, and its value in `SamplingParams`."""
 
     least: float
     greatest: float

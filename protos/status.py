@@ -56,7 +56,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StatusRow:
-    """The gRPC and HTTP forms of a reason."""
+    """What a reason is in gRPC and in HTTP: status codes, and the kind of error."""
 
     grpc_code: grpc.StatusCode
     http_status: int
@@ -140,7 +140,7 @@ class StatusError(Exception):
 
     @property
     def row(self) -> StatusRow:
-        """The row of the table for this error."""
+        """What this error's reason is in gRPC and in HTTP."""
         return TABLE[self.reason]
 
     def to_status(self) -> status_pb2.Status:
@@ -158,7 +158,7 @@ class StatusError(Exception):
         return status_pb2.Status(code=self.row.grpc_code.value[0], message=self.message, details=packed)
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The trailing metadata with the details."""
+        """The trailing metadata of gRPC that has the error's details (google.rpc.Status)."""
         return ((DETAILS_KEY, self.to_status().SerializeToString()),)
 
 
@@ -183,7 +183,7 @@ class _Context(Protocol):
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any] | _Context, error: StatusError) -> NoReturn:
-    """End the call with the error's status and details."""
+    """End the call with the error's status and details. Raises, so it does not return."""
     await context.abort(error.row.grpc_code, error.message, error.trailing_metadata())
     raise AssertionError("abort returned")
 

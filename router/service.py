@@ -72,7 +72,7 @@ class RequestBounds:
 
 
 def passed_on(context: _GenerateContext) -> Metadata:
-    """The caller's metadata for the worker."""
+    """The part of the caller's metadata that is sent to the worker."""
     received = cast("Metadata", tuple(context.invocation_metadata() or ()))
     return tuple((key, value) for key, value in received if key in PASSED_ON_METADATA)
 
@@ -110,11 +110,11 @@ class InferenceService:
         self.held = HeldBytes()
 
     async def generate(self, raw: bytes, context: _GenerateContext) -> None:
-        """Serve one call of Generate."""
+        """Answer one call of Generate, whose request is still encoded."""
         await self.serve(WireRequest(raw), context)
 
     async def serve(self, wire: WireRequest, context: _GenerateContext) -> None:
-        """Serve one call; its end is counted by status."""
+        """Answer one call from a session or a call of its own, and count its end by status."""
         metadata = cast("Metadata", tuple(context.invocation_metadata() or ()))
         request_id_var.set(request_id_of(metadata) or NO_REQUEST)
         span = serving_span(GENERATE_SPAN, traceparent_of(metadata))
@@ -171,7 +171,7 @@ class InferenceService:
         await self._forwarding.run(generation)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """The service for a server."""
+        """The handler of the Inference service that a gRPC server takes."""
         methods: _Methods = {
             "Generate": grpc.unary_stream_rpc_method_handler(self.generate),
             "Session": self.sessions.method(),
@@ -201,7 +201,7 @@ class RouterService:
     async def list_workers(
         self, request: router_pb2.ListWorkersRequest, context: _Context
     ) -> router_pb2.ListWorkersResponse:
-        """All members."""
+        """All members of the fleet, whether they are reachable or not."""
         return router_pb2.ListWorkersResponse(workers=self._fleet.workers())
 
     async def register(self, request: router_pb2.RegisterRequest, context: _Context) -> router_pb2.RegisterResponse:
@@ -272,7 +272,7 @@ class RouterService:
         await abort(context, StatusError(Reason.WORKER_LOST, problem, retry_after_s=1.0))
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """The service for a server."""
+        """The handler of the Router service that a gRPC server takes."""
         pb = router_pb2
         unary = grpc.unary_unary_rpc_method_handler
         calls = _AdapterCalls(self._fleet.adapters)

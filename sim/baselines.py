@@ -28,7 +28,7 @@ class _Blind:
 
 
 class RandomPolicy(_Blind):
-    """A random worker."""
+    """Chooses a worker at random, without regard to load and cache."""
 
     def __init__(self, shape: FleetShape, rng: random.Random) -> None:
         self._num_workers = shape.num_workers

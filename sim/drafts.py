@@ -33,7 +33,7 @@ class SimulatedDrafts:
         self._spent_ms = 0.0
 
     def can_serve(self, request: Request) -> bool:
-        """It drafts for every request."""
+        """Whether it drafts for a request: always."""
         return True
 
     def line(self, contexts: Sequence[int]) -> StepLine:

@@ -37,7 +37,7 @@ class Centiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Centiles:
-        """Compute the percentiles by the nearest-rank method."""
+        """The mean and the percentiles of `values` by the nearest-rank method; all 0 if there are none."""
         if not values:
             return cls(0.0, 0.0, 0.0, 0.0)
         ordered = sorted(values)
@@ -68,7 +68,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
 
 
 def report_of(policy: str, num_routers: int, outcome: Outcome, objective: Objective) -> PolicyReport:
-    """Compute all metrics of a simulation."""
+    """Compute the metrics of a policy from the `outcome` of its simulation. `objective` says which answers are good."""
     records = outcome.records
     ttfts = [_ttft_ms(record) for record in records]
     tpots = [_tpot_ms(record) for record in records if record.num_tokens > 1]

@@ -49,7 +49,7 @@ class StepCost(msgspec.Struct, frozen=True):
             )
 
     def milliseconds(self, shape: StepShape) -> float:
-        """The time of a step in milliseconds."""
+        """How long a step of this shape takes, in milliseconds."""
         left, share = place_among(self.knots, shape.tokens)
         return (
             self.base[left] * (1.0 - share)
@@ -75,5 +75,5 @@ def read(path: Path) -> StepCost:
 
 
 def default() -> StepCost:
-    """The committed fit."""
+    """The fit in `step_cost.json`, whose field `machine` says where it was measured."""
     return read(DEFAULT_FILE)

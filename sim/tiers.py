@@ -80,12 +80,13 @@ class DiskSlots:
         self.log: list[tuple[int, bool]] = []
 
     def touch(self, block_hash: int) -> None:
-        """The block was in use until now."""
+        """Make a block the most recently used, if it is on the disk."""
         if block_hash in self.blocks:
             self.blocks.move_to_end(block_hash)
 
     def add(self, block_hash: int) -> None:
-        """Store a block that is not there."""
+        """Store a block that is not on the disk, as the most recently used. If the disk is full, the least recently
+        used block goes."""
         self.blocks[block_hash] = None
         self.log.append((block_hash, True))
         if len(self.blocks) > self.num_slots:

@@ -30,8 +30,9 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request of a trace. `number` is its index in the trace. `hashes` are the hashes of the prompt's full blocks for
-    the fleet's block size; `hashed` sets them."""
+    """A request of a trace. `number` is its index in the trace, and `arrival_s` the seconds from the trace's beginning.
+    The prompt consists of `segments`, pairs of a token id and how many times it follows. `hashes` are those of the
+    prompt's full blocks for the fleet's block size; `hashed` sets them."""
 
     number: int
     arrival_s: float
@@ -50,14 +51,14 @@ class Job:
         return _ANSWER_TOKENS + self.number
 
     def token_ids(self) -> array[int]:
-        """The token ids of the prompt."""
+        """Make the token ids of the prompt from its segments."""
         tokens = array("I")
         for segment, length in self.segments:
             tokens += array("I", (segment,)) * length
         return tokens
 
     def hashed(self, block_size: int) -> Job:
-        """The same job with its block hashes."""
+        """The same job with the hashes of its prompt's full blocks of `block_size` tokens."""
         return replace(self, hashes=tuple(block_hashes(ROOT_HASH, self.token_ids(), block_size)))
 
     def request(self, arrival_s: float, num_resumed: int = 0) -> Request:

@@ -64,7 +64,7 @@ class FleetView:
         return Candidates(names, {name: number for number, name in enumerate(names)}, self._table.at(workers))
 
     def num_requests(self, worker: int) -> int:
-        """Number of known requests of a worker."""
+        """How many requests a worker has, by its last report and the router's bookings since."""
         load = self.loads[worker]
         return load.num_running + load.num_waiting + load.num_arrived + self.bookings[worker].num_pending
 
@@ -73,17 +73,19 @@ class Policy(Protocol):
     """Chooses workers on behalf of one router."""
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
-        """Choose a worker for a request."""
+        """Choose a worker for `job`, which arrives at `now_s` (virtual seconds), by what the router knows of the
+        workers."""
         ...
 
     def observe(self, worker: int, report: Report) -> None:
-        """Apply a report of a worker's changed blocks."""
+        """Learn from the `report` of a worker which blocks it has stored and evicted."""
         ...
 
     def ended(self, job: Job) -> None:
-        """A request ended."""
+        """Forget what was noted for a request, because its answer is complete."""
         ...
 
     def not_taken(self, choice: Choice) -> None:
-        """The worker returned the request."""
+        """Take back what was noted for this choice, because the worker had more work than the router believed and
+        returned the request."""
         ...

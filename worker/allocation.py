@@ -228,5 +228,5 @@ def _found_format(kept: KeptCache, like: CacheFormat, draft_bytes: int) -> Cache
 
 
 def kept_bytes(kept: KeptCache | None) -> int:
-    """Memory that already belongs to the KV cache."""
+    """The resident memory in bytes that the previous process's KV cache takes; 0 without one."""
     return 0 if kept is None else kept.memory.resident_bytes

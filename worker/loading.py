@@ -236,14 +236,16 @@ def make_engine(
 
 
 def persistence_of(kept: KeptCache | None, disk: DiskTier | None) -> Persistence:
-    """What keeps the content of the KV cache."""
+    """What keeps content beyond the cache: the memory that outlives the process, and the disk; either may be
+    missing."""
     if kept is None:
         return Persistence(spill=disk)
     return Persistence(kept.journal, kept.part_journal, disk)
 
 
 def wait_for_fingerprint(found: Found, runner: OpenVINOModelRunner) -> str:
-    """The fingerprint of the model as it is served."""
+    """The fingerprint of the model in hex, which other threads compute beside the compilation. It includes the context
+    if answers depend on it."""
     fingerprint = found.hashing.result()
     return for_context(fingerprint, found.longest) if runner.depends_on_context else fingerprint
 
@@ -263,7 +265,7 @@ def draft_of(
 
 
 def sampler_for(runner: OpenVINOModelRunner | EagleRunner | MedusaRunner, threads: int) -> BatchSampler:
-    """A sampler for the model's vocabulary."""
+    """A sampler for the model's vocabulary, which reduces logits on up to `threads` threads."""
     # Importing OpenVINO is slow, so refuse a wrong directory first.
     from headrace.worker.sampling.row_sums import reducer_for
 
@@ -367,7 +369,7 @@ def engine_for(
     draft: Draft | None = None,
     groups: Sequence[GroupBudget] = (),
 ) -> Engine:
-    """Build the engine for the given flags; see `build_engine`."""
+    """Build the engine by the flags in `config`; see `build_engine`."""
     return build_engine(
         runner,
         sampler,

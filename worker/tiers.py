@@ -42,7 +42,7 @@ class Tiers(NamedTuple):
     handover: Handover | None = None
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the disk's thread. Other tiers have threads only while they fetch."""
         if self.disk is not None:
             self.disk.start()
 

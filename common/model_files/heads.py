@@ -33,5 +33,5 @@ def heads_kind_of(config: Mapping[str, object]) -> HeadsKind | None:
 
 
 def heads_weights(directory: Path) -> list[Path]:
-    """The files with the weights of heads."""
+    """The files in a directory with the weights of EAGLE-3 or Medusa heads; empty if it has none."""
     return sorted(directory.glob("*.safetensors"))

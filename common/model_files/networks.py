@@ -31,12 +31,12 @@ def networks_among(names: Collection[str]) -> tuple[str, ...]:
 
 
 def networks_in(directory: Path) -> tuple[Path, ...]:
-    """The same for a directory."""
+    """The files of the networks in a directory."""
     return tuple(directory / name for name in networks_among(names_in(directory)))
 
 
 def weights_in(directory: Path) -> list[Path]:
-    """The files with the weights of these networks."""
+    """The paths of the files with the weights of the networks in a directory."""
     return [path.with_suffix(".bin") for path in networks_in(directory)]
 
 

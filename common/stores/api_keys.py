@@ -85,7 +85,7 @@ def new_secret() -> str:
 
 
 def new_id() -> str:
-    """The id of a key; not a secret."""
+    """A new random id of a key, which may be shown and logged."""
     return f"key_{secrets.token_hex(6)}"
 
 

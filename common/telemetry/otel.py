@@ -29,7 +29,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracer:
-    """The tracer of one process."""
+    """Makes the spans of one process with OpenTelemetry, and exports them in the background."""
 
     def __init__(self, role: str, endpoint: str | None) -> None:
         """`role` names the service unless the environment does. Raises ValueError for an unknown protocol or an invalid

@@ -53,7 +53,7 @@ class Span:
         return self
 
     def set(self, attributes: Attributes) -> None:
-        """Add attributes."""
+        """Add attributes to the span, or replace those of the same names."""
 
     def add(self, name: str, number: int) -> None:
         """Add to an attribute that is a number, 0 at first."""
@@ -62,16 +62,16 @@ class Span:
         """Add to an attribute that is a list of texts, empty at first."""
 
     def event(self, name: str, attributes: Attributes | None = None, *, at_s: float | None = None) -> None:
-        """Record an event."""
+        """Record an event `name` within the span, at `at_s` (seconds of the monotonic clock); None for now."""
 
     def fail(self, error_type: str, message: str = "") -> None:
         """Mark the span as failed, with a reason from a small set such as `queue_full`."""
 
     def end(self, *, end_s: float | None = None) -> None:
-        """End the span. Later changes are ignored."""
+        """End the span at `end_s` (seconds of the monotonic clock), or now. Later changes are ignored."""
 
     def onto(self, metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
-        """The metadata for a call made under this span."""
+        """The metadata of a call that is made within this span: `metadata`, and what names the span to the server."""
         if not self.traceparent:
             return tuple(metadata)
         others = tuple((key, value) for key, value in metadata if key != TRACEPARENT_KEY)

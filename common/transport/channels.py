@@ -188,7 +188,7 @@ class Transport:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of every call."""
+        """The metadata to send with every call: the join token, if there is one."""
         self._look()
         return () if self._token is None else ((JOIN_TOKEN_KEY, self._token),)
 

@@ -114,7 +114,7 @@ class SessionClient:
         return len(self._retired) < len(self._sessions)
 
     def ended(self, session: ClientSession) -> None:
-        """A session is over."""
+        """Forget a session that has ended. The next call opens another."""
         self._retired.discard(session)
         self._alone = {shared: alone for shared, alone in self._alone.items() if alone is not session}
 
@@ -148,7 +148,8 @@ class SessionClient:
             max(self._unread, key=lambda call: call.num_unread_bytes).give_up()
 
     def do_without(self, seconds: float) -> None:
-        """Use no sessions for this time."""
+        """Make each call as a separate RPC for `seconds`, because the server has no sessions or does not answer
+        them."""
         self._without_until_s = max(self._without_until_s, time.monotonic() + seconds)
 
     def begin_alone(self, wire: WireRequest, timeout: float | None, metadata: Metadata) -> Call:
@@ -395,7 +396,7 @@ class ClientCall:
         return True
 
     def push(self, message: bytes) -> None:
-        """Add a message."""
+        """Add a message of the answer, for the reader."""
         self._retry = None
         self._pending.append(message)
         self._count(len(message))
@@ -417,7 +418,7 @@ class ClientCall:
         self._count_unread(self, num_bytes)
 
     def finish(self, error: grpc.aio.AioRpcError | None) -> None:
-        """Record that no message follows."""
+        """End the answer after the messages that have come: with `error`, or well if it is None."""
         self._end = error or grpc.aio.EOF
         self._close()
 

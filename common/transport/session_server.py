@@ -66,7 +66,7 @@ class SessionServer:
         self._shared: WeakValueDictionary[bytes, SharedPart] = WeakValueDictionary()
 
     def method(self) -> grpc.RpcMethodHandler[Any, Any]:
-        """For a generic handler of the service."""
+        """The handler of the method Session, for a generic handler of the service."""
         return grpc.stream_stream_rpc_method_handler(
             self.serve,
             request_deserializer=SessionRequest.FromString,
@@ -125,7 +125,7 @@ class SessionServer:
         return part
 
     def ended(self, host: str, request: WireRequest) -> None:
-        """A call that was counted has ended."""
+        """Stop counting a call of `host`, which has ended."""
         _subtract(self._num_calls_of, host)
         self.num_open_calls -= 1
         self.held.release(request)
@@ -138,7 +138,7 @@ class SessionServer:
 
 
 def whole(wire: WireRequest) -> GenerateRequest:
-    """The whole request. Raises DecodeError."""
+    """Decode a request with all of its parts. DecodeError if it is no message."""
     return GenerateRequest.FromString(wire.joined())
 
 

@@ -48,7 +48,7 @@ class CallContext(Protocol):
         """Send a message of the answer."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
-        """End the call with an error. Does not return."""
+        """End the call with a status: `code`, `details` and trailing metadata. Raises, so it does not return."""
 
 
 class Call(Protocol):
@@ -100,7 +100,7 @@ class Turns:
         return self._num_bytes < MAX_UNSENT_BYTES
 
     async def room(self) -> None:
-        """Wait while more than `MAX_UNSENT_BYTES` are unsent."""
+        """Wait until fewer than `MAX_UNSENT_BYTES` are unsent."""
         while not self.has_room:
             self._room.clear()
             await self._room.wait()

@@ -66,7 +66,8 @@ class Silences:
             self._stalled_s = self.now_s()
 
     def rename(self, peer: Peer, name: Hashable) -> None:
-        """Assign this stream to the peer `name`."""
+        """Count the stream `peer` to the peer `name`, once that is known. A peer is silent if all of its streams
+        are."""
         self._peers.setdefault(name, {})[peer] = None
         streams = self._peers[peer.name]
         del streams[peer]

@@ -43,7 +43,7 @@ class SharedPart:
         self._kept: dict[Any, Any] = {}
 
     def kept(self, make: Callable[[bytes], _T]) -> _T:
-        """`make(raw)`, made once."""
+        """What `make` makes of the raw bytes. Made by the first caller, and kept for the others that share the part."""
         if make not in self._kept:
             self._kept[make] = make(self.raw)
         return cast("_T", self._kept[make])
@@ -62,7 +62,7 @@ class WireRequest:
         return len(self.own) + sum(len(part.raw) for part in self.shared)
 
     def joined(self) -> bytes:
-        """The whole request, as Generate takes it."""
+        """The encoded request with its shared parts, as the method Generate takes it."""
         return b"".join((*(part.raw for part in self.shared), self.own)) if self.shared else self.own
 
 

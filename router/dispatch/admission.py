@@ -68,7 +68,7 @@ class _Ticket:
 
 
 class Admission:
-    """Admits the requests of one router. For one event loop."""
+    """Decides which requests of one router are placed now, which wait and which are refused. For one event loop."""
 
     def __init__(self, fleet: Fleet, config: AdmissionConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet = fleet

@@ -77,7 +77,7 @@ class _RunningCall:
 
 
 class Attempting:
-    """Makes the attempts of all requests of a router."""
+    """Makes attempts to answer requests at workers, and reports what each attempt ends with."""
 
     def __init__(self, fleet: Fleet, suspects: Suspects) -> None:
         self._fleet = fleet

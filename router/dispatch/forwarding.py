@@ -36,7 +36,7 @@ class ForwardingConfig:
 
 
 class Forwarding:
-    """Answers the requests of one router."""
+    """Answers the requests of one router, each by one or more attempts at workers."""
 
     def __init__(self, fleet: Fleet, admission: Admission, metrics: RouterMetrics, config: ForwardingConfig) -> None:
         self.config = config

@@ -108,7 +108,7 @@ class Generation:
         return self.ledger.has_progressed
 
     def routed(self, num_described: int) -> RoutedRequest:
-        """The request for its next placement, which describes `num_described` candidates."""
+        """The request as its next placement needs it, which describes `num_described` candidates for the log."""
         routed = RoutedRequest(self.request, self.prompt, self.ledger.token_ids, self.identity)
         routed.num_described = num_described
         routed.prefilled = self.prefilled

@@ -36,16 +36,16 @@ class RequestLoad(NamedTuple):
 
 
 class HoldsRequests(Protocol):
-    """An object that knows the held requests and bytes."""
+    """An object that knows which requests are held, and the bytes that they take."""
 
     @property
     def request_load(self) -> RequestLoad:
-        """The current load."""
+        """How many requests are held now, and the bytes that they take."""
         ...
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process (statm in proc(5))."""
+    """The resident memory of this process in bytes (statm in proc(5))."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

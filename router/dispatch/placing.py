@@ -34,7 +34,7 @@ class EndOfContextError(Exception):
 
 
 class Placing:
-    """Places the requests of one router."""
+    """Chooses the worker for each attempt of a router's requests, and waits for room if every worker is full."""
 
     def __init__(self, fleet: Fleet, admission: Admission, metrics: RouterMetrics) -> None:
         self._fleet = fleet

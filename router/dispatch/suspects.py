@@ -31,7 +31,7 @@ MAX_REMEMBERED = 4096
 
 
 class Running(Protocol):
-    """A request at a worker."""
+    """A request that runs at a worker, as far as suspicion needs it."""
 
     @property
     def digest(self) -> bytes:

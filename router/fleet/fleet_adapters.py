@@ -181,7 +181,7 @@ class FleetAdapters:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a worker that has joined is loading adapters."""
+        """Whether a worker that has joined is being given the adapters of the others."""
         return bool(self._tasks)
 
     def joined(self, link: WorkerLink) -> None:

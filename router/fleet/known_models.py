@@ -121,7 +121,8 @@ class Departed:
         self._workers: OrderedDict[str, tuple[Set[str], float]] = OrderedDict()  # in order of departure
 
     def went(self, worker_id: str, identities: Set[str], now_s: float) -> None:
-        """Record that a worker no longer takes requests."""
+        """Record that a worker with models of these identities stopped taking requests at `now_s`, on the monotonic
+        clock."""
         self.came(worker_id)
         self._workers[worker_id] = (identities, now_s)
         self._num_identities += len(identities)

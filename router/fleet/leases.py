@@ -63,11 +63,11 @@ class LeaseReader:
         return REDIS_STATE_OK if self.is_writable else REDIS_STATE_UNWRITABLE
 
     def start(self) -> None:
-        """Start reading."""
+        """Start a task that reads the leases until `close`."""
         self._task = asyncio.create_task(self._run(), name="leases")
 
     async def close(self) -> None:
-        """Stop reading."""
+        """Stop the task that reads the leases, and wait for its end."""
         if self._task is not None:
             await end_tasks(self._task)
         await self._redis.aclose()

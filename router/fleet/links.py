@@ -92,7 +92,7 @@ class LinkState(enum.Enum):
 
 
 class Abandonable(Protocol):
-    """A running call that its link can abandon."""
+    """A running call that its link can abandon when the worker is lost."""
 
     def abandon(self, why: str) -> None:
         """End the call. Its reader gets an error that the worker was lost."""
@@ -304,7 +304,7 @@ class WorkerLink:
             self._enter(LinkState.DRAINING, "the worker drains")
 
     def start(self) -> None:
-        """Connect, and stay connected."""
+        """Start tasks that connect to the worker and stay connected until `close`."""
         assert self._task is None, "started twice"
         self._task = asyncio.create_task(self._run(), name=f"link {self.address}")
 

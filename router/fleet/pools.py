@@ -221,7 +221,7 @@ class Pool:
         self._members = None
 
     def note(self, link: WorkerLink) -> None:
-        """Apply a change of a member's load or bookings."""
+        """Bring the pool up to date with a member whose load or bookings have changed."""
         self._table.changed(link.slot, link.candidate)
         if _has_room(link):
             self._with_room.add(link)

@@ -60,11 +60,12 @@ class SharedLeases:
                 del self._addresses[worker_id], self._seen_at_s[worker_id]
 
     def lost(self) -> None:
-        """Note that a read of the store failed."""
+        """A read of the store has failed. No lease ends before the store could be read again for as long as a lease
+        lasts."""
         self._reading_since_s = None
 
     def addresses(self) -> Mapping[str, str]:
-        """Worker id -> address."""
+        """The address of each worker that has a lease, by the worker's id."""
         return self._addresses
 
 
@@ -130,7 +131,8 @@ class Registry:
             del self._holders[lease.address]
 
     def members(self) -> dict[str, Member]:
-        """Address -> member, one for each address."""
+        """The members of the fleet by address. If several name one address, a registered worker counts before one with
+        a lease in the store, and that before the fixed list."""
         members = {address: Member(address, "") for address in self._static}
         for worker_id, address in self.shared.addresses().items():
             if worker_id not in self._leases:  # a registration is newer than the store's lease

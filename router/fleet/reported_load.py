@@ -64,7 +64,7 @@ class ReportPace:
         self._asked_ms = 0
 
     def begin(self) -> int:
-        """The interval for a new Watch."""
+        """The interval in milliseconds to ask for in a new Watch."""
         self._asked_ms = self._wanted_ms()
         return self._asked_ms
 

@@ -76,7 +76,8 @@ class RoutedRequest:
         self._hashes: dict[tuple[str, int, str], list[int]] = {}
 
     def num_expected_tokens(self, priors: Priors) -> int:
-        """Expected number of tokens to compute and to generate."""
+        """How many tokens the request is expected to take in all: those of its prompt, and of an answer of the length
+        that `priors` assume."""
         answer = priors.answer_tokens if self.max_new_tokens is None else min(self.max_new_tokens, priors.answer_tokens)
         return self.num_tokens + answer
 

@@ -25,7 +25,7 @@ class WorkerAdapters:
         """How many reports had changes."""
 
     def take(self, message: worker_pb2.WatchResponse) -> None:
-        """Apply a report."""
+        """Apply what a report of the worker says about its adapters."""
         if not any(map(message.HasField, ("adapters", "adapter_changes", "adapters_in_memory"))):
             return
         self.num_changes += 1

@@ -33,7 +33,7 @@ class BlockIndex:
         return self._num_entries
 
     def reset(self, slot: int) -> None:
-        """Forget a worker."""
+        """Forget all blocks of the worker in a slot."""
         self.apply(slot, (), list(self._of_slot.get(slot, ())))
 
     def apply(self, slot: int, stored: Iterable[int], evicted: Iterable[int]) -> None:
@@ -107,7 +107,7 @@ class BlockIndex:
 
 
 def note(depths: Places, bits: int, depth: int) -> None:
-    """Set the depth of the workers with these bits."""
+    """Set the depth `depth`, in blocks, of the workers whose bits are in `bits`."""
     if bits.bit_count() > _FEW_BITS:
         num_bytes = (bits.bit_length() + 7) >> 3
         flags = np.unpackbits(np.frombuffer(bits.to_bytes(num_bytes, "little"), np.uint8), bitorder="little")

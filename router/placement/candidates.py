@@ -83,7 +83,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         )
 
     def columns(self) -> Columns[float]:
-        """Its part of the columns."""
+        """The values of this worker, one for each column of `Candidates`."""
         load = self.load
         return Columns(
             running=load.num_running,

@@ -98,7 +98,7 @@ class CostTerms(NamedTuple, Generic[_Ms]):
 
     @property
     def total_ms(self) -> _Ms:
-        """The cost."""
+        """The cost by which workers are compared: the sum of all terms, in milliseconds."""
         return (
             self.queue_ms
             + self.backlog_ms
@@ -113,7 +113,7 @@ class CostTerms(NamedTuple, Generic[_Ms]):
 
     @property
     def ttft_ms(self) -> _Ms:
-        """Expected time to the first token."""
+        """The expected milliseconds until the first token: the terms that the request itself waits for."""
         prompt_ms = self.queue_ms + self.backlog_ms + self.prefill_ms
         return prompt_ms + self.adapter_ms + self.transfer_ms + self.image_ms
 

@@ -154,7 +154,7 @@ class Predictions:
         assert self.num_blocks == sum(len(run.hashes) for run in self._runs) <= self.max_blocks
 
     def bits(self) -> int:
-        """The workers that have predictions."""
+        """The bits of the workers that have predictions, as in `PrefixIndex`."""
         bits = 0
         for run in self._runs:
             bits |= run.bit

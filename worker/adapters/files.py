@@ -28,12 +28,12 @@ class AdapterFiles:
 
     @property
     def rank(self) -> int:
-        """The highest rank of a layer."""
+        """The highest rank of its layers, which decides whether it fits into a slot."""
         return max(len(low_rank.a) for low_rank in self.weights.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its weights in float32."""
+        """The bytes that its weights take in float32."""
         return sum(4 * (low_rank.a.size + low_rank.b.size) for low_rank in self.weights.values())
 
 

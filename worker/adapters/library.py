@@ -73,7 +73,8 @@ class Adapter:
 
 @dataclass(slots=True)
 class AdapterCounters:
-    """Totals since the start."""
+    """Totals since the start: adapters that were put into memory, those that made room for them, and the seconds that
+    took."""
 
     num_loads: int = 0
     num_evictions: int = 0
@@ -119,17 +120,17 @@ class AdapterLibrary:
         return len(self._slots.owners)
 
     def adapters(self) -> list[Adapter]:
-        """All known adapters, by name."""
+        """All known adapters, in memory or not, sorted by name."""
         return [adapter for _, adapter in sorted(self._adapters.items())]
 
     def in_memory(self) -> list[str]:
-        """Names of the adapters in memory, sorted."""
+        """The names of the adapters in memory, sorted. Unloaded ones that requests still use are left out."""
         return sorted(
             owner.name for owner in self._slots.owners if owner and owner.is_in_memory and not owner.is_unloaded
         )
 
     def known(self, name: str) -> Adapter | None:
-        """The adapter of this name, if there is one."""
+        """The adapter of this name; None if there is none."""
         return self._adapters.get(name)
 
     def find(self, name: str) -> Adapter:
@@ -219,7 +220,8 @@ class AdapterLibrary:
         return adapter.slot
 
     def release(self, adapter: Adapter) -> None:
-        """Release the adapter of a request that has ended."""
+        """Give up the hold on an adapter that `acquire` gave to a request. It stays in memory until another needs its
+        slot."""
         assert adapter.num_requests > 0
         adapter.num_requests -= 1
         adapter.used_s = time.monotonic()

@@ -36,7 +36,7 @@ class Reader(Protocol):
     """Reads adapters, in this process or in another one. One call at a time."""
 
     def read(self, path: Path) -> Found:
-        """Read and check an adapter. AdapterError."""
+        """Read the files of an adapter and check that they fit the model. AdapterError."""
         ...
 
     def write(self, slot: int, path: Path, sha256: str) -> None:

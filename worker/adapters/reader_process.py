@@ -48,7 +48,7 @@ class ReaderProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The id of the process that reads adapters."""
         assert self._process is not None
         return self._process.pid
 

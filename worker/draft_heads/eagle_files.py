@@ -62,7 +62,7 @@ class EagleFiles:
     token_ids: npt.NDArray[np.int64]
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
-        """Weights in float32."""
+        """The weights of this name as float32, in the shape of the file."""
         return floats(self.weights[name])
 
 

@@ -63,16 +63,17 @@ class FeatureStore:
             self.num_filled[block] = 0
 
     def read(self, blocks: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> FloatArray:
-        """The features of these tokens, `[tokens, width]`."""
+        """The features of tokens, float32 `[tokens, width]`: those at `offsets` `[tokens]` in the blocks `blocks`
+        `[tokens]`."""
         wide: npt.NDArray[np.uint32] = np.left_shift(self._values[blocks, offsets].astype(np.uint32), 16)
         return wide.view(np.float32)
 
     def set(self, block: int, offset: int, features: FloatArray) -> None:
-        """Replace the features of a token that the target has not computed yet."""
+        """Replace the features `[width]` of the token at `offset` in a block, which the target has not computed yet."""
         self._values[block, offset] = _rounded(features)
 
     def places(self, batch: Batch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The block of each token of a step, and its place in the block."""
+        """For each token of a step, its block and its place in the block, both `[tokens]`, padding included."""
         indices, offsets = np.divmod(batch.position_ids, self.block_size)
         firsts = np.repeat(batch.block_indices_begins[:-1], np.diff(batch.subsequence_begins))
         return batch.block_indices[firsts + indices], offsets

@@ -16,7 +16,7 @@ _ELEMENTWISE = {"Convert", "Multiply", "Add", "Subtract", "Divide", "Reshape"}
 
 
 def attentions_of(model: ov.Model) -> list[ov.Node]:
-    """The attention of each layer, in order."""
+    """The nodes of PagedAttention in the order of the layers. Layers without attention have none."""
     return [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
 
 
@@ -51,7 +51,7 @@ def embeddings_of(model: ov.Model) -> ov.Output:
 
 
 def width_of(states: ov.Output) -> int:
-    """The size of hidden states."""
+    """The number of values of a hidden state, which must be fixed in the graph."""
     return int(states.get_partial_shape()[-1].get_length())
 
 

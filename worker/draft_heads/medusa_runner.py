@@ -112,7 +112,7 @@ class LastStates:
 
 
 class MedusaRunner:
-    """Compiled heads. They have no part in KV blocks."""
+    """Compiled Medusa heads. They keep nothing of tokens, so blocks have no part for them."""
 
     block_bytes = 0
 

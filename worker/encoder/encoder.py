@@ -55,7 +55,7 @@ class Rate:
         self._num_tokens = self._num_texts = self._seconds = 0.0
 
     def observe(self, num_texts: int, num_tokens: int, seconds: float) -> None:
-        """Learn from texts that were encoded in some seconds of work."""
+        """Learn from `num_texts` texts with `num_tokens` tokens that were encoded in `seconds` of work."""
         if self._num_tokens:
             seconds = min(seconds, max(PAUSE * num_tokens / self.tokens_per_s, _LEAST_PAUSE_S))
         keep = 0.5 ** (seconds / _HALF_LIFE_S)
@@ -65,12 +65,12 @@ class Rate:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 while unknown."""
+        """Tokens that are encoded in a second; 0 before the first batch."""
         return self._num_tokens / self._seconds if self._seconds else 0.0
 
     @property
     def texts_per_s(self) -> float:
-        """0 while unknown."""
+        """Texts that are encoded in a second; 0 before the first batch."""
         return self._num_texts / self._seconds if self._seconds else 0.0
 
 

@@ -72,11 +72,11 @@ class LoadedEncoder:
 
     @property
     def max_num_seqs(self) -> int:
-        """Number of texts from which a batch is chosen."""
+        """How many waiting texts the next batch is chosen from."""
         return self.batcher.limits.window
 
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EncoderThread:
-        """The thread that serves the mailbox."""
+        """A thread that encodes the mailbox's texts; the caller starts it. No text waits longer than `max_wait_s`."""
         return EncoderThread(Encoder(self.runner, self.batcher, max_wait_s), mailbox, self.runner.ended)
 
 

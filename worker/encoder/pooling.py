@@ -43,7 +43,7 @@ def normalized(vectors: Floats) -> Floats:
 
 
 def activated(scores: Floats, activation: Activation) -> Floats:
-    """The scores after the activation."""
+    """Apply the model's activation to `scores`, in the same shape: the sigmoid gives scores between 0 and 1."""
     if activation is Activation.IDENTITY:
         return scores
     # Of numbers below about -88, exp overflows to infinity, and the score is 0 as it should be.

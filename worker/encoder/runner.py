@@ -104,7 +104,8 @@ class EncoderRunner:
         return normalized(vectors) if files.normalizes else vectors
 
     def encode(self, batch: Sequence[Request]) -> Floats:
-        """Encode one batch while nothing else runs, for the warm-up."""
+        """Compute one batch and wait for it. Returns its vectors `[n, dimensions]`. For the warm-up, when nothing else
+        runs."""
         self.begin(0, batch)
         vectors = self.result(0)
         self.ended.clear()

@@ -36,11 +36,12 @@ class EncoderThread(ServingThread):
 
     @property
     def longest_expected_step_s(self) -> float:
-        """How long a batch may take, judged by earlier ones."""
+        """How many seconds a batch may take, judged by earlier ones."""
         return self._encoder.longest_batch_s
 
     def serve(self) -> None:
-        """Encode until stopped."""
+        """Take texts from the mailbox, encode them in batches and deliver their vectors, until the mailbox is
+        stopped."""
         encoder = self._encoder
         self._mailbox.deliver((), encoder.report(self._num_taken))
         while (commands := self._take()) is not None:

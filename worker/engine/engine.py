@@ -66,7 +66,8 @@ class ModelRunner(Protocol):
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals: steps, seconds inside and outside the kernels, padding tokens."""
+    """Totals since the start: steps, seconds in the kernels (`infer_s`) and around them (`overhead_s`), and tokens that
+    only fill steps up."""
 
     num_steps: int = 0
     infer_s: float = 0.0
@@ -105,11 +106,12 @@ class Engine:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether there is something to deliver."""
+        """Whether outputs of the last step have not been delivered yet."""
         return self._overlap.has_outputs
 
     def step(self, fetch_first: FetchFirst | None = None) -> list[RequestOutput]:
-        """Compute the next step and return its outputs at once."""
+        """Compute the next step, if there is one, and return its outputs without waiting for the step after it. See
+        `advance` for `fetch_first` and errors."""
         outputs: list[RequestOutput] = []
         self.advance(outputs.extend, fetch_first)
         self._overlap.deliver(outputs.extend)

@@ -167,7 +167,7 @@ class Fetching:
         return True
 
     def cancel(self, request: Request) -> bool:
-        """Drop a request if it is held here."""
+        """Drop a request if it is held here. Returns whether it was; then the scheduler has its last output."""
         if self._joined.pop(request, None) is None:
             fetch = next((fetch for fetch, held in self._held.items() if held.request is request), None)
             if fetch is None:

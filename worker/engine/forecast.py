@@ -100,7 +100,8 @@ class Forecast:
             self._num_ended, self._observed_s = num_ended, now_s
 
     def begin(self) -> None:
-        """The engine was idle until now, so this time does not count."""
+        """Start measuring again, because a request has come to an idle engine. Idle time would make requests seem to
+        end slowly."""
         self._observed_s = self._clock()
 
     def refusal(self, request: Request) -> StatusError | None:

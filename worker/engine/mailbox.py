@@ -47,7 +47,7 @@ class EngineReport(msgspec.Struct, frozen=True):
 
 
 class Command(NamedTuple):
-    """A command to the engine: accept a request, or drop it."""
+    """What the event loop asks of the engine's thread: to accept a request, or to drop it if it `is_cancel`."""
 
     request: Request
     is_cancel: bool

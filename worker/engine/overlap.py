@@ -54,7 +54,7 @@ class Overlap:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether there is something to deliver."""
+        """Whether outputs are held that have not been delivered."""
         return bool(self._outputs)
 
     @property
@@ -72,7 +72,8 @@ class Overlap:
             self._unread = _Unread(requests, logits, sampled)
 
     def begin(self, deliver: Deliver) -> None:
-        """Start the work of a step."""
+        """Start the work of a step, while the kernels are about to run: deliver the held outputs with `deliver`, and
+        record new blocks. If there is little to do, it is done at once."""
         if self._unread is None and not self._kv_cache.has_unsealed:
             self.deliver(deliver)  # too little to wake a thread for
         else:

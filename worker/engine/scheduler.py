@@ -68,7 +68,8 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Totals since the start."""
+    """Totals since the start: requests by how they ended, tokens of prompts by where their keys and values came from,
+    generated tokens, and preemptions."""
 
     requests_admitted: int = 0
     requests_finished: int = 0
@@ -124,7 +125,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is anything to compute."""
+        """Whether a request waits or runs."""
         return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> None:
@@ -157,7 +158,7 @@ class Scheduler:
         return RequestOutput(request, request.num_generated_tokens, (), error=error)
 
     def fail(self, requests: Iterable[Request], error: StatusError) -> list[RequestOutput]:
-        """End with an error the requests that have not ended yet."""
+        """End these requests with `error`, except those that have ended. Returns their last outputs."""
         outputs = []
         for request in requests:
             if request.state is not RequestState.FINISHED:
@@ -302,7 +303,8 @@ class Scheduler:
         )
 
     def prompt_tokens_per_s(self, past: int) -> float:
-        """The rate of prompts after `past` tokens, together with the running streams."""
+        """How many tokens per second a prompt gets after its first `past` tokens, in steps beside the streams that run
+        now."""
         streams = StepShape.of((other.num_kv_tokens, 1) for other in self.running if other.num_uncomputed_tokens == 1)
         return 1000 * self._budget().tokens_per_ms(streams, past)
 

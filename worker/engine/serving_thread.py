@@ -39,7 +39,7 @@ class ServingThread(threading.Thread, abc.ABC):
         """Take commands and compute, until the mailbox is stopped."""
 
     def run(self) -> None:
-        """Serve until stopped."""
+        """Serve until the mailbox is stopped. Calls `on_failure` with what `serve` raises."""
         try:
             self.serve()
         except BaseException as error:

@@ -96,7 +96,7 @@ class LogitsRows:
 
 
 class Prompt(NamedTuple):
-    """The computed and the remaining tokens of a prompt."""
+    """A prompt that waits for its next chunk: `past` tokens are computed, `remaining` are not."""
 
     past: int
     remaining: int
@@ -112,7 +112,7 @@ class Room(NamedTuple):
 
     @property
     def tokens_per_ms(self) -> float:
-        """The rate of prompts in such steps."""
+        """How many tokens of prompts such steps compute in a millisecond."""
         return self.tokens / self.step_ms
 
 
@@ -145,7 +145,8 @@ class StepBudget:
         return self._room(limit_ms, streams, prompts, first, least, self.max_num_mixed_tokens - streams.tokens)
 
     def alone(self, prompts: Sequence[Prompt], first: int) -> Room:
-        """The room in a step of prompts alone."""
+        """The room in a step without streams. `prompts`, at least one, are in the order in which they are served;
+        `first` is the index of the one that is first in rank."""
         costs = self.costs.prompts
         limit_ms = max(ALONE_MS, (costs.step_ms + costs.reread_ms(prompts[first].past)) / STEP_COST_SHARE)
         return self._room(limit_ms, NOTHING, prompts, first, MIN_PROMPT_STEP, self.max_num_batched_tokens)

@@ -72,7 +72,7 @@ _MOST_MS = 1e9
 
 
 class StepShape(NamedTuple):
-    """The quantities that the cost of a step depends on."""
+    """The counts that the cost of a step depends on; one term of the model for each."""
 
     tokens: int
     """New tokens, padding included."""
@@ -108,7 +108,8 @@ class StepShape(NamedTuple):
 
     @property
     def reference_ms(self) -> tuple[float, ...]:
-        """Milliseconds of each term on the reference machine."""
+        """What each term of the model would take on the reference machine, in milliseconds, in the order of
+        `REFERENCE`."""
         step, token, attended, read, sequence, change = REFERENCE
         return (
             step,
@@ -127,7 +128,7 @@ WARM_UP_TOKENS = (64, 16)
 
 
 class StepCostModel:
-    """The model of one kind of step; see the module."""
+    """Learns and predicts the time of one kind of step, with prompts or without. The module describes the model."""
 
     __slots__ = (
         "_age",
@@ -155,27 +156,27 @@ class StepCostModel:
 
     @property
     def is_learned(self) -> bool:
-        """Whether there were enough steps to rely on predictions."""
+        """Whether at least `MIN_STEPS` steps were observed, so that predictions can be relied on."""
         return self.num_steps >= MIN_STEPS
 
     @property
     def scale(self) -> float:
-        """The cost of a step relative to the reference machine."""
+        """How many times as long as on the reference machine steps take; `UNKNOWN_SCALE` before the first step."""
         return self._observed_ms / self._reference_ms if self.num_steps else UNKNOWN_SCALE
 
     @property
     def weights(self) -> Sequence[float]:
-        """The cost of each term relative to the reference machine."""
+        """For each term of the model, how many times as long it takes as on the reference machine."""
         return tuple(self._weights)
 
     @property
     def step_ms(self) -> float:
-        """The fixed cost of a step."""
+        """What every step takes in milliseconds, whatever is in it."""
         return self._weights[0] * REFERENCE[0]
 
     @property
     def token_ms(self) -> float:
-        """The cost of one more token, without attention."""
+        """What one more token takes in milliseconds, without its attention."""
         return self._weights[1] * REFERENCE[1]
 
     @property
@@ -184,12 +185,12 @@ class StepCostModel:
         return self._weights[5] * REFERENCE[5] if self.num_steps else 0.0
 
     def predict_ms(self, shape: StepShape) -> float:
-        """The predicted cost of a step; above 0."""
+        """The time in milliseconds that a step of this shape is expected to take; above 0."""
         cost_ms: float = sum(map(operator.mul, self._weights, shape.reference_ms))
         return cost_ms
 
     def chunk_ms(self, past: int, new: int) -> float:
-        """The additional cost of a chunk of `new` prompt tokens after `past` computed ones."""
+        """The time in milliseconds that `new` tokens of a prompt, after `past` computed ones, add to a step."""
         per_attended = self._weights[2] * REFERENCE[2] / 1000
         attended = new * past + new * (new + 1) / 2
         return self._beginning_ms(past) + self.token_ms * new + per_attended * attended
@@ -213,7 +214,8 @@ class StepCostModel:
         return self.reread_ms(past) + self._weights[4] * REFERENCE[4]
 
     def observe(self, shape: StepShape, milliseconds: float) -> None:
-        """Learn from a step."""
+        """Learn from a step of this shape that took `milliseconds`. Once the cost is learned, a step counts as at most
+        `OUTLIER` times longer or shorter than predicted."""
         terms = shape.reference_ms
         expected_ms = self.predict_ms(shape)
         actual_ms = min(max(milliseconds, _LEAST_MS), _MOST_MS)
@@ -303,17 +305,18 @@ class StepRates:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second of steps that are mostly prompts."""
+        """How many tokens of prompts recent steps that were mostly prompts computed in a second; 0 before the first."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def observe_prompts(self, num_tokens: int, milliseconds: float) -> None:
-        """Add a step of mostly prompts."""
+        """Add a step of `num_tokens` tokens, mostly of prompts, that took `milliseconds`."""
         self._tokens = self._tokens * RATE_KEPT + num_tokens
         self._seconds = self._seconds * RATE_KEPT + milliseconds / 1000
 
     @property
     def decode_token_ms(self) -> float:
-        """Mean time of a token of a stream."""
+        """The mean time between two tokens of a stream in milliseconds, with that of drafts; 0 before the first decode
+        step."""
         return (self.decode_step_ms + self.draft_ms) / self.tokens_per_stream
 
     def observe_drafts(self, tokens_per_stream: float, draft_ms: float = 0.0) -> None:
@@ -322,7 +325,7 @@ class StepRates:
         self.tokens_per_stream += DECODE_WEIGHT * (tokens_per_stream - self.tokens_per_stream)
 
     def observe_decode(self, milliseconds: float) -> None:
-        """Add a step without prompts."""
+        """Add a step without prompts that took `milliseconds`."""
         old = self.decode_step_ms or milliseconds
         self.decode_step_ms = old + DECODE_WEIGHT * (milliseconds - old)
 
@@ -338,7 +341,7 @@ class StepCosts:
         self.rates = StepRates()
 
     def of(self, *, is_decode: bool) -> StepCostModel:
-        """The model of one kind of step."""
+        """The model of decode steps, or that of steps with prompts."""
         return self.decode if is_decode else self.prompts
 
     def most_ms(self, shape: StepShape) -> float:

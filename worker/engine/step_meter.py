@@ -19,7 +19,8 @@ _FORGETTING = 0.999
 
 
 class StepSize(NamedTuple):
-    """`shape` includes `num_padding` tokens. `graph` computes the step."""
+    """The size of a step. `shape` includes `num_padding` tokens that only fill it up; `graph` is the graph that
+    computes it."""
 
     shape: StepShape
     num_padding: int

@@ -52,7 +52,8 @@ class EngineThread(ServingThread):
 
     @property
     def longest_expected_step_s(self) -> float:
-        """The maximum expected time of the current step, given earlier steps."""
+        """The longest time in seconds that the current step may take, by the learned cost of its size; infinite while
+        that is unknown."""
         return self._engine.meter.longest_expected_step_s
 
     def serve(self) -> None:

@@ -62,7 +62,8 @@ class Watched(Protocol):
 
 
 class Verdict(enum.Enum):
-    """State of the engine."""
+    """What the watchdog finds: whether the engine works, is stuck, or has been stuck for so long that the process must
+    end."""
 
     ALIVE = enum.auto()
     STUCK = enum.auto()

@@ -94,7 +94,7 @@ class Constraint:
     vocab_size: int
 
     def begin(self) -> Matcher:
-        """A matcher at the start."""
+        """A new matcher, which has followed no tokens."""
         return Matcher(self)
 
     def behind(self, generated: Sequence[int]) -> Constraint:
@@ -257,7 +257,7 @@ class LookAhead:
         self._batch = self._thread.submit(_advance_all, steps)
 
     def finish(self) -> None:
-        """Wait for the batch."""
+        """Wait until the matchers of the batch that `begin` was given are advanced."""
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.result()

@@ -73,7 +73,7 @@ MAX_SEARCHED = 200
 
 
 class UnsupportedSchema(Exception):
-    """The schema is not supported. The text says why."""
+    """A JSON Schema that cannot be enforced. The text names the keyword and says why."""
 
 
 def prepared(schema: str) -> str:

@@ -47,7 +47,7 @@ class BlockBytes:
         ]
 
     def gather(self, block: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copy a block's bytes from all layers into `data`."""
+        """Copy the bytes of a block from all layers, one after another, into `data`, an array of `num_bytes`."""
         offset = 0
         for view in self._views:
             part = view[block].reshape(-1)
@@ -55,7 +55,7 @@ class BlockBytes:
             offset += len(part)
 
     def scatter(self, block: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copy `data`, as `gather` wrote it, into a block of all layers."""
+        """Copy `data`, an array of `num_bytes` that `gather` wrote, into a block of all layers."""
         offset = 0
         for view in self._views:
             part = view[block].reshape(-1)

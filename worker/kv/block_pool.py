@@ -58,7 +58,7 @@ class Journal(Protocol):
         ...
 
     def drop(self, block: int) -> None:
-        """The block loses its content."""
+        """The block has no content any more. Whoever drops it may write to it afterwards."""
         ...
 
     def grow(self, block: int) -> None:
@@ -66,7 +66,7 @@ class Journal(Protocol):
         ...
 
     def use(self, blocks: Iterable[int]) -> None:
-        """The blocks were just released."""
+        """Nobody holds these blocks any more. Their order of eviction follows from when that was."""
         ...
 
     def seal(self) -> None:
@@ -126,7 +126,7 @@ class BlockPool:
         return len(self._content) - len(self._block_of_hash)
 
     def num_held_once(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks have one holder."""
+        """How many of these blocks have exactly one holder."""
         return sum(self._ref_count[block] == 1 for block in blocks)
 
     def is_findable(self, block_hash: int) -> bool:

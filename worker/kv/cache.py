@@ -112,7 +112,7 @@ class KVCache:
         return self.pool.num_free_blocks
 
     def figures(self) -> CacheFigures:
-        """The state of the cache now."""
+        """Sizes of the cache, and what is in it now."""
         pool, states, windows = self.pool, self.states, self.windows
         return CacheFigures(
             pool.num_blocks,
@@ -135,7 +135,7 @@ class KVCache:
         }
 
     def take_changes(self) -> CacheChanges:
-        """What has changed since the last call."""
+        """Which blocks and states became findable and which were lost since the last call."""
         return CacheChanges(*self.pool.take_events(), {} if self.states is None else self.states.slots.take_changes())
 
     @property
@@ -218,7 +218,8 @@ class KVCache:
         return self.num_blocks_for(num_tokens)
 
     def num_reusable(self, request: Request) -> int:
-        """How many of the request's tokens may come from the cache."""
+        """How many of the request's tokens may come from the cache. At least `MIN_TOKENS_LEFT` are computed, and those
+        that the request evicts."""
         most = request.num_tokens - MIN_TOKENS_LEFT
         return most if request.eviction is None else min(most, request.eviction.num_reusable(request.num_prompt_tokens))
 
@@ -263,7 +264,7 @@ class KVCache:
         return prefix
 
     def release_prefix(self, prefix: Sequence[int]) -> None:
-        """The opposite of `hold_prefix`."""
+        """Release the blocks that `hold_prefix` has returned."""
         self.pool.release(reversed(prefix))
 
     def num_usable(self, request: Request, prefix: Sequence[int]) -> int:
@@ -441,7 +442,8 @@ class KVCache:
         return source, gained
 
     def chunk_of(self, request: Request, num_tokens: int) -> int:
-        """How many of the request's next `num_tokens` tokens a step should compute."""
+        """How many of the request's next `num_tokens` tokens one step should compute: no more than to where a state is
+        to be saved, or blocks are to be evicted."""
         if self.evicting is not None and request.eviction is not None:
             num_tokens = self.evicting.chunk_of(request, request.eviction, num_tokens)
         return num_tokens if self.states is None else self.states.chunk_of(request, num_tokens)

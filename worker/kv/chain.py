@@ -40,7 +40,7 @@ def content_of(request: Request, index: int, block_size: int) -> bytes:
 
 
 def key_of(request: Request, index: int, block_size: int) -> BlockKey:
-    """The key of the request's block `index`, which is full."""
+    """The hash, the hash before it and the tokens of the request's block `index`, all of whose tokens must be known."""
     return BlockKey(
         hash_of(request, index, block_size),
         parent_of(request, index, block_size),

@@ -49,7 +49,7 @@ class BlockCipher:
         """Identifies the key without revealing it."""
 
     def name_of(self, block_hash: int) -> int:
-        """The number of a block in the index; never 0."""
+        """The 64-bit name of a block in the index, from which its hash cannot be told without the key; never 0."""
         digest = blake2b(block_hash.to_bytes(8, "little"), key=self._index_key, digest_size=8).digest()
         return int.from_bytes(digest, "little") or 1
 

@@ -112,7 +112,7 @@ class StoreFiles:
 
 
 def paths_of(directory: Path, identity: str) -> tuple[Path, Path]:
-    """The files of a store: its blocks and its index."""
+    """The paths of a store's files in `directory`: that of the blocks, and that of the index."""
     return directory / _blocks_name(identity), directory / f"{_PREFIX}{identity}.index"
 
 

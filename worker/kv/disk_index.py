@@ -33,7 +33,7 @@ _NUM_CANDIDATES = 256
 
 
 class Change(NamedTuple):
-    """A slot that has another name now."""
+    """A slot whose block has changed: the names of the blocks `before` and `after`, 0 for none."""
 
     slot: int
     before: int
@@ -41,7 +41,8 @@ class Change(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """A slot that is being written, and the stamp that its entry then has."""
+    """A slot that is reserved for a block. `used_s` (seconds) and `order` say when it was used, and are its stamp once
+    the block is written."""
 
     slot: int
     used_s: int
@@ -98,7 +99,8 @@ class SlotIndex:
             self._stamp(slot)
 
     def count_hit(self, slot: int, name: int) -> None:
-        """The block was found on the disk and is in use."""
+        """A request has found the block with this name in a slot. Makes it more valuable, unless the slot has another
+        block by now."""
         if int(self._names[slot]) == name:
             found = int(self._found[slot])
             # The mark is left if a writer died before it removed the name.
@@ -106,7 +108,7 @@ class SlotIndex:
             self._stamp(slot)
 
     def prepare(self) -> None:
-        """Do the slow part of `reserve` without the lock."""
+        """Look for slots that can be replaced. This is the slow part of `reserve`, and does not need the lock."""
         if not self._candidates:
             self._scan()
 
@@ -187,7 +189,7 @@ class SlotIndex:
 
 
 def index_bytes(num_slots: int) -> int:
-    """The size of the file."""
+    """The size in bytes of the file of an index with `num_slots` slots."""
     return _HEADER_BYTES + num_slots * _ENTRY.itemsize
 
 

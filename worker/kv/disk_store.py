@@ -103,7 +103,8 @@ class DiskStore:
             self._index.touch(slot, name)
 
     def count_hits(self, block_hashes: Sequence[int]) -> None:
-        """The blocks of a chain were found, in this order."""
+        """Requests have found these blocks of one chain, given in their order, and use them. They stay longer on the
+        disk."""
         for block_hash in reversed(block_hashes):
             name = self._name_of(block_hash)
             slot = self._slot_of.get(name)

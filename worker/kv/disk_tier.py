@@ -142,7 +142,7 @@ class DiskTier(threading.Thread):
 
     @property
     def bytes_per_s(self) -> float:
-        """Learned speed of reading."""
+        """The learned speed of reading, in bytes per second."""
         return self._block_bytes / self.read_time.seconds
 
     def take_changes(self) -> dict[int, bool]:

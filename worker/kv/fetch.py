@@ -98,19 +98,19 @@ class LearnedTime:
 
     @property
     def seconds(self) -> float:
-        """The expected time."""
+        """How long the next operation is expected to take, in seconds."""
         average_s, measured_s = self._found
         forgotten = 1 - math.exp2(-(self._clock() - measured_s) / _HALF_LIFE_S)
         return average_s - forgotten * max(0.0, average_s - self._guess_s)
 
     def observe(self, seconds: float) -> None:
-        """Add a measurement."""
+        """Learn from an operation that took `seconds`."""
         average_s = self.seconds
         self._found = average_s + _NEWEST * (min(seconds, _MOST * average_s) - average_s), self._clock()
 
 
 def nobody() -> None:
-    """Wakes nobody."""
+    """Does nothing: the place of a function that wakes somebody."""
 
 
 class Bell:
@@ -187,7 +187,7 @@ class DiskOfBlocks(Tier, Protocol):
 
     @property
     def bytes_per_s(self) -> float:
-        """Learned speed of reading."""
+        """The learned speed of reading, in bytes per second."""
         ...
 
     def has(self, block_hash: int) -> bool:
@@ -210,7 +210,7 @@ class OtherWorkers(Tier, Protocol):
 
     @property
     def bytes_per_s(self) -> float:
-        """Learned speed; 0 while unknown."""
+        """The learned speed of fetches, in bytes per second; 0 while it is unknown."""
         ...
 
     def is_resting(self, source: str) -> bool:

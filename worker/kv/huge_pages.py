@@ -47,7 +47,7 @@ class HugePages:
         return self._asked - self._ahead if self._asked < self._num_blocks else self._num_blocks
 
     def wait(self) -> None:
-        """Wait until all requested blocks are done."""
+        """Wait until all pages that `reach` has asked for are collapsed. For tests."""
         if self._executor is not None:
             self._executor.submit(int).result()
 

@@ -67,21 +67,21 @@ class BlockJournal:
         return bool(self._unsealed)
 
     def note(self, block: int, content: Content) -> None:
-        """The block now has this content. The next `seal` records it."""
+        """The block has this content now. The next `seal` reads its bytes and records it."""
         self._unsealed[block] = content
 
     def drop(self, block: int) -> None:
-        """The block loses its content."""
+        """Clear the block's record, before anyone writes to the block."""
         self._states[block] = 0
         self._unsealed.pop(block, None)
 
     def grow(self, block: int) -> None:
-        """The block with this number comes into use."""
+        """The block with this number comes into use. Huge pages are prepared for it and the next ones."""
         if self._on_growth is not None and block >= self._grown:
             self._grown = self._on_growth(block)
 
     def use(self, blocks: Iterable[int]) -> None:
-        """The blocks were just released."""
+        """Record that these blocks were released now, for the order of eviction in the next process."""
         now_ns = time.monotonic_ns()
         for block in blocks:
             self._used[block] = now_ns
@@ -100,7 +100,7 @@ class BlockJournal:
         self._unsealed.clear()
 
     def clear(self) -> None:
-        """Invalidate all records."""
+        """Clear the records of all blocks."""
         self._unsealed.clear()
         self._states[:] = bytes(self._num_blocks)
 

@@ -79,12 +79,12 @@ class CacheFormat:
 
     @property
     def counts(self) -> list[int]:
-        """The number of blocks, or of slots, in each cache."""
+        """For each cache, the number of its blocks or slots, padding included."""
         return [self.num_slots if self._is_in_slots(number) else self.num_blocks for number in range(len(self.shapes))]
 
     @property
     def cache_bytes(self) -> int:
-        """The size of all blocks and slots."""
+        """The size of all caches in bytes, without the alignment between them."""
         return sum(count * shape.num_bytes for count, shape in zip(self.counts, self.shapes, strict=True))
 
     def caches(
@@ -103,11 +103,11 @@ class CacheFormat:
 
     @property
     def total_bytes(self) -> int:
-        """The size of the whole memory."""
+        """The size of the file in bytes: header, journals and caches."""
         return self.arena_offset + arena_bytes(self.cache_bytes, len(self.shapes))
 
     def pack(self) -> bytes:
-        """The header."""
+        """The header of the file, as `unpack` reads it."""
         raw = json.dumps(asdict(self)).encode()
         return _HEADER.pack(_MAGIC, len(raw), crc32(raw)) + raw
 
@@ -357,7 +357,8 @@ class KeptCache:
 
 
 def in_chains(records: Sequence[Record]) -> list[Record]:
-    """The records whose chains are complete, each after its predecessor. If several have the same hash, only one."""
+    """Those records from which a chain leads back to a first block, each after its predecessor. Of several with the
+    same hash, the first found."""
     behind: dict[int, list[Record]] = {}
     first: dict[int, list[Record]] = {}
     for record in records:

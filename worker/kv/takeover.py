@@ -58,7 +58,8 @@ class Takeover:
         self._wake()
 
     def refresh(self) -> None:
-        """Make the engine send a report. Any thread may call it."""
+        """Make the engine's thread send a load report, because a handover has changed the counters. Any thread may call
+        it."""
         self.has_news = True
         self._wake()
 

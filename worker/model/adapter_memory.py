@@ -54,7 +54,7 @@ class AdaptedGroup(NamedTuple):
 
     @property
     def num_inputs(self) -> int:
-        """Length of the states."""
+        """The length of the hidden states that these layers multiply."""
         return self.linears[0].num_inputs
 
 
@@ -98,7 +98,7 @@ class AdapterMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
+        """The bytes that a slot takes, for an adapter of any rank up to `rank`."""
         return sum(array.nbytes // self.num_slots for array in self._arrays.values())
 
     def write(self, slot: int, weights: Mapping[str, LowRank]) -> None:
@@ -171,7 +171,7 @@ def bfloat16_of(values: FloatArray) -> BfloatArray:
 
 
 def floats_of(values: FloatArray | BfloatArray) -> FloatArray:
-    """The numbers that bfloat16 bits stand for; others as they are."""
+    """The values as float32, in the same shape: bits of bfloat16 are converted, float32 is returned as it is."""
     if values.dtype != np.uint16:
         return values  # type: ignore[return-value]
     floats = np.zeros(values.shape, np.float32)
@@ -180,7 +180,7 @@ def floats_of(values: FloatArray | BfloatArray) -> FloatArray:
 
 
 class AdapterRows(NamedTuple):
-    """The assignment of a step's tokens to slots; see `adapter_graph`."""
+    """Which slot each token of a step uses; see `adapter_graph` for the shapes."""
 
     num_slots: int
     rows: npt.NDArray[np.int32]

@@ -44,7 +44,7 @@ def wants_decode_graph(
 
 
 def has_amx(root: Path = Path("/")) -> bool:
-    """Whether the CPU has AMX."""
+    """Whether the CPU has AMX tiles, by /proc/cpuinfo under `root`."""
     try:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:

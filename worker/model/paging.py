@@ -85,7 +85,7 @@ def read_paged(
 
 
 def reason_of(error: Exception) -> str:
-    """The last line of an OpenVINO error, which has the reason."""
+    """The last line of an error of OpenVINO. The lines before it name places in OpenVINO's source."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
 

@@ -41,7 +41,7 @@ def states_of_rows(states: ov.Output, rows: ov.Output, model: ov.Model) -> ov.Ou
 
 
 def gathered(states: ov.Output, rows: ov.Output) -> ov.Output:
-    """Gather `rows` `[n]` of `states` `[T, ...]`."""
+    """A node that gathers the rows `rows` `[n]` of `states` `[T, ...]`: `[n, ...]`."""
     return opset13.gather(states, rows, opset13.constant(np.int64(0))).output(0)
 
 

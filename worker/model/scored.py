@@ -38,7 +38,8 @@ def merged_tables(block_indices: IntArray, begins: Sequence[int], lost: dict[int
 
 
 def padded_tables(tables: IntArray | None, num_tokens: int, block: int) -> IntArray | None:
-    """The tables with this many more sequences, each of one block."""
+    """The block tables of layers, `[layers, blocks]`, with `num_tokens` more sequences for padding, each with the one
+    block `block`. None if there are no tables."""
     return None if tables is None else np.pad(tables, ((0, 0), (0, num_tokens)), constant_values=block)
 
 

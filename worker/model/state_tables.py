@@ -24,7 +24,7 @@ STATE_TABLES = ("conv_state_table.", *_SUMS)
 
 
 def set_table_types(model: ov.Model) -> None:
-    """Set the types of the tables. OpenVINO leaves them open."""
+    """Set the element types of the tables of states in the graph, which OpenVINO leaves open until it compiles it."""
     tables = [node for node in model.get_parameters() if any(map(_is_table, node.output(0).get_names()))]
     for parameter in tables:
         parameter.set_element_type(ov.Type.f32)
@@ -107,5 +107,5 @@ def dims_of(port: ov.Output) -> list[int]:
 
 
 def bytes_of(port: ov.Output) -> int:
-    """The bytes of one slot or block of such an input."""
+    """The bytes of one slot or block of an input whose first dimension counts these."""
     return math.prod(dims_of(port)) * int(port.element_type.bitwidth) // 8

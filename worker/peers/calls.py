@@ -56,12 +56,12 @@ class Calls:
                 self._advance()
 
     def hear(self, fetch: Fetch) -> None:
-        """A message of this fetch has arrived."""
+        """Note that a message of this fetch has arrived, so that its source does not count as silent."""
         with self._lock:
             self._heard_s[fetch] = time.monotonic()
 
     def silent_sources(self) -> set[str]:
-        """The sources of silent calls."""
+        """The addresses of workers that have sent nothing for too long in a running call."""
         with self._lock:
             return {fetch.source for fetch in self._silent()}
 

@@ -60,7 +60,8 @@ class Handover:
         self._begun, self._ended = asyncio.Event(), asyncio.Event()  # a running handover sets the old ones
 
     async def name_blocks(self, *, draining: bool) -> _Named:
-        """The messages of HandOver. Raises StatusError."""
+        """Answer HandOver: name the blocks, most recently used first, then wait until the router has distributed them.
+        StatusError if the worker does not drain, or another router hands its blocks over."""
         if not draining:
             problem = "this worker does not drain; hand its blocks over when it does"
             raise StatusError(Reason.INVALID_FIELD, problem)

@@ -100,7 +100,8 @@ class BlockSource:
         return self._num_running > 0
 
     async def send(self, request: worker_pb2.FetchBlocksRequest) -> _Responses:
-        """The messages of FetchBlocks. Raises StatusError."""
+        """Answer FetchBlocks: the blocks with the wanted hashes, up to the first that is missing. StatusError if the
+        caller's blocks have another layout, or too many fetch at the same time."""
         if request.kv_layout != self.layout:
             problem = "the KV blocks of this worker have another layout than the caller's"
             raise StatusError(Reason.MODEL_CHANGED, problem, field="kv_layout")

@@ -80,7 +80,7 @@ class PeerTier:
 
     @property
     def bytes_per_s(self) -> float:
-        """Learned speed; 0 while unknown."""
+        """The learned speed of fetches from other workers, in bytes per second; 0 while it is unknown."""
         return self._block_bytes / self._block_time.seconds if self._is_speed_known else 0.0
 
     def is_resting(self, source: str) -> bool:

@@ -19,12 +19,12 @@ HalfArray = npt.NDArray[np.uint16]
 
 
 def float_of(bits: HalfArray) -> FloatArray:
-    """bfloat16 as float32."""
+    """Convert `bits` of bfloat16 to float32, in the same shape."""
     return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
 
 
 def floats_of(values: FloatArray | HalfArray) -> FloatArray:
-    """float32, or the bits of bfloat16, as float32."""
+    """The values as float32, in the same shape. Bits of bfloat16 are converted; float32 is returned as it is."""
     return float_of(values) if values.dtype == np.uint16 else values  # type: ignore[return-value, arg-type]
 
 
@@ -76,7 +76,8 @@ class Changes:
         self.values: FloatArray = values.astype(np.float32, copy=False)
 
     def apply(self, values: FloatArray, keys: IndexArray) -> None:
-        """Change single logits in place; `keys` are row * vocab + token."""
+        """Put the changed logits into `values` `[k]`, in place. `keys` `[k]` say where each value is from: row * vocab
+        + token."""
         places = self.places.keys
         at = np.minimum(np.searchsorted(places, keys), len(places) - 1)
         is_changed = places[at] == keys
@@ -112,7 +113,7 @@ class Logits:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and vocabulary."""
+        """The number of rows, and the size of the vocabulary."""
         return self.values.shape[0], self.values.shape[1]
 
     def part(self, rows: slice | IndexArray) -> Logits:
@@ -121,17 +122,17 @@ class Logits:
         return Logits(self.values[rows], reduction, None if self.model_sums is None else self.model_sums[rows])
 
     def at_temperature_one(self) -> Logits:
-        """The same rows with the model's summary at temperature 1."""
+        """The same rows, with the summary of the model's values at temperature 1 instead of each row's own."""
         if self.reduction is None or self.model_sums is None:
             return self
         return replace(self, reduction=Reduction(self.reduction.maxima, self.model_sums), model_sums=None)
 
     def with_changes(self, changes: Changes | None) -> Logits:
-        """The same rows with these changes only."""
+        """The same rows, with `changes` in place of those that they have; None for the model's values."""
         return self if self.changes is changes else replace(self, changes=changes)
 
     def at(self, rows: IndexArray, token_ids: IndexArray) -> FloatArray:
-        """Single logits."""
+        """The logits `[k]` of the tokens `token_ids` `[k]`, each in its row of `rows` `[k]`, with the changes."""
         values = floats_of(self.values[rows, token_ids])
         if self.changes is not None:
             self.changes.apply(values, rows * self.shape[1] + token_ids)
@@ -154,7 +155,7 @@ class Logits:
         return values
 
     def whole(self, rows: IndexArray) -> FloatArray:
-        """A copy of whole rows."""
+        """A copy of the rows `rows` `[k]` with the changes: float32 `[k, vocab]`."""
         values = floats_of(self.values[rows])
         if self.changes is not None:
             self.changes.apply_to_rows(values, rows)

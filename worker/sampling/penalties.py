@@ -27,7 +27,8 @@ class Penalties(NamedTuple):
     subtracted: FloatArray
 
     def apply(self, logits: Logits) -> Logits:
-        """The logits with penalties as their only changes."""
+        """The logits of the step with the penalties applied. Earlier changes are replaced, so penalties must be the
+        first."""
         before = logits.at(self.places.rows, self.places.token_ids)
         values = before
         if np.any(self.repetition != 1.0):
@@ -65,7 +66,7 @@ class SeenTokens:
         self._num_of_prompt, self._num_counted = len(prompt_ids), 0
 
     def count(self, request: Request) -> None:
-        """Add the tokens that were generated since the last call."""
+        """Add the tokens that `request` has generated since the last call. Takes time for these only."""
         tokens = request.token_ids
         for position in range(request.num_prompt_tokens + self._num_counted, len(tokens)):
             token_id = tokens[position]
@@ -104,12 +105,12 @@ class SeenTokens:
 
     @property
     def token_ids(self) -> IndexArray:
-        """The distinct tokens."""
+        """The distinct tokens `[n]`: first those of the prompt, then generated ones in the order of their first use."""
         return self._token_ids[: len(self._counts)]
 
     @property
     def penalties(self) -> FloatArray:
-        """The amounts to subtract from each."""
+        """The amounts `[n]` to subtract from the logits of `token_ids`: 0 for tokens that are only in the prompt."""
         return self._penalties[: len(self._counts)]
 
 
@@ -120,7 +121,8 @@ class PenaltyCounter:
         self._seen: WeakKeyDictionary[Request, SeenTokens] = WeakKeyDictionary()
 
     def penalties(self, requests: Sequence[Request], vocab_size: int) -> Penalties | None:
-        """The penalties of the requests' next tokens; None if there are none."""
+        """The penalties of the next token of each request, whose logits are in rows in this order. None if no request
+        has penalties."""
         rows = [row for row, request in enumerate(requests) if request.sampling.has_penalties]
         if not rows:
             return None
@@ -138,7 +140,8 @@ class PenaltyCounter:
         return Penalties(places, np.repeat(repetition, lengths)[places.order], subtracted[places.order])
 
     def take_back(self, request: Request, num_tokens: int) -> None:
-        """Forget the request's tokens after the first `num_tokens`."""
+        """Forget the tokens after the first `num_tokens` of the request, prompt included, because they are about to be
+        removed from it."""
         seen = self._seen.get(request)
         if seen is not None:
             seen.take_back(request, num_tokens)

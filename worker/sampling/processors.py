@@ -38,7 +38,7 @@ class Processed:
     whole: dict[int, FloatArray]
 
     def at(self, row: int, token_ids: IndexArray) -> FloatArray:
-        """Logits of one row."""
+        """The logits `[k]` of the tokens `token_ids` `[k]` in one row, as the processors left them."""
         if row in self.whole:
             return self.whole[row][token_ids]
         return self.logits.at(np.full(len(token_ids), row), token_ids)
@@ -58,7 +58,9 @@ class LogitsProcessors:
         self._look_ahead = LookAhead()
 
     def process(self, requests: Sequence[Request], logits: Logits, penalties: Penalties | None) -> Processed:
-        """Change the rows of `logits` `[len(requests), vocab]`; `penalties` are those of the requests."""
+        """Apply penalties, bias, lists of tokens and grammars to `logits`, a row `[vocab]` for each request.
+        `penalties` are those of the requests; None if none has any. Returns the changed rows; `logits` stay as they
+        are."""
         if penalties is not None:
             logits = penalties.apply(logits)
         processed = Processed(logits, {}, {})

@@ -33,7 +33,7 @@ def run_length(vocab_size: int) -> int:
 
 
 def length_of(vocab_size: int) -> int:
-    """The length of all runs except the last, which may be shorter."""
+    """The number of tokens in a run of this vocabulary. The last run may have fewer."""
     return run_length(vocab_size) or _MAX_RUN
 
 
@@ -50,7 +50,8 @@ Reducer = Callable[[FloatArray, FloatArray], Reduction]
 
 
 def reduce_with_numpy(logits: FloatArray, inverse_temperatures: FloatArray) -> Reduction:
-    """A `Reducer` for few rows and any vocabulary."""
+    """Summarise logits `[n, vocab]` at inverse temperatures `[n]` with NumPy. Works for any vocabulary, and is fast
+    enough for few rows only."""
     vocab_size = logits.shape[1]
     starts = np.arange(0, vocab_size, length_of(vocab_size))
     maxima = np.maximum.reduceat(logits, starts, axis=1)
@@ -64,7 +65,8 @@ def reduce_with_numpy(logits: FloatArray, inverse_temperatures: FloatArray) -> R
 
 
 def weigh_runs(values: FloatArray, maxima: FloatArray, inverse_temperatures: FloatArray) -> FloatArray:
-    """The `sums` of a reduction, from rows `[n, vocab]` whose runs all have the same length."""
+    """The `sums` `[n, runs]` of a reduction, from `values` `[n, vocab]` whose runs all have the same length, `maxima`
+    `[n, runs]` and `inverse_temperatures` `[n]`."""
     in_runs = values.reshape(*maxima.shape, -1)
     exponents = in_runs - maxima[..., None]
     exponents *= inverse_temperatures[:, None, None]
@@ -73,7 +75,8 @@ def weigh_runs(values: FloatArray, maxima: FloatArray, inverse_temperatures: Flo
 
 
 def weights_of(values: FloatArray, maxima: FloatArray, inverse_temperatures: FloatArray) -> FloatArray:
-    """The weights of `values` `[n, columns]`, relative to `maxima` `[n]`."""
+    """The weights exp((value - maximum) * inverse temperature) of `values` `[n, columns]`, with `maxima` `[n]` and
+    `inverse_temperatures` `[n]`. Returns `[n, columns]`."""
     exponents: FloatArray = values - maxima[:, None]
     exponents *= inverse_temperatures[:, None]
     return np.exp(exponents, out=exponents)

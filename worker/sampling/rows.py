@@ -50,7 +50,7 @@ class RowParams(NamedTuple):
         )
 
     def part(self, rows: IndexArray) -> RowParams:
-        """Some of the rows, in ascending order."""
+        """The parameters of the rows `rows` `[k]`, which must be in ascending order."""
         if len(rows) == len(self.is_greedy):
             return self
         return RowParams(
@@ -65,7 +65,7 @@ class RowParams(NamedTuple):
 
     @property
     def is_filtered(self) -> npt.NDArray[np.bool_]:
-        """`[n]`: whether a filter excludes tokens of the row."""
+        """For each row, `[n]`, whether top-k, top-p, min-p or top-n-sigma may exclude tokens."""
         return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0) | (self.top_n_sigma > 0.0)
 
 

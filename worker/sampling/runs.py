@@ -42,7 +42,7 @@ class Runs:
         return cls(logits, np.arange(len(maxima)), maxima, best, sums, totals, length_of(logits.shape[1]))
 
     def part(self, which: IndexArray) -> Runs:
-        """Some of the n rows, in ascending order."""
+        """The summary of the rows `which` `[k]`, which must be in ascending order."""
         assert np.all(which[1:] > which[:-1]), "rows in another order would be mistaken for others"
         if len(which) == len(self.rows):
             return self

@@ -100,7 +100,7 @@ class AdapterDesk:
         self._library.unload(name)
 
     def list(self) -> worker_pb2.AdapterList:
-        """All adapters."""
+        """All known adapters, by name, and how many fit into memory. Empty without a library."""
         if self._library is None:
             return worker_pb2.AdapterList()
         adapters = map(message_of, self._library.adapters())
@@ -140,7 +140,7 @@ def check_name(name: str, model: str) -> None:
 
 
 def message_of(adapter: Adapter) -> worker_pb2.Adapter:
-    """An adapter as a message."""
+    """The message that describes an adapter to routers and callers."""
     return worker_pb2.Adapter(
         name=adapter.name,
         sha256=adapter.sha256,

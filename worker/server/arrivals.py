@@ -51,7 +51,7 @@ class Arrivals:
         return arrival
 
     def hand_over(self, arrival: Arrival) -> None:
-        """The engine has got the request."""
+        """The engine's mailbox has the request. It counts here until a report of the engine includes it."""
         self._handed_over.append(arrival)
 
     def drop(self, arrival: Arrival) -> None:

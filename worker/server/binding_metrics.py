@@ -11,7 +11,7 @@ from headrace.worker.host.numa import format_list
 
 
 def binding_metrics(binding: Binding | None) -> Iterator[Metric]:
-    """The metrics of a binding; none while it is unknown."""
+    """The Prometheus metrics of where threads and memory are; none while `binding` is unknown."""
     if binding is None:
         return
     node = "" if binding.numa_node is None else str(binding.numa_node)

@@ -59,7 +59,7 @@ class BlockCalls:
             await self._found.wait(lambda: self._hub.num_routers, timeout_s)
 
     def reset(self) -> None:
-        """The worker takes requests again."""
+        """The worker takes requests again, so its blocks may be handed over once more when it drains next."""
         if self._found is not None:
             self._found.reset()
 
@@ -73,7 +73,7 @@ class BlockCalls:
 
 
 class BlockServicer(worker_pb2_grpc.WorkerServicer):
-    """Those methods of the Worker service."""
+    """The methods of the Worker service with which workers exchange blocks."""
 
     def __init__(self, blocks: BlockCalls) -> None:
         self.blocks = blocks

@@ -55,7 +55,7 @@ class LoadCollector(Collector):
         self._hub = hub
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as of now."""
+        """The metrics of the latest report, one family after another."""
         load = self._hub.report.load
         for field, (name, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"headrace_worker_{name}", text, value=getattr(load, field))
@@ -71,7 +71,7 @@ class LoadCollector(Collector):
 
 
 class RequestMetrics:
-    """Times of requests, in seconds, and refused requests."""
+    """Histograms of the times of requests, in seconds, and counters of refused requests by reason."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -105,7 +105,7 @@ class RequestMetrics:
         return Histogram(f"headrace_worker_{name}_seconds", text, buckets=buckets, registry=self._registry)
 
     def refused(self, reason: Reason) -> None:
-        """Count a refused request."""
+        """Count a request that was refused for `reason`."""
         self._refusals.labels(reason.name.lower()).inc()
 
     def ended(self, request: Request, now_s: float) -> None:
@@ -127,7 +127,7 @@ class RequestMetrics:
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the metrics of the process itself."""
+    """A registry that has the metrics of this process: CPU time, memory and file descriptors."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry

@@ -46,7 +46,7 @@ class RequestObserver:
         return span
 
     def refused(self, span: Span, error: StatusError) -> None:
-        """The request was not accepted."""
+        """A request was refused with `error`: count it, and end its span."""
         if error.reason is Reason.GIVEN_BACK:  # its router places it again, so this is not a refusal
             span.set({"headrace.given_back": True})
             span.end()

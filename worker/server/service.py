@@ -194,7 +194,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 class WorkerService(BlockServicer):
-    """Model card, tokenizer, watch and drain."""
+    """The Worker service, for routers and operators: model card, tokenizer, reports, draining, adapters and exchanged
+    blocks."""
 
     def __init__(
         self,

@@ -12,7 +12,8 @@ from headrace.worker.request.request import Request, StepNote
 
 
 def trace_request(span: Span, request: Request, now_s: float) -> None:
-    """Add the phases that the request reached to its span."""
+    """Add to the span of a request how long it waited, was computed and answered, up to `now_s` on the monotonic
+    clock."""
     if not span.is_recording:
         return
     ended_s = request.ended_s or now_s

@@ -192,7 +192,7 @@ class WatchHub:
 
     @property
     def num_routers(self) -> int:
-        """Routers that watch."""
+        """How many routers watch this worker. Watchers that name no id are not counted."""
         return len({watcher.watcher_id for watcher in self._watchers if watcher.watcher_id})
 
     @property
@@ -201,7 +201,7 @@ class WatchHub:
         return self.report.counters | ({} if self._adapters is None else self._adapters.counters())
 
     def publish(self, report: EngineReport) -> None:
-        """Receive the state after a step."""
+        """Take the engine's report of a step, and queue its changes for each watcher."""
         self.report = report
         self._arrivals.shown(report.num_taken)
         self._reported_s = time.monotonic()
@@ -289,7 +289,7 @@ class WatchHub:
         return fields
 
     def drain(self, draining: bool = True) -> None:
-        """Tell all watchers whether new requests are accepted."""
+        """Tell all watchers whether new requests are accepted. Once the hub is stopped, none are any more."""
         self.draining = draining or self.is_stopping
         self._note_change()
 
@@ -360,7 +360,8 @@ class WatchHub:
         return bool(found)
 
     def load(self) -> worker_pb2.Load:
-        """The latest load as a message."""
+        """The latest report of the engine as a message, with what only the service knows: arrivals, counters of
+        adapters, the binding, and the report's age."""
         # The engine does not know these.
         more = {
             "max_num_seqs": self._max_num_seqs,
@@ -380,7 +381,7 @@ class WatchHub:
 
 
 def binding_message(binding: Binding) -> worker_pb2.Binding:
-    """The binding as a message."""
+    """The message that tells routers where a worker's threads and memory are."""
     return worker_pb2.Binding(
         cpus_allowed=format_list(binding.cpus),
         memory_policy=binding.memory_policy,

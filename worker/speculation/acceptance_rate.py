@@ -36,7 +36,7 @@ class AcceptanceRate:
 
     @classmethod
     def of_request(cls) -> AcceptanceRate:
-        """A rate for a single request, which adapts faster."""
+        """A new rate for the drafts of one request. It follows its observations faster than that of a worker."""
         return cls(_KEPT_OF_REQUEST)
 
     def observe(self, draft: Draft, num_verified: int, num_accepted: int) -> None:

@@ -55,7 +55,7 @@ class SizeCorrections:
         self._ratios: dict[int, float] = {}
 
     def observe(self, num_tokens: int, ratio: float) -> None:
-        """Learn from a step that took `ratio` of its prediction."""
+        """Learn from a step of `num_tokens` tokens that took `ratio` times as long as predicted."""
         ratio = min(max(ratio, _LEAST), _MOST)
         old = self._ratios.get(num_tokens)
         self._ratios[num_tokens] = ratio if old is None else old + _NEWEST * (ratio - old)

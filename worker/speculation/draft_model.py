@@ -43,11 +43,11 @@ class DraftRunner(Protocol):
     block_size: int
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
-        """Set the inputs of a step."""
+        """Set the inputs of a step. With `keeps_logits`, the logits of the last step stay valid while it runs."""
         ...
 
     def run(self) -> Logits:
-        """Compute the step."""
+        """Compute the step. Returns logits `[rows, vocab_size]`, a row for each sampled token of the batch."""
         ...
 
 
@@ -55,7 +55,7 @@ class DraftSampler(Protocol):
     """Samples from the smaller model; see `headrace.worker.sampling.sampler.BatchSampler`."""
 
     def sample(self, requests: Sequence[Request], logits: Logits) -> Sequence[Sampled]:
-        """The next token of each request."""
+        """Sample the next token of each request from its row of `logits`, by the request's own parameters."""
         ...
 
     def take_back(self, request: Request, num_tokens: int) -> None:
@@ -72,7 +72,7 @@ class DraftTimes(Protocol):
         ...
 
     def line(self, contexts: Sequence[int]) -> StepLine:
-        """The cost of steps of streams with these contexts."""
+        """The cost of a step with one token for each of these streams, which have `contexts` tokens."""
         ...
 
     def tokens_for(self, milliseconds: float, past: int) -> int:
@@ -80,7 +80,7 @@ class DraftTimes(Protocol):
         ...
 
     def prompt_ms(self, past: int, num_tokens: int) -> float:
-        """The cost of computing this many tokens of a prompt."""
+        """How many milliseconds `num_tokens` tokens of a prompt take, after `past` others."""
         ...
 
 
@@ -95,7 +95,7 @@ class Asked(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Proposed tokens, and another first token."""
+    """The proposed next tokens of a request, and `other`, a second choice for the first of them; None without one."""
 
     token_ids: list[int]
     other: int | None = None

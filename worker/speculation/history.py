@@ -114,7 +114,7 @@ class History:
         self._num_indexed = self._num_packed = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the tokens of `token_ids`, prompt and answer, that are new."""
+        """Add what is new in `token_ids`, all tokens of the request's prompt and answer."""
         for token_id in token_ids[len(self._tokens) - self._offset :]:
             self._add(token_id)
         self._index()

@@ -48,7 +48,8 @@ class ModelDrafts:
         return is_usable and self._model.can_serve(request)
 
     def line(self, contexts: Sequence[int]) -> StepLine:
-        """The cost of a step of the smaller model with these streams."""
+        """The cost of a step of the smaller model with one token for each of these streams, which have `contexts`
+        tokens."""
         return self._model.times.line(contexts)
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
@@ -56,7 +57,7 @@ class ModelDrafts:
         self._model.warm_up(num_tokens, num_steps)
 
     def take_spent_s(self) -> float:
-        """The time that the smaller model has taken since the last call."""
+        """How many seconds the smaller model has computed since the last call."""
         spent_s, self._model.spent_s = self._model.spent_s, 0.0
         return spent_s
 

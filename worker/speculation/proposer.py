@@ -11,7 +11,7 @@ MAX_MODEL_DRAFT = 11
 
 
 class Source(enum.Enum):
-    """The source of a draft."""
+    """Where the tokens of a draft come from. Acceptance is learned for each source."""
 
     NGRAM = "ngram"
     """Tokens that followed the same text earlier in prompt or answer."""

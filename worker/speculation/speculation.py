@@ -61,7 +61,7 @@ class SmallerModel(Protocol):
         ...
 
     def line(self, contexts: Sequence[int]) -> StepLine:
-        """The cost of a step of it with these streams."""
+        """The cost of its step with one token for each of these streams, which have `contexts` tokens."""
         ...
 
     def compute(
@@ -71,11 +71,12 @@ class SmallerModel(Protocol):
         ...
 
     def take_spent_s(self) -> float:
-        """The time that it has taken since the last call."""
+        """How many seconds it has computed since the last call."""
         ...
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
-        """Run prompts of this many tokens, and steps, before there are requests."""
+        """Before there are requests: compute prompts of these numbers of tokens, and `num_steps` decode steps after
+        each."""
         ...
 
 

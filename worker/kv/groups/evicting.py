@@ -29,7 +29,7 @@ MAX_REPLAYED = 32
 
 
 class EvictionBudget:
-    """Requests may evict blocks. It takes no memory."""
+    """Lets requests evict their own blocks. Takes no memory beside the blocks."""
 
     def make(self, pool: BlockPool, persistence: Persistence) -> EvictingAttention:
         """The group. Nobody else can use its blocks."""
@@ -38,7 +38,8 @@ class EvictionBudget:
 
 
 class EvictingAttention:
-    """The private blocks of requests with an `eviction`, once that has begun."""
+    """The blocks of requests that have begun to evict. Only their own request uses them, with a table for each
+    layer."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.num_given_up = 0

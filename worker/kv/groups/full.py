@@ -78,7 +78,7 @@ class FullAttention:
         request.num_findable_blocks = len(request.block_table)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """How many more blocks `num_tokens` tokens need."""
+        """How many blocks the request has to take, besides those in its table, to hold `num_tokens` tokens."""
         return max(0, self.num_blocks_for(num_tokens) - len(request.block_table))
 
     def reserve(self, request: Request, num_tokens: int) -> list[int]:

@@ -57,7 +57,7 @@ class StateBudget(NamedTuple):
 
 
 class StateSizes(NamedTuple):
-    """The bytes of each block of `block_size` tokens, and of each slot."""
+    """What divides the memory, in bytes: a block of `block_size` tokens, and a slot for the states after one token."""
 
     block_bytes: int
     block_size: int
@@ -160,7 +160,8 @@ class RecurrentStates:
         return progress.branch - past if has_room else num_tokens
 
     def plan(self, scheduled: Sequence[Scheduled]) -> Sequence[StateStep]:
-        """Take the slots that a step writes."""
+        """The slots that each sequence of a step reads and writes, in the order of `scheduled`. Slots for states that
+        are to be saved are taken here."""
         steps = []
         num_promised = sum(self._promised.values())
         for left, (request, num_tokens) in enumerate(reversed(scheduled)):

@@ -78,7 +78,7 @@ class StateSlots:
         self._unheld.pop(slot, None)
 
     def release(self, slot: int) -> None:
-        """Remove a holder."""
+        """Remove a holder from a slot. Without holders it is free, or evicted later if its state can be found."""
         assert self._holders[slot] > 0, "releasing a slot that nobody holds"
         self._holders[slot] -= 1
         if self._holders[slot]:

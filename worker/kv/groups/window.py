@@ -114,7 +114,7 @@ class WindowAttention:
             self._kept[block] += 1
 
     def stop_keeping(self, blocks: Iterable[int]) -> None:
-        """A fetch has ended."""
+        """Release the parts of these blocks, which `keep` held for a fetch that has ended."""
         self._kept.subtract(blocks)
         self._kept = +self._kept
         self.release(blocks, is_end=True)
@@ -129,7 +129,7 @@ class WindowAttention:
         return True
 
     def begin(self, request: Request) -> None:
-        """The request is about to hold parts."""
+        """Count the request among those that hold parts, before it holds any."""
         self._first.setdefault(request, 0)
 
     def usable(self, request: Request, end: int, block_at: BlockAt, elsewhere: Elsewhere) -> int:

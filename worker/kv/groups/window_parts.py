@@ -57,7 +57,7 @@ class WindowParts:
 
     @property
     def num_kept(self) -> int:
-        """Kept parts."""
+        """How many parts belong to findable blocks that nobody holds."""
         return len(self._passed) + len(self._wanted)
 
     def has(self, block: int) -> bool:
