@@ -41,6 +41,9 @@ _SUBCOMMANDS = {
     "worker": _Subcommand("serving.roles:worker", "Run one worker."),
     "router": _Subcommand("serving.roles:router", "Run one router."),
     "gateway": _Subcommand("serving.roles:gateway", "Run one gateway."),
+    "bench": _Subcommand(
+        "serving.roles:bench", "Measure a server: latencies, throughput, and whether it answers rightly."
+    ),
     "sim": _Subcommand("serving.roles:sim", "Compare routing policies on a simulated fleet."),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from headrace.bench.__main__ import main as bench
 from headrace.cli.main import cli
 from headrace.gateway.__main__ import command as gateway
 from headrace.router.__main__ import command as router
@@ -15,7 +16,13 @@ from headrace.worker.__main__ import command as worker
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "cli.md"
 # What `headrace NAME` hands its arguments to, where that is a command of its own.
-DELEGATES: Mapping[str, click.Command] = {"worker": worker, "router": router, "gateway": gateway, "sim": sim}
+DELEGATES: Mapping[str, click.Command] = {
+    "worker": worker,
+    "router": router,
+    "gateway": gateway,
+    "bench": bench,
+    "sim": sim,
+}
 _HEAD = """\
 # Command line
 

@@ -14,7 +14,7 @@ import pytest
 from headrace.gateway import protocols
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "common", "gateway", "router", "worker", "cli", "sim", "client")
+PACKAGES = ("protos", "common", "gateway", "router", "worker", "cli", "sim", "bench", "client")
 
 # package -> headrace packages that it may import, besides itself
 MAY_IMPORT = {
@@ -25,8 +25,12 @@ MAY_IMPORT = {
     "worker": {"protos", "common"},
     "cli": {"protos", "common"},
     "sim": {"protos", "common", "router", "worker"},
+    "bench": {"protos", "common", "gateway"},
     "client": {"protos", "common"},
 }
+
+# modules of the gateway that the benchmark client may import: its tokenizer, which counts tokens
+BENCH_MAY_IMPORT = {"gateway.text.tokenizer", "gateway.upstream.bundle"}
 
 # modules of router and worker that the simulator may import: those that do no I/O and start nothing
 SIM_MAY_IMPORT = {
@@ -154,6 +158,19 @@ TIERS = {
         ("service",),
         ("__main__",),
     ),
+    "bench": (
+        ("record", "lengths", "arrivals", "target", "apis"),
+        ("connection", "stream", "checks"),
+        ("tokens", "sender"),
+        ("texts",),
+        ("datasets",),
+        ("workload", "load"),
+        ("measures", "display"),
+        ("results", "flags"),
+        ("benchmark", "sweep", "saved", "charts"),
+        ("report",),
+        ("__main__",),
+    ),
     "cli": (
         ("errors", "launch", "gguf"),
         ("http_client",),
@@ -227,6 +244,14 @@ def test_the_simulator_imports_only_the_pure_parts_of_router_and_worker() -> Non
             if parts[0] == "headrace" and parts[1] in ("router", "worker"):
                 module = ".".join(parts[1:4])
                 assert module in SIM_MAY_IMPORT, f"{path.name} imports {name}"
+
+
+def test_the_benchmark_client_imports_only_the_tokenizer_of_the_gateway() -> None:
+    for path in modules("bench"):
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] == "headrace" and parts[1] == "gateway":
+                assert ".".join(parts[1:4]) in BENCH_MAY_IMPORT, f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize("distribution", ONLY_IN)

@@ -163,6 +163,9 @@ def invocations(line: str) -> Iterator[list[str]]:
 
 def refuse_unknown(args: list[str]) -> None:
     """Raise click.UsageError, or fail, for what `headrace ARGS` does not take. Files need not exist."""
+    usual = getattr(COMMANDS.get(tuple(args[:1])), "default", None)
+    if usual is not None and len(args) > 1 and tuple(args[:2]) not in COMMANDS and args[1] != "--help":
+        args = [args[0], usual, *args[1:]]
     words = tuple(args[:2]) if tuple(args[:2]) in COMMANDS else tuple(args[:1])
     if not words or args[0].startswith("-"):
         assert args in (["--help"], ["--version"]), f"headrace {' '.join(args)}"
@@ -210,6 +213,7 @@ def test_every_make_target_exists(path: Path) -> None:
 
 
 FOLDERS = (
+    "bench",
     "benchmarks",
     "cli",
     "client",

@@ -1,4 +1,4 @@
-"""`headrace worker|router|gateway|sim`: replaces this process by the role's, with the same arguments."""
+"""`headrace worker|router|gateway|sim|bench`: replaces this process by the role's, with the same arguments."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def _command(role: str) -> click.Command:
     return become
 
 
-worker, router, gateway, sim = map(_command, ("worker", "router", "gateway", "sim"))
+worker, router, gateway, bench, sim = map(_command, ("worker", "router", "gateway", "bench", "sim"))

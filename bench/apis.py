@@ -1,0 +1,373 @@
+"""The APIs that the client speaks: how a request is written, and what a line of the stream says.
+
+OpenAI's two come in server-sent events, as do TGI's and KServe's; Ollama's lines are JSON. A line is decoded into the
+few fields that count, which costs about a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote
+
+import msgspec
+
+Message = Mapping[str, str]
+"""`role` and `content` of a message."""
+
+
+class Prompt(NamedTuple):
+    """What a request asks: messages, of which the last is the user's, and the length of the answer in tokens."""
+
+    messages: Sequence[Message]
+    max_tokens: int
+
+    @property
+    def text(self) -> str:
+        """The messages as one text, for APIs without messages."""
+        return "\n".join(message["content"] for message in self.messages)
+
+
+class Options(NamedTuple):
+    """What every request has. `sampling` goes where the API has its parameters, `extra` into the body at its top."""
+
+    model: str
+    ignore_eos: bool = False
+    sampling: Mapping[str, Any] = {}
+    extra: Mapping[str, Any] = {}
+
+
+class Piece(NamedTuple):
+    """What an event says. `is_last` ends the stream as the protocol has it."""
+
+    text: str = ""
+    has_content: bool = False
+    finish_reason: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    error: str = ""
+    is_last: bool = False
+    is_of_answer: bool = True
+    """False for an event that only counts tokens or ends the stream."""
+    counts_itself: bool = False
+    """Whether `completion_tokens` are those of this event, not of the whole answer."""
+
+
+_LAST = Piece(is_last=True, is_of_answer=False)
+
+
+class Api(Protocol):
+    """An API."""
+
+    models_path: str
+    """Where the names of models are."""
+    has_prefix: bool
+    """Whether lines begin with `data:`."""
+    marks_end: bool
+    """Whether the protocol marks the end of a stream."""
+    ignores_eos: bool
+    """Whether it can be told to continue after the end of an answer."""
+
+    def path(self, model: str) -> str:
+        """Where requests go."""
+
+    def body(self, prompt: Prompt, options: Options) -> bytes:
+        """A request's body."""
+
+    def read(self, payload: bytes) -> Piece | str:
+        """An event; only its text if it says nothing else. Raises msgspec.DecodeError if it is none of this API."""
+
+    def model_names(self, raw: bytes) -> list[str]:
+        """Names in the answer from `models_path`. Raises msgspec.DecodeError."""
+
+
+class _Delta(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+class _List(msgspec.Struct):
+    data: list[_Named]
+
+
+_OF_CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+class _OpenAI:
+    """What completions and chats have in common."""
+
+    models_path = "/v1/models"
+    has_prefix = True
+    marks_end = True
+    ignores_eos = True
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    def path(self, model: str) -> str:
+        """The same for all models."""
+        return self._endpoint
+
+    def read(self, payload: bytes) -> Piece | str:
+        """A chunk, or the mark of the end."""
+        if payload == b"[DONE]":
+            return _LAST
+        chunk = _OF_CHUNK.decode(payload)
+        if len(chunk.choices) == 1 and chunk.usage is None and chunk.error is None:
+            only = chunk.choices[0]
+            if only.finish_reason is None:
+                text = only.text if only.delta is None else only.delta.content
+                if text:
+                    return text
+        if chunk.error is not None:
+            return Piece(error=_message(chunk.error))
+        prompt_tokens = completion_tokens = None
+        if chunk.usage is not None:
+            prompt_tokens, completion_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        if not chunk.choices:
+            return Piece("", False, "", prompt_tokens, completion_tokens, is_of_answer=False)
+        choice = chunk.choices[0]
+        text = choice.text or ""
+        has_content = bool(text)
+        delta = choice.delta
+        if delta is not None:
+            text = delta.content or delta.reasoning_content or delta.reasoning or ""
+            has_content = bool(text) or bool(delta.tool_calls)
+        return Piece(text, has_content, choice.finish_reason or "", prompt_tokens, completion_tokens)
+
+    def model_names(self, raw: bytes) -> list[str]:
+        """Ids in the list."""
+        return [named.id for named in msgspec.json.decode(raw, type=_List).data]
+
+
+class Completions(_OpenAI):
+    """POST /v1/completions."""
+
+    def body(self, prompt: Prompt, options: Options) -> bytes:
+        """One text, streamed with usage."""
+        return _encoded({"model": options.model, "prompt": prompt.text, "max_tokens": prompt.max_tokens}, options)
+
+
+class Chat(_OpenAI):
+    """POST /v1/chat/completions."""
+
+    def body(self, prompt: Prompt, options: Options) -> bytes:
+        """Messages, streamed with usage."""
+        head = {"model": options.model, "messages": prompt.messages, "max_completion_tokens": prompt.max_tokens}
+        return _encoded(head, options)
+
+
+def _encoded(head: Mapping[str, Any], options: Options) -> bytes:
+    body = {**head, "stream": True, "stream_options": {"include_usage": True}}
+    if options.ignore_eos:
+        body["ignore_eos"] = True
+    return msgspec.json.encode({**body, **options.sampling, **options.extra})
+
+
+class _OllamaChunk(msgspec.Struct):
+    message: _Delta | None = None
+    done: bool = False
+    done_reason: str = ""
+    prompt_eval_count: int | None = None
+    eval_count: int | None = None
+    error: Any = None
+
+
+class _OllamaTag(msgspec.Struct):
+    name: str
+
+
+class _OllamaTags(msgspec.Struct):
+    models: list[_OllamaTag]
+
+
+class Ollama:
+    """POST /api/chat of Ollama."""
+
+    models_path = "/api/tags"
+    has_prefix = False
+    marks_end = True
+    ignores_eos = False
+    _of_chunk = msgspec.json.Decoder(_OllamaChunk)
+
+    def path(self, model: str) -> str:
+        """The same for all models."""
+        return "/api/chat"
+
+    def body(self, prompt: Prompt, options: Options) -> bytes:
+        """Messages; `num_predict` bounds the answer. Ollama cannot ignore ends of answers."""
+        numbers = {"num_predict": prompt.max_tokens, **options.sampling}
+        head = {"model": options.model, "messages": prompt.messages, "stream": True, "options": numbers}
+        return msgspec.json.encode({**head, **options.extra})
+
+    def read(self, payload: bytes) -> Piece | str:
+        """A line."""
+        chunk = self._of_chunk.decode(payload)
+        if chunk.error is not None:
+            return Piece(error=_message(chunk.error))
+        text = (chunk.message.content or "") if chunk.message is not None else ""
+        reason = chunk.done_reason or ("stop" if chunk.done else "")
+        return Piece(text, bool(text), reason, chunk.prompt_eval_count, chunk.eval_count, is_last=chunk.done)
+
+    def model_names(self, raw: bytes) -> list[str]:
+        """Names in the list."""
+        return [tag.name for tag in msgspec.json.decode(raw, type=_OllamaTags).models]
+
+
+class _TgiToken(msgspec.Struct):
+    text: str = ""
+    special: bool = False
+
+
+class _TgiDetails(msgspec.Struct):
+    finish_reason: str = ""
+    generated_tokens: int | None = None
+    input_length: int | None = None
+
+
+class _TgiChunk(msgspec.Struct):
+    token: _TgiToken | None = None
+    details: _TgiDetails | None = None
+    error: Any = None
+
+
+class _TgiInfo(msgspec.Struct):
+    model_id: str
+
+
+class Tgi:
+    """POST /generate_stream of Text Generation Inference."""
+
+    models_path = "/info"
+    has_prefix = True
+    marks_end = True
+    ignores_eos = False
+    _of_chunk = msgspec.json.Decoder(_TgiChunk)
+    _reasons = {"eos_token": "stop", "stop_sequence": "stop"}  # noqa: RUF012
+
+    def path(self, model: str) -> str:
+        """One model is served."""
+        return "/generate_stream"
+
+    def body(self, prompt: Prompt, options: Options) -> bytes:
+        """One text. TGI cannot ignore ends of answers."""
+        numbers = {"max_new_tokens": prompt.max_tokens, "details": True, **options.sampling}
+        return msgspec.json.encode({"inputs": prompt.text, "parameters": numbers, **options.extra})
+
+    def read(self, payload: bytes) -> Piece | str:
+        """A token; the last one has details."""
+        chunk = self._of_chunk.decode(payload)
+        if chunk.error is not None:
+            return Piece(error=_message(chunk.error))
+        text = chunk.token.text if chunk.token is not None else ""
+        has_content = chunk.token is not None
+        if chunk.details is None:
+            return Piece(text, has_content)
+        details = chunk.details
+        reason = self._reasons.get(details.finish_reason, details.finish_reason)
+        return Piece(text, has_content, reason, details.input_length, details.generated_tokens, is_last=True)
+
+    def model_names(self, raw: bytes) -> list[str]:
+        """The model."""
+        return [msgspec.json.decode(raw, type=_TgiInfo).model_id]
+
+
+class _KserveChunk(msgspec.Struct):
+    text_output: str = ""
+    finish_reason: str | None = None
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    error: Any = None
+
+
+class KServe:
+    """POST /v2/models/MODEL/generate_stream, the extension of KServe's protocol for texts."""
+
+    models_path = "/v1/models"
+    has_prefix = True
+    marks_end = False
+    ignores_eos = True
+    _of_chunk = msgspec.json.Decoder(_KserveChunk)
+
+    def path(self, model: str) -> str:
+        """The model's."""
+        return f"/v2/models/{quote(model, safe='')}/generate_stream"
+
+    def body(self, prompt: Prompt, options: Options) -> bytes:
+        """One text."""
+        asked = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
+        numbers = {"max_tokens": prompt.max_tokens, "stream": True, **dict.fromkeys(asked, True), **options.sampling}
+        if options.ignore_eos:
+            numbers["ignore_eos"] = True
+        return msgspec.json.encode({"text_input": prompt.text, "parameters": numbers, **options.extra})
+
+    def read(self, payload: bytes) -> Piece | str:
+        """A part of the text."""
+        chunk = self._of_chunk.decode(payload)
+        if chunk.error is not None:
+            return Piece(error=_message(chunk.error))
+        counts = (chunk.num_input_tokens, chunk.num_output_tokens)
+        return Piece(chunk.text_output, bool(chunk.text_output), chunk.finish_reason or "", *counts, counts_itself=True)
+
+    def model_names(self, raw: bytes) -> list[str]:
+        """Ids in OpenAI's list, which such servers often have too."""
+        return [named.id for named in msgspec.json.decode(raw, type=_List).data]
+
+
+def _message(error: object) -> str:
+    found = error.get("message", error) if isinstance(error, dict) else error
+    return str(found)[:500] or "an error without a message"
+
+
+def error_text(raw: bytes) -> str:
+    """The message in the body of a refusal, or the body itself, shortened."""
+    try:
+        decoded = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return raw[:500].decode(errors="replace").strip()
+    if isinstance(decoded, dict):
+        for name in ("error", "message", "detail"):
+            if decoded.get(name):
+                return _message(decoded[name])
+    return str(decoded)[:500]
+
+
+BACKENDS = ("openai", "openai-chat", "vllm", "ollama", "tgi", "kserve")
+"""Names of APIs, as --backend has them. `vllm` is vllm bench serve's word for `openai`."""
+
+
+def api_of(backend: str, endpoint: str | None) -> Api:
+    """The API of a name. An endpoint of chats makes it OpenAI's chat."""
+    match backend:
+        case "ollama":
+            return Ollama()
+        case "tgi":
+            return Tgi()
+        case "kserve":
+            return KServe()
+    if backend == "openai-chat" or (endpoint or "").endswith("chat/completions"):
+        return Chat(endpoint or "/v1/chat/completions")
+    return Completions(endpoint or "/v1/completions")

@@ -1,0 +1,199 @@
+"""One benchmark of a server: finds its model, makes the requests, runs them, and computes the result."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import gc
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.bench import checks, tokens
+from headrace.bench.apis import Api, Options, Prompt, error_text
+from headrace.bench.arrivals import Arrivals
+from headrace.bench.connection import Client, ExchangeError
+from headrace.bench.datasets import Conversation
+from headrace.bench.display import Display
+from headrace.bench.load import Load, each_at_once
+from headrace.bench.record import Record
+from headrace.bench.results import Result, Setup
+from headrace.bench.sender import HttpSender
+from headrace.bench.texts import Writer, writer_for
+from headrace.bench.tokens import Counter
+from headrace.bench.workload import Drawn, Workload
+
+_READY_POLL_S = 0.5
+
+
+class BenchmarkError(Exception):
+    """The server cannot be asked; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run, apart from the server. `num_users` is for conversations of users who think."""
+
+    workload: Workload
+    num_prompts: int
+    arrivals: Arrivals
+    is_self_timed: bool
+    max_concurrency: int | None
+    num_users: int | None
+    think_s: float
+    num_warmups: int
+    ready_timeout_s: float
+    tokenizer: str | None
+    objectives_ms: Mapping[str, float]
+    metrics: Sequence[str]
+    percentiles: Sequence[float]
+    label: str | None
+    metadata: Mapping[str, str]
+    seed: int
+    shows_progress: bool
+
+
+class Benchmark:
+    """Runs benchmarks of one model of one server."""
+
+    def __init__(self, client: Client, api: Api, backend: str, options: Options, writer: Writer) -> None:
+        self._client = client
+        self._api = api
+        self._backend = backend
+        self._options = options
+        self._writer = writer
+        self._sender = HttpSender(client, api, options)
+
+    async def draw(self, plan: Plan, num_prompts: int) -> Drawn:
+        """The requests. Raises DatasetError, or BenchmarkError if the server cannot count their tokens."""
+        try:
+            return await plan.workload.draw(self._writer, num_prompts, plan.seed)
+        except ExchangeError as error:
+            raise BenchmarkError(str(error)) from None
+
+    async def warm_up(self, plan: Plan, conversations: Sequence[Conversation]) -> None:
+        """Wait until the server answers, and send what is to go before. Raises BenchmarkError."""
+        turn = conversations[0].turns[0]
+        request = self._sender.prepared(Prompt([{"role": "user", "content": turn.text}], turn.output_tokens))
+        deadline_s = time.monotonic() + plan.ready_timeout_s
+        if plan.ready_timeout_s:
+            while (failed := await self._once(request, turn.output_tokens)).error_kind:
+                if time.monotonic() > deadline_s:
+                    raise BenchmarkError(
+                        f"the server did not answer a first request within {plan.ready_timeout_s:g} s: {failed.error}"
+                    )
+                await asyncio.sleep(_READY_POLL_S)
+
+        async def one() -> None:
+            await self._once(request, turn.output_tokens)
+
+        await each_at_once(plan.num_warmups, plan.max_concurrency or plan.num_warmups, one)
+
+    async def run(self, plan: Plan, conversations: Sequence[Conversation], arrivals: Arrivals, title: str) -> Result:
+        """Put the load on and compute the result."""
+        load = Load(self._sender, time.perf_counter, plan.max_concurrency)
+        rng = random.Random(f"arrivals {plan.seed}")
+        gc.collect()
+        gc.freeze()  # what exists need not be looked at while the load runs
+        cpu_s = time.process_time()
+        async with Display(load.progress, title, plan.shows_progress):
+            if plan.num_users is not None:
+                run = await load.users(conversations, plan.num_users, plan.think_s, rng)
+            elif plan.is_self_timed:
+                run = await load.open_loop(conversations, [conversation.at_s or 0.0 for conversation in conversations])
+            else:
+                run = await load.open_loop(conversations, arrivals.times(len(conversations), rng))
+        cpu_s = time.process_time() - cpu_s
+        gc.unfreeze()
+        counted_by = await self._count(run.records)
+        checked = checks.check(
+            run.records,
+            ignores_eos=self._options.ignore_eos,
+            prompts_are_exact=self._writer.counter.is_exact,
+            has_marked_end=self._api.marks_end,
+        )
+        setup = Setup(
+            url=self._client.target.url,
+            backend=self._backend,
+            label=plan.label,
+            model=self._options.model,
+            tokenizer=plan.tokenizer,
+            dataset=plan.workload.name,
+            num_prompts=sum(len(conversation.turns) for conversation in conversations),
+            arrivals=arrivals,
+            max_concurrency=plan.max_concurrency,
+            num_users=plan.num_users,
+            objectives_ms=plan.objectives_ms,
+            metrics=plan.metrics,
+            percentiles=plan.percentiles,
+            prompts_counted_by=_prompt_source(run.records, self._writer.counter),
+            answers_counted_by=counted_by,
+            date=datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
+            metadata=plan.metadata,
+            seed=plan.seed,
+        )
+        return Result.of(setup, run, checked, cpu_s)
+
+    async def _once(self, request: bytes, max_tokens: int) -> Record:
+        record = Record(0, 0, max_tokens)
+        await self._sender.send(request, record)
+        return record
+
+    async def _count(self, records: Sequence[Record]) -> str:
+        """Fill in the lengths of answers from the best source that there is, and name the sources."""
+        good = [record for record in records if record.succeeded]
+        counted = [record for record in good if record.usage_completion_tokens is not None]
+        rest = [record for record in good if record.usage_completion_tokens is None]
+        for record in counted:
+            record.output_tokens = record.usage_completion_tokens or 0
+        names = ["the server's usage"] if counted else []
+        if rest and self._writer.counter.is_exact:
+            names.append(self._writer.counter.name)
+            around = self._writer.around
+            try:
+                for record, count in zip(
+                    rest, await self._writer.counter.count([record.text for record in rest]), strict=True
+                ):
+                    record.output_tokens = max(count - around, 0)
+            except ExchangeError as error:
+                raise BenchmarkError(str(error)) from None
+        elif rest:
+            names.append("pieces of the stream")
+            for record in rest:
+                record.output_tokens = len(record.times)
+        return " and ".join(names) or "nothing"
+
+
+def _prompt_source(records: Sequence[Record], counter: Counter) -> str:
+    if any(record.usage_prompt_tokens is not None for record in records):
+        return "the server's usage"
+    return counter.name
+
+
+async def first_model(client: Client, api: Api) -> str:
+    """The first model that the server lists. Raises BenchmarkError with the remedy."""
+    try:
+        status, raw = await client.call("GET", api.models_path)
+    except ExchangeError as error:
+        raise BenchmarkError(str(error)) from None
+    remedy = "name one with --model"
+    if status != 200:
+        raise BenchmarkError(f"GET {api.models_path} answered {status} ({error_text(raw)}); {remedy}")
+    try:
+        names = api.model_names(raw)
+    except msgspec.DecodeError:
+        raise BenchmarkError(f"GET {api.models_path} lists no models; {remedy}") from None
+    if not names:
+        raise BenchmarkError(f"the server has no models; load one, or {remedy}")
+    return names[0]
+
+
+async def writer_of(client: Client, model: str, tokenizer: str | None) -> Writer:
+    """What writes prompts and counts tokens. Raises BenchmarkError, and ValueError for a useless tokenizer."""
+    try:
+        return await writer_for(await tokens.counter_for(client, model, tokenizer))
+    except ExchangeError as error:
+        raise BenchmarkError(str(error)) from None

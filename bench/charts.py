@@ -1,0 +1,140 @@
+"""Charts as SVG, made for pages that load nothing. Pure."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+COLOURS = ("#2a78d6", "#e07b00", "#1a9850", "#c0392b", "#8e44ad", "#00868b", "#7f6a00", "#d6418f")
+_WIDTH, _HEIGHT = 560, 320
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 44
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of one run. `labels` are shown when the pointer is over a point."""
+
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float]]
+    labels: Sequence[str] = ()
+    has_line: bool = True
+    has_marks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis: its title, and whether it is logarithmic."""
+
+    title: str
+    is_log: bool = False
+    least: float | None = None
+    most: float | None = None
+
+
+class _Scale:
+    """Places values on a line from `low` to `high`, in pixels."""
+
+    def __init__(self, axis: Axis, values: Sequence[float], low: float, high: float) -> None:
+        self._low, self._high = low, high
+        self._is_log = axis.is_log
+        good = [v for v in values if v > 0] if axis.is_log else list(values)
+        least = axis.least if axis.least is not None else min(good, default=1.0)
+        most = axis.most if axis.most is not None else max(good, default=1.0)
+        if axis.is_log:
+            self._from, self._to = math.log10(max(least, 1e-6)), math.log10(max(most, 1e-6))
+            if self._to - self._from < 0.1:
+                self._from, self._to = self._from - 0.1, self._to + 0.1
+        else:
+            self._from, self._to = min(0.0, least), most * 1.05 if axis.most is None else most
+            if self._to <= self._from:
+                self._to = self._from + 1.0
+
+    def at(self, value: float) -> float:
+        """The pixel of a value."""
+        place = math.log10(max(value, 1e-6)) if self._is_log else value
+        share = (place - self._from) / (self._to - self._from)
+        return self._low + min(max(share, 0.0), 1.0) * (self._high - self._low)
+
+    def ticks(self) -> list[float]:
+        """Round values within the scale."""
+        if self._is_log:
+            steps = (1, 2, 5) if self._to - self._from < 3 else (1,)
+            decades = range(math.floor(self._from), math.ceil(self._to) + 1)
+            found = [step * 10.0**decade for decade in decades for step in steps]
+            return [value for value in found if self._from - 1e-9 <= math.log10(value) <= self._to + 1e-9]
+        rough = (self._to - self._from) / 5
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(unit * many for many in (1, 2, 5, 10) if unit * many >= rough)
+        first = math.ceil(self._from / step)
+        return [number * step for number in range(first, math.floor(self._to / step + 1e-9) + 1)]
+
+
+def line_chart(series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
+    """Lines or points of several runs over each other."""
+    xs = [x for each in series for x, _ in each.points]
+    ys = [y for each in series for _, y in each.points]
+    x_scale = _Scale(x_axis, xs, _LEFT, _WIDTH - _RIGHT)
+    y_scale = _Scale(y_axis, ys, _HEIGHT - _BOTTOM, _TOP)
+    parts = [_frame(x_scale, y_scale, x_axis, y_axis)]
+    for each in series:
+        places = [(x_scale.at(x), y_scale.at(y)) for x, y in each.points]
+        if each.has_line and len(places) > 1:
+            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            parts.append(f'<polyline points="{joined}" fill="none" stroke="{each.colour}" stroke-width="1.8"/>')
+        if each.has_marks:
+            labels = each.labels or [each.name] * len(places)
+            for (x, y), label in zip(places, labels, strict=True):
+                mark = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{each.colour}">'
+                parts.append(f"{mark}<title>{html.escape(label)}</title></circle>")
+    return _svg(parts, _HEIGHT)
+
+
+def span_chart(spans: Sequence[tuple[float, float, float, bool]], colour: str, x_axis: Axis, rows: int) -> str:
+    """Requests as bars: begin, first content, end, and whether each failed; pale until the first content."""
+    ends = [end for _, _, end, _ in spans]
+    x_scale = _Scale(x_axis, ends, _LEFT, _WIDTH - _RIGHT)
+    y_axis = Axis("request", least=0, most=rows)
+    y_scale = _Scale(y_axis, [], _HEIGHT - _BOTTOM, _TOP)
+    parts = [_frame(x_scale, y_scale, x_axis, y_axis)]
+    thick = max(0.6, (_HEIGHT - _BOTTOM - _TOP) / max(rows, 1) * 0.8)
+    for row, (begin, first, end, failed) in enumerate(spans):
+        y = y_scale.at(row + 0.5)
+        left, middle, right = x_scale.at(begin), x_scale.at(first), x_scale.at(end)
+        if failed:
+            parts.append(_bar(left, max(right, left + 2), y, thick, "#c0392b", 1.0))
+            continue
+        parts.append(_bar(left, middle, y, thick, colour, 0.3))
+        parts.append(_bar(middle, right, y, thick, colour, 1.0))
+    return _svg(parts, _HEIGHT)
+
+
+def _bar(left: float, right: float, y: float, thick: float, colour: str, opacity: float) -> str:
+    width = max(right - left, 0.3)
+    place = f'x="{left:.1f}" y="{y - thick / 2:.1f}" width="{width:.1f}" height="{thick:.2f}"'
+    return f'<rect {place} fill="{colour}" fill-opacity="{opacity}"/>'
+
+
+def _frame(x_scale: _Scale, y_scale: _Scale, x_axis: Axis, y_axis: Axis) -> str:
+    bottom = _HEIGHT - _BOTTOM
+    parts = []
+    for value in x_scale.ticks():
+        x = x_scale.at(value)
+        parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" class="grid"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{value:g}</text>')
+    for value in y_scale.ticks():
+        y = y_scale.at(value)
+        parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="grid"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{html.escape(x_axis.title)}</text>')
+    turn = f"rotate(-90 14 {(_TOP + bottom) / 2})"
+    y_title = html.escape(y_axis.title)
+    parts.append(f'<text x="14" y="{(_TOP + bottom) / 2}" text-anchor="middle" transform="{turn}">{y_title}</text>')
+    return "".join(parts)
+
+
+def _svg(parts: Sequence[str], height: int) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(parts)}</svg>'

@@ -1,0 +1,77 @@
+"""What a run shows while it goes on, on standard error: live figures on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from types import TracebackType
+
+from headrace.bench.load import Progress
+
+_LIVE_S = 1.0
+_PLAIN_S = 10.0
+
+
+class Display:
+    """Shows the progress of a load; an asynchronous context. It draws once a second, because the client draws in the
+    thread in which it also reads answers."""
+
+    def __init__(self, progress: Progress, title: str, is_shown: bool) -> None:
+        self._progress = progress
+        self._title = title
+        self._is_shown = is_shown
+        self._task: asyncio.Task[None] | None = None
+        self._last = (time.monotonic(), 0, 0)
+
+    async def __aenter__(self) -> Display:
+        if self._is_shown:
+            self._task = asyncio.create_task(self._live() if sys.stderr.isatty() else self._plain())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _live(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+        bar = Bar(*columns, TextColumn("{task.fields[figures]}"), console=Console(stderr=True), auto_refresh=False)
+        task = bar.add_task(self._title, total=self._progress.total, figures="")
+        with bar:
+            try:
+                while True:
+                    await asyncio.sleep(_LIVE_S)
+                    figures = self._figures()
+                    bar.update(task, completed=self._progress.done, total=self._progress.total, figures=figures)
+                    bar.refresh()
+            finally:
+                bar.update(task, completed=self._progress.done, total=self._progress.total)
+                bar.refresh()
+
+    async def _plain(self) -> None:
+        while True:
+            await asyncio.sleep(_PLAIN_S)
+            done = f"{self._progress.done} of {self._progress.total} requests"
+            print(f"{self._title}: {done}, {self._figures()}", file=sys.stderr, flush=True)
+
+    def _figures(self) -> str:
+        progress = self._progress
+        now_s = time.monotonic()
+        before_s, tokens, done = self._last
+        elapsed_s = max(now_s - before_s, 1e-9)
+        self._last = (now_s, progress.output_tokens, progress.done)
+        words = [
+            f"{progress.sent - progress.done} in flight",
+            f"{(progress.done - done) / elapsed_s:.1f} req/s",
+            f"{(progress.output_tokens - tokens) / elapsed_s:.0f} tok/s",
+        ]
+        words += [f"{progress.failed} failed"] if progress.failed else []
+        words += [f"{progress.late} late"] if progress.late else []
+        return ", ".join(words)

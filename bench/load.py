@@ -1,0 +1,210 @@
+"""Puts load on a server: conversations that begin when they are due whatever the server does, or users who take turns.
+
+An open loop stays open: a request that is due is sent even if no earlier one has been answered. What the client itself
+sends late is recorded, because late requests are less load than was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.bench.apis import Message, Prompt
+from headrace.bench.datasets import Conversation
+from headrace.bench.record import Record
+
+LATE_S = 0.01
+"""A request that is sent later than this after it was due is late."""
+_TICK_S = 0.05
+
+
+class Sender(Protocol):
+    """Sends one request and records its answer."""
+
+    def prepared(self, prompt: Prompt) -> bytes:
+        """The request as bytes, made before it is due."""
+
+    async def send(self, request: bytes, record: Record) -> None:
+        """Send it. Failures go into the record."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is going on, for displays: counts of requests, and tokens so far."""
+
+    total: int
+    sent: int = 0
+    done: int = 0
+    failed: int = 0
+    late: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Run:
+    """A finished run. Times are in seconds of the run's clock."""
+
+    records: list[Record]
+    began_s: float
+    ended_s: float
+    last_due_s: float
+    """When the last request was due; the beginning if all were due at once."""
+    num_timed: int
+    """Requests that were due at a time of their own, and so could be late."""
+    lags_s: list[float] = field(default_factory=list)
+    """How much too late each tick of the client came: it was busy."""
+
+    @property
+    def duration_s(self) -> float:
+        """From the beginning to the last answer."""
+        return self.ended_s - self.began_s
+
+
+class Load:
+    """Runs conversations. `now` is the clock of all times."""
+
+    def __init__(self, sender: Sender, now: Callable[[], float], max_concurrency: int | None) -> None:
+        self._sender = sender
+        self._now = now
+        self._gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+        self._records: list[Record] = []
+        self._num_timed = 0
+        self._began_s = 0.0
+        self._last_due_s = 0.0
+        self.progress = Progress(0)
+
+    async def open_loop(self, conversations: Sequence[Conversation], starts_s: Sequence[float]) -> Run:
+        """Begin each conversation at its time after the beginning. All zero: all at once."""
+        are_timed = any(starts_s)
+        self._begin(conversations)
+        tasks = []
+        async with _Ticks(self._now) as ticks:
+            for conversation, start_s in zip(conversations, starts_s, strict=True):
+                due_s = self._began_s + start_s
+                first = self._first(conversation)
+                if are_timed:
+                    await asyncio.sleep(max(0.0, due_s - self._now()))
+                tasks.append(asyncio.create_task(self._converse(conversation, first, due_s, are_timed)))
+                await asyncio.sleep(0)  # it is sent before the next request is prepared
+            await asyncio.gather(*tasks)
+        return self._run(ticks)
+
+    async def users(
+        self, conversations: Sequence[Conversation], num_users: int, think_s: float, rng: random.Random
+    ) -> Run:
+        """Users who have one conversation after the other. They begin within one time of thinking."""
+        self._begin(conversations)
+        waiting = iter(conversations)
+        starts_s = sorted(rng.uniform(0.0, think_s) for _ in range(num_users))
+        async with _Ticks(self._now) as ticks:
+            await asyncio.gather(*(self._user(waiting, start_s, think_s, rng) for start_s in starts_s))
+        return self._run(ticks)
+
+    async def _user(self, waiting: Iterator[Conversation], start_s: float, think_s: float, rng: random.Random) -> None:
+        due_s = self._began_s + start_s
+        is_first = True
+        for conversation in waiting:
+            if not is_first:
+                due_s = self._now() + (rng.expovariate(1 / think_s) if think_s else 0.0)
+            is_first = False
+            first = self._first(conversation)
+            await asyncio.sleep(max(0.0, due_s - self._now()))
+            await self._converse(conversation, first, due_s, bool(think_s))
+
+    async def _converse(self, conversation: Conversation, first: bytes, due_s: float, is_timed: bool) -> None:
+        said = _opening(conversation)
+        before = conversation.system_tokens
+        for place, turn in enumerate(conversation.turns):
+            said.append({"role": "user", "content": turn.text})
+            request = first if place == 0 else self._sender.prepared(Prompt(said, turn.output_tokens))
+            if place and turn.think_s:
+                due_s = self._now() + turn.think_s
+                await asyncio.sleep(turn.think_s)
+            elif place:
+                due_s = self._now()
+            record = Record(
+                len(self._records), before + turn.prompt_tokens, turn.output_tokens, hash(turn.parts), due_s
+            )
+            self._records.append(record)
+            await self._ask(request, record, is_timed if place == 0 else bool(turn.think_s))
+            if not record.succeeded:
+                self.progress.total -= len(conversation.turns) - place - 1
+                return
+            said.append({"role": "assistant", "content": record.text})
+            before = record.prompt_tokens + (record.usage_completion_tokens or len(record.times))
+
+    async def _ask(self, request: bytes, record: Record, is_timed: bool) -> None:
+        progress = self.progress
+        self._last_due_s = max(self._last_due_s, record.planned_s)
+        may_s = record.planned_s
+        async with self._gate or nullcontext():
+            record.sent_s = record.ended_s = self._now()
+            if self._gate is not None and self._gate.locked():
+                may_s = record.sent_s  # it may have waited for its turn
+            if is_timed:
+                self._num_timed += 1
+                record.late_s = max(0.0, record.sent_s - may_s)
+                progress.late += record.late_s > LATE_S
+            progress.sent += 1
+            await self._sender.send(request, record)
+        progress.done += 1
+        progress.failed += not record.succeeded
+        progress.output_tokens += record.usage_completion_tokens or len(record.times)
+
+    def _first(self, conversation: Conversation) -> bytes:
+        turn = conversation.turns[0]
+        said = [*_opening(conversation), {"role": "user", "content": turn.text}]
+        return self._sender.prepared(Prompt(said, turn.output_tokens))
+
+    def _begin(self, conversations: Sequence[Conversation]) -> None:
+        self._records = []
+        self._num_timed = 0
+        self.progress.total = sum(len(conversation.turns) for conversation in conversations)
+        self._began_s = self._last_due_s = self._now()
+
+    def _run(self, ticks: _Ticks) -> Run:
+        ended_s = max((record.ended_s for record in self._records), default=self._began_s)
+        return Run(self._records, self._began_s, ended_s, self._last_due_s, self._num_timed, ticks.lags_s)
+
+
+def _opening(conversation: Conversation) -> list[Message]:
+    return [{"role": "system", "content": conversation.system}] if conversation.system else []
+
+
+class _Ticks:
+    """Notices how late the client's own timers come."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._task: asyncio.Task[None] | None = None
+        self.lags_s: list[float] = []
+
+    async def __aenter__(self) -> _Ticks:
+        self._task = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _tick(self) -> None:
+        while True:
+            due_s = self._now() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self.lags_s.append(max(0.0, self._now() - due_s))
+
+
+async def each_at_once(count: int, at_once: int, one: Callable[[], Awaitable[None]]) -> None:
+    """Await `one` so many times, `at_once` at a time."""
+    left = iter(range(count))
+
+    async def some() -> None:
+        for _ in left:
+            await one()
+
+    await asyncio.gather(*(some() for _ in range(min(count, at_once))))

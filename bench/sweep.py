@@ -1,0 +1,130 @@
+"""Raises the rate until the server no longer keeps up, and finds the highest rate that it holds: the knee.
+
+A rate is held if requests are answered as fast as they come, once the first have been answered, and if enough of them
+meet the objectives. One request after the other gives the least latency, and so the scale on which to begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from headrace.bench.measures import distribution, is_good, values_s
+from headrace.bench.results import Result
+
+KEEPS_UP = 0.95
+"""Share of the arrivals of the later half that must have been answered when the last one arrived, apart from those
+that a server with this latency has in flight anyway."""
+GOOD_SHARE = 0.9
+"""Share of the requests that must meet the objectives."""
+_GROWTH = 2.0
+_MAX_RATES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A rate that was tried, in requests per second."""
+
+    rate: float
+    result: Result
+    held: bool
+    reason: str
+
+
+@dataclass(slots=True)
+class Sweep:
+    """The steps of a sweep in the order in which they were tried."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def knee(self) -> Step | None:
+        """The highest rate that was held; None if none was."""
+        held = [step for step in self.steps if step.held]
+        return max(held, key=lambda step: step.rate) if held else None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a higher rate was tried that was not held."""
+        return any(not step.held for step in self.steps)
+
+
+async def sweep(first_rate: float, refinements: int, run: Callable[[float], Awaitable[Result]]) -> Sweep:
+    """Double the rate from `first_rate` until it is not held, then halve the interval `refinements` times."""
+    found = Sweep()
+
+    async def held(rate: float) -> bool:
+        result = await run(rate)
+        reason = why_not_held(result, rate)
+        found.steps.append(Step(rate, result, not reason, reason))
+        return not reason
+
+    low, high, rate = 0.0, math.inf, first_rate
+    while len(found.steps) < _MAX_RATES:
+        if await held(rate):
+            low = rate
+            if not math.isfinite(high):
+                rate *= _GROWTH
+                continue
+        else:
+            high = rate
+            if not low:
+                rate /= _GROWTH
+                if len(found.steps) >= _MAX_RATES // 2:
+                    break
+                continue
+        if not refinements:
+            break
+        refinements -= 1
+        rate = math.sqrt(low * high)
+    return found
+
+
+def why_not_held(result: Result, rate: float) -> str:
+    """Why a server does not hold a rate; empty if it does."""
+    run = result.run
+    if result.totals.failed:
+        return f"{result.totals.failed} requests failed"
+    if not run.records:
+        return "nothing was sent"
+    span_s = run.last_due_s - run.began_s
+    middle_s = run.began_s + span_s / 2
+    arrived = sum(record.planned_s > middle_s for record in run.records)
+    # Answers beyond those that were already waiting in the middle: a queue that does not grow leaves none over.
+    answered = sum(middle_s < record.ended_s <= run.last_due_s for record in run.records)
+    early = [record.latency_s for record in run.records if record.planned_s <= middle_s]
+    usual = rate * (sorted(early)[len(early) // 2] if early else 0.0)
+    slack = 2 * math.sqrt(max(usual, 1.0))
+    if answered < KEEPS_UP * arrived - slack:
+        return f"{answered} answers while {arrived} requests came: the queue grows"
+    objectives = result.setup.objectives_ms
+    if objectives:
+        good = sum(is_good(record, objectives) for record in run.records) / len(run.records)
+        if good < GOOD_SHARE:
+            return f"only {good:.0%} of the requests meet the objectives"
+    return ""
+
+
+def table(found: Sweep) -> str:
+    """The steps by rate, as lines, with the knee."""
+    head = f"{'rate req/s':>10} {'out tok/s':>10} {'TTFT p50':>9} {'p99 ms':>9} {'TPOT p50':>9} {'p99 ms':>8}  held"
+    lines = [" Sweep of the Rate ".center(len(head) + 4, "="), head]
+    for step in sorted(found.steps, key=lambda step: step.rate):
+        totals = step.result.totals
+        ttft, tpot = (distribution(values_s(step.result.run.records, name), (99.0,)) for name in ("ttft", "tpot"))
+        figures = f"{step.rate:>10.2f} {totals.per_s(totals.output_tokens):>10.1f} {ttft.median:>9.1f} "
+        figures += f"{ttft.percentiles[99.0]:>9.1f} {tpot.median:>9.1f} {tpot.percentiles[99.0]:>8.1f}"
+        lines.append(f"{figures}  {'yes' if step.held else 'no: ' + step.reason}")
+    knee = found.knee
+    if knee is None:
+        lines.append("No rate that was tried is held.")
+    elif not found.is_closed:
+        lines.append(f"Every rate that was tried is held; the highest was {knee.rate:.2f} requests per second.")
+    else:
+        totals = knee.result.totals
+        lines.append(
+            f"Knee: {knee.rate:.2f} requests per second, {totals.per_s(totals.output_tokens):.1f} output tokens per "
+            "second."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,90 @@
+"""Texts of a given number of tokens, out of common English words.
+
+A word that is one token, whether it begins a text or follows another word, adds one token. So a text of such words has
+as many tokens as words, and its beginning stays the same tokens whatever follows: prefixes that are equal as text are
+equal as tokens. Random token ids lack both: their text often encodes to other tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from headrace.bench.tokens import Counter
+
+_TEXT = """
+the and for that with this from have they will one all would there their what out about who get which when make can
+like time just him know take people into year your good some could them see other than then now look only come its over
+think also back after use two how our work first well way even new want because any these give day most man woman child
+world school state family student group country problem hand part place case week company system program question
+government number night point home water room mother area money story fact month lot right study book eye job word
+business issue side kind head house service friend father power hour game line end member law car city community name
+president team minute idea body information parent face others level office door health person art war history party
+result change morning reason research girl guy moment air teacher force education foot boy age policy music market
+sense nation plan college interest death experience effect class control field development role effort rate heart drug
+show light voice wife police mind price report decision son view relationship town road arm difference value building
+action season society tax director position player record paper space ground form event official matter center couple
+site project activity star table need court oil situation cost industry figure street image phone data picture practice
+piece land product doctor wall patient worker news test movie north love step care south east west river garden winter
+summer spring stone wood metal green blue red black white small large long short high low early late old young
+"""
+_WORDS = _TEXT.split()
+_FIRST = "the"
+_MIN_WORDS = 32
+_MAX_ROUNDS = 6
+
+
+class Writer:
+    """Writes texts. `around` is the number of tokens that the model expects around a text."""
+
+    def __init__(self, words: Sequence[str], counter: Counter, around: int) -> None:
+        self.words = words
+        self.counter = counter
+        self.around = around
+
+    def words_of(self, rng: random.Random, num_tokens: int) -> str:
+        """A text that adds this many tokens; at least one."""
+        return " ".join(rng.choices(self.words, k=max(1, num_tokens)))
+
+    def prompt(self, rng: random.Random, num_tokens: int) -> str:
+        """A text that is this many tokens with those around it; at least one word."""
+        return self.words_of(rng, num_tokens - self.around)
+
+    async def fitted(self, texts: Sequence[str], targets: Sequence[int], rng: random.Random) -> list[str]:
+        """Texts of exactly so many tokens, made from nearly such ones by adding words or taking some off their ends. A
+        text that cannot be made to fit stays as near as it came."""
+        if not self.counter.is_exact:
+            return list(texts)
+        found = list(texts)
+        open_ = list(range(len(found)))
+        for _ in range(_MAX_ROUNDS):
+            counts = await self.counter.count([found[i] for i in open_])
+            wrong = [(i, targets[i] - n) for i, n in zip(open_, counts, strict=True) if n != targets[i]]
+            open_ = []
+            for i, missing in wrong:
+                words = found[i].split(" ")
+                if missing > 0:
+                    found[i] = f"{found[i]} {self.words_of(rng, missing)}"
+                elif len(words) > 1:
+                    found[i] = " ".join(words[: max(1, len(words) + missing)])
+                else:
+                    continue
+                open_.append(i)
+            if not open_:
+                break
+        return found
+
+
+async def writer_for(counter: Counter) -> Writer:
+    """A writer with those words that are one token. Raises ExchangeError."""
+    if not counter.is_exact:
+        return Writer(_WORDS, counter, 0)
+    (empty, *first) = await counter.count([_FIRST, *_WORDS])
+    later = await counter.count([f"{_FIRST} {word}" for word in _WORDS])
+    around = empty - 1
+    single = [
+        word
+        for word, alone, behind in zip(_WORDS, first, later, strict=True)
+        if alone == around + 1 and behind == around + 2
+    ]
+    return Writer(single if len(single) >= _MIN_WORDS else _WORDS, counter, around)

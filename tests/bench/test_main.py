@@ -1,0 +1,250 @@
+"""The command against a server whose times are known: figures, text, JSON, report, warnings and refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.bench.__main__ import main
+from headrace.bench.flags import spelled_out
+from tests.bench.scripted_server import scripted_server
+
+# What scripts made for `vllm bench serve` read.
+VLLM_KEYS = {
+    *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
+    *("burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
+    *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
+    *("max_output_tokens_per_s", "max_concurrent_requests", "rtfx"),
+    *(f"{kind}_{metric}_ms" for metric in ("ttft", "tpot", "itl") for kind in ("mean", "median", "std", "p99")),
+}
+VLLM_DETAILS = {
+    *("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times"),
+    *("generated_texts", "errors"),
+}
+VLLM_LINES = (
+    ("Successful requests", "Failed requests", "Maximum request concurrency", "Request rate configured (RPS)"),
+    ("Benchmark duration (s)", "Total input tokens", "Total generated tokens", "Request throughput (req/s)"),
+    ("Request goodput (req/s)", "Output token throughput (tok/s)", "Peak output token throughput (tok/s)"),
+    ("Peak concurrent requests", "Total token throughput (tok/s)", "Mean TTFT (ms)", "Median TTFT (ms)"),
+    ("P99 TTFT (ms)", "Mean TPOT (ms)", "Mean ITL (ms)", "P99 ITL (ms)"),
+)
+SMALL = ["--num-prompts", "12", "--input-len", "40", "--output-len", "6", "--disable-tqdm"]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with scripted_server() as found:
+        yield found
+
+
+def bench(*args: str) -> Result:
+    return CliRunner().invoke(main, list(args), prog_name="headrace bench", auto_envvar_prefix="HEADRACE_BENCH")
+
+
+def saved(tmp_path: Path, url: str, *args: str) -> dict[str, Any]:
+    result = bench(url, *SMALL, "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json", *args)
+    assert result.exit_code in (0, 1), result.output
+    found: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
+    return found
+
+
+def test_figures_are_those_of_the_servers_script(url: str, tmp_path: Path) -> None:
+    found = saved(
+        tmp_path,
+        url,
+        "--model",
+        "ttft=400,gap=100",
+        "--request-rate",
+        "40",
+        "--percentile-metrics",
+        "ttft,tpot,itl,e2el",
+    )
+    # Generous: the machine may be busy, and a timer never comes early.
+    assert 400 <= found["mean_ttft_ms"] < 700
+    assert 80 < found["median_tpot_ms"] < 160
+    assert 80 < found["median_itl_ms"] < 160
+    assert 900 <= found["mean_e2el_ms"] < 1400
+    assert found["mean_tpot_ms"] == pytest.approx((found["mean_e2el_ms"] - found["mean_ttft_ms"]) / 5, rel=0.01)
+    assert (found["completed"], found["failed"]) == (12, 0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (12 * 40, 12 * 6)
+    assert found["output_throughput"] == pytest.approx(72 / found["duration"])
+    assert found["max_concurrent_requests"] == 12
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_json_has_the_keys_that_scripts_read(url: str, tmp_path: Path, backend: str) -> None:
+    args = ("--backend", backend, "--metadata", "version=1", "host=a", "--seed", "3", "--label", "mine")
+    found = saved(tmp_path, url, *args)
+    assert set(found) == VLLM_KEYS | {"version", "host", "headrace"}
+    assert (found["request_rate"], found["max_concurrency"], found["tokenizer_id"]) == ("inf", None, None)
+    assert (found["backend"], found["label"], found["model_id"]) == (backend, "mine", "scripted")
+    detailed = saved(tmp_path, url, "--save-detailed", "--model", "ttft=10,gap=10")
+    assert set(detailed) == VLLM_KEYS | VLLM_DETAILS | {"headrace"}
+    assert all(len(detailed[key]) == 12 for key in VLLM_DETAILS)
+    assert detailed["output_lens"] == [6] * 12
+    assert detailed["input_lens"] == [40] * 12
+    for ttft, gaps, latency in zip(detailed["ttfts"], detailed["itls"], detailed["latencies"], strict=True):
+        assert len(gaps) == 5
+        assert latency >= ttft + sum(gaps) - 1e-9
+
+
+def test_the_text_has_the_lines_that_eyes_know(url: str) -> None:
+    args = ("--request-rate", "50", "--max-concurrency", "8", "--goodput", "ttft:5000", "tpot:500", "--ignore-eos")
+    result = bench("serve", "--base-url", f"{url}/v1", *SMALL, *args)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert "============ Serving Benchmark Result ============" in lines
+    assert lines.count("=" * 50) == 1
+    for name in (name for names in VLLM_LINES for name in names):
+        (line,) = (line for line in lines if line.startswith(f"{name}:"))
+        assert math.isfinite(float(line[len(name) + 1 :]))
+    assert "---------------Time to First Token----------------" in lines
+    assert re.search(r"^Request goodput \(req/s\): +[\d.]+", result.stdout, re.MULTILINE)
+    assert re.search(r"^Late sends \(> 10 ms\): +\d+ of 12", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [("short=2", "too_short"), ("empty=1", "empty"), ("reason=0", "no_finish_reason"), ("seen=9", "prompt_truncated")],
+)
+def test_a_server_that_answers_wrongly_cannot_be_overlooked(url: str, tmp_path: Path, script: str, kind: str) -> None:
+    page = tmp_path / "r.html"
+    args = ("--model", script, "--save-result", "--result-dir", str(tmp_path), "--html", str(page))
+    result = bench(url, *SMALL, "--result-filename", "r.json", *args)
+    assert result.exit_code == 1
+    assert result.stderr.count("!!! WRONG ANSWERS: 12 of 12") >= 2
+    assert f"WRONG ({kind}):" in result.stdout
+    own = json.loads((tmp_path / "r.json").read_text())["headrace"]
+    assert (own["answers_are_right"], own["findings"][0]["kind"]) == (False, kind)
+    assert '<div class="wrong">' in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ("status=429", "HTTP 429"),
+        ("status=500", "HTTP 500"),
+        ("cut=3,gap=1", "disconnected"),
+        ("bad=1", "malformed"),
+    ],
+)
+def test_failures_are_counted_by_kind(url: str, tmp_path: Path, script: str, kind: str) -> None:
+    found = saved(tmp_path, url, "--model", script, "--save-detailed")
+    assert (found["completed"], found["failed"]) == (0, 12)
+    assert found["headrace"]["errors_by_kind"] == {kind: 12}
+    assert all(found["errors"])
+    assert found["mean_ttft_ms"] == 0
+
+
+def test_a_request_that_takes_too_long_has_timed_out(url: str, tmp_path: Path) -> None:
+    found = saved(tmp_path, url, "--model", "ttft=60000", "--request-timeout", "0.2", "--num-prompts", "2")
+    assert found["headrace"]["errors_by_kind"] == {"timeout": 2}
+
+
+@pytest.mark.parametrize("script", ["close=1", "split=1", "role=1", "usage=0"])
+def test_other_ways_to_stream_are_the_same_to_the_client(url: str, tmp_path: Path, script: str) -> None:
+    found = saved(tmp_path, url, "--model", f"{script},ttft=5", "--max-concurrency", "3")
+    assert (found["completed"], found["total_output_tokens"]) == (12, 72)
+    assert found["headrace"]["answers_are_right"]
+    source = found["headrace"]["answers_counted_by"]
+    assert source == ("/tokenize of the server" if script == "usage=0" else "the server's usage")
+
+
+def test_a_server_that_is_not_there_is_said_in_one_sentence() -> None:
+    result = bench("http://127.0.0.1:9", *SMALL)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: cannot connect to http://127.0.0.1:9")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["serve"], "which server? Give its URL"),
+        (["127.0.0.1:8000"], "did you mean http://127.0.0.1:8000?"),
+        (["http://a", "--host", "b"], "the server is named twice"),
+        (["http://a", "--dataset-name", "sharegpt"], "name it with --dataset-path"),
+        (["http://a", "--dataset-path", "x"], "random reads no file"),
+        (["http://a", "--self-timed"], "is for --dataset-name timed_trace"),
+        (
+            ["http://a", "--dataset-name", "timed_trace", "--dataset-path", "x", "--request-rate", "2"],
+            "--no-self-timed",
+        ),
+        (["http://a", "--backend", "tgi", "--ignore-eos"], "cannot continue after the end"),
+        (["http://a", "--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
+        (["http://a", "--ramp-up-end-rps", "4"], "need --ramp-up-strategy"),
+        (["http://a", "--sweep", "--num-prompts", "5"], "leave --num-prompts out"),
+        (["http://a", "--goodput", "speed:5"], "METRIC:MILLISECONDS"),
+        (["http://a", "--metadata", "x"], "is not NAME=VALUE"),
+        (["http://a", "--request-rate", "0"], "neither a positive number nor inf"),
+        (["http://a", "--extra-body", "[1]"], "not an object in JSON"),
+        (["http://a", "--percentile-metrics", "ttft,speed"], "'speed' is none of"),
+        (["http://a", "--metric-percentiles", "101"], "numbers from 0 to 100"),
+        (["http://a", "--header", "x y=1"], "is not a header"),
+        (["https://a", "--ca-file", "/does/not/exist"], "no certificates that can be used"),
+        (["report", "/does/not/exist"], "cannot read /does/not/exist"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_remedy(args: list[str], sentence: str) -> None:
+    result = bench(*args)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.stderr
+
+
+def test_a_file_that_cannot_be_used_is_refused(url: str, tmp_path: Path) -> None:
+    result = bench(url, "--dataset-name", "custom", "--dataset-path", str(tmp_path / "none"), *SMALL)
+    assert (result.exit_code, "cannot read --dataset-path" in result.stderr) == (2, True)
+    result = bench(url, "--tokenizer", str(tmp_path), *SMALL)
+    assert (result.exit_code, "has no openvino_tokenizer.xml" in result.stderr) == (2, True)
+
+
+def test_several_values_may_follow_one_flag() -> None:
+    args = ["--goodput", "ttft:5", "tpot:6", "--metadata", "a=1", "b=http://x", "http://s", "--max_concurrency", "3"]
+    assert spelled_out(args) == [
+        *("--goodput", "ttft:5", "--goodput", "tpot:6", "--metadata", "a=1", "--metadata", "b=http://x"),
+        *("http://s", "--max-concurrency", "3"),
+    ]
+
+
+def test_several_runs_are_one_report(url: str, tmp_path: Path) -> None:
+    for name, more in (("ours", ["--save-detailed"]), ("theirs", ["--save-result"])):
+        args = ("--model", "ttft=5,gap=5", "--label", name, "--result-filename", str(tmp_path / f"{name}.json"))
+        assert bench(url, *SMALL, *args, *more).exit_code == 0
+    theirs = json.loads((tmp_path / "theirs.json").read_text())
+    del theirs["headrace"]  # as another client saves it
+    (tmp_path / "theirs.json").write_text(json.dumps(theirs))
+    out = tmp_path / "report.html"
+    result = bench(
+        "report", str(tmp_path / "ours.json"), str(tmp_path / "theirs.json"), "-o", str(out), "--title", "A <b>"
+    )
+    assert result.exit_code == 0, result.output
+    page = out.read_text()
+    assert "<h1>A &lt;b&gt;</h1>" in page
+    assert page.count("<svg") >= 7
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    for name in ("ours", "theirs"):
+        assert f"{name}</th>" in page
+    for title in (
+        "Throughput against latency",
+        "Pareto",
+        "TTFT: share of requests",
+        "ITL: share of gaps",
+        "Timeline of ours",
+    ):
+        assert title in page
+    assert "Timeline of theirs" not in page
+
+
+def test_a_result_is_appended_as_a_line(url: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    for _ in range(2):
+        assert bench(url, *SMALL, "--append-result", "--result-filename", str(path)).exit_code == 0
+    assert [json.loads(line)["completed"] for line in path.read_text().splitlines()] == [12, 12]
