@@ -33,6 +33,7 @@ _LOAD_GAUGES = {
     "num_cached_blocks": ("kv_blocks_cached", "KV blocks that can be found by a prefix."),
     "num_running": ("requests_running", "Requests in the running batch."),
     "num_waiting": ("requests_waiting", "Requests that wait for their first step."),
+    "num_encoding": ("requests_encoding", "Those of them that wait for their images to be encoded."),
     "num_uncached_tokens": ("uncached_tokens", "Prompt tokens that are neither computed nor cached."),
 }
 

@@ -121,3 +121,14 @@ def test_penalties_and_log_probabilities_do_not_read_tokens_of_images() -> None:
     assert all(len(entry.top_token_ids) == 2 for entry in entries)
     assert all(entry.rank > 0 for entry in (*entries[:2], *entries[11:]))
     assert max(token_id for entry in entries for token_id in entry.top_token_ids) < VOCAB_SIZE
+
+
+@pytest.mark.parametrize(("end", "expected"), [(1, 0), (3, 0), (4, 4), (5, 5)])
+def test_blocks_of_tiers_are_fetched_up_to_the_border_of_an_image_that_is_whole(end: int, expected: int) -> None:
+    """The image has tokens 3 to 16, and a block 4."""
+    cache = make_engine().scheduler.kv_cache
+    prompt = ready(prompt_of([1, 2, 3], Picture(1, 13), [4] * 9), is_whole=True)
+    request = Request("r", prompt.token_ids, SamplingParams(max_tokens=1, seed=0), 1, images=prompt.images)
+    assert cache.num_fetchable(request, end, lambda block_hash: True) == expected
+    request.images = ready(prompt).images
+    assert cache.num_fetchable(request, end, lambda block_hash: True) == end

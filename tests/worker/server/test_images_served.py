@@ -1,0 +1,153 @@
+"""Requests with images through a worker's services: each ends once, and whatever ends it while its images are encoded
+frees all that it held."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.protos.inference_pb2 import SamplingParams
+from headrace.protos.status import Reason, StatusError, error_of
+from headrace.worker.engine import mailbox
+from headrace.worker.engine.encoding import Encoding
+from headrace.worker.engine.mailbox import Mailbox
+from headrace.worker.engine.stages import Stages
+from headrace.worker.engine.watchdog import Verdict, Watchdog
+from headrace.worker.kv.fetch import Bell
+from headrace.worker.request.params import SamplingParams as Params
+from headrace.worker.request.request import Request
+from headrace.worker.vision.states import StateStore
+from tests.worker.conftest import VOCAB_SIZE
+from tests.worker.fake_runner import expected_tokens
+from tests.worker.images import FakeEncoder, Picture, prompt_of
+from tests.worker.server.running import RunningWorker, running_worker, small_engine
+from tests.worker.server.test_images import DARK, RED, desk, message, tokens_of
+
+PROMPT = [1, *tokens_of(RED), 5]
+
+
+@dataclass
+class Seeing:
+    """A worker that serves requests with images, and what encodes them when it is told to."""
+
+    worker: RunningWorker
+    encoder: FakeEncoder
+    store: StateStore
+    bell: Bell
+
+    def work(self) -> None:
+        self.encoder.work()
+        self.bell.ring()
+
+    def ask(self, *images: bytes, max_tokens: int = 6) -> Any:
+        prompt = [1, *(token for data in images for token in tokens_of(data)), 5]
+        request = message(prompt, *images, sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens))
+        return self.worker.inference.Generate(request)
+
+    async def tokens(self, *images: bytes) -> list[int]:
+        return [token async for response in self.ask(*images) for token in response.token_ids]
+
+    async def until_clean(self) -> None:
+        """Wait until nothing is held for anybody."""
+        pool = self.worker.under_test.scheduler.kv_cache.pool
+        await self.worker.until(lambda: self.worker.mailbox.num_open == 0)
+        await self.worker.until(lambda: self.store.num_holders == 0 and pool.num_free_blocks == pool.num_blocks)
+        assert not self.encoder.queue
+
+
+@asynccontextmanager
+async def seeing(max_wait_s: float = 60.0) -> AsyncIterator[Seeing]:
+    engine, encoder, bell = small_engine(), FakeEncoder(), Bell()
+    store = StateStore(1 << 20)
+    stages = Stages([Encoding(engine.scheduler, encoder, store, max_wait_s)])
+    async with running_worker(engine, images=desk(), stages=stages, bell=bell) as worker:
+        yield Seeing(worker, encoder, store, bell)
+
+
+async def test_an_answer_comes_when_the_images_are_encoded() -> None:
+    async with seeing() as served:
+        answered = asyncio.create_task(served.tokens(RED, DARK))
+        await served.worker.until(lambda: len(served.encoder.queue) == 2)
+        await served.worker.until(lambda: served.worker.hub.load().num_encoding == 1)
+        served.work()
+        prompt = [1, *tokens_of(RED), *tokens_of(DARK), 5]
+        assert await answered == expected_tokens(prompt, 6, VOCAB_SIZE)
+        await served.until_clean()
+
+
+async def test_a_caller_that_hangs_up_frees_everything_and_stops_the_encoding() -> None:
+    async with seeing() as served:
+        call = served.ask(RED)
+        task = asyncio.create_task(anext(aiter(call)))
+        await served.worker.until(lambda: len(served.encoder.queue) == 1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await served.until_clean()
+        assert served.worker.under_test.scheduler.stats.requests_cancelled == 1
+
+
+async def test_a_deadline_ends_a_request_whose_image_hangs() -> None:
+    async with seeing() as served:
+        request = message(PROMPT, RED)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [response async for response in served.worker.inference.Generate(request, timeout=0.3)]
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await served.until_clean()
+
+
+async def test_a_broken_image_ends_its_requests_alone() -> None:
+    async with seeing() as served:
+        bad = [asyncio.create_task(served.tokens(DARK, RED)) for _ in range(2)]
+        await served.worker.until(lambda: len(served.encoder.queue) == 2)
+        text = served.worker.generate(token_ids=[1, 2], sampling=SamplingParams(temperature=0.0, max_tokens=3))
+        served.encoder.work(1)
+        served.encoder.fail("the image is a truncated PNG file")
+        served.bell.ring()
+        for task in bad:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await task
+            error = error_of(caught.value)
+            assert (error.reason, error.field) == (Reason.INVALID_FIELD, "images[1]")
+            assert error.message == "images[1]: the image is a truncated PNG file"
+        assert [token for response in await text for token in response.token_ids]
+        await served.until_clean()
+
+
+async def test_an_engine_that_waits_for_images_alone_is_not_stuck() -> None:
+    async with seeing() as served:
+        answered = asyncio.create_task(served.tokens(RED))
+        await served.worker.until(lambda: len(served.encoder.queue) == 1)
+        await served.worker.until(lambda: served.worker.thread.is_idle)
+        watchdog = Watchdog(served.worker.thread, stuck_after_s=0.01)
+        assert [watchdog.look(now_s) for now_s in (100.0, 200.0, 300.0)] == [Verdict.ALIVE] * 3
+        served.work()
+        await answered
+
+
+async def test_images_of_all_requests_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "MAX_IMAGE_BYTES_KEPT", 25)
+    box = Mailbox(10, lambda report: None)
+
+    def request(*pictures: Picture, **fields: object) -> Request:
+        prompt = prompt_of([1], *pictures)
+        return Request("r", prompt.token_ids, Params(4, 0), 1, images=prompt.images, **fields)  # type: ignore[arg-type]
+
+    one, other = Picture(1, 4), Picture(2, 4)
+    shared = request(one, one)
+    shared.images[1].data = shared.images[0].data
+    first = box.submit(shared)
+    second = box.submit(request(other))
+    with pytest.raises(StatusError) as caught:
+        box.submit(request(one))
+    assert caught.value.reason is Reason.QUEUE_FULL
+    resumed = box.submit(request(one, resume_token_ids=[3]))
+    for stream in (first, second, resumed):
+        stream.close()
+    box.submit(request(one, other))
