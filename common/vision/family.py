@@ -45,7 +45,7 @@ class ImageLayout:
     """What replaces the placeholder, in order: texts of marks, which are tokenized with their special tokens
     recognised, and numbers of consecutive image tokens."""
     grid: tuple[int, int] | None = None
-    """Rows and columns of the image tokens, where their positions have three parts (`positions.py`)."""
+    """Rows and columns of the image tokens, where their positions have three parts."""
     num_pixels: int
     """Number of pixels that the tower reads, which its time depends on: of all tiles, after resizing."""
 

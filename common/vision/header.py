@@ -29,7 +29,9 @@ _JPEG_FILL = re.compile(rb"\xff+")
 _TURNED = (5, 6, 7, 8)
 # More segments or chunks than any writer makes, so that walking over them takes milliseconds.
 _MAX_PARTS = 20_000
-# Each scan of a progressive JPEG goes over all pixels: a file of 1 MB could take a decoder hours.
+# Codes of JPEG frames whose scans each add to all pixels.
+_PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
+# Each scan of such a JPEG goes over all pixels: a file of 1 MB could take a decoder hours.
 _MAX_SCANS = 100
 _MAX_INFLATED = 1 << 20
 
@@ -83,29 +85,28 @@ def _png(data: bytes) -> ImageHeader:
     length, name, width, height = struct.unpack_from(">I4sII", data, 8)
     if name != b"IHDR" or length < 13:
         raise ImageError("the image is a PNG file without a header. Send the whole file")
-    exif, raw_profile, xmp = None, None, b""
+    exif, texts = None, {}
     at = 8
     for _ in range(_MAX_PARTS):
         if at + 8 > len(data) or name == b"IEND":
             break
         length, name = struct.unpack_from(">I4s", data, at)
-        content = memoryview(data)[at + 8 : at + 8 + length]
-        at += length + 12
         if name == b"eXIf":
-            exif = bytes(content)
+            exif = data[at + 8 : at + 8 + length]
         elif name in (b"zTXt", b"tEXt", b"iTXt") and length < _MAX_INFLATED:
-            key, _, text = bytes(content).partition(b"\0")
-            if key == b"Raw profile type exif" and name != b"iTXt":
-                raw_profile = _inflated(text[1:]) if name == b"zTXt" else text
-            elif key == b"XML:com.adobe.xmp" and name == b"iTXt":
-                xmp = _international_text(text)
+            key, _, text = data[at + 8 : at + 8 + length].partition(b"\0")
+            texts[key] = name, text  # inflated below, once: there may be thousands
+        at += length + 12
     else:
         raise ImageError("the image is a PNG file of too many chunks. Save it anew")
-    if exif is None and raw_profile is not None:
+    name, text = texts.get(b"Raw profile type exif", (b"", b""))
+    if exif is None and name in (b"zTXt", b"tEXt"):
+        lines = (_inflated(text[1:]) if name == b"zTXt" else text).split(b"\n")
         # A line with the name, one with the length, then hexadecimal digits.
         with contextlib.suppress(ValueError):
-            exif = bytes.fromhex(b"".join(raw_profile.split(b"\n")[3:]).decode("latin-1"))
-    return _turned("PNG", width, height, exif or b"", xmp)
+            exif = bytes.fromhex(b"".join(lines[3:]).decode("latin-1"))
+    name, text = texts.get(b"XML:com.adobe.xmp", (b"", b""))
+    return _turned("PNG", width, height, exif or b"", _international_text(text) if name == b"iTXt" else b"")
 
 
 def _international_text(text: bytes) -> bytes:
@@ -124,21 +125,25 @@ def _inflated(data: bytes) -> bytes:
 
 
 def _jpeg(data: bytes) -> ImageHeader:
-    """Segments: 0xff, a code, and with most codes a length and content. Those before the first scan are read."""
-    size, exif, xmp = None, b"", b""
+    """Segments: 0xff, a code, and with most codes a length and content. Those up to the first scan are read."""
+    size, exif, xmp = None, bytearray(), b""
+    has_many_scans = False
     for code, content in _jpeg_segments(data):
         if code == 0xE1 and content.startswith(_EXIF_START):
             exif += content[len(_EXIF_START) :]
         elif code == 0xE1 and content.startswith(_XMP_START):
             xmp = content
         elif 0xC0 <= code <= 0xCF and code not in (0xC4, 0xC8, 0xCC):
-            height, width = struct.unpack_from(">HH", content, 1)
+            height, width, num_components = struct.unpack_from(">HHB", content, 1)
             size = width, height
+            has_many_scans = code in _PROGRESSIVE
+        elif code == 0xDA and size is not None:
+            has_many_scans |= content[0] < num_components
     if size is None:
         raise ImageError("the image is a JPEG file without a size. Send the whole file")
-    if data.count(b"\xff\xda") > _MAX_SCANS:
+    if has_many_scans and data.count(b"\xff\xda") > _MAX_SCANS:
         raise ImageError("the image is a JPEG file of too many scans. Save it anew")
-    return _turned("JPEG", *size, exif, xmp)
+    return _turned("JPEG", *size, bytes(exif), xmp)
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -151,8 +156,6 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
         assert fill is not None
         code = data[fill.end()]
         at = fill.end() + 1
-        if code == 0xDA:
-            return
         if code in (0x00, 0xC8) or 0xD0 <= code <= 0xD9 or 0xF0 <= code <= 0xFD:
             continue  # these have no content
         if code < 0xC0:
@@ -161,6 +164,8 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
         if length < 2 or at + length > len(data):
             raise IndexError
         yield code, data[at + 2 : at + length]
+        if code == 0xDA:
+            return
         at += length
     raise ImageError("the image is a JPEG file of too many segments. Save it anew")
 

@@ -191,6 +191,15 @@ def test_many_parts_are_not_walked_for_long() -> None:
             read_header(data)
 
 
+def test_of_many_texts_one_is_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
+    inflated = []
+    monkeypatch.setattr(header_module, "_inflated", lambda text: inflated.append(text) or b"")
+    chunk = with_chunk(files()["png"], b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(b"text"), at_end=False)
+    start, chunk = chunk[:33], chunk[33 : -len(files()["png"]) + 33]
+    assert read_header(start + chunk * 1000 + files()["png"][33:]).width == 23
+    assert len(inflated) == 1
+
+
 def test_scans_of_a_jpeg_are_bounded() -> None:
     data = files()["jpeg-progressive"]
     first = data.rindex(b"\xff\xda")
