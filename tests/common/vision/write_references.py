@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import transformers
-from PIL import Image
+from PIL import Image, ImageOps
 
+from tests.common.vision.image_files import files
 from tests.common.vision.models import MODELS
 from tests.common.vision.pictures import LAYOUT_SIZES, PROMPT, SIZES, picture
 
@@ -35,12 +38,29 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     content = json.loads(PATH.read_text()) if PATH.exists() else {}
     part: dict[str, Any] = {"pixels": {}, "layouts": {}}
+    part["files"] = {name: hashed(as_loaded(data)) for name, data in files().items()}
+    if not OLD:
+        part["files on white"] = {name: hashed(as_converted(data)) for name, data in files().items()}
     for name in MODELS:
         processor = image_processor(name)
         part["pixels"][name] = dict(pixels(name, processor))
         part["layouts"][name] = dict(layouts(name, processor))
     content[transformers.__version__] = part
     PATH.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def as_loaded(data: bytes) -> Any:
+    """The pixels of a file as transformers reads it, [height, width, 3]."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        return np.asarray(transformers.image_utils.load_image(file.name))
+
+
+def as_converted(data: bytes) -> Any:
+    """The pixels of a file that Pillow opens and turns, as a processor of version 5 converts it."""
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    return transformers.image_transforms.convert_to_rgb(image, return_numpy=True)
 
 
 def image_processor(name: str) -> Any:
@@ -77,10 +97,10 @@ def pixels(name: str, processor: Any) -> Iterator[tuple[str, str]]:
             continue
         image = Image.fromarray(picture(width, height))
         if name != "smolvlm" or max(width, height) > 1000:  # large, so once is enough
-            yield f"{width}x{height}", hashed(processor(image, return_tensors="np"))
+            yield f"{width}x{height}", hashed(values(processor(image, return_tensors="np")))
         arguments = low(name, width, height)
         if arguments is not None:
-            yield f"{width}x{height} low", hashed(processor(image, return_tensors="np", **arguments))
+            yield f"{width}x{height} low", hashed(values(processor(image, return_tensors="np", **arguments)))
     # 5.24.0 lays all pictures on white that it is given, but not those that it reads from files itself. Idefics3's of
     # 4.57.6 lays each tile on white, after scaling transparent pixels too.
     if (
@@ -89,14 +109,18 @@ def pixels(name: str, processor: Any) -> Iterator[tuple[str, str]]:
         else not name.startswith(("idefics3", "smol", "qwen3"))
     ):
         image = Image.fromarray(picture(70, 50, 4))
-        yield "alpha", hashed(processor(image, return_tensors="np"))
+        yield "alpha", hashed(values(processor(image, return_tensors="np")))
 
 
-def hashed(found: Mapping[str, Any]) -> str:
-    """The shape, and the first 16 bytes of SHA-256 of the bytes."""
+def values(found: Mapping[str, Any]) -> Any:
+    """What a processor gives the tower for one image."""
     array = np.asarray(found["pixel_values"], np.float32)
     # Idefics3's have images of images, CLIP's have images.
-    array = array[0] if array.ndim == 5 else array
+    return array[0] if array.ndim == 5 else array
+
+
+def hashed(array: Any) -> str:
+    """The shape, and the first 16 bytes of SHA-256 of the bytes."""
     return f"{'x'.join(map(str, array.shape))} {hashlib.sha256(array.tobytes()).hexdigest()[:32]}"
 
 
