@@ -1,5 +1,5 @@
-"""A fleet that sees: answers about drawn pictures are those of the reference, whatever happens to workers and to the
-processes that encode images."""
+"""A fleet that serves a vision-language model: its answers about drawn pictures are those of the reference, whatever
+happens to workers and to the processes that encode images."""
 
 from __future__ import annotations
 
@@ -92,19 +92,19 @@ async def client(fleet: Fleet) -> AsyncIterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    directory = tmp_path_factory.mktemp("seeing")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    directory = tmp_path_factory.mktemp("served")
     with fleet(directory, num_workers=2, model=MODEL, worker_flags=FLAGS) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_held(seeing: Fleet) -> Iterator[None]:
+def nothing_is_held(served: Fleet) -> Iterator[None]:
     """After each test, every block is free, and no request waits."""
-    seeing.until_whole()
+    served.until_whole()
     yield
-    seeing.until_whole()
-    seeing.until_idle()
+    served.until_whole()
+    served.until_idle()
 
 
 def loads(fleet: Fleet) -> list[Load]:
@@ -115,42 +115,44 @@ def total(fleet: Fleet, counter: str) -> int:
     return sum(getattr(load.counters, counter) for load in loads(fleet))
 
 
-async def test_two_hundred_pictures_are_answered_as_by_the_reference_sixteen_at_a_time(seeing: Fleet) -> None:
-    async with client(seeing) as asking:
+async def test_two_hundred_pictures_are_answered_as_by_the_reference_sixteen_at_a_time(served: Fleet) -> None:
+    async with client(served) as asking:
         found = await asking.answers([asked(question, f"q{n}") for n, question in enumerate(questions())])
         assert found == [question.reference for question in questions()]
         found = await asking.answers([asked(question, f"s{n}") for n, question in enumerate(swapped())])
         assert found == [question.reference for question in swapped()]
 
 
-async def test_sixteen_chats_over_one_image_encode_it_once_and_a_second_turn_hits_all_of_it(seeing: Fleet) -> None:
+async def test_sixteen_chats_over_one_image_encode_it_once_and_a_second_turn_hits_all_of_it(
+    served: Fleet,
+) -> None:
     picture = questions()[0].pictures[0] + b"a tail that decoders ignore"
     question = Question((picture,), questions()[0].text, "")
-    async with client(seeing) as asking:
-        before = total(seeing, "images_encoded")
+    async with client(served) as asking:
+        before = total(served, "images_encoded")
         await asking.answers([asked(question, f"c{number}", max_tokens=1 + number) for number in range(16)])
-        until(lambda: total(seeing, "images_encoded") > before, "the image is encoded")
+        until(lambda: total(served, "images_encoded") > before, "the image is encoded")
         # Each of the two workers may have encoded it.
-        assert 1 <= total(seeing, "images_encoded") - before <= 2
+        assert 1 <= total(served, "images_encoded") - before <= 2
         first = [response async for response in asking.stream(asked(question, "again"))]
         assert first[0].num_cached_tokens >= 17
 
 
-async def test_near_equal_images_share_nothing_behind_the_text_before_them(seeing: Fleet) -> None:
+async def test_near_equal_images_share_nothing_behind_the_text_before_them(served: Fleet) -> None:
     picture = questions()[0].pictures[0]
-    before = total(seeing, "images_encoded")
-    async with client(seeing) as asking:
+    before = total(served, "images_encoded")
+    async with client(served) as asking:
         for number in range(20):
             near = Question((picture + bytes([number]),), questions()[0].text, "")
             responses = [response async for response in asking.stream(asked(near, f"n{number}"))]
             assert responses[0].num_cached_tokens <= 1
-    until(lambda: total(seeing, "images_encoded") == before + 20, "each is encoded")
+    until(lambda: total(served, "images_encoded") == before + 20, "each is encoded")
 
 
-async def test_an_image_that_is_none_is_refused_by_name(seeing: Fleet) -> None:
+async def test_an_image_that_is_none_is_refused_by_name(served: Fleet) -> None:
     request = asked(questions()[0], "broken")
     whole = request.images[0].data
-    async with client(seeing) as asking:
+    async with client(served) as asking:
         for data, problem in (
             (b"GIF89a", "images[0]: the image is a GIF file that ends in its header"),
             (whole[:200], "token_ids has other tokens than those of images[0]"),
@@ -166,23 +168,23 @@ async def test_an_image_that_is_none_is_refused_by_name(seeing: Fleet) -> None:
         assert await asking.words(asked(questions()[0], "whole")) == questions()[0].reference
 
 
-async def test_answers_survive_the_death_of_the_process_that_encodes(seeing: Fleet) -> None:
+async def test_answers_survive_the_death_of_the_process_that_encodes(served: Fleet) -> None:
     found = questions()[100:140]
     fresh = [Question((*(p + b"1" for p in q.pictures),), q.text, q.right, q.reference) for q in found]
-    before = total(seeing, "image_encoder_restarts")
-    async with client(seeing) as asking:
+    before = total(served, "image_encoder_restarts")
+    async with client(served) as asking:
         asking_all = asyncio.create_task(asking.answers([asked(q, f"d{n}") for n, q in enumerate(fresh)]))
         await asyncio.sleep(0)
-        for worker in seeing.workers:
+        for worker in served.workers:
             for child in encoders_of(worker.pid):
                 os.kill(child, signal.SIGKILL)
         assert await asking_all == [question.reference for question in fresh]
-        assert total(seeing, "image_encoder_restarts") > before
+        assert total(served, "image_encoder_restarts") > before
 
 
-async def test_a_stream_goes_on_when_its_worker_is_killed_and_leaves_no_process(seeing: Fleet) -> None:
+async def test_a_stream_goes_on_when_its_worker_is_killed_and_leaves_no_process(served: Fleet) -> None:
     question = questions()[1]
-    async with client(seeing) as asking:
+    async with client(served) as asking:
         request = asked(question, "whole", max_tokens=300, ignore_eos=True)
         expected = [token async for response in asking.stream(request) for token in response.token_ids]
         request.request_id = "killed"
@@ -192,7 +194,7 @@ async def test_a_stream_goes_on_when_its_worker_is_killed_and_leaves_no_process(
             tokens += response.token_ids
             if len(tokens) > 20 and not children:
                 busy = next(
-                    worker for worker, listed in zip(seeing.workers, by_name(seeing), strict=True) if listed.num_running
+                    worker for worker, listed in zip(served.workers, by_name(served), strict=True) if listed.num_running
                 )
                 children = encoders_of(busy.pid)
                 busy.kill()

@@ -37,7 +37,7 @@ _MOST_AHEAD = 4
 RETRY_AFTER_S = 2.0
 
 
-class ImageEncoder(Protocol):
+class EncoderQueue(Protocol):
     """Encodes images in the background; see `headrace.worker.vision.process.EncoderProcess`."""
 
     rate: EncodeRate
@@ -92,7 +92,7 @@ class Encoding:
     def __init__(
         self,
         scheduler: Scheduler,
-        encoder: ImageEncoder,
+        encoder: EncoderQueue,
         store: StateStore,
         max_wait_s: float,
         clock: Callable[[], float] = time.monotonic,

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from headrace.worker.request.images import ImageStates
-from headrace.worker.vision.eyes import BadImageError, Eyes, ImageFile, Setting
+from headrace.worker.vision.encoder import BadImageError, ImageEncoder, ImageFile, Setting
 from headrace.worker.vision.frames import (
     Encode,
     Encoded,
@@ -53,17 +53,17 @@ NOT_ENCODED = "the image could not be encoded; the worker's log has the reason"
 NOT_A_NUMBER = "the image has states that are not numbers; the worker's log has more"
 
 
-def serve(link: socket.socket, open_eyes: Callable[[Setting], Eyes]) -> None:
+def serve(link: socket.socket, open_encoder: Callable[[Setting], ImageEncoder]) -> None:
     """Answer the worker until it closes the socket."""
     setting = receive(link, Setting)
-    eyes = open_eyes(setting)
+    encoder = open_encoder(setting)
     _bound_memory(setting.memory_bytes)
     send(link, Opened())
     while True:
         wanted = receive(link, Encode).images
         files = [ImageFile(receive_bytes(link, image.num_bytes), image.detail) for image in wanted]
         start = time.perf_counter()
-        found = _encode(eyes, files)
+        found = _encode(encoder, files)
         seconds = time.perf_counter() - start
         results: list[Result] = []
         payloads: list[Any] = []
@@ -76,10 +76,10 @@ def serve(link: socket.socket, open_eyes: Callable[[Setting], Eyes]) -> None:
         send(link, Encoded(results, seconds), payloads)
 
 
-def _encode(eyes: Eyes, files: Sequence[ImageFile]) -> list[ImageStates | Result]:
+def _encode(encoder: ImageEncoder, files: Sequence[ImageFile]) -> list[ImageStates | Result]:
     """What became of each file. If encoding all of them fails, each is tried alone."""
     try:
-        return [_checked(entry) for entry in eyes.encode(files)]
+        return [_checked(entry) for entry in encoder.encode(files)]
     except MemoryError:
         if len(files) == 1:
             return [Result(problem=TOO_LARGE, is_invalid=True)]
@@ -87,7 +87,7 @@ def _encode(eyes: Eyes, files: Sequence[ImageFile]) -> list[ImageStates | Result
         log.exception("%d images could not be encoded", len(files))
         if len(files) == 1:
             return [Result(problem=NOT_ENCODED)]
-    return [_encode(eyes, [file])[0] for file in files]
+    return [_encode(encoder, [file])[0] for file in files]
 
 
 def _checked(entry: ImageStates | BadImageError) -> ImageStates | Result:
@@ -114,7 +114,7 @@ def _end_with_the_worker(link: socket.socket) -> None:
     os._exit(0)
 
 
-def run(open_eyes: Callable[[Setting], Eyes]) -> None:
+def run(open_encoder: Callable[[Setting], ImageEncoder]) -> None:
     """The process: serve on the descriptor that the command line names."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a group; the worker may still need it
         signal.signal(number, signal.SIG_IGN)
@@ -126,15 +126,15 @@ def run(open_eyes: Callable[[Setting], Eyes]) -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with_the_worker, args=(link,), daemon=True).start()
     with contextlib.suppress(OSError):
-        serve(link, open_eyes)
+        serve(link, open_encoder)
 
 
-def open_tower(setting: Setting) -> Eyes:
+def open_tower(setting: Setting) -> ImageEncoder:
     """The tower of a model."""
     # Imported late: this loads OpenVINO.
-    from headrace.worker.vision.tower_eyes import TowerEyes
+    from headrace.worker.vision.tower_encoder import TowerEncoder
 
-    return TowerEyes(setting)
+    return TowerEncoder(setting)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Messages between the worker and its process for images: frames of bytes over a socket.
+"""Messages between the worker and its process that encodes images: frames of bytes over a socket.
 
     | size of the head, 4 bytes | head, MessagePack | payloads, as long as the head says |
 

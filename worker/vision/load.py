@@ -12,10 +12,10 @@ from headrace.common.vision.family import FamilyError, ImageFamily
 from headrace.protos.worker_pb2 import ImageLimits
 from headrace.worker.config import WorkerConfig
 from headrace.worker.multimodal.image_inputs import ImageInputs
-from headrace.worker.vision.eyes import Setting
+from headrace.worker.vision.encoder import Setting
 from headrace.worker.vision.process import EncoderProcess
 from headrace.worker.vision.states import StateStore
-from headrace.worker.vision.tower_eyes import family_in
+from headrace.worker.vision.tower_encoder import family_in
 
 log = logging.getLogger("headrace.worker")
 
@@ -39,8 +39,8 @@ def vision_for(
     config: WorkerConfig, inputs: ImageInputs | None, threads: int, on_ended: Callable[[], None]
 ) -> Vision | None:
     """The images of a model whose graph has these inputs for them; None if it serves text only, which the log then
-    explains. `on_ended` is called by any thread when images have ended. ConfigurationError if the process for images
-    does not start."""
+    explains. `on_ended` is called by any thread when images have ended. ConfigurationError if the process that encodes
+    images does not start."""
     family = _family(config, inputs)
     if family is None or inputs is None:
         return None

@@ -1,4 +1,5 @@
-"""The worker's side of the process for images: a queue, and a thread that feeds the process and starts it again.
+"""The worker's side of the process that encodes images: a queue, and a thread that feeds the process and starts it
+again.
 
     engine thread   encode, drop  -->  [ queue ]  -->  thread  <-- frames -->  process (child.py)
     engine thread   take_ended    <--  [ ended ]  <--
@@ -23,7 +24,7 @@ from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.request.images import ImageStates
 from headrace.worker.vision.cost import EncodeRate
-from headrace.worker.vision.eyes import Setting
+from headrace.worker.vision.encoder import Setting
 from headrace.worker.vision.frames import (
     BrokenFrameError,
     Encode,
@@ -55,7 +56,9 @@ ENDED_TWICE = (
     "a lower detail"
 )
 HANGS = "the image took too long to encode; make it smaller, or ask for a lower detail"
-NOT_STARTED = "the image cannot be encoded now, because the worker's process for images does not start; try again later"
+NOT_STARTED = (
+    "the image cannot be encoded now, because the worker's process that encodes images does not start; try again later"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +162,7 @@ class EncoderProcess:
             try:
                 link.shutdown(socket.SHUT_RDWR)  # the process ends, and the thread reads no more
             except OSError:
-                log.debug("the process for images has ended already")
+                log.debug("the process that encodes images has ended already")
         self._thread.join(_STOP_S)
         self._end_process()
 
@@ -192,7 +195,7 @@ class EncoderProcess:
             if self._link is None:
                 self._open()
         except OSError:
-            log.exception("the process for images could not be started")
+            log.exception("the process that encodes images could not be started")
             self._end_process()
             for job in batch:
                 job.fail(Reason.NO_CAPACITY, NOT_STARTED)

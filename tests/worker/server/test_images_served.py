@@ -33,7 +33,7 @@ PROMPT = [1, *tokens_of(RED), 5]
 
 
 @dataclass
-class Seeing:
+class Served:
     """A worker that serves requests with images, and what encodes them when it is told to."""
 
     worker: RunningWorker
@@ -62,16 +62,16 @@ class Seeing:
 
 
 @asynccontextmanager
-async def seeing(max_wait_s: float = 60.0) -> AsyncIterator[Seeing]:
+async def with_images(max_wait_s: float = 60.0) -> AsyncIterator[Served]:
     engine, encoder, bell = small_engine(), FakeEncoder(), Bell()
     store = StateStore(1 << 20)
     stages = Stages([Encoding(engine.scheduler, encoder, store, max_wait_s)])
     async with running_worker(engine, images=desk(), stages=stages, bell=bell) as worker:
-        yield Seeing(worker, encoder, store, bell)
+        yield Served(worker, encoder, store, bell)
 
 
 async def test_an_answer_comes_when_the_images_are_encoded() -> None:
-    async with seeing() as served:
+    async with with_images() as served:
         answered = asyncio.create_task(served.tokens(RED, DARK))
         await served.worker.until(lambda: len(served.encoder.queue) == 2)
         await served.worker.until(lambda: served.worker.hub.load().num_encoding == 1)
@@ -82,7 +82,7 @@ async def test_an_answer_comes_when_the_images_are_encoded() -> None:
 
 
 async def test_a_caller_that_hangs_up_frees_everything_and_stops_the_encoding() -> None:
-    async with seeing() as served:
+    async with with_images() as served:
         call = served.ask(RED)
         task = asyncio.create_task(anext(aiter(call)))
         await served.worker.until(lambda: len(served.encoder.queue) == 1)
@@ -94,7 +94,7 @@ async def test_a_caller_that_hangs_up_frees_everything_and_stops_the_encoding() 
 
 
 async def test_a_deadline_ends_a_request_whose_image_hangs() -> None:
-    async with seeing() as served:
+    async with with_images() as served:
         request = message(PROMPT, RED)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [response async for response in served.worker.inference.Generate(request, timeout=0.3)]
@@ -103,7 +103,7 @@ async def test_a_deadline_ends_a_request_whose_image_hangs() -> None:
 
 
 async def test_a_broken_image_ends_its_requests_alone() -> None:
-    async with seeing() as served:
+    async with with_images() as served:
         bad = [asyncio.create_task(served.tokens(DARK, RED)) for _ in range(2)]
         await served.worker.until(lambda: len(served.encoder.queue) == 2)
         text = served.worker.generate(token_ids=[1, 2], sampling=SamplingParams(temperature=0.0, max_tokens=3))
@@ -121,7 +121,7 @@ async def test_a_broken_image_ends_its_requests_alone() -> None:
 
 
 async def test_an_engine_that_waits_for_images_alone_is_not_stuck() -> None:
-    async with seeing() as served:
+    async with with_images() as served:
         answered = asyncio.create_task(served.tokens(RED))
         await served.worker.until(lambda: len(served.encoder.queue) == 1)
         await served.worker.until(lambda: served.worker.thread.is_idle)

@@ -1,4 +1,5 @@
-"""A process for images without a tower: `python -m tests.worker.vision.fake_child FD`. What a file says happens."""
+"""A process that encodes images without a tower: `python -m tests.worker.vision.fake_child FD`. What a file says
+happens."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import numpy as np
 
 from headrace.worker.request.images import ImageStates
 from headrace.worker.vision.child import run
-from headrace.worker.vision.eyes import BadImageError, Eyes, ImageFile, Setting
+from headrace.worker.vision.encoder import BadImageError, ImageEncoder, ImageFile, Setting
 
 HIDDEN_SIZE, NUM_LAYERS = 3, 2
 
 
-class ObedientEyes:
+class ObedientEncoder:
     """Files are a verb, a number of tokens, and what the verb needs."""
 
     def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
@@ -49,12 +50,12 @@ class ObedientEyes:
         return ImageStates(states, np.full((NUM_LAYERS, num_tokens, HIDDEN_SIZE), 7, np.float32))
 
 
-def open_eyes(setting: Setting) -> Eyes:
-    """Eyes, unless the directory of the model says otherwise."""
+def open_encoder(setting: Setting) -> ImageEncoder:
+    """ImageEncoder, unless the directory of the model says otherwise."""
     if setting.model_dir == "no tower":
         raise FileNotFoundError("there is no tower")
-    return ObedientEyes()
+    return ObedientEncoder()
 
 
 if __name__ == "__main__":
-    run(open_eyes)
+    run(open_encoder)

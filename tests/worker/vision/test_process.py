@@ -1,4 +1,4 @@
-"""The process for images: what crashes, hangs or grows there ends one image, and nothing is left of it."""
+"""The process that encodes images: what crashes, hangs or grows there ends one image, and nothing is left of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.vision.child import NOT_A_NUMBER, NOT_ENCODED, TOO_LARGE
-from headrace.worker.vision.eyes import Setting
+from headrace.worker.vision.encoder import Setting
 from headrace.worker.vision.process import ENDED_TWICE, HANGS, EncodeJob, EncoderProcess
 from tests.patience import patience, until
 from tests.worker.vision.fake_child import HIDDEN_SIZE, NUM_LAYERS

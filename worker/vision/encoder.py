@@ -1,4 +1,4 @@
-"""What the process for images needs of a model: eyes, which make states of the files of images."""
+"""What the process that encodes images needs of a model: an encoder, which makes states of the files of images."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ImageFile(NamedTuple):
     detail: str
 
 
-class Eyes(Protocol):
-    """Makes states of images; see `headrace.worker.vision.tower_eyes.TowerEyes`."""
+class ImageEncoder(Protocol):
+    """Makes states of images; see `headrace.worker.vision.tower_encoder.TowerEncoder`."""
 
     def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
         """The states of each image, or what is wrong with its file."""

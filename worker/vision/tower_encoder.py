@@ -1,4 +1,4 @@
-"""The eyes of a model: what its family and its tower make of the files of images."""
+"""The image encoder of a model: what its family and its vision tower make of the files of images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.common.vision.header import ImageError, read_header
 from headrace.worker.multimodal.towers.load import tower_of
 from headrace.worker.multimodal.towers.tower import Pixels, Tower, TowerError
 from headrace.worker.request.images import ImageStates
-from headrace.worker.vision.eyes import BadImageError, ImageFile, Setting
+from headrace.worker.vision.encoder import BadImageError, ImageFile, Setting
 
 log = logging.getLogger("headrace.worker.vision")
 
@@ -27,7 +27,7 @@ def family_in(model_dir: Path, max_view_pixels: int) -> ImageFamily | None:
     return family_of(files, max_view_pixels)
 
 
-class TowerEyes:
+class TowerEncoder:
     """Decodes, resizes and encodes. One thread uses it."""
 
     def __init__(self, setting: Setting) -> None:
@@ -43,7 +43,7 @@ class TowerEyes:
         log.info("the vision tower is loaded in %.1f s, for %d threads", time.monotonic() - start, setting.threads)
 
     def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
-        """See `Eyes`."""
+        """See `ImageEncoder`."""
         found: list[ImageStates | BadImageError | Pixels] = [self._pixels(image) for image in images]
         pixels = [entry for entry in found if isinstance(entry, dict)]
         states = iter(self._tower.encode(pixels) if pixels else ())
