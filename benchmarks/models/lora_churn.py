@@ -177,7 +177,7 @@ async def play(client: Client, paths: Sequence[Path], args: argparse.Namespace) 
 
 async def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Write the adapters, start the worker, play."""
-    model, _ = read_paged(ov.Core(), args.model, None)
+    model = read_paged(ov.Core(), args.model, None).graph
     weights = Weights(find_linears(model))
     with tempfile.TemporaryDirectory(dir=args.directory) as name, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         directory = Path(name)
