@@ -70,7 +70,8 @@ def is_on_this_host(url: str) -> bool:
 
 def is_same_server(url: str, other: str) -> bool:
     """Whether two URLs name one server. All loopback addresses are one host."""
-    one, two = urlsplit(url), urlsplit(other)
+    one = urlsplit(url)
+    two = urlsplit(other)
     if (one.scheme, _port(one)) != (two.scheme, _port(two)):
         return False
     return one.hostname == two.hostname or (is_on_this_host(url) and is_on_this_host(other))

@@ -77,7 +77,8 @@ class FieldTable:
         of names, such as "options.". Raises `StatusError` for a field that is refused."""
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         for key in found.keys() - self._applied:
-            raw, name = bytes(found[key]), place + key
+            raw = bytes(found[key])
+            name = place + key
             if raw == b"null":
                 continue
             row = self.rows.get(key)

@@ -105,7 +105,9 @@ class SimulatedWorker:
         self._load = LoadReport(max_num_seqs=settings.max_num_seqs)
         most = settings.max_num_batched_tokens
         limits = StepLimits(settings.max_num_seqs, most, settings.max_num_mixed_tokens or most, is_exact=True)
-        costs, target_ms, speculation = StepCosts(), settings.target_step_ms, None
+        costs = StepCosts()
+        target_ms = settings.target_step_ms
+        speculation = None
         if settings.acceptance is not None:
             drafts = SimulatedDrafts(settings.acceptance, settings.draft_cost, self._right_token)
             # Simulated answers repeat one token, so earlier text is no draft.

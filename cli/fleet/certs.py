@@ -95,7 +95,8 @@ def make_secrets(directory: Path, readable: bool) -> None:
 def _make_secrets(directory: Path, authority: Path, mode: int) -> None:
     """Create missing secrets. A secret in the directory of the authority is copied from there."""
     for name in ("join-token", "redis-password"):
-        path, shared = directory / name, authority / name
+        path = directory / name
+        shared = authority / name
         if not path.exists():
             secret = shared.read_bytes() if shared.exists() else f"{secrets.token_hex(32)}\n".encode()
             _replace(path, secret, mode)

@@ -130,7 +130,8 @@ def difference(tokens: Sequence[int], others: Sequence[int], text_of: Callable[[
     ]
     start = max(0, position - _TOKENS_BEFORE)
     for name, prompt in (("this one", tokens), ("the other", others)):
-        before, behind = text_of(prompt[start:position]), text_of(prompt[position : position + _TOKENS_BEHIND])
+        before = text_of(prompt[start:position])
+        behind = text_of(prompt[position : position + _TOKENS_BEHIND])
         lines.append(f"  {name:>9}: {before!r} then {behind!r}")
     return lines
 
@@ -245,7 +246,8 @@ def explain(
         raise CommandError("give a prompt: either TEXT, or --prompt, or --tokens")
     if router is None:
         record = _default_serve(url)
-        router, transport = record.router_address, transport_of(record.tls_dir, record.join_token_file)
+        router = record.router_address
+        transport = transport_of(record.tls_dir, record.join_token_file)
     else:
         transport = transport_of(tls_dir, join_token_file)
     request.token_ids.extend(_tokens(tokens, text if text is not None else prompt, url, model, access))

@@ -79,7 +79,8 @@ def create(
     """Make a key for NAME, and print it. It is not shown again."""
     if not name.strip():
         raise CommandError("NAME must not be empty: it says whose key it is")
-    secret, key_id = new_secret(), new_id()
+    secret = new_secret()
+    key_id = new_id()
     try:
         key = ApiKey(
             id=key_id,

@@ -72,7 +72,8 @@ class GraphBuilder:
     def _product(self, states: ov.Output, layer: int, part: str) -> ov.Output:
         """States times the transposed weights, and the bias if there is one."""
         name = f"blk.{layer}.{part}"
-        weights, bias = self._matrices[f"{name}.weight"], self._vectors.get(f"{name}.bias")
+        weights = self._matrices[f"{name}.weight"]
+        bias = self._vectors.get(f"{name}.bias")
         if self._shape.has_interleaved_heads and part in ("attn_q", "attn_k"):
             order = halves_of_pairs(weights.shape[0], self._shape.head_size)
             weights, bias = with_rows(weights, order), None if bias is None else bias[order]
@@ -118,14 +119,17 @@ class GraphBuilder:
         return opset13.unsqueeze(opset13.cos(both), axis), opset13.unsqueeze(opset13.sin(both), axis)
 
     def _rotated(self, values: ov.Output, rotations: tuple[ov.Node, ov.Node]) -> ov.Output:
-        half, step, axis = self._shape.head_size // 2, _integers(1), _integers(3)
+        half = self._shape.head_size // 2
+        step = _integers(1)
+        axis = _integers(3)
         first = opset13.slice(values, _integers(0), _integers(half), step, axis)
         second = opset13.slice(values, _integers(half), _integers(np.iinfo(np.int64).max), step, axis)
         turned = opset13.concat([opset13.multiply(second, _floats(np.full((1, 1, 1, 1), -1.0))), first], -1)
         return opset13.add(opset13.multiply(values, rotations[0]), opset13.multiply(turned, rotations[1])).output(0)
 
     def _attention(self, layer: int, states: ov.Output, rotations: tuple[ov.Node, ov.Node]) -> ov.Output:
-        shape, prefix = self._shape, f"blk.{layer}"
+        shape = self._shape
+        prefix = f"blk.{layer}"
         found = []
         for part, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
             split = _integers(0, 0, heads, shape.head_size)
@@ -165,7 +169,8 @@ class GraphBuilder:
 
     def _causal_mask(self, states: ov.Output, keys: ov.Output) -> ov.Output:
         """The causal mask [batch, 1, tokens, tokens so far]: 0 for visible positions, else the lowest number."""
-        zero, one = opset13.constant(np.int64(0)), opset13.constant(np.int64(1))
+        zero = opset13.constant(np.int64(0))
+        one = opset13.constant(np.int64(1))
         total = opset13.gather(opset13.shape_of(keys), opset13.constant(np.int64(2)), zero)
         new = opset13.gather(opset13.shape_of(states), one, zero)
         columns = opset13.unsqueeze(opset13.range(zero, total, one, "i64"), zero)

@@ -59,9 +59,12 @@ def _none(*terms: str) -> str:
 
 _L, _M, _N, _P, _S = map(_class, "LMNPS")
 _SPACES = r"\t-\r\x20\x85\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
-_SPACE, _NO_SPACE = f"[{_SPACES}]", f"[^{_SPACES}]"
+_SPACE = f"[{_SPACES}]"
+_NO_SPACE = f"[^{_SPACES}]"
 _BREAK = r"[\r\n]"
-_LETTER, _NUMBER, _LETTER_OR_MARK = _any(_L), _any(_N), _any(_L, _M)
+_LETTER = _any(_L)
+_NUMBER = _any(_N)
+_LETTER_OR_MARK = _any(_L, _M)
 _OTHER = _none(_SPACE, _L, _N)
 _BEFORE = f"{_none(_BREAK, _L, _N)}?"
 _SUFFIX = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
@@ -89,7 +92,8 @@ def _words_without_suffixes(numbers: str, lines: str = _LINES) -> str:
 def _cased_words(numbers: str, suffix: str, *classes: str) -> str:
     """An expression for pieces in which a capital after a small letter begins a word. Letters outside ASCII count as
     both capital and small."""
-    not_small, not_capital = _any(*classes, but="a-z"), _any(*classes, but="A-Z")
+    not_small = _any(*classes, but="a-z")
+    not_capital = _any(*classes, but="A-Z")
     mixed = f"{_BEFORE}{not_small}*{not_capital}+{suffix}|{_BEFORE}{not_small}+{not_capital}*{suffix}"
     return f"{mixed}|{numbers}| ?{_OTHER}+[\r\n/]*|{_LINES}"
 

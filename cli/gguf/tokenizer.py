@@ -93,7 +93,8 @@ def _pieces(vocabulary: Vocabulary, parts: list[Any]) -> list[Any]:
     """Split parts of texts into the pieces in which tokens are merged. Parts and pieces are ragged tensors: where rows
     begin and end, where strings begin and end, their bytes, and whether each is a special token."""
     if vocabulary.pre_tokenizer is None:
-        ragged, strings = parts[:2], list(parts[2:])
+        ragged = parts[:2]
+        strings = list(parts[2:])
         strings = RegexNormalizationStep(" ", _SPACE).get_ov_subgraph(strings)
         if vocabulary.adds_space:
             strings = RegexNormalizationStep(r"\A", _SPACE, global_replace=False).get_ov_subgraph(list(strings))
@@ -198,7 +199,8 @@ def _merged(vocabulary: Vocabulary, pieces: list[Any]) -> list[Any]:
         if kind not in (TokenType.CONTROL, TokenType.UNKNOWN) and (len(token) == 1 or name in made):
             names[token_id] = name or names[token_id]
     if not is_byte_level:
-        taken, bytes_of = set(names), _byte_tokens(vocabulary)
+        taken = set(names)
+        bytes_of = _byte_tokens(vocabulary)
         names = [byte if (byte := bytes_of.get(i)) and byte not in taken else name for i, name in enumerate(names)]
     unknown = _UNKNOWN if _lacks_bytes(vocabulary) else ""
     if unknown:

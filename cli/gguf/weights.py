@@ -112,7 +112,8 @@ def rows_of(weights: Weights, indices: ov.Output) -> ov.Output:
 def _with_zero_points(groups: Groups) -> tuple[_Array, _Array, _Array]:
     """Integers, scales and zero points in f32 of groups with minima. If the scale is negligible beside the minimum, the
     whole group becomes one number."""
-    scales, minima = groups.scales.astype(np.float32), np.asarray(groups.minima, np.float32)
+    scales = groups.scales.astype(np.float32)
+    minima = np.asarray(groups.minima, np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
         points = -minima / scales
     is_flat = ~(np.abs(points) < _LARGEST_ZERO_POINT)

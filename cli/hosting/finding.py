@@ -34,7 +34,8 @@ def find_model(model: str, *, offline: bool = False, num_workers: int = 1) -> tu
 
 def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, str]:
     # Imports of pull are deferred: serving a cached model does not need it.
-    path, reference = expanded(model), parse_reference(model)
+    path = expanded(model)
+    reference = parse_reference(model)
     name = model if reference is None else reference.name
     if is_model_name(name) and model_directory(name).exists():
         directory = model_directory(name)
@@ -66,7 +67,8 @@ def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, s
 def find_draft_model(model: str, *, offline: bool = False) -> Path:
     """The directory of a model or heads: in the cache, the directory `model` itself, or pulled from a hub by this name.
     CommandError if there is none, or if it lacks files."""
-    path, reference = expanded(model), parse_reference(model)
+    path = expanded(model)
+    reference = parse_reference(model)
     name = model if reference is None else reference.name
     if is_model_name(name) and model_directory(name).exists():
         path = model_directory(name)

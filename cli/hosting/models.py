@@ -344,7 +344,8 @@ def prune(dry_run: bool) -> None:
 
 
 def _leftovers() -> list[Path]:
-    downloads, folder = cache_directory() / "downloads", cache_directory() / "models"
+    downloads = cache_directory() / "downloads"
+    folder = cache_directory() / "models"
     found = sorted(downloads.iterdir()) if downloads.is_dir() else []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith(".") or (path.is_symlink() and not path.exists()):

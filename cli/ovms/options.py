@@ -534,7 +534,8 @@ CONFIGURATION: tuple[Option, ...] = (
 def fit_steps(draft: Draft) -> None:
     """Let the sequences of a step leave room for prompts, as a worker needs it. Raises OptionError if none would be
     left."""
-    tokens, seqs = draft.options.get("max_num_batched_tokens"), draft.options.get("max_num_seqs")
+    tokens = draft.options.get("max_num_batched_tokens")
+    seqs = draft.options.get("max_num_seqs")
     if tokens is not None and tokens <= ROOM_FOR_PROMPTS:
         least = ROOM_FOR_PROMPTS + 1
         raise OptionError(f"max_num_batched_tokens {tokens} is too small for headrace; say at least {least}")

@@ -34,7 +34,8 @@ class ModelsFile:
 
     def read(self) -> Configuration:
         """Read the file. Raises CommandError if it is not a configuration file of OVMS."""
-        found, ours = read_configuration(self.path), self.defaults
+        found = read_configuration(self.path)
+        ours = self.defaults
         models = tuple(
             replace(
                 model,
@@ -122,7 +123,8 @@ class ConfiguredModels:
     async def _change(self, model: ModelSettings) -> str:
         """Add or change a model. Returns what is wrong with it, or an empty text."""
         assert model.name is not None, "configurations name their models"
-        name, before = model.name, self.served.get(model.name)
+        name = model.name
+        before = self.served.get(model.name)
         if before is not None and replace(before, rules=ModelRules()) == replace(model, rules=ModelRules()):
             self.host.set_rules(name, model.rules)
         else:

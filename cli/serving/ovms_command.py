@@ -130,7 +130,8 @@ def _config_path(given: Mapping[str, Any]) -> Path:
 
 
 def _change_config(given: Mapping[str, Any]) -> None:
-    config, name = _config_path(given), _required(given, "model_name", "the model's name")
+    config = _config_path(given)
+    name = _required(given, "model_name", "the model's name")
     if given["remove_from_config"]:
         remove_from_config(config, name)
         click.echo(f"{name} is removed from {config}")
@@ -330,7 +331,8 @@ def _model(given: Mapping[str, Any]) -> tuple[ModelSettings, list[str]]:
         directory = Path(given["model_path"]).absolute()
         name = given["model_name"] or directory.name.removesuffix(".gguf")
     elif given["model_name"] and given["model_repository_path"]:
-        directory, name = _repository(given).absolute() / given["model_name"], given["model_name"]
+        directory = _repository(given).absolute() / given["model_name"]
+        name = given["model_name"]
     else:
         raise OptionError(
             "no model is named; give --model_path and --model_name, --source_model and --model_repository_path, or "
@@ -345,7 +347,8 @@ def _model(given: Mapping[str, Any]) -> tuple[ModelSettings, list[str]]:
     if not directory.exists():
         raise OptionError(f"there is no model {directory}")
     calculator = _calculator(given, directory)
-    draft, flags = Draft(directory), _values(given, calculator)
+    draft = Draft(directory)
+    flags = _values(given, calculator)
     values = {"models_path": str(directory), **flags.options, _PLUGIN: flags.properties}
     if "draft_models_path" in values:
         placed = directory / values["draft_models_path"].replace("/", "-")

@@ -102,7 +102,8 @@ def share_cores(topology: Topology, wanted: Sequence[int | None]) -> list[Topolo
             "give each model a number"
         )
     in_order = [core for node in topology.nodes for core in topology.cores_of(node.number)]
-    taken, found = 0, []
+    taken = 0
+    found = []
     for number in wanted:
         own = in_order[reserved:] if number is None else in_order[taken : taken + number]
         found.append(_with_cores(topology, own))

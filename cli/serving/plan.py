@@ -224,7 +224,8 @@ def _calls(options: ServeOptions) -> list[str]:
 
 def _observation(options: ServeOptions) -> list[str]:
     """The flags for logs and traces, the same for every process."""
-    level, log_format = _given("--log-level", options.log_level), _given("--log-format", options.log_format)
+    level = _given("--log-level", options.log_level)
+    log_format = _given("--log-format", options.log_format)
     return [*level, *log_format, *_given("--otlp-endpoint", options.otlp_endpoint)]
 
 

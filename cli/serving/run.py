@@ -87,7 +87,8 @@ def _running(name: str) -> str | None:
 
 def _wait_until_ready(url: str, name: str, access: ApiAccess) -> None:
     """Wait until the server has loaded its model. Raises CommandFailed if the server ends."""
-    since_s, is_told = time.monotonic(), False
+    since_s = time.monotonic()
+    is_told = False
     with access.client(url, 5.0) as client:
         while True:
             if not is_told and time.monotonic() - since_s >= _PATIENCE_S:

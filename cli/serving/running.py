@@ -177,7 +177,8 @@ class Serving:
                 is_reported = False
             elif not ready and announced and not is_reported and self.num_stop_signals == 0:
                 self.log.line("serve", "not ready: no model is available at the moment")
-                is_reported, since_s = True, time.monotonic()
+                is_reported = True
+                since_s = time.monotonic()
             elif not ready and not announced and not is_reported and waited_s > _PATIENCE_S:
                 self.log.line("serve", f"not ready after {waited_s:.0f} s; the logs above show the reason")
                 is_reported = True

@@ -237,7 +237,8 @@ class Run:
     def serve(self) -> NoReturn:
         """Serve until stopped, and end the process with the exit status. Raises CommandError."""
         settings, given, host, offline = self.settings, self.given, self.where.host, self.offline
-        topology, places = read_topology(), self.places()
+        topology = read_topology()
+        places = self.places()
         stream = self.stream or sys.stderr.buffer
         colour = self.stream is None and sys.stderr.isatty()
         log = LogSink(stream, colour=colour, as_json=given["log_format"] == "json")

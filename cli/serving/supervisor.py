@@ -214,7 +214,8 @@ class Supervisor:
 
     def _spawn(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
         mask = ",".join(map(str, spec.cpus))
-        argv, descriptors = [*spec.argv], []
+        argv = [*spec.argv]
+        descriptors = []
         if spec.memory_flag is not None:
             descriptors.append(self._memory_of(spec))
             argv += [spec.memory_flag, f"fd:{descriptors[0]}"]

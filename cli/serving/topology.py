@@ -162,7 +162,8 @@ def _quota_cpus(root: Path) -> float | None:
     for place in _cgroup_places(root, "cpu"):
         limit, period = (_read(place / "cpu.max") or "max 0").split()
         if limit == "max":
-            limit, period = _read(place / "cpu.cfs_quota_us") or "-1", _read(place / "cpu.cfs_period_us") or "0"
+            limit = _read(place / "cpu.cfs_quota_us") or "-1"
+            period = _read(place / "cpu.cfs_period_us") or "0"
         if int(limit) > 0 and int(period) > 0:
             quotas.append(int(limit) / int(period))
     return min(quotas, default=None)

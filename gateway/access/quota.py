@@ -173,7 +173,8 @@ class SharedLimits:
 
     async def enter(self, key: KeyLimits, request: str) -> Entry:
         """Admit a request, if its key has room. A refused request does not count. `request` is its unique name."""
-        limit, most = key.requests_per_minute or 0, key.max_concurrent or 0
+        limit = key.requests_per_minute or 0
+        most = key.max_concurrent or 0
         names = [_name(key, "requests"), _name(key, "inside")]
         try:
             reply = await self._ask(ENTER, names, ["", limit, most, request, _LEASE_US])

@@ -81,7 +81,8 @@ class _File:
         headers = [(b"etag", etag), *_FILE_HEADERS]
         if compressed:
             headers.append((b"content-encoding", b"gzip"))
-        body, status = (self._compressed if compressed else self._plain), 200
+        body = self._compressed if compressed else self._plain
+        status = 200
         if etag in (tag.strip().removeprefix(b"W/") for tag in asked.get(b"if-none-match", b"").split(b",")):
             body, status = b"", 304
         await exchange.respond(body, status=status, content_type=self._content_type, headers=headers)

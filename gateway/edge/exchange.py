@@ -240,7 +240,8 @@ class Exchange:
 
     def _names(self) -> Headers:
         """The headers with the request's id, the state of its key's limits, and what had no effect."""
-        request_id, authorization = self.caller.request_id.encode(), self.caller.authorization
+        request_id = self.caller.request_id.encode()
+        authorization = self.caller.authorization
         return [
             *((name, request_id) for name in self._request_id_headers),
             *(() if authorization is None else authorization.headers()),

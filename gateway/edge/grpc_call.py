@@ -107,6 +107,7 @@ def caller_of(context: Context) -> Caller:
     request_id = metadata.get("x-request-id", "")
     if not _REQUEST_ID.fullmatch(request_id):
         request_id = f"req_{secrets.token_hex(16)}"
-    now_s, remaining_s = time.monotonic(), context.time_remaining()
+    now_s = time.monotonic()
+    remaining_s = context.time_remaining()
     deadline_s = None if remaining_s is None else now_s + remaining_s
     return Caller(request_id, metadata.get("traceparent", ""), now_s, authorization_var.get(), deadline_s)

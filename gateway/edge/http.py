@@ -123,7 +123,8 @@ class HttpEdge:
             raise HttpError(403, "certificate_required", "the connection needs a client certificate")
         is_open = endpoint.is_open or (endpoint.name == "metrics" and bounds.open_metrics)
         key = None if is_open else self._admission.identify(exchange.header)
-        authorization, timeout_s = self._admission.authorize(key), exchange.timeout_s()
+        authorization = self._admission.authorize(key)
+        timeout_s = exchange.timeout_s()
         exchange.enter(authorization, timeout_s)
         counted = endpoint.method == "POST" and endpoint.makes_work
         async with self._admission.admitted(authorization, counted=counted, timeout_s=timeout_s):

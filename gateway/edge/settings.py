@@ -168,6 +168,7 @@ def edge_options(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+_DEFAULTS = EdgeSettings()
 _OPTIONS = (
     click.option(
         "--api-keys", type=_FILE, metavar="FILE", help="Require one of the API keys in this file; see headrace keys."
@@ -211,11 +212,14 @@ _OPTIONS = (
         help="Allow pages of this origin to use the API, such as https://chat.example; * for all; may be repeated.",
     ),
     click.option(
-        "--max-requests", default=4096, type=click.IntRange(min=1), help="Maximum number of concurrent requests."
+        "--max-requests",
+        default=_DEFAULTS.max_requests,
+        type=click.IntRange(min=1),
+        help="Maximum number of concurrent requests.",
     ),
     click.option(
         "--request-timeout",
-        default=3600.0,
+        default=_DEFAULTS.request_timeout,
         type=FiniteRange(min=0, min_open=True),
         help="Maximum seconds from the arrival of a request to the end of its answer.",
     ),
@@ -226,35 +230,44 @@ _OPTIONS = (
         "close silent connections. Later errors are events. Default: never; earlier errors are statuses.",
     ),
     click.option(
-        "--max-connections", default=10_000, type=click.IntRange(min=1), help="Maximum number of HTTP connections."
+        "--max-connections",
+        default=_DEFAULTS.max_connections,
+        type=click.IntRange(min=1),
+        help="Maximum number of HTTP connections.",
     ),
     click.option(
         "--head-timeout",
-        default=15.0,
+        default=_DEFAULTS.head_timeout,
         type=FiniteRange(min=0, min_open=True),
         help="Maximum seconds until the headers of a request are complete.",
     ),
     click.option(
         "--max-head-kb",
-        default=64,
+        default=_DEFAULTS.max_head_kb,
         type=click.IntRange(min=1),
         help="Maximum size of the headers of a request, in KiB.",
     ),
     click.option(
         "--body-timeout",
-        default=60.0,
+        default=_DEFAULTS.body_timeout,
         type=FiniteRange(min=0, min_open=True),
         help="Maximum seconds until the body of a request is complete.",
     ),
     click.option(
-        "--max-body-mb", default=16, type=click.IntRange(min=1), help="Maximum size of the body of a request, in MiB."
+        "--max-body-mb",
+        default=_DEFAULTS.max_body_mb,
+        type=click.IntRange(min=1),
+        help="Maximum size of the body of a request, in MiB.",
     ),
     click.option(
-        "--max-bodies-mb", default=1024, type=click.IntRange(min=1), help="Maximum size of all bodies together, in MiB."
+        "--max-bodies-mb",
+        default=_DEFAULTS.max_bodies_mb,
+        type=click.IntRange(min=1),
+        help="Maximum size of all bodies together, in MiB.",
     ),
     click.option(
         "--send-timeout",
-        default=60.0,
+        default=_DEFAULTS.send_timeout,
         type=FiniteRange(min=0.001, max=2_000_000),
         help="Maximum seconds for which a client reads nothing of an answer; then its connection ends.",
     ),

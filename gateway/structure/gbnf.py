@@ -284,7 +284,8 @@ def union(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 def _without(ranges: Ranges) -> Ranges:
     """All characters except these."""
-    found, start = [], 0
+    found = []
+    start = 0
     for first, last in ranges:
         if start < first:
             found.append((start, first - 1))

@@ -155,7 +155,8 @@ def _refs(node: Node) -> Iterator[str]:
 
 
 def _reachable(rules: Mapping[str, Node]) -> list[str]:
-    found, pending = [ROOT], [ROOT]
+    found = [ROOT]
+    pending = [ROOT]
     while pending:
         for name in _refs(rules[pending.pop()]):
             if name not in found:

@@ -270,7 +270,8 @@ class _Grammar:
         self._pos += 1
         if token.kind == "text":
             if self._takes(".."):
-                least, most = _literal(token), _literal(self._take("text"))
+                least = _literal(token)
+                most = _literal(self._take("text"))
                 if len(least) != 1 or len(most) != 1 or least > most:
                     raise _Problem(f"line {token.line} has a range of other than single characters")
                 return self._lexeme(f"[{_escaped(least)}-{_escaped(most)}]")

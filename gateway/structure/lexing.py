@@ -36,7 +36,8 @@ def _then(one: _Shape, two: _Shape) -> _Shape:
 
 
 def _either(one: _Shape, two: _Shape) -> _Shape:
-    first, inner = union([*one.first, *two.first]), union([*one.inner, *two.inner])
+    first = union([*one.first, *two.first])
+    inner = union([*one.inner, *two.inner])
     more = union([*one.more, *two.more, *(two.first if one.nullable else ()), *(one.first if two.nullable else ())])
     return _Shape(one.nullable or two.nullable, first, inner, inner if _meet(one.first, two.first) else more)
 
