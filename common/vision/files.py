@@ -134,9 +134,10 @@ class ModelFiles:
         else:
             self.preprocessor = Fields(f"{PROCESSOR}: image_processor", nested)
 
-    @property
-    def has_preprocessor(self) -> bool:
-        return "image_processor_type" in self.preprocessor or "image_mean" in self.preprocessor
+    def image_token_id(self, default: int) -> int:
+        """The image token, which config.json names in one of two ways."""
+        name = "image_token_id" if "image_token_id" in self.config else "image_token_index"
+        return self.config.whole(name, default, least=0)
 
 
 def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Gemma3:
         settings.demand("do_pan_and_scan", False, False)
         size = settings.size("size", {"height": 224, "width": 224}, of_whole=("height", "width"))
         return cls(
-            image_token_id=config.whole("image_token_index", 262144, least=0),
+            image_token_id=files.image_token_id(262144),
             placeholder_token_id=config.whole("boi_token_index", 255999, least=0),
             end_token_id=config.whole("eoi_token_index", 256000, least=0),
             num_image_tokens=config.whole("mm_tokens_per_image", 256),

@@ -56,7 +56,7 @@ class Idefics3:
         if not side or rest:
             raise settings.error("max_image_size", "does not fit the model's patch_size and scale_factor")
         return cls(
-            image_token_id=config.whole("image_token_id", 128257, least=0),
+            image_token_id=files.image_token_id(128257),
             num_tile_tokens=side * side,
             tile=tile,
             longest_edge=settings.size("size", {"longest_edge": 4 * 364}, of_whole=()).side("longest_edge"),

@@ -33,7 +33,7 @@ class Llava:
     def read(cls, files: ModelFiles) -> Llava:
         size = OneSize.read(files.preprocessor, "CLIPImageProcessor")
         return cls(
-            image_token_id=files.config.whole("image_token_index", 32000, least=0),
+            image_token_id=files.image_token_id(32000),
             num_image_tokens=tower_tokens(files.config, size.height, size.width),
             size=size,
         )

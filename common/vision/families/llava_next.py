@@ -69,7 +69,7 @@ class LlavaNext:
         if tower_tokens(config, tile, tile) != side * side:
             raise config.error("vision_feature_select_strategy", "does not fit the tower")
         return cls(
-            image_token_id=config.whole("image_token_index", 32000, least=0),
+            image_token_id=files.image_token_id(32000),
             tile=tile,
             tile_side=side,
             sizes=sizes,

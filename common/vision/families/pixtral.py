@@ -53,7 +53,7 @@ class Pixtral:
         else:
             width, height = size.side("width"), size.side("height")
         return cls(
-            image_token_id=config.whole("image_token_index", 10, least=0),
+            image_token_id=files.image_token_id(10),
             placeholder=processor.text("image_token", "[IMG]"),
             break_mark=processor.text("image_break_token", "[IMG_BREAK]"),
             end_mark=processor.text("image_end_token", "[IMG_END]"),

@@ -274,3 +274,11 @@ def test_settings_in_processor_config_are_read_where_there_is_no_file_of_their_o
     nested = {"config.json": config, "processor_config.json": {**processor, "image_processor": preprocessor}}
     found = family_of({name: json.dumps(content).encode() for name, content in nested.items()})
     assert found == family_named("smolvlm")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_image_token_has_either_name(name: str) -> None:
+    config, preprocessor, _ = MODELS[name]
+    kept = {key: value for key, value in config.items() if not key.startswith("image_token")}
+    found = [family_of(files({**kept, key: 7}, preprocessor)) for key in ("image_token_id", "image_token_index")]
+    assert [family.image_token_id for family in found if family] == ([7, 151655] if name.startswith("qwen") else [7, 7])
