@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.common.telemetry.logs import NO_REQUEST, request_id_of, request_id_var
@@ -12,8 +12,7 @@ from headrace.common.telemetry.span import Span
 from headrace.common.telemetry.tracing import serving_span, traceparent_of
 from headrace.protos.inference_pb2 import GenerateRequest
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.request.request import Request
-from headrace.worker.server.spans import trace_request
+from headrace.worker.request.request import Request, StepNote
 
 if TYPE_CHECKING:
     from headrace.worker.server.metrics import RequestMetrics
@@ -85,3 +84,48 @@ class RequestObserver:
             )
         trace_request(span, request, now_s)
         span.end()
+
+
+def trace_request(span: Span, request: Request, now_s: float) -> None:
+    """Add to the span of a request that has ended how long it waited, was computed and answered, from the times that
+    the engine has recorded, with the engine's steps as events. `now_s` is on the monotonic clock."""
+    if not span.is_recording:
+        return
+    ended_s = request.ended_s or now_s
+    span.set(
+        {
+            "headrace.num_prompt_tokens": request.num_prompt_tokens,
+            "headrace.num_cached_tokens": request.num_cached_tokens,
+            "headrace.num_generated_tokens": request.num_generated_tokens,
+            "headrace.num_resumed_tokens": len(request.resume_token_ids),
+            "headrace.num_preemptions": request.num_preemptions,
+        }
+    )
+    queue = span.child("queue", start_s=request.arrival_s)
+    queue.end(end_s=request.scheduled_s or ended_s)
+    if request.images:
+        span.set({"headrace.num_images": len(request.images), "headrace.image_wait_s": request.image_wait_s})
+    if not request.scheduled_s:
+        return
+    first_token_s = request.first_token_s or ended_s
+    # The step that gave the first token began in the prefill phase.
+    steps = request.steps or []
+    _phase(span, "prefill", request.scheduled_s, first_token_s, [s for s in steps if s.start_s < first_token_s])
+    if request.first_token_s:
+        _phase(span, "decode", first_token_s, ended_s, [s for s in steps if s.start_s >= first_token_s])
+
+
+def _phase(span: Span, name: str, start_s: float, end_s: float, steps: Sequence[StepNote]) -> None:
+    phase = span.child(name, {"headrace.num_noted_steps": len(steps)}, start_s=start_s)
+    for step in steps:
+        phase.event(
+            "engine.step",
+            {
+                "headrace.step.duration_ms": 1000 * step.duration_s,
+                "headrace.step.num_tokens": step.num_tokens,
+                "headrace.step.num_batch_tokens": step.num_batch_tokens,
+                "headrace.step.num_batch_requests": step.num_batch_requests,
+            },
+            at_s=step.start_s,
+        )
+    phase.end(end_s=end_s)

@@ -15,7 +15,7 @@ from headrace.worker.host.binding import Binding, Region, keep_binding_known, re
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.huge_pages import HugePages
-from headrace.worker.server.binding_metrics import binding_metrics
+from headrace.worker.server.metrics import binding_metrics
 from headrace.worker.server.watch import WatchHub, binding_message
 from tests.patience import patience
 

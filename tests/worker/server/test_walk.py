@@ -17,8 +17,8 @@ WORKER = str(Path(headrace.worker.__file__).parent.resolve())
 ROUTER = "router"
 # The wing whose files are one station each. The others are one station.
 SERVER = "server"
-# They only watch.
-ASIDE = frozenset({"observer", "spans"})
+# It only watches.
+ASIDE = frozenset({"observer"})
 
 
 def station_of(code: CodeType) -> tuple[str, str] | None:

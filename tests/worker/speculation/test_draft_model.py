@@ -20,9 +20,9 @@ from headrace.worker.engine.build import Draft
 from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.model.batch import Batch
 from headrace.worker.request.request import Request
-from headrace.worker.sampling.edits import Edits
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.penalties import SeenTokens
+from headrace.worker.sampling.processors import Edits
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.model_drafts import ModelDrafts
 from tests.worker.conftest import (
