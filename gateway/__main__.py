@@ -27,6 +27,7 @@ from headrace.gateway.chat.formats import parse_parsers
 from headrace.gateway.chat.prompts import SpecialTokensInText
 from headrace.gateway.edge.settings import EdgeSettingsError, edge_options
 from headrace.gateway.edge.spans import ACCESS
+from headrace.gateway.images.sources import image_options
 from headrace.gateway.protocol import CannotServeError
 from headrace.gateway.protocols import PROTOCOLS
 from headrace.gateway.server import Settings, serve
@@ -126,6 +127,7 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     is_flag=True,
     help="Call routers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
+@image_options
 @edge_options
 @observation_options
 @click.option("--access-log/--no-access-log", default=False, help="Log every request.")

@@ -32,6 +32,8 @@ from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.encoding.planning import Encodings
 from headrace.gateway.encoding.running import EncodingRunner
 from headrace.gateway.encoding.shadowing import EncodingCopies
+from headrace.gateway.images.loading import ImageLoader
+from headrace.gateway.images.sources import ImageSources
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
@@ -42,6 +44,7 @@ from headrace.gateway.upstream.model_host import ModelHost
 from headrace.gateway.upstream.routers import Upstream
 
 NUM_TOKENIZER_THREADS = 2
+NUM_IMAGE_THREADS = 2
 # Added to the drain timeout, for the last events of streams that it interrupts.
 STOP_S = 1.0
 
@@ -73,6 +76,8 @@ class Settings:
     """Whether requests wait until the host's models are known."""
     aliases: Aliases
     """Other names of models."""
+    images: ImageSources
+    """From where images may be fetched."""
     controls: EdgeSettings
     protocol_flags: Mapping[str, Any]
     """Values of the protocols' own options, by parameter name."""
@@ -85,9 +90,10 @@ class Threads:
         self.tokenizing = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "tokenize")
         self.translating = ThreadPoolExecutor(1, "translate")
         self.loading = ThreadPoolExecutor(1, "load")
+        self.images = ThreadPoolExecutor(NUM_IMAGE_THREADS, "images")
 
     def close(self) -> None:
-        for executor in (self.tokenizing, self.translating, self.loading):
+        for executor in (self.tokenizing, self.translating, self.loading, self.images):
             executor.shutdown(cancel_futures=True)
 
 
@@ -130,6 +136,7 @@ def _services(settings: Settings, controls: EdgeControls, threads: Threads) -> S
         aliases=settings.aliases,
         formats=Formats(settings.tool_parsers, settings.reasoning_parsers),
         special_tokens_in_text=settings.special_tokens_in_text,
+        images=settings.images.loader(threads.images),
     )
 
 
@@ -145,6 +152,7 @@ def services_behind(
     aliases: Aliases | None = None,
     formats: Formats | None = None,
     special_tokens_in_text: SpecialTokensInText = SpecialTokensInText.PROMPTS,
+    images: ImageLoader | None = None,
 ) -> Services:
     """The services of a gateway, connected with each other."""
     metrics = Metrics()
@@ -160,10 +168,11 @@ def services_behind(
         in_use=in_use,
     )
     models = Models(upstream, threads.loading, host=host, aliases=aliases)
-    prompts = Prompts(threads.tokenizing, special_tokens_in_text)
+    prompts = Prompts(threads.tokenizing, special_tokens_in_text, images or ImageLoader(threads.images))
     generator = Generator(upstream, metrics)
     shadows, runner = Shadows(models, metrics), EncodingRunner(upstream, metrics)
-    chats = Chats(models, prompts, Constraints(threads.translating), formats, ChatCopies(shadows, generator))
+    copies = ChatCopies(shadows, generator)
+    chats = Chats(models, prompts, Constraints(threads.translating), formats, copies, metrics.image_refused)
     encodings = Encodings(models, prompts, EncodingCopies(shadows, runner))
     return Services(
         models,

@@ -123,7 +123,7 @@ TIERS = {
     "gateway": (
         ("checks", "hints", "telemetry", "access"),
         ("fields",),
-        ("cache_eviction", "field_names", "edge", "upstream", "structure"),
+        ("cache_eviction", "field_names", "edge", "upstream", "structure", "images"),
         ("text",),
         ("chat",),
         ("encoding",),

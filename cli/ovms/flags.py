@@ -54,7 +54,6 @@ def _refused(name: str, kind: str, what: str) -> Flag:
 _CLASSIC = "it is for models with tensors as inputs, which headrace does not serve; leave it out, or use OVMS for it"
 _IMAGES = "headrace serves no images or speech; leave it out, or use OVMS for it"
 _GRPC = "the gRPC API shares the gateway's process and its limits"
-_MEDIA = "models are served for text; requests with images are refused"
 _CORS = "pages of allowed origins may use the methods and headers of the API"
 FLAGS: tuple[Flag, ...] = (
     _applied("rest_port", "whole", "`--port` of `headrace serve`; 8000 by default"),
@@ -84,6 +83,8 @@ FLAGS: tuple[Flag, ...] = (
     _applied("log_level", "text", "`--log-level` of `headrace serve`; TRACE is debug"),
     _applied("log_path", "text", "log lines are also appended to this file"),
     _applied("api_key_file", "text", "its first line is the key of all APIs; `API_KEY` by default"),
+    _applied("allowed_local_media_path", "text", "`--allowed-local-media-path` of `headrace serve`"),
+    _applied("allowed_media_domains", "text", "`--allowed-media-domains` of `headrace serve`, for each of the list"),
     _applied("allowed_origins", "text", "`--cors-origin` of `headrace serve`, for each of the list"),
     _named("allowed_methods", "text", _CORS, "*"),
     _named("allowed_headers", "text", _CORS, "*"),
@@ -97,8 +98,6 @@ FLAGS: tuple[Flag, ...] = (
     _named("rest_workers", "whole", "one process answers HTTP; the models' workers compute"),
     _named("cache_dir", "text", "models compile at each start"),
     _named("custom_node_resources_cleaner_interval_seconds", "whole", "there are no custom nodes"),
-    _named("allowed_local_media_path", "text", _MEDIA),
-    _named("allowed_media_domains", "text", _MEDIA),
     _named("verbose_response", "switch", "`return_token_ids` and `logprobs` of a request show more of an answer"),
     _named("trace_path", "text", "use `--otlp-endpoint` of `headrace serve`"),
     _named("nireq", "whole", "use `--max_num_seqs`", 0),

@@ -293,6 +293,10 @@ def _serve(given: Mapping[str, Any], notes: Sequence[str], begun_s: float) -> No
         options |= {"log_level": _log_level(given["log_level"]), "api_keys": _api_keys(given, Path(private))}
         if given["allowed_origins"] is not None:
             options["cors_origins"] = tuple(one.strip() for one in given["allowed_origins"].split(",") if one.strip())
+        if given["allowed_media_domains"] is not None:
+            options["allowed_media_domains"] = (given["allowed_media_domains"],)
+        if given["allowed_local_media_path"] is not None:
+            options["allowed_local_media_path"] = Path(given["allowed_local_media_path"])
         where = _listening(given)
         all_notes = [*notes, *own_notes]
         if where.host == _ALL_ADDRESSES and options["api_keys"] is None:

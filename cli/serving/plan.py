@@ -96,6 +96,8 @@ class ServeOptions:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     special_tokens_in_text: str | None = None
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: Path | None = None
     cors_origins: tuple[str, ...] = ()
     redis_url: str | None = None
     log_level: str | None = None
@@ -203,6 +205,8 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv += _given("--grpc-port", options.grpc_port or None)
     argv += _given("--tool-parser", options.tool_parser) + _given("--reasoning-parser", options.reasoning_parser)
     argv += _given("--special-tokens-in-text", options.special_tokens_in_text)
+    argv += [part for name in options.allowed_media_domains for part in ("--allowed-media-domains", name)]
+    argv += _given("--allowed-local-media-path", options.allowed_local_media_path)
     argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
     argv += _given("--redis", options.redis_url)
     argv += _observation(options) + _membership(options) + _calls(options)

@@ -108,6 +108,18 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "whole, as for /v1/completions]",
 )
 @click.option(
+    "--allowed-media-domains",
+    multiple=True,
+    metavar="NAME[,NAME...]",
+    help="Fetch images by http and https from these hosts; see headrace gateway --help.  [default: none]",
+)
+@click.option(
+    "--allowed-local-media-path",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Read images of file: URLs from files below this directory.  [default: none]",
+)
+@click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,

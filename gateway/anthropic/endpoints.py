@@ -61,6 +61,8 @@ class _Messages:
         MESSAGES.check(body)
         exchange.name_request(request.request_id)
         chat_request, names, reasoning = await self._chat(exchange, request, decode_body(body, AnswerFields))
+        del body  # the answer may take long, and images are large
+        request.messages = []  # the chat has them
         with names.in_callers_terms(), _in_providers_words():
             chat = await self._services.chats.plan(chat_request)
             first = chat.plan.requests[0]

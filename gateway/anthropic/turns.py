@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from headrace.gateway.chat.billing import is_billing
 from headrace.gateway.chat.request import ChatMessage
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.hints import ignored
+from headrace.gateway.images.given import GivenImage, image_of_base64, image_of_url, part_of
 from headrace.gateway.text.reasoning_seal import unsealed
 from headrace.protos.status import StatusError
 
@@ -30,6 +31,7 @@ _ROLES = ("user", "assistant", "system")
 _MAX_ECHO_CHARS = 64
 _SKIPPED = "the model gets the texts, thoughts and calls of earlier answers"
 _UNTIL_NEXT_USER = "next_user_message"
+_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Turn:
 
     message: ChatMessage
     place: str
+    images: list[str] = field(default_factory=list)
+    """Where the caller wrote the parts of its content, if there are images."""
 
 
 def turns_of(
@@ -105,8 +109,9 @@ class _Reader:
         self.turns: list[Turn] = []
         self._catalogue = catalogue
         self._call_ids: set[str] = set()
-        # Texts of the turn at the end. They are joined only once, because there may be as many as fit into a body.
-        self._texts: list[str] = []
+        # Texts and images of the turn at the end, each with its place. They are joined only once, because there may be
+        # as many as fit into a body.
+        self._pieces: list[tuple[str, str | GivenImage]] = []
         self._thoughts: list[str] = []
 
     def add(self, role: str, where: str, block: Any) -> None:
@@ -116,6 +121,9 @@ class _Reader:
             self._add_text(role, where, _string(where, block, "text"))
         elif role == "assistant" and isinstance(kind, str):
             self._add_of_assistant(where, kind, block)
+        elif role == "user" and kind == "image":
+            self._turn(role, where)
+            self._pieces.append((where, _image(where, block)))
         elif role == "user" and kind == "tool_result":
             self._tool_result(where, block)
         elif role == "user" and kind in _READABLE:
@@ -125,7 +133,7 @@ class _Reader:
         elif role == "user" and kind == "compaction":
             self._add_text(role, where, _text(f"{where}.content", block.get("content") or ""))
         else:
-            known = {"user": "text, tool_result, document and search_result", "system": "text"}.get(role)
+            known = {"user": "text, image, tool_result, document and search_result", "system": "text"}.get(role)
             raise _not_supported(where, kind, known or "text, thinking and tool_use")
 
     def _add_of_assistant(self, where: str, kind: str, block: Mapping[str, Any]) -> None:
@@ -145,7 +153,7 @@ class _Reader:
 
     def _add_text(self, role: str, where: str, text: str) -> None:
         self._turn(role, where)
-        self._texts.append(text)
+        self._pieces.append((where, text))
 
     def _turn(self, role: str, where: str) -> ChatMessage:
         """The turn of this role at the end."""
@@ -159,11 +167,11 @@ class _Reader:
 
     def end_turn(self) -> None:
         """The turn at the end has all its blocks."""
-        if self._texts:
-            self.turns[-1].message.content = "\n".join(self._texts)
+        if self._pieces:
+            _fill(self.turns[-1], self._pieces)
         if self._thoughts:
             self.turns[-1].message.reasoning_content = "".join(self._thoughts)
-        self._texts, self._thoughts = [], []
+        self._pieces, self._thoughts = [], []
 
     def _tool_result(self, where: str, block: Mapping[str, Any]) -> None:
         call_id = _string(where, block, "tool_use_id")
@@ -173,35 +181,41 @@ class _Reader:
             problem = f"{field}: unexpected `tool_use_id` found in `tool_result` blocks: {call_id[:_MAX_ECHO_CHARS]}"
             raise invalid(field, f"{problem}; there is no `tool_use` of this id before")
         content, is_error = block.get("content"), block.get("is_error")
-        text = "" if content is None else self._result_text(f"{where}.content", content)
+        pieces = [] if content is None else self._result(f"{where}.content", content)
         if not isinstance(is_error, bool | None):
             raise invalid(f"{where}.is_error", f"{where}.is_error must be true or false")
-        if is_error:
-            text = f"Error: {text}"  # templates have no other way to mark an error
-        self._begin_turn(Turn(ChatMessage(role="tool", content=text, tool_call_id=call_id), where))
+        if is_error:  # templates have no other way to mark an error
+            first = pieces[0][1] if pieces and isinstance(pieces[0][1], str) else None
+            pieces = [(where, f"Error: {first or ''}"), *(pieces if first is None else pieces[1:])]
+        self._begin_turn(Turn(ChatMessage(role="tool", content="", tool_call_id=call_id), where))
+        _fill(self.turns[-1], pieces)
 
-    def _result_text(self, where: str, content: Any) -> str:
-        """The text of a tool's result. Other blocks become notes, so that the chat can go on without them."""
+    def _result(self, where: str, content: Any) -> list[tuple[str, str | GivenImage]]:
+        """The texts and images of a tool's result, with their places. Other blocks become notes, so that the chat can
+        go on without them."""
         if isinstance(content, str):
-            return content
+            return [(where, content)]
         if not isinstance(content, list):
             raise invalid(where, f"{where} must be a text or a list of blocks")
-        texts = []
+        pieces: list[tuple[str, str | GivenImage]] = []
         for position, block in enumerate(content):
             place = f"{where}[{position}]"
             kind = block.get("type") if isinstance(block, dict) else None
             if not isinstance(kind, str):
                 raise _not_supported(place, kind, "text")
             if kind == "text":
-                texts.append(_string(place, block, "text"))
+                pieces.append((place, _string(place, block, "text")))
+            elif kind == "image":
+                pieces.append((place, _image(place, block)))
             elif kind == "tool_reference":
-                texts.append(self._catalogue.load(_string(place, block, "tool_name")))
+                pieces.append((place, self._catalogue.load(_string(place, block, "tool_name"))))
             elif kind == "search_result" or (kind == "document" and _is_readable(block)):
-                texts.append(_READABLE[kind](place, block))
+                pieces.append((place, _READABLE[kind](place, block)))
             else:
-                ignored(f"tool_result.{kind}", "the model reads only text, and gets a note instead", is_known=False)
-                texts.append(f"[The tool returned a block of type {kind[:_MAX_ECHO_CHARS]}, which cannot be shown.]")
-        return "\n".join(texts)
+                ignored(f"tool_result.{kind}", "the model cannot read it, and gets a note instead", is_known=False)
+                note = f"[The tool returned a block of type {kind[:_MAX_ECHO_CHARS]}, which cannot be shown.]"
+                pieces.append((place, note))
+        return pieces
 
     def _tool_use(self, where: str, block: Mapping[str, Any]) -> None:
         call_id, name = _string(where, block, "id"), _string(where, block, "name")
@@ -216,6 +230,39 @@ class _Reader:
         if turn.tool_calls is None:
             turn.tool_calls = []
         turn.tool_calls.append({"id": call_id, "type": "function", "function": function})
+
+
+def _fill(turn: Turn, pieces: Sequence[tuple[str, str | GivenImage]]) -> None:
+    """Give a turn its content: a text, or a list of parts if there are images."""
+    if any(isinstance(piece, GivenImage) for _, piece in pieces):
+        turn.images[:] = [place for place, _ in pieces]
+        turn.message.content = [
+            {"type": "text", "text": piece} if isinstance(piece, str) else part_of(piece, "image")
+            for _, piece in pieces
+        ]
+    else:
+        turn.message.content = "\n".join(str(piece) for _, piece in pieces)
+
+
+def _image(where: str, block: Mapping[str, Any]) -> GivenImage:
+    """The image of a block. Raises `StatusError`."""
+    transformations = block.get("transformations")
+    if transformations:
+        name = f"{where}.transformations"
+        raise unsupported(name, f"{name} is not supported: the model's own rules decide how an image is scaled")
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(source, dict) and kind == "base64":
+        media_type = source.get("media_type")
+        if media_type is not None and media_type not in _MEDIA_TYPES:
+            name = f"{where}.source.media_type"
+            raise invalid(name, f"{name} must be one of {', '.join(_MEDIA_TYPES)}")
+        return image_of_base64(f"{where}.source.data", source.get("data"))
+    if isinstance(source, dict) and kind == "url":
+        return image_of_url(f"{where}.source.url", source.get("url"))
+    named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
+    problem = f"{where}.source: a source {named} is not supported; send the image as base64 or as a url"
+    raise unsupported(f"{where}.source.type", problem)
 
 
 def input_of(text: str) -> dict[str, Any]:

@@ -201,6 +201,13 @@ def chat_of(request: PromptFields, effort: str | None, answer: AnswerFields | No
 
 
 def _names(turns: Sequence[Turn], tools: Sequence[str]) -> FieldNames:
+    def part(found: re.Match[str]) -> str:
+        number, position = int(found[1]), int(found[2])
+        if number >= len(turns):
+            return found[0]
+        turn = turns[number]
+        return turn.images[position] if position < len(turn.images) else turn.place
+
     def tool(found: re.Match[str]) -> str:
         number, member = int(found[1]), found[2] or ""
         place = tools[number] if number < len(tools) else f"tools[{number}]"
@@ -208,7 +215,9 @@ def _names(turns: Sequence[Turn], tools: Sequence[str]) -> FieldNames:
 
     return FieldNames(
         [
+            (r"messages\[(\d{1,9})\]\.content\[(\d{1,9})\]", part),
             messages_at([turn.place for turn in turns], r"(?:\.\w+)?"),
+            (r"messages\.content\.image", "tool_result.image"),
             ("stop", "stop_sequences"),
             ("reasoning_effort", "output_config.effort"),
             (r"response_format\.json_schema", "output_config.format"),

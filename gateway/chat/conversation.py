@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.gateway.chat.billing import without_billing
@@ -13,8 +14,11 @@ from headrace.gateway.chat.prompts import Conversation
 from headrace.gateway.chat.request import Chat, ChatMessage, Tokenization
 from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.hints import ignored
+from headrace.gateway.images.given import IMAGE, GivenImage
+from headrace.gateway.images.refusal import ImageRefusal, Why
 from headrace.gateway.text.chat_template import Arguments, ChatTemplate, RawArguments
-from headrace.protos.status import StatusError
+from headrace.gateway.text.content import Content, ImagePlace, content_of, images_in
+from headrace.protos.status import Reason, StatusError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -24,7 +28,18 @@ _SWITCHES = ("enable_thinking", "thinking")
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Parts of reasoning in turns of the assistant, and their text.
 _THOUGHTS = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text"}
+_IMAGE_BEHIND = "[image: in the next message]"
 _MAX_ECHO_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What a model reads besides text."""
+
+    placeholder: str = ""
+    """What its template writes for an image; empty if it reads no images."""
+    why_no_images: str = "the model reads text only"
+    """The refusal of an image, with a remedy."""
 
 
 def conversation_of(
@@ -32,11 +47,14 @@ def conversation_of(
     template: ChatTemplate,
     tools: Sequence[Mapping[str, Any]] = (),
     reasons: bool = False,
+    reader: Reader | None = None,
 ) -> Conversation:
     """The conversation of a request, in the shape that this template takes. Raises `StatusError`.
 
-    `reasons`: whether the model's format of reasoning is known.
+    `reasons`: whether the model's format of reasoning is known. `reader`: what the model reads besides text; by default
+    nothing.
     """
+    reader = reader or Reader()
     if not request.messages:
         raise invalid("messages", "messages must not be empty")
     goes_on = bool(request.continue_final_message)
@@ -49,7 +67,8 @@ def conversation_of(
         variables = {**_effort(request.reasoning_effort, template, reasons), **variables}
     if isinstance(request, Chat) and request.verbosity is not None and template.uses("verbosity"):
         variables = {"verbosity": request.verbosity, **variables}
-    messages = [_template_message(i, message, template) for i, message in enumerate(request.messages)]
+    images: list[tuple[str, GivenImage]] = []
+    messages = [_template_message(i, message, template, reader, images) for i, message in enumerate(request.messages)]
     messages = without_billing(messages)
     _pair_results(messages)
     lists_tools = takes_tools(template)
@@ -59,6 +78,8 @@ def conversation_of(
         messages, tools = with_block(messages, tools, template), ()
     elif tools and not template.uses("tools"):
         messages = _with_tools(messages, tools)
+    if images and not template.places_images("tool", reader.placeholder):
+        messages = _with_images_of_tools_behind(messages)
     return Conversation(
         messages=messages,
         tools=tools,
@@ -69,6 +90,7 @@ def conversation_of(
         if request.add_special_tokens is None
         else request.add_special_tokens,
         template=template,
+        images=images,
     )
 
 
@@ -111,9 +133,15 @@ def _with_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any
     return [{**messages[0], "tools": functions}, *messages[1:]]
 
 
-def _template_message(position: int, message: ChatMessage, template: ChatTemplate) -> dict[str, Any]:
+def _template_message(
+    position: int,
+    message: ChatMessage,
+    template: ChatTemplate,
+    reader: Reader,
+    images: list[tuple[str, GivenImage]],
+) -> dict[str, Any]:
     """A message as templates expect it. What earlier turns have is history, and not a request: what cannot be shown is
-    left out and named."""
+    left out and named. Its images are added to `images`."""
     where = f"messages[{position}]"
     role = message.role
     if role not in ROLES:
@@ -127,7 +155,7 @@ def _template_message(position: int, message: ChatMessage, template: ChatTemplat
         calls.append(_tool_call(f"{where}.function_call", {"function": message.function_call}))
     if message.audio is not None:
         ignored("messages.audio", "the model hears no audio, so that only the text of the turn is in the prompt")
-    content, thoughts = _text_of(where, role, message.content)
+    content, thoughts = _content_of(where, role, message.content, reader, images)
     if not content and message.refusal:
         content = message.refusal
     values: dict[str, Any] = {"role": role, "content": content}
@@ -166,20 +194,27 @@ def _pair_results(messages: Sequence[dict[str, Any]]) -> None:
             open_calls.remove(found)
 
 
-def _text_of(where: str, role: str, content: str | list[dict[str, Any]] | None) -> tuple[str, str | None]:
-    """The text of a message, and its reasoning if there are such parts: parts are joined by line breaks."""
+def _content_of(
+    where: str,
+    role: str,
+    content: str | list[dict[str, Any]] | None,
+    reader: Reader,
+    images: list[tuple[str, GivenImage]],
+) -> tuple[Content, str | None]:
+    """The content of a message, and its reasoning if there are such parts: neighbouring parts of text are joined by
+    line breaks."""
     if content is None or isinstance(content, str):
         return content or "", None
-    texts: list[str] = []
+    pieces: list[str | ImagePlace] = []
     thoughts: list[str] = []
     for i, part in enumerate(content):
         kind = part.get("type")
+        name = f"{where}.content[{i}]"
         if isinstance(kind, str) and kind in _TEXTS:
             text = part.get(_TEXTS[kind])
             if not isinstance(text, str | None):
-                name = f"{where}.content[{i}].{_TEXTS[kind]}"
-                raise invalid(name, f"{name} must be a text")
-            texts.append(text or "")
+                raise invalid(f"{name}.{_TEXTS[kind]}", f"{name}.{_TEXTS[kind]} must be a text")
+            pieces.append(text or "")
         elif role == "assistant" and isinstance(kind, str):
             thought = part.get(_THOUGHTS.get(kind, ""))
             if isinstance(thought, str):
@@ -187,19 +222,43 @@ def _text_of(where: str, role: str, content: str | list[dict[str, Any]] | None) 
             else:
                 why = "the model cannot read such a part of its own earlier turns"
                 ignored(f"messages.content.{kind}", why, is_known=False)
+        elif isinstance(image := part.get(IMAGE), GivenImage) and reader.placeholder:
+            pieces.append(ImagePlace(len(images)))
+            images.append((name, image))
         elif role == "tool" and isinstance(kind, str):
-            texts.append(note_of(kind))
+            pieces.append(note_of(kind))
+        elif isinstance(image, GivenImage):
+            raise ImageRefusal(Why.TEXT_MODEL, name, f"{name}: {reader.why_no_images}", Reason.UNSUPPORTED)
         else:
-            name = f"{where}.content[{i}]"
-            raise unsupported(f"{name}.type", f"{name}: only parts of type text are supported")
-    return "\n".join(texts), "\n".join(thoughts) if thoughts else None
+            problem = f"{name}: only parts of type text and image_url are supported"
+            raise unsupported(f"{name}.type", problem)
+    return content_of(pieces, "\n"), "\n".join(thoughts) if thoughts else None
 
 
 def note_of(kind: str, place: str = "messages.content") -> str:
-    """What the model reads in place of a part of a tool's result that is no text, such as `image_url`."""
-    ignored(f"{place}.{kind}", "the model reads text only, and finds a note in place of it", is_known=False)
+    """What the model reads in place of a part of a tool's result that it cannot read, such as `input_audio`."""
+    ignored(f"{place}.{kind}", "the model cannot read it, and finds a note in place of it", is_known=False)
     what = kind.removeprefix("input_").removesuffix("_url")[:_MAX_ECHO_CHARS]
-    return f"[{what}: omitted, because this model reads text only]"
+    return f"[{what}: omitted, because this model cannot read it]"
+
+
+def _with_images_of_tools_behind(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with images of results in a turn of the user behind the results, for templates that have no place
+    for them in a result."""
+    found: list[dict[str, Any]] = []
+    waiting: list[ImagePlace] = []
+    for message in messages:
+        if waiting and message["role"] != "tool":
+            found.append({"role": "user", "content": waiting})
+            waiting = []
+        held = images_in(message["content"]) if message["role"] == "tool" else ()
+        if not held:
+            found.append(dict(message))
+            continue
+        waiting = [*waiting, *held]
+        words = [piece if isinstance(piece, str) else _IMAGE_BEHIND for piece in message["content"]]
+        found.append({**message, "content": "\n".join(words)})
+    return [*found, {"role": "user", "content": waiting}] if waiting else found
 
 
 def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from headrace.common.tasks import end_tasks
 from headrace.common.telemetry.tracing import current_span
 from headrace.common.transport.wire_request import SharedPart
+from headrace.common.vision.family import Detail
 from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller
 from headrace.gateway.chat.choice import Choice, Ending, Piece
@@ -26,15 +27,24 @@ from headrace.gateway.structure.fields import in_callers_terms
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.gateway.telemetry.partings import Partings
 from headrace.gateway.telemetry.spans import describe_generation
+from headrace.gateway.text.image_tokens import PromptImage, shown
 from headrace.gateway.text.models import Model
 from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.cache_scope import cache_scope, scoped_salt
-from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
+from headrace.protos.inference_pb2 import (
+    IMAGE_DETAIL_HIGH,
+    IMAGE_DETAIL_LOW,
+    IMAGE_DETAIL_UNSPECIFIED,
+    GenerateRequest,
+    Image,
+    SamplingParams,
+)
 from headrace.protos.status import Reason, StatusError
 
 MAX_GENERATIONS = 4096
 MAX_CHOICES_PER_REQUEST = 256
 _QUEUED_PIECES_PER_CHOICE = 4
+_DETAILS = {Detail.LOW: IMAGE_DETAIL_LOW, Detail.HIGH: IMAGE_DETAIL_HIGH, Detail.AUTO: IMAGE_DETAIL_UNSPECIFIED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,20 @@ class Job:
     """Tokens that the answer is expected to have."""
     common: Common | None = None
     """Given to all jobs of one request that have the same sampling."""
+    images: Sequence[PromptImage] = ()
+    """The images in the prompt, in the order of their places."""
+
+    @property
+    def shown_ids_of_prompt(self) -> Sequence[int]:
+        """The prompt's tokens as callers know them."""
+        if not self.images or self.model.images is None:
+            return self.token_ids
+        return shown(self.token_ids, self.model.images)
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Image tokens in the prompt."""
+        return sum(image.num_tokens for image in self.images)
 
 
 class Common:
@@ -95,6 +119,8 @@ class Usage:
     num_disk_tokens: int = 0
     num_peer_tokens: int = 0
     """Cached tokens that a worker read from a disk, and that it got from another worker."""
+    num_image_tokens: int = 0
+    """Prompt tokens that stand for images."""
 
 
 class Account:
@@ -102,6 +128,7 @@ class Account:
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self._num_prompt_tokens = sum(len(plan.job.token_ids) for plan in plans)
+        self._num_image_tokens = sum(plan.job.num_image_tokens for plan in plans)
         firsts = [0]
         for plan in plans:
             firsts.append(firsts[-1] + plan.job.num_choices)
@@ -139,6 +166,7 @@ class Account:
             self._num_drafted_tokens - self._num_accepted_tokens,
             self._num_disk_tokens,
             self._num_peer_tokens,
+            self._num_image_tokens,
         )
 
 
@@ -150,16 +178,17 @@ def plan_job(job: Job) -> Plan:
         raise invalid("prompt", "the prompt has no tokens")
     limit = job.model.rules.max_tokens_limit
     params = sampling_params(job.sampling, card, len(job.token_ids), secrets.randbits(63), limit)
-    if min(job.token_ids) < 0 or max(job.token_ids) >= card.vocab_size:
+    if min(job.token_ids) < 0 or max(job.shown_ids_of_prompt) >= card.vocab_size:
         raise invalid("prompt", f"prompt: tokens must be from 0 to {card.vocab_size - 1}")
     token_ids, prediction = job.token_ids, job.prediction[: card.max_context_tokens]
+    images = [Image(data=image.data, detail=_DETAILS[image.detail]) for image in job.images]
     shared: tuple[SharedPart, ...] = ()
     if job.num_choices > 1 or job.common is not None:
         shared = ((job.common or Common()).part(params),)
     if job.num_choices > 1:
-        common = GenerateRequest(token_ids=token_ids, prediction_token_ids=prediction)
+        common = GenerateRequest(token_ids=token_ids, prediction_token_ids=prediction, images=images)
         shared = (*shared, SharedPart(common.SerializeToString()))
-        token_ids = prediction = ()
+        token_ids, prediction, images = (), (), []
     requests = []
     for i in range(job.num_choices):
         request = GenerateRequest(
@@ -173,6 +202,7 @@ def plan_job(job: Job) -> Plan:
             session_key=job.session_key,
             priority=job.priority,
             prediction_token_ids=prediction,
+            images=images,
         )
         request.sampling.seed = (params.seed + i) % 2**64
         requests.append(request)
@@ -235,6 +265,7 @@ class Generator:
             raise StatusError(Reason.QUEUE_FULL, "the gateway has its maximum of streams", retry_after_s=1.0)
         self._num_running += len(generations)
         for plan in plans:
+            self._metrics.images(len(plan.job.images), plan.job.num_image_tokens)
             for request in plan.requests[:1]:
                 self._partings.prompt(plan.job.model.name, request.cache_salt, request.tenant, plan.job.token_ids)
         if generations:
@@ -261,7 +292,7 @@ class Generator:
             tokenizer.special_ids,
             job.sampling,
             job.shown_ids,
-            job.token_ids,
+            job.shown_ids_of_prompt if job.sampling.prompt_logprobs is not None else (),
             block_size=job.model.card.block_size,
         )
         first_s = last_s = 0.0

@@ -17,6 +17,7 @@ from typing import Any
 
 from headrace.gateway.chat.output_parsers.hermes import CLOSING, OPENING
 from headrace.gateway.text.chat_template import ChatTemplate
+from headrace.gateway.text.content import Content, joined
 
 PARSER = "hermes"
 """Name of the format in which such calls are written."""
@@ -51,22 +52,22 @@ def with_block(
     block = _BLOCK.format(functions=functions, opening=OPENING, closing=CLOSING)
     first, *rest = messages
     if first["role"] == "system":
-        return [{**first, "content": _joined(first["content"], block, "\n\n")}, *map(dict, rest)]
+        return [{**first, "content": joined([first["content"], block], "\n\n")}, *map(dict, rest)]
     if template.shows_system or first["role"] != "user":
         return [{"role": "system", "content": block}, *map(dict, messages)]
-    return [{**first, "content": _joined(block, first["content"], "\n\n")}, *map(dict, rest)]
+    return [{**first, "content": joined([block, first["content"]], "\n\n")}, *map(dict, rest)]
 
 
 def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with calls and results as text. A user's turn after results is merged with them."""
     found: list[dict[str, Any]] = []
-    contents: list[list[str]] = []  # of the merged turns, joined only once, because there may be very many
+    contents: list[list[Content]] = []  # of the merged turns, joined only once, because there may be very many
     behind_result = False
     for message in messages:
         turn = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
         is_result = turn["role"] == "tool"
         if is_result:
-            content = f"<tool_response>\n{turn['content'] or ''}\n</tool_response>"
+            content = joined(["<tool_response>\n", turn["content"], "\n</tool_response>"], "")
             turn = {"role": "user", "content": content}
         texts = [turn["content"]]
         for call in message.get("tool_calls") or ():
@@ -81,17 +82,13 @@ def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             contents.append(texts)
         behind_result = is_result or (behind_result and turn["role"] == "user")
     for turn, texts in zip(found, contents, strict=True):
-        turn["content"] = texts[0] if len(texts) == 1 else "\n".join(texts)
+        turn["content"] = texts[0] if len(texts) == 1 else joined(texts, "\n")
     return found
 
 
-def _append(texts: list[str], text: str) -> None:
-    """Add a text to those to join. It replaces an empty one."""
+def _append(texts: list[Content], text: Content) -> None:
+    """Add a content to those to join. It replaces an empty one."""
     if texts[0]:
         texts.append(text)
     else:
         texts[0] = text
-
-
-def _joined(before: str | None, text: str, separator: str) -> str:
-    return f"{before}{separator}{text}" if before else text

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from headrace.gateway.chat.conversation import conversation_of
+from headrace.gateway.chat.conversation import Reader, conversation_of
 from headrace.gateway.chat.formats import Formats
 from headrace.gateway.chat.generation import Common, Job, Plan, plan_job
 from headrace.gateway.chat.output import ChatChoice, Reading, reading_of
@@ -25,15 +26,19 @@ from headrace.gateway.chat.sampling import Sampling
 from headrace.gateway.chat.tool_grammar import can_be_held, tool_structure
 from headrace.gateway.chat.tools import ToolUse, functions_of, tool_use_of
 from headrace.gateway.checks import invalid
+from headrace.gateway.images.refusal import ImageRefusal, Why
 from headrace.gateway.structure.constraints import Constraints
 from headrace.gateway.structure.fields import structure_of
 from headrace.gateway.text.detokenizer import detokenize
+from headrace.gateway.text.image_tokens import PromptImage, shown
 from headrace.gateway.text.models import Model, Models
 from headrace.protos.cache_eviction import longest_context
 from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.tasks import check_task
 
+# Models that a refusal of images names.
+_MAX_NAMED = 8
 # Fields of a tokenization that apply only to a conversation.
 _OF_CONVERSATIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
@@ -80,14 +85,17 @@ class Chats:
         constraints: Constraints,
         formats: Formats | None = None,
         copies: Copies | None = None,
+        on_image_refused: Callable[[Why], None] = lambda why: None,
     ) -> None:
         """Without `formats`, the format of tool calls and reasoning is detected from the chat template. Planned
-        requests are offered to `copies`."""
+        requests are offered to `copies`. `on_image_refused` is called for each request that is refused because of an
+        image."""
         self._models = models
         self._prompts = prompts
         self._constraints = constraints
         self._formats = formats or Formats()
         self._copies = copies
+        self._on_image_refused = on_image_refused
 
     async def plan(self, request: Chat, *, is_trial: bool = False) -> ChatPlan:
         """Check a chat and make its prompt. A trial, in whose place another chat may be generated, is not copied.
@@ -104,7 +112,15 @@ class Chats:
         sampling = replace(sampling, structure=structure)
         text = predicted_text(request)
         prediction = await self._prompts.of_text(model, text, add_special_tokens=False) if text else ()
-        plan = plan_of(request, model, prompt.token_ids, sampling, reading.shown_ids, prediction=prediction)
+        plan = plan_of(
+            request,
+            model,
+            prompt.token_ids,
+            sampling,
+            reading.shown_ids,
+            prediction=prediction,
+            images=prompt.images,
+        )
         if not is_trial:
             self.offer_copy(request)
         return ChatPlan(model, plan, reading)
@@ -137,8 +153,26 @@ class Chats:
         template = model.chat_template()
         if use.listed and template.chosen(tools=True).takes_one_call:
             use = replace(use, parallel=False)
-        conversation = conversation_of(request, template, use.listed, self.reasons(model))
-        return model, use, conversation, await self._prompts.of_conversation(model, conversation)
+        with self._counting():
+            conversation = conversation_of(request, template, use.listed, self.reasons(model), self._reader(model))
+            return model, use, conversation, await self._prompts.of_conversation(model, conversation)
+
+    def _reader(self, model: Model) -> Reader:
+        """What a model reads besides text."""
+        if model.images is not None:
+            return Reader(model.images.placeholder)
+        others = ", ".join(f"'{name}'" for name in self._models.readers_of_images[:_MAX_NAMED])
+        remedy = f"models that read images: {others}" if others else "the server has no model that reads images"
+        return Reader(why_no_images=f"the model '{model.name}' reads text only; {remedy}")
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Counts the refusal of an image that is raised within."""
+        try:
+            yield
+        except ImageRefusal as refusal:
+            self._on_image_refused(refusal.why)
+            raise
 
     async def plan_completion(self, request: Completion) -> CompletionPlan:
         """Check a completion and tokenize its prompts. Raises `StatusError`."""
@@ -179,9 +213,10 @@ class Chats:
             add_special_tokens = request.add_special_tokens is not False
             return model, await self._prompts.of_prompt(model, request.prompt, add_special_tokens=add_special_tokens)
         tools = functions_of(request.tools or ())
-        conversation = conversation_of(request, model.chat_template(), tools)
-        prompt = await self._prompts.of_conversation(model, conversation)
-        return model, list(prompt.token_ids)
+        with self._counting():
+            conversation = conversation_of(request, model.chat_template(), tools, reader=self._reader(model))
+            prompt = await self._prompts.of_conversation(model, conversation)
+        return model, [*prompt.token_ids] if model.images is None else shown(prompt.token_ids, model.images)
 
     async def _generating(self, request: Chat | Completion) -> Model:
         """The model of a request, if it generates text. Raises `StatusError`."""
@@ -217,12 +252,18 @@ def plan_of(
     shown_ids: frozenset[int] = frozenset(),
     common: Common | None = None,
     prediction: Sequence[int] = (),
+    images: Sequence[PromptImage] = (),
 ) -> Plan:
     """The plan of a checked request for one prompt."""
+    kept = _truncated(token_ids, request, sampling, model)
+    if images and len(kept) < len(token_ids):
+        problem = "truncate_prompt_tokens would cut a prompt with images, which stay whole; leave out earlier messages"
+        raise invalid("truncate_prompt_tokens", problem)
     return plan_job(
         Job(
             model=model,
-            token_ids=_truncated(token_ids, request, sampling, model),
+            token_ids=kept,
+            images=images,
             sampling=sampling,
             num_choices=request.best_of or request.n or 1,
             shown_ids=shown_ids,

@@ -7,14 +7,21 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from headrace.common.telemetry.tracing import current_span
+from headrace.common.vision.header import ImageError, ImageHeader
+from headrace.gateway.images.given import GivenImage
+from headrace.gateway.images.loading import ImageLoader, check_number
+from headrace.gateway.images.refusal import ImageRefusal, Why
 from headrace.gateway.text.chat_template import ChatTemplate
-from headrace.gateway.text.control_text import Marking
-from headrace.gateway.text.models import Model
+from headrace.gateway.text.content import images_in, text_of
+from headrace.gateway.text.control_text import ControlTexts, Marking
+from headrace.gateway.text.image_tokens import ImageTokens, PromptImage, with_images
+from headrace.gateway.text.models import Model, TextSide
+from headrace.gateway.text.plain_encoding import PlainEncoding
 from headrace.protos.status import Reason, StatusError
 
 # Tokenizing this much takes about 0.2 ms, too short to delay a running stream noticeably.
@@ -37,7 +44,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The input of a chat template. Messages are in the form that templates expect, with `content` as a text."""
+    """The input of a chat template. Messages are in the form that templates expect, but for their `content`, which is
+    a text, or texts and places of images (`text.content`)."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -48,6 +56,8 @@ class Conversation:
     """Whether to add special tokens around the template's text, which usually has its own."""
     template: ChatTemplate | None = None
     """The template for this conversation; by default the model's."""
+    images: Sequence[tuple[str, GivenImage]] = ()
+    """The images by their numbers, each with the name of its field."""
 
     @property
     def num_chars(self) -> int:
@@ -65,8 +75,21 @@ class ChatPrompt:
     """The prompt that a chat template made of a conversation."""
 
     token_ids: Sequence[int]
+    """With the images' tokens, if there are any."""
     ending: str
     """The end of the prompt's text, which the answer continues; the content of a message that is continued."""
+    images: Sequence[PromptImage] = ()
+    """In the order of their places."""
+
+
+class _Rendered(NamedTuple):
+    """A conversation as its template writes it."""
+
+    token_ids: list[int]
+    """With a placeholder for each image."""
+    ending: str
+    images: Sequence[int]
+    """The numbers of its images, in their order."""
 
 
 class SpecialTokensInText(enum.StrEnum):
@@ -82,16 +105,21 @@ class Prompts:
     """Makes token ids. At most `MAX_PENDING` long texts wait for the threads; more are refused."""
 
     def __init__(
-        self, executor: Executor, special_tokens_in_text: SpecialTokensInText = SpecialTokensInText.PROMPTS
+        self,
+        executor: Executor,
+        special_tokens_in_text: SpecialTokensInText = SpecialTokensInText.PROMPTS,
+        images: ImageLoader | None = None,
     ) -> None:
         self._executor = executor
+        self._loader = images or ImageLoader(executor)
         self._special_tokens_in_text = special_tokens_in_text
         self._num_pending = 0
 
     async def of_prompt(self, model: Model, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt that the caller wrote whole, with the markup of the model's turns."""
-        is_text = self._special_tokens_in_text is SpecialTokensInText.NEVER
-        return await self._of_text(model, text, is_text, add_special_tokens)
+        """Token ids of a prompt that the caller wrote whole, with the markup of the model's turns. Texts of the tokens
+        of images stay text even here: images are parts of messages."""
+        stays_text = self._special_tokens_in_text is SpecialTokensInText.NEVER
+        return await self._of_text(model, text, stays_text, add_special_tokens)
 
     async def of_text(self, model: Model, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text without a template. The texts of special tokens stay text."""
@@ -101,10 +129,11 @@ class Prompts:
     def _stays_text(self) -> bool:
         return self._special_tokens_in_text is not SpecialTokensInText.ANYWHERE
 
-    async def _of_text(self, model: Model, text: str, is_text: bool, add_special_tokens: bool) -> list[int]:
-        encode = model.text.encoding.plain if is_text else model.text.tokenizer.encode
+    async def _of_text(self, model: Model, text: str, stays_text: bool, add_special_tokens: bool) -> list[int]:
+        controls, encoding = _kept_as_text(model.text, stays_text)
+        encode = model.text.tokenizer.encode if encoding is None else encoding.plain
         num_chars = len(text)
-        if is_text and num_chars <= MAX_INLINE_CHARS and model.text.controls.occur_in(text):
+        if controls is not None and num_chars <= MAX_INLINE_CHARS and controls.occur_in(text):
             num_chars += MAX_INLINE_CHARS
         return await self._run(lambda: encode(text, add_special_tokens=add_special_tokens), num_chars)
 
@@ -112,7 +141,8 @@ class Prompts:
         """Token ids of several texts as `of_text` gives them."""
 
         def encode() -> list[list[int]]:
-            several = model.text.encoding.plain_many if self._stays_text else model.text.tokenizer.encode_many
+            _, encoding = _kept_as_text(model.text, self._stays_text)
+            several = model.text.tokenizer.encode_many if encoding is None else encoding.plain_many
             return several(texts, add_special_tokens=add_special_tokens)
 
         return await self._run(encode, sum(map(len, texts)) + len(texts) * _TEXT_CHARS)
@@ -121,7 +151,8 @@ class Prompts:
         """Token ids of words, each at the beginning of a text and after a space."""
 
         def encode() -> list[list[int]]:
-            one = model.text.encoding.plain if self._stays_text else model.text.tokenizer.encode
+            _, encoding = _kept_as_text(model.text, self._stays_text)
+            one = model.text.tokenizer.encode if encoding is None else encoding.plain
             found: dict[tuple[int, ...], None] = {}
             for word in words:
                 for text in (word, " " + word.lstrip(" ")):
@@ -131,22 +162,57 @@ class Prompts:
         return await self._run(encode, len(words) * _WORD_CHARS)
 
     async def of_conversation(self, model: Model, conversation: Conversation) -> ChatPrompt:
-        """The prompt of a conversation. Raises `StatusError` if the model's template refuses it."""
+        """The prompt of a conversation. Raises `StatusError` if the model's template refuses it, or an image in it is
+        refused."""
         num_chars = conversation.num_chars
         if num_chars <= MAX_INLINE_CHARS and self._marking(model, conversation) is not None:
             num_chars += MAX_INLINE_CHARS  # the first such text may have to wait until a graph is compiled
-        return await self._run(lambda: self._rendered(model, conversation), num_chars)
+        if not conversation.images or model.images is None:
+            token_ids, ending, _ = await self._run(lambda: self._rendered(model, conversation), num_chars)
+            return ChatPrompt(token_ids, ending)
+        check_number(conversation.images, model.card.images)
+        token_ids, ending, order = await self._run(lambda: self._rendered(model, conversation), num_chars)
+        if sorted(order) != [*range(len(conversation.images))] or model.images.count_in(token_ids) != len(order):
+            raise _without_place(model, conversation)
+        images = await self._loaded(model, model.images, [conversation.images[number] for number in order])
+        placeholder_id = model.images.placeholder_id
+        placed = await self._run(lambda: with_images(token_ids, placeholder_id, images), len(token_ids))
+        return ChatPrompt(placed, ending, images)
+
+    async def _loaded(
+        self, model: Model, tokens: ImageTokens, given: Sequence[tuple[str, GivenImage]]
+    ) -> Sequence[PromptImage]:
+        """The images for a prompt. Raises `StatusError`."""
+        files = await self._loader.load(given, model.card.images)
+        images = []
+        left = model.card.max_context_tokens
+        for (name, image), (data, header) in zip(given, files, strict=True):
+
+            def made(data: bytes = data, header: ImageHeader = header, image: GivenImage = image) -> PromptImage:
+                return tokens.image(data, header.width, header.height, image.detail)
+
+            try:
+                images.append(await self._loader.run(made, len(data)))
+            except ImageError as error:
+                raise ImageRefusal(Why.PIXELS, name, f"{name}: {error}") from None
+            left -= images[-1].num_tokens
+            if left < 0:
+                most = model.card.max_context_tokens
+                problem = f"This model's maximum context length is {most} tokens, and the images alone take more."
+                raise StatusError(Reason.CONTEXT_TOO_LONG, problem, field="messages")
+        return images
 
     def _marking(self, model: Model, conversation: Conversation) -> Marking | None:
         """How to mark texts of control tokens in a conversation; None if it has none."""
-        if not self._stays_text:
+        controls, _ = _kept_as_text(model.text, self._stays_text)
+        if controls is None:
             return None
         template = conversation.template or model.chat_template()
         given = conversation.messages, conversation.tools, conversation.variables
-        return model.text.controls.marking_for(*given, also=[template.source])
+        return controls.marking_for(*given, also=[template.source])
 
-    def _rendered(self, model: Model, conversation: Conversation) -> ChatPrompt:
-        side, template = model.text, conversation.template or model.chat_template()
+    def _rendered(self, model: Model, conversation: Conversation) -> _Rendered:
+        template = conversation.template or model.chat_template()
         messages, tools, variables = conversation.messages, conversation.tools, conversation.variables
         marking = self._marking(model, conversation)
         if marking is not None:
@@ -155,7 +221,7 @@ class Prompts:
                 for message in messages
             ]
             tools, variables = marking.value(tools), marking.value(variables)
-        text = template.render(
+        text, order = template.render(
             messages,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
@@ -163,14 +229,18 @@ class Prompts:
             tools=tools,
             marking=marking,
         )
-        if not self._stays_text:
-            token_ids = side.tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
+        if order and model.images is not None:
+            text = model.images.expanded_text(text)
+        _, encoding = _kept_as_text(model.text, self._stays_text)
+        if encoding is None:
+            token_ids = model.text.tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
         else:
             mark = "" if marking is None else marking.mark
-            token_ids = side.encoding.marked(text, mark, add_special_tokens=conversation.add_special_tokens)
+            token_ids = encoding.marked(text, mark, add_special_tokens=conversation.add_special_tokens)
             text = text.replace(mark, "") if mark else text
-        goes_on = conversation.continue_final_message
-        return ChatPrompt(token_ids, conversation.messages[-1]["content"] if goes_on else text[-_ENDING_CHARS:])
+        if conversation.continue_final_message:
+            return _Rendered(token_ids, text_of(conversation.messages[-1]["content"]), order)
+        return _Rendered(token_ids, text[-_ENDING_CHARS:], order)
 
     async def _run(self, work: Callable[[], _T], num_chars: int) -> _T:
         with current_span().child("tokenize"):
@@ -186,3 +256,24 @@ class Prompts:
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
         finally:
             self._num_pending -= 1
+
+
+def _kept_as_text(side: TextSide, stays_text: bool) -> tuple[ControlTexts | None, PlainEncoding | None]:
+    """The control tokens whose texts stay text in what callers write, and how to tokenize it: all of them, or those of
+    images alone; None if there are none."""
+    return (side.controls, side.encoding) if stays_text else (side.image_controls, side.image_encoding)
+
+
+def _without_place(model: Model, conversation: Conversation) -> ImageRefusal:
+    """The refusal of images for which the template has no place, or not one for each."""
+    template, placeholder = conversation.template or model.chat_template(), model.images and model.images.placeholder
+    for message in conversation.messages:
+        held = images_in(message.get("content"))
+        if held and not template.places_images(message["role"], placeholder or ""):
+            name, _ = conversation.images[held[0].number]
+            where = f"a message of the role {message['role']}"
+            problem = f"{name}: the model's chat template has no place for an image in {where}; put it into a message"
+            return ImageRefusal(Why.PLACE, name, f"{problem} of the user", Reason.UNSUPPORTED)
+    name, _ = conversation.images[0]
+    problem = f"{name}: the model's chat template does not write one place for each image of this conversation"
+    return ImageRefusal(Why.PLACE, name, problem, Reason.UNSUPPORTED)

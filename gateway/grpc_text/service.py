@@ -136,7 +136,10 @@ class TextService(TextServicer):
 
         async def models() -> TextListModelsResponse:
             listed = await self._models.overview()
-            found = [TextModel(name=one.name, max_context_tokens=_context_of(one)) for one in listed]
+            found = [
+                TextModel(name=one.name, max_context_tokens=_context_of(one), max_images=_max_images_of(one))
+                for one in listed
+            ]
             return TextListModelsResponse(models=found)
 
         return await self.calls.answered(models, "grpc_models", "ListModels", context)
@@ -184,3 +187,7 @@ class TextService(TextServicer):
 def _context_of(model: ListedModel) -> int:
     """Maximum length of prompt and answer; 0 while it is not known."""
     return 0 if model.card is None else model.card.max_context_tokens
+
+
+def _max_images_of(model: ListedModel) -> int:
+    return 0 if model.card is None else model.card.images.max_images

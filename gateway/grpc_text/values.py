@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 
+from headrace.common.vision.family import Detail
 from headrace.gateway.cache_eviction import CacheEvictionFields
 from headrace.gateway.chat.choice import Piece, TokenLogprob
 from headrace.gateway.chat.generation import Usage
@@ -19,9 +20,16 @@ from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelt
 from headrace.gateway.chat.request import Chat, ChatMessage, Completion, Tokenization
 from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.field_names import FieldNames
+from headrace.gateway.images.given import GivenImage, image_of_url, part_of
 from headrace.protos import text_pb2
 from headrace.protos.cache_eviction import AGGREGATION_MODES, SIZES
-from headrace.protos.inference_pb2 import CacheEviction, Constraint
+from headrace.protos.inference_pb2 import (
+    IMAGE_DETAIL_HIGH,
+    IMAGE_DETAIL_LOW,
+    IMAGE_DETAIL_UNSPECIFIED,
+    CacheEviction,
+    Constraint,
+)
 from headrace.protos.sampling_fields import NUMBERS
 
 _R = TypeVar("_R", text_pb2.ChatResponse, text_pb2.CompleteResponse)
@@ -30,6 +38,11 @@ _MODES = {
     text_pb2.CHAT_TOOL_MODE_AUTO: "auto",
     text_pb2.CHAT_TOOL_MODE_REQUIRED: "required",
     text_pb2.CHAT_TOOL_MODE_NONE: "none",
+}
+_DETAILS = {
+    IMAGE_DETAIL_UNSPECIFIED: Detail.AUTO,
+    IMAGE_DETAIL_LOW: Detail.LOW,
+    IMAGE_DETAIL_HIGH: Detail.HIGH,
 }
 # Named as in TextParams.
 _SAME = (
@@ -47,6 +60,7 @@ FIELD_NAMES = FieldNames(
         (r"structured_outputs\.json_object", "constraint.json_object"),
         (r"structured_outputs\.json", "constraint.json_schema"),
         (r"structured_outputs\.(\w+)", r"constraint.\1"),
+        (r"(messages\[\d+\])\.content(?=\[)", r"\1.parts"),
         (r"(tools\[\d+\])\.function", r"\1"),
         (r"(tool_calls\[\d+\])\.function", r"\1"),
         ("include_stop_str_in_output", "include_stop"),
@@ -65,7 +79,7 @@ def chat_request(message: text_pb2.ChatRequest) -> Chat:
         )
     has_logprobs = params.HasField("logprobs")
     return Chat(
-        messages=[_chat_message(one) for one in message.messages],
+        messages=[_chat_message(i, one) for i, one in enumerate(message.messages)],
         logprobs=has_logprobs or None,
         top_logprobs=params.logprobs if has_logprobs else None,
         chat_template_kwargs=_variables(message),
@@ -95,7 +109,7 @@ def tokenize_request(message: text_pb2.TokenizeRequest) -> Tokenization:
     return Tokenization(
         model=message.model or None,
         prompt=_given(message, "text"),
-        messages=[_chat_message(one) for one in message.messages] or None,
+        messages=[_chat_message(i, one) for i, one in enumerate(message.messages)] or None,
         add_special_tokens=_given(message, "add_special_tokens"),
         chat_template_kwargs=_variables(message),
         tools=_tools(message.tools),
@@ -155,19 +169,45 @@ def _structured(constraint: Constraint) -> dict[str, Any]:
     return {_JSON_KINDS[kind]: True if kind == "json_object" else getattr(constraint, kind)}
 
 
-def _chat_message(message: text_pb2.ChatMessage) -> ChatMessage:
+def _chat_message(position: int, message: text_pb2.ChatMessage) -> ChatMessage:
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls
     ]
     return ChatMessage(
         role=message.role,
-        content=message.content or (None if calls else ""),
+        content=_parts(f"messages[{position}]", message) or message.content or (None if calls else ""),
         name=message.name or None,
         reasoning_content=message.reasoning_content or None,
         tool_calls=calls or None,
         tool_call_id=message.tool_call_id or None,
     )
+
+
+def _parts(where: str, message: text_pb2.ChatMessage) -> list[dict[str, Any]]:
+    """The parts of a message; none if it has only a text."""
+    if message.parts and message.content:
+        raise invalid(f"{where}.content", f"{where}.content must be empty beside parts")
+    found = []
+    for position, part in enumerate(message.parts):
+        name = f"{where}.parts[{position}]"
+        kind = part.WhichOneof("kind")
+        if kind is None:
+            raise invalid(name, f"{name} must have a text or an image")
+        found.append({"type": "text", "text": part.text} if kind == "text" else part_of(_image(name, part.image)))
+    return found
+
+
+def _image(name: str, image: text_pb2.ChatImage) -> GivenImage:
+    if image.detail not in _DETAILS:
+        raise invalid(f"{name}.image.detail", f"{name}.image.detail: {image.detail} is no detail")
+    detail = _DETAILS[image.detail]
+    source = image.WhichOneof("source")
+    if source is None:
+        raise invalid(f"{name}.image", f"{name}.image must have data or a url")
+    if source == "url":
+        return image_of_url(f"{name}.image.url", image.url, detail)
+    return GivenImage(data=image.data, detail=detail)
 
 
 def _tools(tools: Sequence[text_pb2.ChatTool]) -> list[dict[str, Any]] | None:
@@ -260,4 +300,5 @@ def _usage(usage: Usage) -> text_pb2.TextUsage:
         completion_tokens=usage.num_generated_tokens,
         cached_tokens=usage.num_cached_tokens,
         reasoning_tokens=usage.num_reasoning_tokens,
+        image_tokens=usage.num_image_tokens,
     )

@@ -9,7 +9,7 @@ from headrace.gateway.checks import unsupported
 from headrace.gateway.edge.endpoint import Endpoint, Handler
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
-from headrace.gateway.kserve.answering import answer_whole, find_model
+from headrace.gateway.kserve.answering import answer_whole, find_model, plans_of
 from headrace.gateway.kserve.answers import (
     KSERVE_ERRORS,
     GenerateStream,
@@ -112,10 +112,10 @@ class _Inferences:
             await exchange.write(b"data: " + encode(value) + b"\n\n", last=True)
             return
         with NAMES.in_callers_terms():
-            completion = await self._services.chats.plan_completion(inference.completion(model.asked_as))
-            parts = Parts(inference, len(completion.plans[0].job.token_ids))
+            plans = await plans_of(self._services, model, inference)
+            parts = Parts(inference, len(plans[0].job.token_ids))
             stream = GenerateStream(model.name, request_id, parts)
-            await self._services.answering.stream(exchange, completion.plans, stream)
+            await self._services.answering.stream(exchange, plans, stream)
 
     async def _model(self, exchange: Exchange, *, loads: bool = True) -> Model:
         path = exchange.scope["path_params"]

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.gateway.chat.fields import NEUTRAL_FIELDS, REFUSED
-from headrace.gateway.chat.request import Completion, SamplingFields
+from headrace.gateway.chat.request import COMPLETION_MAX_TOKENS, Chat, ChatMessage, Completion, SamplingFields
 from headrace.gateway.checks import invalid, is_one_of, json_of, unsupported
 from headrace.gateway.edge.wire import convert
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.hints import ignored
+from headrace.gateway.images.given import GivenImage, image_of_base64, part_of
 from headrace.gateway.kserve.tensors import Tensor
 from headrace.protos.status import Reason, StatusError
 
 VERSION = "1"
 TEXT_INPUT, TEXT_OUTPUT = "text_input", "text_output"
+IMAGE_INPUT = "image"
 SAMPLING = "sampling_parameters"
 # Outputs besides the text, and the input that asks for each.
 OPTIONAL_OUTPUTS = {
@@ -38,7 +40,13 @@ _ALIASES = {"stop_words": "stop", "random_seed": "seed"}
 # Triton's parameters that have no meaning here, with their neutral values; other values are refused.
 _OF_SCHEDULERS = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 
-NAMES = FieldNames([("prompt", TEXT_INPUT), (r"(?:top_)?logprobs", "return_cumulative_logprob")])
+NAMES = FieldNames(
+    [
+        (r"messages\[0\]\.content(?=\[)", IMAGE_INPUT),
+        (r"(?:prompt|messages)", TEXT_INPUT),
+        (r"(?:top_)?logprobs", "return_cumulative_logprob"),
+    ]
+)
 """The names of a completion's fields here."""
 
 
@@ -55,7 +63,7 @@ class KserveParameters(SamplingFields, kw_only=True):
     response_format: dict[str, Any] | None = None
 
 
-_KNOWN = frozenset({*KserveParameters.__struct_fields__, *FLAGS, *_ALIASES, TEXT_INPUT, SAMPLING})
+_KNOWN = frozenset({*KserveParameters.__struct_fields__, *FLAGS, *_ALIASES, TEXT_INPUT, IMAGE_INPUT, SAMPLING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,17 @@ class Inference:
     """Names of the tensors of the answer."""
     prefixed: bool
     """Whether a text begins with its prompt."""
+    images: Sequence[GivenImage] = ()
+    """The images in front of the only text."""
+
+    def chat(self, model: str) -> Chat:
+        """A request with images as a chat with a model."""
+        given = {name: getattr(self.parameters, name) for name in self.parameters.__struct_fields__}
+        given["max_tokens"] = COMPLETION_MAX_TOKENS if given["max_tokens"] is None else given["max_tokens"]
+        parts = [*map(part_of, self.images), {"type": "text", "text": self.texts[0]}]
+        logprobs = "cumulative_logprob" in self.outputs
+        message = ChatMessage(role="user", content=parts)
+        return Chat(messages=[message], model=model, stream=self.streams, logprobs=logprobs, **given)
 
     def completion(self, model: str) -> Completion:
         """The same as a completion of a model."""
@@ -88,6 +107,10 @@ def values_of(tensors: Sequence[Tensor]) -> dict[str, Any]:
             if tensor.datatype != "BYTES":
                 raise invalid(TEXT_INPUT, f"{TEXT_INPUT} must have the datatype BYTES")
             _put(values, TEXT_INPUT, list(tensor.values))
+        elif tensor.name == IMAGE_INPUT:
+            if tensor.datatype != "BYTES":
+                raise invalid(IMAGE_INPUT, f"{IMAGE_INPUT} must have the datatype BYTES: files as base64")
+            _put(values, IMAGE_INPUT, list(tensor.values))
         elif tensor.name not in _KNOWN:
             raise invalid("inputs", f"inputs: the model has no input '{tensor.name[:64]}'")
         else:
@@ -119,6 +142,9 @@ def inference_of(values: Mapping[str, Any], outputs: Sequence[str] = (), streams
     Raises `StatusError`."""
     rest = dict(values)
     texts = _texts(rest.pop(TEXT_INPUT, None))
+    images = _images(rest.pop(IMAGE_INPUT, None))
+    if images and len(texts) != 1:
+        raise unsupported(IMAGE_INPUT, f"{IMAGE_INPUT}: images go with one text, and here are {len(texts)}")
     flags = {name: _flag(name, rest.pop(name, None)) for name in FLAGS}
     said = flags["stream"]
     is_stream = bool(streams) if said is None else said
@@ -154,7 +180,7 @@ def inference_of(values: Mapping[str, Any], outputs: Sequence[str] = (), streams
             known = ", ".join((TEXT_OUTPUT, *OPTIONAL_OUTPUTS))
             raise invalid("outputs", f"outputs: there is no output '{name[:64]}'; there are {known}")
     shown = tuple(dict.fromkeys(outputs)) or (TEXT_OUTPUT, *asked)
-    return Inference(texts, is_stream, parameters, shown, prefixed=not is_stream and not excludes)
+    return Inference(texts, is_stream, parameters, shown, not is_stream and not excludes, images)
 
 
 def check_version(model: str, version: str) -> None:
@@ -175,6 +201,11 @@ def _texts(value: Any) -> list[str]:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise invalid(TEXT_INPUT, f"{TEXT_INPUT} must be one or more texts")
     return texts
+
+
+def _images(value: Any) -> list[GivenImage]:
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    return [image_of_base64(f"{IMAGE_INPUT}[{i}]", one) for i, one in enumerate(given)]
 
 
 def _put(values: dict[str, Any], name: str, value: Any) -> None:

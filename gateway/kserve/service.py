@@ -14,7 +14,7 @@ from headrace.gateway.checks import unsupported
 from headrace.gateway.edge.failures import spread
 from headrace.gateway.edge.grpc_call import Context, GrpcCalls, caller_of
 from headrace.gateway.edge.grpc_edge import admission_var
-from headrace.gateway.kserve.answering import answer_whole, find_model
+from headrace.gateway.kserve.answering import answer_whole, find_model, plans_of
 from headrace.gateway.kserve.answers import EXTENSIONS, Parts, model_metadata
 from headrace.gateway.kserve.messages import inference_of_message, response_of, wants_final
 from headrace.gateway.kserve.requests import NAMES, Inference
@@ -164,9 +164,9 @@ class KserveService(GRPCInferenceServiceServicer):
 
     async def _parts(self, model: Model, inference: Inference, caller: Caller) -> AsyncGenerator[list[Tensor], None]:
         with NAMES.in_callers_terms():
-            completion = await self._services.chats.plan_completion(inference.completion(model.asked_as))
-            parts = Parts(inference, len(completion.plans[0].job.token_ids))
-            async with aclosing(self._services.generator.stream(completion.plans, caller)) as pieces:
+            plans = await plans_of(self._services, model, inference)
+            parts = Parts(inference, len(plans[0].job.token_ids))
+            async with aclosing(self._services.generator.stream(plans, caller)) as pieces:
                 async for _, piece in pieces:
                     if tensors := parts.push(piece):
                         yield tensors

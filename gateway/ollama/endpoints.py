@@ -52,13 +52,17 @@ class _Generations:
         request = decode_body(body, OllamaChat)
         CHAT.check(body)
         check_fields(request)
+        del body  # the answer may take long, and images are large
         model = await find(self._services.models, request.model)
         if not request.messages:
             await _load(exchange, request, model)
             return
         with CHAT_NAMES.in_callers_terms():
             effort = effort_of(request.think, model.chat_template(), self._services.chats.reasons(model))
-            chat = await self._services.chats.plan(chat_of(request, model.asked_as, effort))
+            chat_request = chat_of(request, model.asked_as, effort)
+            for message in request.messages:
+                message.images = None  # the chat has them
+            chat = await self._services.chats.plan(chat_request)
             answer = OllamaAnswer(
                 model.name,
                 _watch(exchange),
@@ -74,7 +78,8 @@ class _Generations:
         GENERATE.check(body)
         check_fields(request)
         model = await find(self._services.models, request.model)
-        if not request.prompt:
+        del body  # the answer may take long, and images are large
+        if not request.prompt and not request.images:
             await _load(exchange, request, model)
         elif request.raw or model.text.own_template is None:
             await self._continue(exchange, request, model)
@@ -102,6 +107,7 @@ class _Generations:
         """Answer a prompt through the model's chat template, after the tokens of the given context."""
         effort = effort_of(request.think, model.chat_template(), self._services.chats.reasons(model))
         chat_request, names = prompted_chat_of(request, model.asked_as, effort)
+        request.images = None  # the chat has them
         with names.in_callers_terms():
             chat = await self._services.chats.plan(chat_request)
             plan = chat.plan
@@ -114,7 +120,8 @@ class _Generations:
                 _watch(exchange),
                 _logprobs(request, model),
                 is_chat=False,
-                prompt=plan.job.token_ids,
+                # Without its images, the tokens of such a prompt mean something else.
+                prompt=None if plan.job.images else plan.job.token_ids,
             )
             await self._answer(exchange, request, plan, answer, chat.choices())
 

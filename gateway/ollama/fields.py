@@ -16,7 +16,7 @@ from headrace.gateway.ollama.types import (
 
 _AS_CHATS = "as for chats"
 _LOADING = "it concerns the loading of a model in Ollama's own engine"
-_IMAGES = Refused("the models read texts only", ([],))
+_IMAGES = Applied("files as base64", "In front of the text. [Images](http-api.md#images)")
 _SAMPLING = "use temperature, top_p, top_k or min_p"
 _MODEL = Applied("name", "May end in `:latest`. Optional while there is only one model")
 _KEEP_ALIVE = Applied(

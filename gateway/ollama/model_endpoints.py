@@ -124,6 +124,7 @@ class _Models:
         chats = self._services.chats
         found = ["completion"]
         if model.text.template is not None:
+            found += ["vision"] * (model.images is not None)
             found += ["tools"] * chats.calls_tools(model) + ["thinking"] * chats.reasons(model)
         return found
 

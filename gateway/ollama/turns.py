@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -13,6 +13,7 @@ from headrace.gateway.chat.request import Chat, ChatMessage, Completion
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.hints import ignored
+from headrace.gateway.images.given import image_of_base64, part_of
 from headrace.gateway.ollama.types import (
     Duration,
     Format,
@@ -36,6 +37,7 @@ _OPTIONS = [
     (r"response_format(?:\.\w+)*", "format"),
     ("reasoning_effort", "think"),
     (r"(messages\[\d+\])\.reasoning_content", r"\1.thinking"),
+    (r"(messages\[\d+\])\.content(?=\[)", r"\1.images"),
 ]
 CHAT_NAMES = FieldNames(_OPTIONS)
 """The names of a chat's fields here."""
@@ -77,17 +79,19 @@ def chat_of(request: OllamaChat, model: str, effort: str | None) -> Chat:
 
 def prompted_chat_of(request: OllamaGenerate, model: str, effort: str | None) -> tuple[Chat, FieldNames]:
     """The chat of a checked request with a prompt for the model's template, and the names of its fields."""
-    turns = [("prompt", ChatMessage(role="user", content=request.prompt))]
+    content = _with_images("images", request.images, request.prompt or "")
+    turns = [("prompt", ChatMessage(role="user", content=content))]
     if request.system:
         turns.insert(0, ("system", ChatMessage(role="system", content=request.system)))
     names = [(rf"messages\[{i}\](?:\.\w+)?", name) for i, (name, _) in enumerate(turns)]
+    names.insert(0, (rf"messages\[{len(turns) - 1}\]\.content(?=\[)", "images"))
     chat = Chat(messages=[message for _, message in turns], **_chat_fields(request, model, effort))
     return chat, FieldNames([*names, *_OPTIONS])
 
 
 def completion_of(request: OllamaGenerate, model: str) -> Completion:
     """The completion of a checked request whose prompt is used without a template. Raises `StatusError`."""
-    for name in ("system", "context", "think") if request.raw else ("system", "think"):
+    for name in ("system", "context", "think", "images") if request.raw else ("system", "think", "images"):
         if getattr(request, name):
             why = "raw takes the prompt as it is" if request.raw else "the model has no chat template"
             raise unsupported(name, f"{name} is not supported: {why}; leave it out")
@@ -160,17 +164,23 @@ def _response_format(form: Format | None) -> dict[str, Any] | None:
 
 def _chat_message(position: int, message: OllamaMessage) -> ChatMessage:
     where = f"messages[{position}]"
-    if message.images:
-        raise unsupported(f"{where}.images", f"{where}.images is not supported; the models read texts only")
     calls = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls or ())]
     return ChatMessage(
         role=message.role,
-        content=message.content or "",
+        content=_with_images(f"{where}.images", message.images, message.content or ""),
         name=message.tool_name,
         tool_call_id=message.tool_call_id,
         tool_calls=calls or None,
         reasoning_content=message.thinking,
     )
+
+
+def _with_images(name: str, images: Sequence[Any] | None, text: str) -> str | list[dict[str, Any]]:
+    """The content of a message with these images in front of its text. `name` is their field. Raises `StatusError`."""
+    if not images:
+        return text
+    parts = [part_of(image_of_base64(f"{name}[{i}]", image)) for i, image in enumerate(images)]
+    return [*parts, *([{"type": "text", "text": text}] if text else [])]
 
 
 def _call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True):
-    """One turn. `images` must be empty."""
+    """One turn. `images` are files as base64."""
 
     role: str
     content: str | None = None
@@ -74,6 +74,7 @@ class OllamaGenerate(_Question, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     context: TokenIds | None = None
+    images: list[Any] | None = None
 
 
 class OllamaPull(msgspec.Struct, kw_only=True):

@@ -28,6 +28,7 @@ from headrace.gateway.edge.failures import ErrorDetail, detail_of, failure_of
 from headrace.gateway.edge.wire import Shape, encode
 from headrace.gateway.text.listing import ListedModel, ModelState
 from headrace.protos import worker_pb2
+from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
 from headrace.protos.tasks import NAMES, TaskName
 
 FinishReason = Literal["stop", "length", "tool_calls", "error"]
@@ -53,10 +54,11 @@ class CachedTokensByTier(Shape):
 
 class PromptTokensDetails(Shape):
     """The number of prompt tokens that were found in a prefix cache, and their number in each tier if some were not in
-    the worker's memory."""
+    the worker's memory. The number of those that stand for images, if there are any."""
 
     cached_tokens: int
     cached_tokens_by_tier: CachedTokensByTier | UnsetType = UNSET
+    image_tokens: int | UnsetType = UNSET
 
 
 class CompletionTokensDetails(Shape):
@@ -170,6 +172,22 @@ class Completion(Identity, kw_only=True):
     usage: UsageShape
 
 
+class Architecture(Shape):
+    """What a model reads and writes."""
+
+    modality: str
+    input_modalities: list[str]
+    output_modalities: list[str]
+
+
+class ImagesOfModel(Shape):
+    """The images that a request to a model may have: their number, and of each its bytes and its pixels."""
+
+    max_images: int
+    max_bytes: int
+    max_pixels: int
+
+
 class ModelCard(Shape, kw_only=True):
     """A model, loaded or not."""
 
@@ -185,6 +203,8 @@ class ModelCard(Shape, kw_only=True):
     max_model_len: int | None
     task: TaskName
     dimensions: int | None
+    architecture: Architecture | None
+    images: ImagesOfModel | None
     state: ModelState
     problem: str | None
 
@@ -251,7 +271,7 @@ def tokens_of(usage: Usage) -> TokenCounts:
 
 def usage_of(usage: Usage) -> UsageShape:
     """The `usage` object."""
-    cached = PromptTokensDetails(usage.num_cached_tokens)
+    cached = PromptTokensDetails(usage.num_cached_tokens, image_tokens=usage.num_image_tokens or UNSET)
     elsewhere = usage.num_disk_tokens + usage.num_peer_tokens
     if elsewhere:
         memory = max(0, usage.num_cached_tokens - elsewhere)
@@ -398,6 +418,21 @@ def card_of(model: ListedModel) -> ModelCard:
         max_model_len=None if card is None else card.max_context_tokens,
         task=NAMES[model.task],
         dimensions=None if card is None else card.dimensions or None,
+        architecture=None if card is None else _architecture(card),
+        images=_images_of(card),
         state=model.state,
         problem=model.problem or None,
     )
+
+
+def _architecture(card: worker_pb2.ModelCard) -> Architecture:
+    """What a model reads and writes, as clients look for it that offer images only where they are read."""
+    read = ["text", "image"] if card.HasField("images") else ["text"]
+    written = {TASK_EMBED: "embeddings", TASK_RANK: "scores"}.get(card.task, "text")
+    return Architecture(f"{'+'.join(read)}->{written}", read, [written])
+
+
+def _images_of(card: worker_pb2.ModelCard | None) -> ImagesOfModel | None:
+    if card is None or not card.HasField("images"):
+        return None
+    return ImagesOfModel(card.images.max_images, card.images.max_bytes, card.images.max_pixels)

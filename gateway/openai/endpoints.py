@@ -16,6 +16,7 @@ from headrace.gateway.edge.wire import decode_body
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.openai.answers import Shown, identity, whole_chat, whole_completion
 from headrace.gateway.openai.fields import CHAT, COMPLETION
+from headrace.gateway.openai.images import take_images
 from headrace.gateway.openai.streams import ChatStream, CompletionStream
 from headrace.gateway.openai.types import ChatRequest, CompletionRequest, check_chat_body, check_completion_body
 from headrace.gateway.services import Services
@@ -44,6 +45,8 @@ class _Completions:
         request = decode_body(body, ChatRequest)
         CHAT.check(body)
         check_chat_body(request)
+        take_images(request.messages)
+        del body  # the answer may take long, and images are large
         exchange.name_request(request.request_id)
         names = _OF_THINKING if request.thinking else _OF_REASONING if request.reasoning else _AS_THEY_ARE
         with names.in_callers_terms():
@@ -96,7 +99,7 @@ def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echo
         running_usage=options is not None and bool(options.continuous_usage_stats),
         pads=options is not None and bool(options.include_obfuscation),
         num_prompt_tokens=sum(len(plan.job.token_ids) for plan in plans),
-        prompts=[plan.job.token_ids for plan in plans for _ in range(n)],
+        prompts=[plan.job.shown_ids_of_prompt for plan in plans for _ in range(n)],
         token_ids=bool(request.return_token_ids),
         echoes=[text for text in echoes for _ in range(n)],
         prompt_logprobs=request.prompt_logprobs,

@@ -14,6 +14,7 @@ from headrace.gateway.edge.query import number_of, query_of
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.openai.answers import DetokenizedText, ModelCard, ModelList, Tokens, card_of
 from headrace.gateway.openai.fields import DETOKENIZE, TOKENIZE
+from headrace.gateway.openai.images import take_images
 from headrace.gateway.openai.types import DetokenizeRequest, TokenizeRequest
 from headrace.gateway.services import Services
 from headrace.gateway.text.detokenizer import detokenize
@@ -71,6 +72,7 @@ class _Models:
         body = await exchange.body()
         request = decode_body(body, TokenizeRequest)
         TOKENIZE.check(body)
+        take_images(request.messages or ())
         model, token_ids = await self._services.chats.tokenize(request)
         answer = Tokens(count=len(token_ids), max_model_len=model.card.max_context_tokens, tokens=token_ids)
         if request.return_token_strs:

@@ -112,7 +112,7 @@ def usage_of(usage: Usage) -> ResponseUsage:
     """The `usage` object of a response."""
     return ResponseUsage(
         input_tokens=usage.num_prompt_tokens,
-        input_tokens_details=InputTokensDetails(usage.num_cached_tokens),
+        input_tokens_details=InputTokensDetails(usage.num_cached_tokens, image_tokens=usage.num_image_tokens or UNSET),
         output_tokens=usage.num_generated_tokens,
         output_tokens_details=OutputTokensDetails(usage.num_reasoning_tokens),
         total_tokens=usage.num_prompt_tokens + usage.num_generated_tokens,

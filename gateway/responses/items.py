@@ -18,6 +18,7 @@ from headrace.gateway.chat.conversation import note_of
 from headrace.gateway.chat.request import ChatMessage
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.hints import ignored
+from headrace.gateway.images.given import IMAGE, GivenImage, detail_of, image_of_url, part_of
 from headrace.gateway.responses.tools import CallName
 from headrace.gateway.text.reasoning_seal import unsealed
 from headrace.protos.status import StatusError
@@ -25,6 +26,7 @@ from headrace.protos.status import StatusError
 MAX_ITEMS = 10_000
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+IMAGE_PART = "input_image"
 _PLACE = "input.content"
 _MAX_ECHO_CHARS = 64
 
@@ -82,10 +84,11 @@ def turns_of(earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, 
             if why := _LEFT_OUT[kind]:
                 ignored(f"input.{kind}", why)
         elif kind == "message" and item["role"] != "assistant":
-            turns.append(Turn(ChatMessage(role=item["role"], content=_text(item["content"])), place))
+            content = _content(f"{place}.content", item["content"])
+            turns.append(Turn(ChatMessage(role=item["role"], content=content), place))
         elif kind == "message":
             last = _last_of_assistant(turns, place, joins=lambda last: last.content is None and not last.tool_calls)
-            last.content = _text(item["content"])
+            last.content = _content(f"{place}.content", item["content"])
         elif kind == "reasoning":
             texts = [part["text"] for part in item["content"] or item["summary"]]
             if texts:
@@ -95,7 +98,7 @@ def turns_of(earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, 
             if kind in _CALLS:
                 last = _last_of_assistant(turns, place, joins=lambda last: True)
                 last.tool_calls = [*(last.tool_calls or ()), _CALLS[kind](item)]
-            output = _OUTPUTS[kind](item) if kind in _OUTPUTS else None
+            output = _OUTPUTS[kind](f"{place}.output", item) if kind in _OUTPUTS else None
             if output is not None:
                 call_id = item.get("call_id") or (item["id"] if kind in _CALLS else None)
                 turns.append(Turn(ChatMessage(role="tool", content=output, tool_call_id=call_id), place))
@@ -113,13 +116,23 @@ def _last_of_assistant(turns: list[Turn], place: str, joins: Callable[[ChatMessa
     return message
 
 
-def _text(content: Any) -> str:
-    """The text of checked parts. Those of outputs that are no text are notes."""
+def _content(where: str, content: Any) -> str | list[dict[str, Any]]:
+    """The content of a turn from checked parts: a text, or a list of parts if there are images. Those of outputs that
+    are neither are notes. Raises `StatusError` for an image that cannot be one."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(
-        part[_TEXTS[part["type"]]] if part["type"] in _TEXTS else note_of(part["type"], _PLACE) for part in content
-    )
+    parts: list[dict[str, Any]] = []
+    for position, part in enumerate(content):
+        kind = part["type"]
+        if kind in _TEXTS:
+            parts.append({"type": "text", "text": part[_TEXTS[kind]]})
+        elif kind == IMAGE_PART:
+            parts.append(part_of(image_of(f"{where}[{position}]", part), kind))
+        else:
+            parts.append({"type": "text", "text": note_of(kind, _PLACE)})
+    if any(IMAGE in part for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 # --- calls and their outputs ----------------------------------------------------------------------------------------
@@ -173,22 +186,31 @@ _CALLS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 """Type of an item -> the call of a chat that it is."""
 
 
-def _output(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """The text of an output in this part, which may be any JSON."""
-
-    def text(item: Mapping[str, Any]) -> str:
-        value = item.get(name)
-        return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
-
-    return text
+def _json_text(item: Mapping[str, Any], name: str) -> str:
+    """The text of a part, which may be any JSON."""
+    value = item.get(name)
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _shell_output(item: Mapping[str, Any]) -> str:
+def _output(name: str) -> Callable[[str, Mapping[str, Any]], str]:
+    """The text of an output in this part."""
+    return lambda where, item: _json_text(item, name)
+
+
+def _screenshot(where: str, item: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    """What the computer shows, as far as the item has it."""
+    shown = item.get("output")
+    if not isinstance(shown, dict) or shown.get("image_url") is None:
+        return note_of("computer_screenshot", _PLACE)
+    return [part_of(image_of(where, {**shown, "detail": None}), "computer_screenshot")]
+
+
+def _shell_output(where: str, item: Mapping[str, Any]) -> str:
     """What commands wrote, and how they ended if not with 0."""
     parts: list[str] = []
     outputs = item.get("output")
     if not isinstance(outputs, list):
-        return _output("output")(item)
+        return _json_text(item, "output")
     for one in outputs:
         if not isinstance(one, dict):
             continue
@@ -199,22 +221,22 @@ def _shell_output(item: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _patch_output(item: Mapping[str, Any]) -> str:
-    return _output("output")(item) or _output("status")(item)
+def _patch_output(where: str, item: Mapping[str, Any]) -> str:
+    return _json_text(item, "output") or _json_text(item, "status")
 
 
-def _mcp_output(item: Mapping[str, Any]) -> str:
-    return _output("output")(item) or _output("error")(item)
+def _mcp_output(where: str, item: Mapping[str, Any]) -> str:
+    return _json_text(item, "output") or _json_text(item, "error")
 
 
-def _found_tools(item: Mapping[str, Any]) -> str:
+def _found_tools(where: str, item: Mapping[str, Any]) -> str:
     """The names of the tools that a search found, which are offered from then on."""
     tools = item.get("tools")
     names = [tool.get("name") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     return "tools: " + ", ".join(name for name in names if isinstance(name, str))
 
 
-def _logs(item: Mapping[str, Any]) -> str | None:
+def _logs(where: str, item: Mapping[str, Any]) -> str | None:
     """What code wrote; None if the item does not have it."""
     outputs = item.get("outputs")
     if not isinstance(outputs, list):
@@ -227,7 +249,7 @@ def _logs(item: Mapping[str, Any]) -> str | None:
     return "\n".join(texts)
 
 
-def _found_texts(item: Mapping[str, Any]) -> str | None:
+def _found_texts(where: str, item: Mapping[str, Any]) -> str | None:
     """The texts that a search in files found; None if the item does not have them."""
     results = item.get("results")
     if not isinstance(results, list):
@@ -239,19 +261,19 @@ def _found_texts(item: Mapping[str, Any]) -> str | None:
     )
 
 
-_OUTPUTS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
-    "function_call_output": lambda item: _text(item["output"]),
-    "custom_tool_call_output": lambda item: _text(item["output"]),
+_OUTPUTS: Mapping[str, Callable[[str, Mapping[str, Any]], str | list[dict[str, Any]] | None]] = {
+    "function_call_output": lambda where, item: _content(where, item["output"]),
+    "custom_tool_call_output": lambda where, item: _content(where, item["output"]),
     "local_shell_call_output": _output("output"),
     "shell_call_output": _shell_output,
     "apply_patch_call_output": _patch_output,
     "tool_search_output": _found_tools,
-    "computer_call_output": lambda item: note_of("computer_screenshot", _PLACE),
+    "computer_call_output": _screenshot,
     "program_output": _output("result"),
     # These calls have their outputs in themselves.
     "code_interpreter_call": _logs,
     "file_search_call": _found_texts,
-    "image_generation_call": lambda item: note_of("image", _PLACE),
+    "image_generation_call": lambda where, item: note_of("image", _PLACE),
     "mcp_call": _mcp_output,
 }
 """Type of an item -> the text of the output that it is or has."""
@@ -323,13 +345,28 @@ def _parts(where: str, content: Any, kind: str) -> list[dict[str, Any]]:
             raise invalid(f"{place}.type", f"{place}.type must be a text")
         if kind_of_part in _TEXTS:
             parts.append(_text_part(place, part))
+        elif kind_of_part == IMAGE_PART and kind != "output_text":
+            image_of(place, part)
+            parts.append({**part, "detail": part.get("detail") or "auto"})
         elif kind == "output_text":
             why = "the model cannot read such a part of its own earlier turns"
             ignored(f"input.content.{kind_of_part}", why, is_known=False)
         else:
             found = f"{kind_of_part[:_MAX_ECHO_CHARS]} is not supported"
-            raise unsupported(f"{place}.type", f"{place}.type: {found}; only input_text, output_text and refusal are")
+            known = "input_text, input_image, output_text and refusal"
+            raise unsupported(f"{place}.type", f"{place}.type: {found}; only {known} are")
     return parts
+
+
+def image_of(place: str, part: Mapping[str, Any]) -> GivenImage:
+    """The image of a part. Raises `StatusError`."""
+    if part.get("file_id") is not None:
+        name = f"{place}.file_id"
+        raise unsupported(name, f"{name} is not supported: the server keeps no files; send the image as a data: URL")
+    given = part.get("image_url")
+    if isinstance(given, dict):  # as chats have it
+        given = given.get("url")
+    return image_of_url(f"{place}.image_url", given, detail_of(f"{place}.detail", part.get("detail")))
 
 
 def _text_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,10 +28,12 @@ class IncompleteDetails(Shape):
 
 
 class InputTokensDetails(Shape):
-    """Prompt tokens that were cached. Those written to a cache are not counted, because every prompt is cached."""
+    """Prompt tokens that were cached. Those written to a cache are not counted, because every prompt is cached. Prompt
+    tokens that stand for images, if there are any."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
+    image_tokens: int | UnsetType = UNSET
 
 
 class OutputTokensDetails(Shape):

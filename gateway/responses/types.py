@@ -142,9 +142,11 @@ def chat_of(request: ResponsesRequest, turns: Sequence[Turn], offer: Offer, shor
     shorter than the request allows, to the room in the context."""
     messages = [turn.message for turn in turns]
     places = [turn.place for turn in turns]
+    contents = ["output" if turn.message.role == "tool" else "content" for turn in turns]
     if request.instructions is not None:
         messages.insert(0, ChatMessage(role="developer", content=request.instructions))
         places.insert(0, "instructions")
+        contents.insert(0, "content")
     wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
     reasoning = request.reasoning
     text = request.text or TextFields()
@@ -164,11 +166,16 @@ def chat_of(request: ResponsesRequest, turns: Sequence[Turn], offer: Offer, shor
         chat_template_kwargs=request.chat_template_kwargs,
         **{name: getattr(request, name) for name in SamplingFields.__struct_fields__},
     )
-    return ResponseChat(chat, _names(places, offer.places))
+    return ResponseChat(chat, _names(places, contents, offer.places))
 
 
-def _names(places: Sequence[str], tools: Sequence[str]) -> FieldNames:
-    """The names of this API, for turns and tools that the caller wrote at these places."""
+def _names(places: Sequence[str], contents: Sequence[str], tools: Sequence[str]) -> FieldNames:
+    """The names of this API, for turns and tools that the caller wrote at these places. `contents` are the names of the
+    turns' contents."""
+
+    def content_of(found: re.Match[str]) -> str:
+        number = int(found[1])
+        return f"{places[number]}.{contents[number]}" if number < len(places) else found[0]
 
     def tool_of(found: re.Match[str]) -> str:
         number = int(found[1])
@@ -176,6 +183,7 @@ def _names(places: Sequence[str], tools: Sequence[str]) -> FieldNames:
 
     return FieldNames(
         [
+            (r"messages\[(\d{1,9})\]\.content", content_of),
             messages_at(places),
             (r"tools\[(\d{1,9})\]\.custom\.format\.grammar", lambda found: f"{tool_of(found)}.format"),
             (r"tools\[(\d{1,9})\](?:\.(?:function|custom))?", tool_of),

@@ -83,6 +83,16 @@ class Metrics:
             ("model",),
             registry=self._registry,
         )
+        self._images = Counter("headrace_images", "Images in prompts of answered requests.", registry=self._registry)
+        self._image_tokens = Counter(
+            "headrace_prompt_tokens_of_images", "Prompt tokens that stand for images.", registry=self._registry
+        )
+        self._image_refusals = Counter(
+            "headrace_image_refusals",
+            "Requests that were refused because of an image, by reason.",
+            ("reason",),
+            registry=self._registry,
+        )
         self._generated = Counter("headrace_generated_tokens", "Tokens delivered.", registry=self._registry)
         self._queue = self._histogram("queue", "Arrival at a worker to the first step there.", _TTFT_BUCKETS)
         self._prefill = self._histogram("prefill", "First step at a worker to the first token.", _TTFT_BUCKETS)
@@ -116,6 +126,15 @@ class Metrics:
         """Observe a prompt that repeats tokens of a recent one behind a difference at this position."""
         self._parting.labels(model).observe(position)
         self._repeated.labels(model).inc(num_repeated_tokens)
+
+    def images(self, number: int, num_tokens: int) -> None:
+        """Count the images of a prompt, and the tokens that stand for them."""
+        self._images.inc(number)
+        self._image_tokens.inc(num_tokens)
+
+    def image_refused(self, reason: str) -> None:
+        """Count a request that was refused because of an image."""
+        self._image_refusals.labels(reason).inc()
 
     def first_token(self, since_arrival_s: float) -> None:
         """Observe the time to the first token of a choice."""

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -25,6 +25,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from headrace.gateway.text.content import Content, ImagePlace, image_numbers, parts_of
 from headrace.gateway.text.control_text import Marking
 from headrace.gateway.text.turns import Shape, shapes_of, skeleton_of, traits_of
 from headrace.gateway.upstream.bundle import BundleError
@@ -48,6 +49,14 @@ _LOG = logging.getLogger(__name__)
 
 class TemplateRefusal(StatusError):
     """A template raised an error, which may have to do with the shape of the conversation."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    images: Sequence[int]
+    """The numbers of its images, in the order in which the template got them."""
 
 
 class Arguments(dict[str, Any]):
@@ -110,6 +119,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._marked_templates: dict[str, jinja2.Template] = {}
         self._shapes: dict[Hashable, Shape] = {}
+        self._places_images: dict[tuple[str, str], bool] = {}
         self._named: dict[str, ChatTemplate] = {}
         for name in _NAMED:
             if sources.get(name, self._source) != self._source:
@@ -148,7 +158,7 @@ class ChatTemplate:
         """Whether the text contains a system message that precedes a user's message."""
         marker = "[system-message]"
         messages = [{"role": "system", "content": marker}, {"role": "user", "content": "hi"}]
-        return self._shows(_in_parts(messages) if self.takes_parts else messages, marker)
+        return self._shows(self._in_form(messages), marker)
 
     @functools.cached_property
     def takes_parts(self) -> bool:
@@ -181,9 +191,29 @@ class ChatTemplate:
 
         return accepts(1) and not accepts(2)
 
+    def places_images(self, role: str, placeholder: str) -> bool:
+        """Whether the template writes a placeholder for an image in a message of this role."""
+        key = role, placeholder
+        if key not in self._places_images:
+            content: Content = ["a", ImagePlace(0)]
+            messages: list[dict[str, Any]] = [{"role": role, "content": content}]
+            if role == "tool":
+                call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+                called = {"role": "assistant", "content": "", "tool_calls": [call]}
+                messages[0] |= {"name": "f", "tool_call_id": "call00000"}
+                messages = [{"role": "user", "content": "hi"}, called, *messages]
+            elif role != "user":
+                messages.append({"role": "user", "content": "hi"})
+            try:
+                text = self._text_of(self._in_form(messages), {}, (), add_generation_prompt=True)
+            except StatusError:
+                text = ""
+            self._places_images[key] = text.count(placeholder) == 1
+        return self._places_images[key]
+
     def _accepts(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         try:
-            self._text_of(_in_parts(messages) if self.takes_parts else messages, {}, (), add_generation_prompt=True)
+            self._text_of(self._in_form(messages), {}, (), add_generation_prompt=True)
         except StatusError:
             return False
         return True
@@ -204,7 +234,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         marking: Marking | None = None,
-    ) -> str:
+    ) -> Rendered:
         """The text of the conversation.
 
         `add_generation_prompt` ends it with the beginning of an answer. `continue_final_message` leaves the last
@@ -225,8 +255,8 @@ class ChatTemplate:
         self._check_number(messages)
         deadline = time.monotonic() + MAX_RENDER_S
 
-        def attempt(shaped: Sequence[Mapping[str, Any]]) -> str:
-            return self._attempt(
+        def attempt(shaped: Sequence[Mapping[str, Any]]) -> Rendered:
+            text = self._attempt(
                 shaped,
                 variables,
                 tools,
@@ -235,6 +265,7 @@ class ChatTemplate:
                 marking=marking,
                 deadline=deadline,
             )
+            return Rendered(text, [*image_numbers(shaped)])
 
         def key() -> Hashable:
             context = json.dumps(variables, sort_keys=True, default=repr)
@@ -248,11 +279,11 @@ class ChatTemplate:
         except TemplateRefusal as refusal:
             for shape, shaped in shapes_of(messages):
                 try:
-                    text = attempt(shaped)
+                    rendered = attempt(shaped)
                 except StatusError:
                     continue
                 self._remember(key(), shape, messages, attempt)
-                return text
+                return rendered
             raise refusal from None
 
     def _check_number(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -263,7 +294,7 @@ class ChatTemplate:
         key: Hashable,
         shape: Shape,
         messages: Sequence[Mapping[str, Any]],
-        attempt: Callable[[Sequence[Mapping[str, Any]]], str],
+        attempt: Callable[[Sequence[Mapping[str, Any]]], Rendered],
     ) -> None:
         """Begin with this shape from now on, unless it is the texts of the conversation that the template refused."""
         with contextlib.suppress(TemplateRefusal):
@@ -289,10 +320,8 @@ class ChatTemplate:
         marker = ""
         if continue_final_message:
             messages, marker = _marked(messages)
-        if self.takes_parts:
-            messages = _in_parts(messages)
         text = self._text_of(
-            messages,
+            self._in_form(messages),
             variables,
             tools,
             add_generation_prompt=add_generation_prompt,
@@ -305,6 +334,12 @@ class ChatTemplate:
                 raise _refusal("it omits the end of the final message, which therefore cannot be continued")
             text = text[:end]
         return text
+
+    def _in_form(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The messages with each content as the template takes it: with images as parts, else as it prefers."""
+        if self.takes_parts:
+            return _in_parts(messages, str | list)
+        return _in_parts(messages, list) if any(isinstance(one.get("content"), list) for one in messages) else messages
 
     def _text_of(
         self,
@@ -429,22 +464,22 @@ def _refusal(why: str, kind: type[StatusError] = StatusError) -> StatusError:
 def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
     """The messages with a marker at the end of the last one, and the marker. The text is cut at the marker."""
     content = messages[-1].get("content")
-    if not isinstance(content, str):
+    *before, last = content if isinstance(content, list) and content else [content]
+    if not isinstance(last, str):
         raise StatusError(
             Reason.INVALID_FIELD,
             "continue_final_message needs a final message with text content",
             field="continue_final_message",
         )
     marker = f"[end-{secrets.token_hex(8)}]"
-    return [*messages[:-1], {**messages[-1], "content": content + marker}], marker
+    ended = [*before, last + marker] if isinstance(content, list) else last + marker
+    return [*messages[:-1], {**messages[-1], "content": ended}], marker
 
 
-def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with each text as a list of one part."""
+def _in_parts(messages: Sequence[Mapping[str, Any]], kinds: Any) -> list[Mapping[str, Any]]:
+    """The messages with each content of these types as a list of parts."""
     return [
-        {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content := message.get("content"), str)
-        else message
+        {**message, "content": parts_of(content)} if isinstance(content := message.get("content"), kinds) else message
         for message in messages
     ]
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.gateway.text.content import text_of
 from headrace.protos.status import Reason, StatusError
 
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xE000, 0xF8FF
@@ -98,11 +99,14 @@ class ControlTexts:
                     continue
                 if isinstance(value, str):
                     found = found or self._concerns(value)
+                elif name == "content" and isinstance(value, list):
+                    found = found or any(self._concerns(one) for one in value if isinstance(one, str))
                 elif value:
                     nested.append(value)
         if not found and not (nested and self._json_pattern.search(_json(nested)) is not None):
             return None
         written = [value for message in messages for value in message.values() if isinstance(value, str)]
+        written += [text_of(message["content"]) for message in messages if isinstance(message.get("content"), list)]
         everything = "".join([*written, _json(nested), *also])
         return Marking(self, unused_mark(everything))
 

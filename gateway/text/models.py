@@ -22,9 +22,14 @@ from typing import TYPE_CHECKING
 
 from headrace.common.aliases import Aliases
 from headrace.common.telemetry.logs import request_id_var
+from headrace.common.vision.bounds import DEFAULT_MAX_IMAGE_PIXELS
+from headrace.common.vision.families.known import family_of
+from headrace.common.vision.family import FamilyError
+from headrace.common.vision.files import FILES as IMAGE_FILES
 from headrace.gateway.access.caller import authorization_var, deadline_var
 from headrace.gateway.text.chat_template import ChatTemplate, NoTemplate
 from headrace.gateway.text.control_text import ControlTexts
+from headrace.gateway.text.image_tokens import ImageTokens
 from headrace.gateway.text.listing import ListedModel, word_for
 from headrace.gateway.text.outage import Outage
 from headrace.gateway.text.plain_encoding import PlainEncoding
@@ -69,6 +74,12 @@ class TextSide:
     """Tokenizes texts of callers, in which control tokens are text."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of special tokens by their names in templates, such as `bos_token`."""
+    image_controls: ControlTexts | None = None
+    """Texts of the tokens of images, which callers may not write; None for a model that reads text only."""
+    image_encoding: PlainEncoding | None = None
+    """Tokenizes texts of callers in which only those are text."""
+    image_files: Mapping[str, bytes] = field(default_factory=dict)
+    """The files that describe images; empty for a model that reads text only."""
 
     @property
     def own_template(self) -> ChatTemplate | None:
@@ -85,6 +96,8 @@ class Model:
     alias: str = ""
     rules: ServingRules = field(default_factory=ServingRules)
     """What its operator lets requests do."""
+    images: ImageTokens | None = None
+    """The images that it reads; None if it reads text only."""
 
     @property
     def name(self) -> str:
@@ -147,6 +160,7 @@ class Models:
         self._outage = Outage(clock)
         self._entries: dict[str, _Entry] = {}
         self._texts: dict[str, TextSide] = {}
+        self._images: dict[tuple[str, int], ImageTokens | None] = {}
         self._problems: dict[str, _Problem] = {}
         self._listed_s = float("-inf")
         self._forced_s = float("-inf")
@@ -179,6 +193,12 @@ class Models:
             await self._refresh()
         live = (self._model_of(entry) for _, entry in sorted(self._entries.items()) if entry.live)
         return [model for model in live if model is not None]
+
+    @property
+    def readers_of_images(self) -> list[str]:
+        """Names of the available models that read images."""
+        live = (self._model_of(entry) for _, entry in sorted(self._entries.items()) if entry.live)
+        return [model.name for model in live if model is not None and model.images is not None]
 
     async def overview(self) -> list[ListedModel]:
         """All models and aliases that callers may name, by name, loaded or not. Raises `StatusError` if the router does
@@ -328,7 +348,17 @@ class Models:
         if text is None:
             return None
         hosted = self._hosted.get(entry.card.parent or entry.card.name)
-        return Model(entry.card, text, rules=ServingRules() if hosted is None else hosted.rules)
+        rules = ServingRules() if hosted is None else hosted.rules
+        return Model(entry.card, text, rules=rules, images=self._images_of(entry.card, text))
+
+    def _images_of(self, card: ModelCard, text: TextSide) -> ImageTokens | None:
+        """The images of a model. Their tokens depend on its files, and on a bound of its workers."""
+        if not card.HasField("images") or not text.image_files:
+            return None
+        key = card.tokenizer_sha256, card.images.max_view_pixels
+        if key not in self._images:
+            self._images[key] = image_tokens_of(text.image_files, text.tokenizer, card.images.max_view_pixels)
+        return self._images[key]
 
     def _why_not(self, name: str) -> StatusError:
         names = self._entries.keys() | self._hosted.keys() | {alias for alias, _ in self._aliases.items()}
@@ -381,6 +411,7 @@ class Models:
         wanted = {entry.card.tokenizer_sha256 for entry in self._entries.values()}
         for sha256 in [s for s in self._texts if s not in wanted]:
             del self._texts[sha256]  # freed with the last request that uses it
+            self._images = {key: images for key, images in self._images.items() if key[0] != sha256}
         for sha256 in sorted(wanted - self._texts.keys()):
             await self._load(sha256)
         self._notify()
@@ -425,9 +456,41 @@ def load_text_side(raw: bytes) -> TextSide:
         _LOG.error("%s", error)
         problem = str(error)
     templates = () if template is None else template.all
-    controls = ControlTexts(
-        tokenizer.control_texts(bundle.eos_token_ids(files), special_tokens),
-        cuts=[text for one in templates for text in one.looks_for],
-        any_case=any(one.changes_case for one in templates),
+    image_files = {name: files[name] for name in IMAGE_FILES if name in files}
+    images = image_tokens_of(image_files, tokenizer) if "config.json" in image_files else None
+    reserved = frozenset[int]() if images is None else images.reserved_ids
+
+    def controls_of(texts: Mapping[str, int]) -> ControlTexts:
+        return ControlTexts(
+            texts,
+            cuts=[text for one in templates for text in one.looks_for],
+            any_case=any(one.changes_case for one in templates),
+        )
+
+    texts = tokenizer.control_texts(bundle.eos_token_ids(files) | reserved, special_tokens)
+    controls = controls_of(texts)
+    of_images = None if images is None else controls_of({text: i for text, i in texts.items() if i in reserved})
+    return TextSide(
+        tokenizer,
+        template,
+        problem,
+        controls,
+        PlainEncoding(tokenizer, controls),
+        special_tokens,
+        of_images,
+        None if of_images is None else PlainEncoding(tokenizer, of_images),
+        {} if images is None else image_files,
     )
-    return TextSide(tokenizer, template, problem, controls, PlainEncoding(tokenizer, controls), special_tokens)
+
+
+def image_tokens_of(
+    files: Mapping[str, bytes], tokenizer: Tokenizer, max_image_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
+) -> ImageTokens | None:
+    """The images that these files of a model describe; None if it reads text only, or images that are not
+    supported."""
+    try:
+        family = family_of(files, max_image_pixels)
+        return None if family is None else ImageTokens(family, tokenizer)
+    except FamilyError as error:
+        _LOG.warning("a model is served for its text only: %s", error)
+        return None

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
+from headrace.gateway.text.content import Content
+from headrace.gateway.text.content import joined as joined_contents
+
 Message = Mapping[str, Any]
 
 _SYSTEM = ("system", "developer")
@@ -96,7 +99,7 @@ def with_system_folded(messages: Sequence[Message], *, keeps_head: bool) -> Sequ
     if keeps_head and len(systems) == 1 and leading:
         return messages
     found: list[Message] = []
-    waiting: list[str | None] = [message["content"] for message in leading]
+    waiting: list[Content | None] = [message["content"] for message in leading]
     if keeps_head and leading:
         found, waiting = [{**leading[0], "content": _text(waiting)}], []
     for message in rest:
@@ -115,7 +118,7 @@ def with_system_folded(messages: Sequence[Message], *, keeps_head: bool) -> Sequ
     return found
 
 
-def _add_said(found: list[Message], texts: Sequence[str | None]) -> None:
+def _add_said(found: list[Message], texts: Sequence[Content | None]) -> None:
     """Add texts to the last turn if it is the user's, or else as a turn of the user."""
     if found and found[-1]["role"] == "user":
         found[-1] = {**found[-1], "content": _text([found[-1]["content"], *texts])}
@@ -192,6 +195,6 @@ def _turns_of(message: Message, calls: Sequence[Message], results: list[Message]
     return [*found, *unnamed]
 
 
-def _text(texts: Sequence[str | None]) -> str:
-    """The texts, joined by blank lines. Empty ones are left out."""
-    return "\n\n".join(text for text in texts if text)
+def _text(contents: Sequence[Content | None]) -> Content:
+    """The contents, joined by blank lines. Empty ones are left out."""
+    return joined_contents(contents, "\n\n")

@@ -7,7 +7,7 @@ import hashlib
 import io
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from headrace.gateway.edge.cors import with_cors
 from headrace.gateway.edge.grpc_edge import start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
+from headrace.gateway.images.loading import ImageLoader
 from headrace.gateway.protocol import Protocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.server import Threads, services_behind
@@ -88,23 +89,26 @@ def tokens_of(text: str) -> list[int]:
     return [token_of(byte) for byte in text.encode()]
 
 
-def tiny_graphs(add_bos: bool) -> dict[str, bytes]:
-    """OpenVINO files of a byte-level tokenizer with a few merges and special tokens."""
+def tiny_graphs(add_bos: bool, more_special: Sequence[str] = ()) -> dict[str, bytes]:
+    """OpenVINO files of a byte-level tokenizer with a few merges and special tokens. Those of `more_special` are at the
+    end of the vocabulary."""
+    vocab = [*VOCAB, *(text.encode() for text in more_special)]
     steps: list[Any] = [
-        pipeline.SpecialTokensSplit.from_string_iter(SPECIAL),
+        pipeline.SpecialTokensSplit.from_string_iter([*SPECIAL, *more_special]),
         pipeline.RegexSplitStep(split_pattern=r" ?[^\s]+|\s+", behaviour="isolate"),
-        pipeline.BPETokenizationStep(vocab=VOCAB, merges=MERGES),
+        pipeline.BPETokenizationStep(vocab=vocab, merges=MERGES),
     ]
     if add_bos:
         bos = pipeline.AddToken(token=SPECIAL[0], _token_id=0)
         steps.append(pipeline.CombineSegmentsStep([bos, pipeline.Sequence()]))
     steps += [
         pipeline.PaddingStep(token=SPECIAL[EOS], _token_id=EOS, pad_right=False),
-        pipeline.VocabDecoderStep(vocab=VOCAB),
+        pipeline.VocabDecoderStep(vocab=vocab),
         pipeline.FuseStep(),
         pipeline.UTF8ValidateStep(),
     ]
-    whole = pipeline.TokenizerPipeline(vocab=VOCAB, skip_tokens=[0, 1, 2])
+    skipped = [0, 1, 2, *range(len(VOCAB), len(vocab))]
+    whole = pipeline.TokenizerPipeline(vocab=vocab, skip_tokens=skipped)
     whole.add_steps(steps)
     return graphs_of(whole)
 
@@ -382,10 +386,12 @@ async def serving_gateway(
     model_host: str | None = None,
     await_model_host: bool = False,
     aliases: Aliases | None = None,
+    images: Callable[[Threads], ImageLoader] | None = None,
 ) -> AsyncIterator[Gateway]:
     """A ready gateway in front of the routers, over real HTTP and gRPC.
 
-    `flags` are the protocols' flags by parameter name, `model_host` is the address of a host of models.
+    `images` makes the loader of images; by default one without URLs. `flags` are the protocols' flags by parameter
+    name, `model_host` is the address of a host of models.
     """
     controls = controls or EdgeControls(EdgeSettings())
     threads = Threads()
@@ -396,6 +402,7 @@ async def serving_gateway(
         model_host=model_host,
         await_model_host=await_model_host,
         aliases=aliases,
+        images=None if images is None else images(threads),
     )
     models, metrics, shadows = services.models, services.metrics, services.shadows
     upstream, host = services.upstream, services.host

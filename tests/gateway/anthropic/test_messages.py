@@ -336,7 +336,7 @@ async def test_thinking_that_was_omitted_comes_back_by_its_signature(ask: Any, m
         ([{"role": "user"}], "messages[0].content"),
         (
             [{"role": "user", "content": [{"type": "image", "source": {}}]}],
-            "messages[0].content[0]: a block of type image",
+            "messages[0].content[0].source: a source without a type is not supported",
         ),
         ([{"role": "user", "content": [{"type": "document"}]}], "of type document"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
@@ -734,8 +734,9 @@ async def test_what_a_result_has_besides_text_becomes_a_note(hinted: Any, model:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
     messages = [*HI, CALL, result({"type": "text", "text": "Here:"}, image, pdf)]
-    assert await hinted(messages=messages) == ["tool_result.image", "tool_result.document"]
-    assert "tool\nHere:\n[The tool returned a block of type image, which cannot be shown.]\n[The tool" in model.prompt
+    assert await hinted(messages=messages) == ["tool_result.document", "tool_result.image"]
+    note = "[The tool returned a block of type document, which cannot be shown.]"
+    assert f"tool\nHere:\n[image: omitted, because this model cannot read it]\n{note}" in model.prompt
 
 
 async def test_documents_and_search_results_are_text(hinted: Any, model: Any) -> None:

@@ -149,7 +149,7 @@ def render(template: str, **fields: Any) -> str:
     request = decode_body(json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode(), ChatRequest)
     compiled = ChatTemplate({"default": template}, {})
     talk = conversation_of(request, compiled, tool_use_of(request).listed)
-    return compiled.render(talk.messages, variables=talk.variables, tools=talk.tools)
+    return compiled.render(talk.messages, variables=talk.variables, tools=talk.tools).text
 
 
 CALLED = {

@@ -43,7 +43,7 @@ def render(*messages: dict[str, Any], template: ChatTemplate | None = None) -> t
     finally:
         hints_var.reset(token)
     named = {name for _, value in hints.headers() for name in value.decode().split(", ")}
-    return template.render(talk.messages), named
+    return template.render(talk.messages).text, named
 
 
 def called(arguments: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def test_an_image_in_the_result_of_a_tool_is_a_note() -> None:
         {"type": "input_file"},
     ]
     text, named = render({"role": "tool", "tool_call_id": "c1", "content": parts})
-    notes = [f"[{what}: omitted, because this model reads text only]" for what in ("image", "file")]
+    notes = [f"[{what}: omitted, because this model cannot read it]" for what in ("image", "file")]
     assert text == "<tool c1>a\n" + "\n".join(notes)
     assert named == {"messages.content.image_url", "messages.content.input_file"}
 

@@ -144,7 +144,7 @@ SKIPS_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.c
 @pytest.mark.parametrize("source", [NO_SYSTEM, SKIPS_SYSTEM])
 async def test_the_block_stands_before_the_first_turn_where_the_template_shows_no_system(source: str) -> None:
     compiled = template(source)
-    text = compiled.render(with_block(HI, [WEATHER], compiled))
+    text = compiled.render(with_block(HI, [WEATHER], compiled)).text
     assert text.startswith("user:You can call these functions:")
     assert text.endswith("\n\nhi;")
 

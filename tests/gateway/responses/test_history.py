@@ -93,13 +93,13 @@ async def test_an_output_of_an_unknown_call_and_nothing_are_taken(prompt_of: Any
 async def test_images_in_outputs_are_notes(prompt_of: Any) -> None:
     output = [
         {"type": "input_text", "text": "a"},
-        {"type": "input_image", "image_url": "data:"},
+        {"type": "input_image", "image_url": "data:;base64,AAAA"},
         {"type": "input_file"},
     ]
     prompt, named = await prompt_of({"type": "function_call_output", "call_id": "c", "output": output})
-    notes = "".join(f"\n[{what}: omitted, because this model reads text only]" for what in ("image", "file"))
+    notes = "".join(f"\n[{what}: omitted, because this model cannot read it]" for what in ("image", "file"))
     assert prompt == f"<|im_start|>tool\na{notes}<|im_end|>\n"
-    assert named == "input.content.input_image, input.content.input_file"
+    assert named == "input.content.input_file, input.content.input_image"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def turns(call: str, output: str | None) -> str:
     return f"<|im_start|>assistant\n<tool_call>{call}</tool_call><|im_end|>\n{result}"
 
 
-NOTE = ": omitted, because this model reads text only]"
+NOTE = ": omitted, because this model cannot read it]"
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ async def front_error(refused: Any, *, streams: list[Any], **fields: Any) -> Any
     [
         ([], "input"),
         ([{"role": "tool", "content": "x"}], "input[0].role"),
-        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].image_url"),
         ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "input_text", "text": 1}]}], "input[0].content[0].text"),
         ([{"role": "user", "content": 1}], "input[0].content"),

@@ -20,7 +20,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 def render(source: str, messages: Any = HI, **options: Any) -> str:
-    return ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(messages, **options)
+    return ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(messages, **options).text
 
 
 def refusal(source: str, messages: Any = HI, **options: Any) -> StatusError:
@@ -63,7 +63,7 @@ def test_a_template_that_wants_parts_gets_them() -> None:
     template = ChatTemplate({"default": PARTS}, {})
     assert template.shows_system
     said = [*HI, {"role": "assistant", "content": "It"}]
-    continued = template.render(said, add_generation_prompt=False, continue_final_message=True)
+    continued = template.render(said, add_generation_prompt=False, continue_final_message=True).text
     assert continued == "USER: Hi\nASSISTANT: It"
 
 
@@ -99,7 +99,7 @@ def test_the_reference_extensions_are_there(source: str, text: str) -> None:
 
 def test_further_variables_reach_the_template_but_not_the_gateways_own() -> None:
     template = ChatTemplate({"default": "{{ enable_thinking }}"}, {})
-    assert template.render(HI, variables={"enable_thinking": False}) == "False"
+    assert template.render(HI, variables={"enable_thinking": False}).text == "False"
     assert template.uses("enable_thinking")
     assert not template.uses("reasoning_effort")
     assert refusal("", variables={"messages": []}).field == "chat_template_kwargs"
@@ -128,8 +128,8 @@ def test_size_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_named_templates_need_a_default_unless_there_is_only_one() -> None:
-    assert ChatTemplate({"tool_use": "no", "default": "yes"}, {}).render(HI) == "yes"
-    assert ChatTemplate({"only": "yes"}, {}).render(HI) == "yes"
+    assert ChatTemplate({"tool_use": "no", "default": "yes"}, {}).render(HI).text == "yes"
+    assert ChatTemplate({"only": "yes"}, {}).render(HI).text == "yes"
     with pytest.raises(BundleError, match="default"):
         ChatTemplate({"a": "", "b": ""}, {})
 

@@ -148,7 +148,7 @@ MARK = b"\xef\xbb\xbf"
 def test_byte_order_marks_and_line_ends_are_no_part_of_a_template(file: str, raw: bytes) -> None:
     sources = template_sources({file: raw})
     assert sources == {"default": "{% if true %}\nhi{% endif %}"}
-    assert ChatTemplate(sources, {}).render([{"role": "user", "content": "x"}]) == "hi"
+    assert ChatTemplate(sources, {}).render([{"role": "user", "content": "x"}]).text == "hi"
 
 
 def test_files_of_templates_have_an_order_and_named_ones_join_them() -> None:
@@ -177,7 +177,7 @@ def test_a_model_without_a_usable_template_can_still_complete_texts(tiny_files: 
     bare = load_text_side(kit.tar_of(graphs))
     assert bare.template is not None
     assert bare.template.takes_one_text
-    assert bare.template.render([{"role": "user", "content": "hi"}]) == "hi"
+    assert bare.template.render([{"role": "user", "content": "hi"}]).text == "hi"
     broken = load_text_side(kit.tar_of({**graphs, "chat_template.jinja": b"{% if %}"}))
     assert "not valid Jinja" in broken.template_problem
     bare.tokenizer.close()

@@ -47,7 +47,7 @@ def talk(*turns: str) -> list[dict[str, Any]]:
 
 
 def render(source: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    return ChatTemplate({"default": source}, {}).render(messages, **options)
+    return ChatTemplate({"default": source}, {}).render(messages, **options).text
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], **options: Any) -
 )
 def test_a_conversation_that_is_refused_comes_in_another_shape(source: str, turns: list[str], text: str) -> None:
     template = ChatTemplate({"default": source}, {})
-    assert [template.render(talk(*turns)) for _ in range(2)] == [text, text]
+    assert [template.render(talk(*turns)).text for _ in range(2)] == [text, text]
 
 
 @pytest.mark.parametrize("source", [NO_SYSTEM, ALTERNATES, SYSTEM_FIRST, SYSTEM_THEN_ALTERNATES])
 def test_a_conversation_that_is_taken_keeps_its_text(source: str) -> None:
     template = ChatTemplate({"default": source}, {})
     template.render(talk("system S", "user a", "user b"))
-    assert template.render(talk("user a", "assistant b")) == "user:a;assistant:b;"
+    assert template.render(talk("user a", "assistant b")).text == "user:a;assistant:b;"
     everything = "{% for message in messages %}" + TURN + "{% endfor %}"
     assert render(everything, talk("system S", "user a", "user b")) == "system:S;user:a;user:b;"
 
@@ -115,7 +115,7 @@ def test_what_is_refused_once_is_not_rendered_again(monkeypatch: pytest.MonkeyPa
         return run(messages, *values, **options)
 
     monkeypatch.setattr(template, "_attempt", counted)
-    assert template.render(talk("system other", "user u", "assistant a", "user v")).startswith("user:other\n\nu;")
+    assert template.render(talk("system other", "user u", "assistant a", "user v")).text.startswith("user:other\n\nu;")
     template.render(talk("system S", "user u", "assistant a", "user w", "assistant b", "user x"))
     assert ["system"] not in [roles[:1] for roles in rendered[1:]]
 
@@ -124,8 +124,8 @@ def test_a_refusal_of_a_text_is_not_taken_for_one_of_a_shape() -> None:
     """The template takes system turns, but not this one."""
     source = NO_SYSTEM.replace("message.role == 'system'", "message.content == 'bad'")
     template = ChatTemplate({"default": source}, {})
-    assert template.render(talk("system bad", "user u")) == "user:bad\n\nu;"
-    assert template.render(talk("system good", "user u")) == "system:good;user:u;"
+    assert template.render(talk("system bad", "user u")).text == "user:bad\n\nu;"
+    assert template.render(talk("system good", "user u")).text == "system:good;user:u;"
 
 
 def test_the_first_error_is_told_if_nothing_helps() -> None:
@@ -147,7 +147,7 @@ def test_variables_and_a_continued_message_survive_a_fold() -> None:
     for _ in range(2):
         text = template.render(
             messages, add_generation_prompt=False, continue_final_message=True, variables={"mood": "!"}
-        )
+        ).text
         assert text == "user:S\n\nu;!assistant:It is "
 
 
@@ -155,8 +155,8 @@ def test_a_template_may_take_the_system_for_some_variables_only() -> None:
     source = NO_SYSTEM.replace("{% if ", "{% if not modern and ")
     template = ChatTemplate({"default": source}, {})
     talking = talk("system S", "user u")
-    assert template.render(talking) == "user:S\n\nu;"
-    assert template.render(talking, variables={"modern": True}) == "system:S;user:u;"
+    assert template.render(talking).text == "user:S\n\nu;"
+    assert template.render(talking, variables={"modern": True}).text == "system:S;user:u;"
 
 
 def test_a_message_with_more_than_text_is_not_folded() -> None:
@@ -177,7 +177,7 @@ def test_joined_turns_keep_calls_and_reasoning() -> None:
 
 def test_a_model_without_a_template_takes_one_message_as_its_prompt() -> None:
     template = NoTemplate()
-    assert template.render(talk("user Once upon a time")) == "Once upon a time"
+    assert template.render(talk("user Once upon a time")).text == "Once upon a time"
     assert not template.shows_system
     with pytest.raises(StatusError, match=r"takes a single message.*/v1/completions"):
         template.render(talk("system S", "user u"))
@@ -185,14 +185,20 @@ def test_a_model_without_a_template_takes_one_message_as_its_prompt() -> None:
 
 def test_named_templates_are_for_their_conversations() -> None:
     template = ChatTemplate({"default": "d", "tool_use": "t", "rag": "r"}, {})
-    assert [template.chosen(**one).render(talk("user u")) for one in ({}, {"tools": True}, {"documents": True})] == [
+    assert [
+        template.chosen(**one).render(talk("user u")).text for one in ({}, {"tools": True}, {"documents": True})
+    ] == [
         "d",
         "t",
         "r",
     ]
-    assert ChatTemplate({"default": "d", "tool_use": "{% if %}"}, {}).chosen(tools=True).render(talk("user u")) == "d"
+    assert (
+        ChatTemplate({"default": "d", "tool_use": "{% if %}"}, {}).chosen(tools=True).render(talk("user u")).text == "d"
+    )
     documents = [{"title": "T", "text": "X"}]
-    text = ChatTemplate({"default": "{{ documents[0].text }}"}, {}).render(
-        talk("user u"), variables={"documents": documents}
+    text = (
+        ChatTemplate({"default": "{{ documents[0].text }}"}, {})
+        .render(talk("user u"), variables={"documents": documents})
+        .text
     )
     assert text == "X"

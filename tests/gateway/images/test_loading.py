@@ -1,0 +1,246 @@
+"""Images are bounded by their number, length and header before anything is decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.gateway.images import loading
+from headrace.gateway.images.given import GivenImage, image_of_base64
+from headrace.gateway.images.loading import ImageLoader
+from headrace.gateway.images.local import LocalImages
+from headrace.gateway.images.refusal import ImageRefusal, Why
+from headrace.protos.status import Reason, StatusError
+from headrace.protos.worker_pb2 import ImageLimits
+from tests.gateway.image_model import RED, b64, png
+
+LIMITS = ImageLimits(max_images=2, max_pixels=10_000, max_bytes=2000)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as threads:
+        yield threads
+
+
+async def load(pool: Any, *images: GivenImage, limits: ImageLimits = LIMITS, loader: Any = None) -> Any:
+    named = [(f"i{number}", image) for number, image in enumerate(images)]
+    return await (loader or ImageLoader(pool)).load(named, limits)
+
+
+def given(data: bytes) -> GivenImage:
+    return GivenImage(base64=b64(data))
+
+
+async def why(pool: Any, *images: GivenImage, **more: Any) -> tuple[Why, str, str]:
+    with pytest.raises(ImageRefusal) as refused:
+        await load(pool, *images, **more)
+    assert refused.value.field is not None
+    return refused.value.why, refused.value.field, refused.value.message
+
+
+async def test_base64_is_decoded_once(pool: Any) -> None:
+    image = given(png(30, 20))
+    ((data, header),) = await load(pool, image)
+    assert (data, header.width, header.height) == (png(30, 20), 30, 20)
+    assert (image.base64, image.data) == (None, data), "the text is given up"
+    assert (await load(pool, image))[0][0] is data
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "QUJ",
+        "QUJD\n",
+        "QU JD",
+        "QUJ\\",
+        "QU=D",
+        "=QUJ",
+        "QUJ-QUJ_",
+        "QUJDÄÄÄÄ",
+        "====",
+        "QUJDQ===",
+        "QUJD" * 40000 + "QQ=Q",
+    ],
+)
+async def test_base64_is_read_strictly(pool: Any, text: str) -> None:
+    limits = ImageLimits(max_images=1, max_pixels=10, max_bytes=1_000_000)
+    found = await why(pool, image_of_base64("i", text), limits=limits)
+    assert found[:2] == (Why.FORMAT, "i0")
+    assert found[2].startswith("i0 is not valid base64")
+
+
+async def test_long_base64_lets_others_have_their_turn(pool: Any) -> None:
+    limits = ImageLimits(max_images=1, max_pixels=10_000, max_bytes=15_000_000)
+    data = RED + bytes(12_000_000)
+    turns = 0
+
+    async def neighbour() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    task = asyncio.create_task(neighbour())
+    assert (await load(pool, given(data), limits=limits))[0][0] == data
+    task.cancel()
+    assert turns > 50
+
+
+async def test_lengths_are_checked_before_anything_is_decoded(pool: Any) -> None:
+    kinds = await why(pool, GivenImage(base64="!" * 4000))
+    assert kinds == (Why.BYTES, "i0", "i0: the image is larger than 2000 bytes, the maximum")
+    assert (await why(pool, GivenImage(data=bytes(2001))))[0] == Why.BYTES
+    assert (await why(pool, *[GivenImage(base64="!")] * 3))[:2] == (Why.NUMBER, "i2")
+
+
+async def test_all_images_together_fit_into_a_message(pool: Any) -> None:
+    limits = ImageLimits(max_images=9, max_pixels=10, max_bytes=loading.MAX_REQUEST_BYTES)
+    half = GivenImage(data=bytes(loading.MAX_REQUEST_BYTES // 2 + 1))
+    assert (await why(pool, half, half, limits=limits))[0] == Why.BYTES
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (png(200, 200), Why.PIXELS),
+        (png(2000, 2), Why.PIXELS),
+        (b"", Why.FORMAT),
+        (b"\xff\xd8\xff garbage", Why.FORMAT),
+        (b"%PDF-1.7", Why.FORMAT),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", Why.FORMAT),
+        (b"II*\0" + bytes(100), Why.FORMAT),
+        (RED[:20], Why.FORMAT),
+    ],
+)
+async def test_headers_are_checked(pool: Any, data: bytes, kind: Why) -> None:
+    found = await why(pool, GivenImage(data=data))
+    assert found[0] == kind
+    assert "0x" not in found[2], "no address of an object"
+
+
+async def test_urls_need_the_operators_permission(pool: Any) -> None:
+    assert "--allowed-media-domains" in (await why(pool, GivenImage(url="https://a.example/x.png")))[2]
+    assert "--allowed-local-media-path" in (await why(pool, GivenImage(url="file:///etc/passwd")))[2]
+
+
+class Source:
+    """A remote source that gives the same file."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.num_calls = 0
+
+    async def fetch(self, name: str, url: str, max_bytes: int) -> bytes:
+        self.num_calls += 1
+        if "missing" in url:
+            raise ImageRefusal(Why.FETCH, name, "missing")
+        return self.data
+
+
+async def test_a_url_is_fetched_once_for_a_request_and_its_copies(pool: Any) -> None:
+    source: Any = Source(RED)
+    loader = ImageLoader(pool, source)
+    image = GivenImage(url="https://a.example/x.png")
+    for _ in range(2):
+        assert (await load(pool, image, loader=loader))[0][0] == RED
+    assert source.num_calls == 1
+
+
+async def test_fetched_bytes_are_bounded_until_they_are_freed(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "MAX_FETCHED_BYTES", len(RED))
+    source: Any = Source(RED)
+    loader = ImageLoader(pool, source)
+    image = GivenImage(url="https://a.example/x.png")
+    await load(pool, image, loader=loader)
+    other = GivenImage(url="https://a.example/x.png")
+    with pytest.raises(StatusError) as refused:
+        await load(pool, other, loader=loader)
+    assert refused.value.reason is Reason.QUEUE_FULL
+    del image
+    gc.collect()
+    assert (await load(pool, other, loader=loader))[0][0] == RED
+
+
+async def test_a_failure_ends_the_other_fetches(pool: Any) -> None:
+    cancelled = asyncio.Event()
+
+    class Slow(Source):
+        async def fetch(self, name: str, url: str, max_bytes: int) -> bytes:
+            if "missing" in url:
+                return await super().fetch(name, url, max_bytes)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+            return b""
+
+    source: Any = Slow(RED)
+    images = [GivenImage(url="https://a.example/slow"), GivenImage(url="https://a.example/missing")]
+    assert (await why(pool, *images, loader=ImageLoader(pool, source)))[:2] == (Why.FETCH, "i1")
+    assert cancelled.is_set()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    allowed = tmp_path / "allowed"
+    (allowed / "below").mkdir(parents=True)
+    (tmp_path / "allowed-not").mkdir()
+    for place in (allowed / "a.png", allowed / "below" / "b c.png", tmp_path / "secret.png"):
+        place.write_bytes(RED)
+    (tmp_path / "allowed-not" / "a.png").write_bytes(RED)
+    (allowed / "large.png").write_bytes(bytes(2001))
+    (allowed / "link.png").symlink_to(tmp_path / "secret.png")
+    (allowed / "inner.png").symlink_to(allowed / "a.png")
+    (allowed / "up").symlink_to(tmp_path)
+    os.mkfifo(allowed / "pipe")
+    return allowed
+
+
+@pytest.mark.parametrize("path", ["a.png", "below/b%20c.png", "below/../a.png", "inner.png"])
+async def test_files_below_the_directory_are_read(pool: Any, directory: Path, path: str) -> None:
+    loader = ImageLoader(pool, None, LocalImages(directory))
+    for start in ("file://", "FILE://localhost"):
+        url = f"{start}{directory}/{path}"
+        assert (await load(pool, GivenImage(url=url), loader=loader))[0][0] == RED
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../secret.png",
+        "%2e%2e/secret.png",
+        "link.png",
+        "up/secret.png",
+        "../allowed-not/a.png",
+        "missing.png",
+        "below",
+        "",
+        "pipe",
+        "a.png%00",
+    ],
+)
+async def test_what_is_elsewhere_or_no_file_is_refused_in_one_sentence(pool: Any, directory: Path, path: str) -> None:
+    loader = ImageLoader(pool, None, LocalImages(directory))
+    began_s = time.monotonic()
+    found = await why(pool, GivenImage(url=f"file://{directory}/{path}"), loader=loader)
+    assert found == (Why.URL, "i0", "i0: there is no such file where the server may read images")
+    assert time.monotonic() - began_s < 5, "a pipe does not block"
+
+
+@pytest.mark.parametrize("url", ["file:/etc/passwd", "file://host/etc/passwd", "file:etc/passwd", "file:///dev/zero"])
+async def test_other_files_are_refused(pool: Any, directory: Path, url: str) -> None:
+    assert (await why(pool, GivenImage(url=url), loader=ImageLoader(pool, None, LocalImages(directory))))[0] == Why.URL
+
+
+async def test_large_files_are_not_read(pool: Any, directory: Path) -> None:
+    image = GivenImage(url=f"file://{directory}/large.png")
+    assert (await why(pool, image, loader=ImageLoader(pool, None, LocalImages(directory))))[0] == Why.BYTES

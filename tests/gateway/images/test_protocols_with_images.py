@@ -1,0 +1,304 @@
+"""An image in each protocol becomes the same tokens and bytes for the worker, or a refusal by name."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace.common.vision.families.known import family_of
+from headrace.common.vision.family import Detail
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN, digest, pseudo_tokens
+from headrace.protos import text_pb2, text_pb2_grpc
+from headrace.protos.inference_pb2 import IMAGE_DETAIL_HIGH, IMAGE_DETAIL_LOW, IMAGE_DETAIL_UNSPECIFIED
+from tests.gateway.image_model import BLUE, GREEN, RED, b64, data_url, files, image_part
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+IMAGE_ID = 264
+
+
+@pytest.fixture(autouse=True)
+def fresh(seer: Any) -> None:
+    seer.reset()
+    seer.cards = seer.seeing_cards
+
+
+def pseudo(data: bytes) -> list[int]:
+    family = family_of(files(IMAGE_ID))
+    assert family is not None
+    return pseudo_tokens(digest(data, family, Detail.AUTO), 4).tolist()
+
+
+def shown(seer: Any, kit: Any) -> tuple[str, list[bytes]]:
+    """The last prompt, with each image's number in its place, and the files; checks the pseudo tokens."""
+    request = seer.streams[-1].request
+    images = [image.data for image in request.images]
+    token_ids, text, number = list(request.token_ids), "", 0
+    while token_ids:
+        if token_ids[0] >= FIRST_PSEUDO_TOKEN:
+            assert token_ids[:4] == pseudo(images[number])
+            text += f"({number})"
+            number += 1
+            del token_ids[:4]
+        else:
+            text += {IMAGE_ID: "<image>"}.get(token_ids[0]) or kit.VOCAB[token_ids[0]].decode("latin-1")
+            del token_ids[0]
+    assert number == len(images)
+    return text, images
+
+
+USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def chat(view: Any, content: Any, model: str = "seeing", **fields: Any) -> Any:
+    body = {"model": model, "messages": [{"role": "user", "content": content}], **fields}
+    return await view.http.post("/v1/chat/completions", json=body)
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+async def test_images_stand_where_the_caller_put_them(view: Any, seer: Any, kit: Any) -> None:
+    answer = await chat(view, [text("first"), image_part(RED), text("then"), text("x"), image_part(GREEN)])
+    assert answer.status_code == 200, answer.text
+    assert shown(seer, kit) == (USER.format("first(0)then\nx(1)"), [RED, GREEN])
+    usage = answer.json()["usage"]
+    assert usage["prompt_tokens"] == len(seer.streams[-1].request.token_ids)
+    assert usage["prompt_tokens_details"]["image_tokens"] == 8
+
+
+async def test_a_chat_without_images_is_as_before(view: Any, seer: Any, kit: Any) -> None:
+    answer = await chat(view, [text("a"), text("b")])
+    assert shown(seer, kit) == (USER.format("a\nb"), [])
+    assert "image_tokens" not in answer.json()["usage"]["prompt_tokens_details"]
+
+
+@pytest.mark.parametrize(
+    ("detail", "sent"),
+    [
+        (None, IMAGE_DETAIL_UNSPECIFIED),
+        ("auto", IMAGE_DETAIL_UNSPECIFIED),
+        ("low", IMAGE_DETAIL_LOW),
+        ("high", IMAGE_DETAIL_HIGH),
+        ("original", IMAGE_DETAIL_HIGH),
+    ],
+)
+async def test_the_detail_is_passed_on(view: Any, seer: Any, detail: str | None, sent: int) -> None:
+    await chat(view, [image_part(RED, detail=detail)])
+    assert [image.detail for image in seer.streams[-1].request.images] == [sent]
+
+
+async def test_choices_share_the_images(view: Any, seer: Any, kit: Any) -> None:
+    assert (await chat(view, [image_part(RED)], n=3)).status_code == 200
+    assert len(seer.streams) == 3
+    for stream in seer.streams:
+        assert [image.data for image in stream.request.images] == [RED]
+
+
+async def test_tokens_of_a_prompt_are_shown_as_image_tokens(view: Any, seer: Any) -> None:
+    answer = await chat(view, [image_part(RED)], return_token_ids=True, prompt_logprobs=0)
+    value = answer.json()
+    assert value["prompt_token_ids"].count(IMAGE_ID) == 4
+    assert max(value["prompt_token_ids"]) < 270
+    assert len(value["prompt_logprobs"]) == len(value["prompt_token_ids"])
+    answer = await view.http.post(
+        "/tokenize", json={"model": "seeing", "messages": [{"role": "user", "content": [image_part(RED)]}]}
+    )
+    assert answer.json()["tokens"].count(IMAGE_ID) == 4
+    assert answer.json()["count"] == value["usage"]["prompt_tokens"]
+
+
+async def test_responses_take_images_in_messages_and_outputs(view: Any, seer: Any, kit: Any) -> None:
+    image = {"type": "input_image", "image_url": data_url(RED), "detail": "auto"}
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [image, {"type": "input_text", "text": "look"}]},
+        {"type": "function_call", "call_id": "c1", "name": "shot", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c1",
+            "output": [{"type": "input_text", "text": "done"}, {"type": "input_image", "image_url": data_url(BLUE)}],
+        },
+    ]
+    answer = await view.http.post("/v1/responses", json={"model": "seeing", "input": items})
+    assert answer.status_code == 200, answer.text
+    prompt, images = shown(seer, kit)
+    assert images == [RED, BLUE]
+    assert "user\n(0)look" in prompt
+    assert "tool\ndone(1)" in prompt
+    assert answer.json()["usage"]["input_tokens_details"]["image_tokens"] == 8
+    more = {"model": "seeing", "previous_response_id": answer.json()["id"], "input": "and now?"}
+    assert (await view.http.post("/v1/responses", json=more)).status_code == 200
+    assert shown(seer, kit)[1] == [RED, BLUE]
+    listed = await view.http.get(f"/v1/responses/{answer.json()['id']}/input_items")
+    parts = [part for item in listed.json()["data"] for part in item.get("content") or ()]
+    assert {"type": "input_image", "image_url": data_url(RED), "detail": "auto"} in parts
+
+
+async def test_truncation_of_responses_drops_turns_with_their_images(view: Any, seer: Any, kit: Any) -> None:
+    image = {"type": "input_image", "image_url": data_url(RED)}
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [image, {"type": "input_text", "text": "x" * 4000}]},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": [{**image, "image_url": data_url(BLUE)}]},
+    ]
+    body = {"model": "seeing", "input": items, "truncation": "auto", "max_output_tokens": 50}
+    assert (await view.http.post("/v1/responses", json=body)).status_code == 200
+    assert shown(seer, kit) == (USER.format("(0)"), [BLUE])
+
+
+async def test_messages_take_images_in_turns_and_results(view: Any, seer: Any, kit: Any) -> None:
+    def block(data: bytes) -> dict[str, Any]:
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": b64(data)}}
+
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [block(RED), text("look")]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "Read", "input": {}}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [text("file"), block(GREEN)]},
+                block(BLUE),
+                text("?"),
+            ],
+        },
+    ]
+    body = {"model": "seeing", "max_tokens": 5, "messages": messages}
+    answer = await view.http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    prompt, images = shown(seer, kit)
+    assert images == [RED, GREEN, BLUE]
+    assert "user\n(0)look" in prompt
+    assert "tool\nfile(1)<|im_end|>" in prompt
+    assert "user\n(2)?<|im_end|>" in prompt
+    del body["max_tokens"]
+    counted = await view.http.post("/v1/messages/count_tokens", json=body)
+    assert counted.json()["input_tokens"] == len(seer.streams[-1].request.token_ids)
+
+
+async def test_ollama_takes_images_in_messages_and_prompts(view: Any, seer: Any, kit: Any) -> None:
+    message = {"role": "user", "content": "what?", "images": [b64(RED), data_url(GREEN)]}
+    answer = await view.http.post("/api/chat", json={"model": "seeing", "stream": False, "messages": [message]})
+    assert answer.status_code == 200, answer.text
+    assert shown(seer, kit) == (USER.format("(0)(1)what?"), [RED, GREEN])
+    body = {"model": "seeing", "stream": False, "prompt": "what?", "images": [b64(BLUE)]}
+    answer = await view.http.post("/api/generate", json=body)
+    assert shown(seer, kit) == (USER.format("(0)what?"), [BLUE])
+    assert "context" not in answer.json(), "without the image, its tokens mean something else"
+    capabilities = {
+        name: (await view.http.post("/api/show", json={"model": name})).json()["capabilities"]
+        for name in ("seeing", "reading")
+    }
+    assert ("vision" in capabilities["seeing"], "vision" in capabilities["reading"]) == (True, False)
+
+
+async def test_grpc_takes_parts(view: Any, seer: Any, kit: Any) -> None:
+    image = text_pb2.ChatImage(data=RED, detail=IMAGE_DETAIL_LOW)
+    parts = [text_pb2.ChatPart(text="a"), text_pb2.ChatPart(image=image)]
+    parts.append(text_pb2.ChatPart(image=text_pb2.ChatImage(url=data_url(BLUE))))
+    message = text_pb2.ChatMessage(role="user", parts=parts)
+    async with grpc.aio.insecure_channel(view.grpc_address) as channel:
+        stub = text_pb2_grpc.TextStub(channel)
+        answers = [one async for one in stub.Chat(text_pb2.ChatRequest(model="seeing", messages=[message]))]
+        assert shown(seer, kit) == (USER.format("a(0)(1)"), [RED, BLUE])
+        assert answers[-1].usage.image_tokens == 8
+        message.content = "b"
+        with pytest.raises(grpc.aio.AioRpcError, match=r"messages\[0\]\.content must be empty beside parts"):
+            async for _ in stub.Chat(text_pb2.ChatRequest(model="seeing", messages=[message])):
+                pass
+        listed = await stub.ListModels(text_pb2.TextListModelsRequest())
+        assert {model.name: model.max_images for model in listed.models} == {"seeing": 3, "reading": 0}
+
+
+async def test_kserve_takes_base64(view: Any, seer: Any, kit: Any) -> None:
+    inputs = [
+        {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["what?"]},
+        {"name": "image", "datatype": "BYTES", "shape": [2], "data": [b64(RED), b64(GREEN)]},
+    ]
+    answer = await view.http.post("/v2/models/seeing/infer", json={"inputs": inputs})
+    assert answer.status_code == 200, answer.text
+    assert shown(seer, kit) == (USER.format("(0)(1)what?"), [RED, GREEN])
+    answer = await view.http.post("/v2/models/seeing/generate", json={"text_input": "what?", "image": b64(BLUE)})
+    assert answer.status_code == 200, answer.text
+    assert shown(seer, kit) == (USER.format("(0)what?"), [BLUE])
+    answer = await view.http.post("/v2/models/seeing/generate", json={"text_input": "what?", "image": "x"})
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("image[0] is not valid base64")
+
+
+async def test_the_list_of_models_tells_what_they_read(view: Any) -> None:
+    cards = {card["id"]: card for card in (await view.http.get("/v1/models")).json()["data"]}
+    assert cards["seeing"]["architecture"] == {
+        "modality": "text+image->text",
+        "input_modalities": ["text", "image"],
+        "output_modalities": ["text"],
+    }
+    assert cards["seeing"]["images"] == {"max_images": 3, "max_bytes": 65536, "max_pixels": 1_000_000}
+    assert cards["reading"]["architecture"]["input_modalities"] == ["text"]
+    assert cards["reading"]["images"] is None
+
+
+async def test_equal_images_have_equal_tokens_and_others_do_not(view: Any, seer: Any) -> None:
+    near = bytearray(RED)
+    near[-5] ^= 1
+    for data in (RED, RED, bytes(near)):
+        await chat(view, [image_part(data)])
+    first, second, third = (list(stream.request.token_ids) for stream in seer.streams)
+    assert first == second
+    assert [a == b for a, b in zip(first, third, strict=True)].count(False) == 4
+    assert hashlib.sha256(RED).digest() != hashlib.sha256(bytes(near)).digest()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [text("a"), image_part(RED)]}]},
+            "messages[0].content[1]",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": data_url(RED)}]}]},
+            "input[0].content[0]",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 5,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [text("a"), {"type": "image", "source": {"type": "base64", "data": b64(RED)}}],
+                    }
+                ],
+            },
+            "messages[0].content[1]",
+        ),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": [b64(RED)]}]}, "messages[0].images[0]"),
+        ("/api/generate", {"prompt": "a", "images": [b64(RED)]}, "images[0]"),
+        ("/v2/models/reading/generate", {"text_input": "a", "image": b64(RED)}, "image[0]"),
+    ],
+)
+async def test_a_text_model_refuses_images_and_names_one_that_reads_them(
+    view: Any, seer: Any, path: str, body: dict[str, Any], field: str
+) -> None:
+    answer = await view.http.post(path, json={"model": "reading", **body})
+    assert answer.status_code == 400
+    problem = "the model 'reading' reads text only; models that read images: 'seeing'"
+    assert f"{field}: {problem}" in answer.text
+    assert not seer.streams
+
+
+async def test_a_text_model_reads_a_note_for_the_image_of_a_tool(view: Any, seer: Any, kit: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [image_part(RED)]},
+    ]
+    answer = await view.http.post("/v1/chat/completions", json={"model": "reading", "messages": messages})
+    assert answer.status_code == 200
+    assert "[image: omitted, because this model cannot read it]" in seer.prompt
