@@ -106,5 +106,5 @@ class Pixtral:
         longest = max(1, math.isqrt(pixels * max(width, height) // min(width, height)))
         shrink = max(height / min(self.max_height, longest), width / min(self.max_width, longest))
         if shrink > 1:
-            width, height = math.floor(width / shrink), math.floor(height / shrink)
+            width, height = max(1, math.floor(width / shrink)), max(1, math.floor(height / shrink))
         return (height - 1) // self.patch + 1, (width - 1) // self.patch + 1

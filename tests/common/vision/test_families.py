@@ -172,6 +172,18 @@ def test_a_bound_below_the_least_of_a_model_wins() -> None:
     assert family.layout(8, 8, Detail.AUTO).num_pixels < family_named("qwen3-vl").layout(8, 8, Detail.AUTO).num_pixels
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bound", [1, 1000, UNBOUNDED])
+def test_every_image_within_the_bounds_has_tokens(name: str, bound: int) -> None:
+    family = family_of(files_of(name), bound)
+    assert family is not None
+    for width, height in ((1, 1), (1, 200), (200, 1), (50_000, 250), (250, 50_000), (7000, 7000)):
+        for detail in Detail:
+            layout = family.layout(width, height, detail)
+            assert min(layout.runs) > 0
+            assert layout.num_pixels > 0
+
+
 def test_qwen_refuses_ratios_as_its_own_processor_does() -> None:
     with pytest.raises(ImageError, match="one side may be at most 200 times the other"):
         family_named("qwen2-vl").layout(201, 1, Detail.AUTO)
