@@ -11,17 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.kv.groups.recurrent import StateBudget
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import step_limits
-from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
-from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import FAMILIES
@@ -43,14 +40,6 @@ pytestmark = [
 ]
 
 
-class Placeholders(BatchSampler):
-    """Reads some log-probability for the tokens of images, which have none."""
-
-    def prompt_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-        known = [0 if token_id >= FIRST_PSEUDO_TOKEN else token_id for token_id in token_ids]
-        return super().prompt_logprobs(logits, known, num_top)
-
-
 class Model:
     """A compiled model with the prompts of its reference; without its networks for images if `directory` lacks them."""
 
@@ -65,7 +54,7 @@ class Model:
         """An engine with steps of up to `budget` tokens."""
         return build_engine(
             self.runner,
-            Placeholders(),
+            BatchSampler(),
             num_blocks,
             step_limits(8, budget, budget, exact_rows=self.runner.exact_rows),
             step_costs=CHEAP_STEPS,
@@ -80,8 +69,6 @@ class Seen(Model):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.seeing, self.prompts = Seeing(directory), prompts_in(directory)
-        assert self.runner.image_inputs is not None
-        self.keeps_whole = self.runner.image_inputs.keeps_whole
 
     def scored(self, prompt: ImagePrompt) -> Request:
         """A request for the log-probabilities of a prompt."""
@@ -142,8 +129,6 @@ def assert_continued(request: Request, outputs: Sequence[RequestOutput], prompt:
 def test_log_probabilities_are_those_of_transformers(name: str, budget: int) -> None:
     """Prompts of one, two and five images run at once, beside a text, so steps have parts of several images."""
     model = seen(name)
-    if model.keeps_whole and budget != WHOLE:
-        pytest.skip("its images must not be divided")
     requests = [model.scored(prompt) for prompt in model.prompts]
     run(model.engine(budget), [*requests, text()])
     for request, prompt in zip(requests, model.prompts, strict=True):

@@ -66,4 +66,5 @@ class Seeing:
             (self._states[name],) = self.tower.encode([self.family.pixels(picture, layout)])
         grid = None if layout.grid is None else Grid(*layout.grid)
         of_image = places[: layout.num_image_tokens]
-        return PlacedImage(name, of_image, data, grid=grid, states=self._states[name])
+        is_whole = self.family.keeps_images_whole
+        return PlacedImage(name, of_image, data, grid=grid, is_whole=is_whole, states=self._states[name])

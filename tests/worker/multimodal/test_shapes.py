@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,20 @@ def test_text_beside_pictures_keeps_its_bits() -> None:
     one, other = run(engine(40), [seeing, beside_pictures]), run(engine(40), [plain, beside_words])
     assert beside_pictures.token_ids == beside_words.token_ids
     assert values(one, beside_pictures) == values(other, beside_words)
+
+
+@pytest.mark.parametrize(("option", "slot"), [({"decode_graph": True}, -1), ({"max_adapters": 1}, 0)])
+def test_every_graph_of_a_model_takes_images(option: dict[str, Any], slot: int) -> None:
+    """That of small decode steps, and that with adapters, of which the slot is empty."""
+    runner = OpenVINOModelRunner(MODEL, threads=1, kv_precision="f32", execution_mode="accuracy", **option)
+    runner.allocate(NUM_BLOCKS)
+    limits = step_limits(4, 24, 24, exact_rows=runner.exact_rows)
+    found = questions()[:8]
+    requests = [asked(question, f"r{number}") for number, question in enumerate(found)]
+    for request in requests:
+        request.adapter_slot = slot
+    run(build_engine(runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS), requests)
+    assert [answer(request) for request in requests] == [question.reference for question in found]
 
 
 def test_text_has_the_bits_of_a_graph_without_inputs_for_images(tmp_path: Path) -> None:

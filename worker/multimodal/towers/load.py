@@ -15,7 +15,7 @@ from headrace.worker.multimodal.towers.llava_next import Packing
 from headrace.worker.multimodal.towers.mistral3 import Mistral3
 from headrace.worker.multimodal.towers.network import Network, Settings
 from headrace.worker.multimodal.towers.qwen import Places, Qwen
-from headrace.worker.multimodal.towers.tiled import MOST_TILES, Tiled
+from headrace.worker.multimodal.towers.tiled import Tiled
 from headrace.worker.multimodal.towers.tower import Tower, TowerError
 
 Config = Mapping[str, Any]
@@ -31,9 +31,7 @@ def tower_of(model_dir: Path, *, threads: int, execution_mode: str) -> Tower | N
 
 
 def _tiled(networks: Sequence[Path], config: Config, settings: Settings) -> Tower:
-    # A Pixtral tower takes pictures of any size, one in a call.
-    most_tiles = 1 if _vision(config).get("model_type") == "pixtral" else MOST_TILES
-    return Tiled(Network(networks[0], settings), most_tiles=most_tiles)
+    return Tiled(Network(networks[0], settings))
 
 
 def _llava_next(networks: Sequence[Path], config: Config, settings: Settings) -> Tower:

@@ -5,7 +5,8 @@
     Qwen2.5: in the order of windows                  --merger--> [tokens, hidden], in reading order
     Qwen3: the merger also gives states for the first layers      [layers, tokens, hidden]
 
-One image is computed at a time, without masks (see `attention`), so memory grows with its patches: some KB for each.
+One image is computed at a time, without masks (see `attention`), so memory grows with its patches: by 150 KB for each,
+in a tower with states of 1280 numbers.
 Sources: Qwen2VisionTransformer, Qwen2_5_VisionTransformer and Qwen3VLVisionModel in transformers.
 """
 

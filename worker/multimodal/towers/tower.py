@@ -10,7 +10,7 @@ import numpy.typing as npt
 from headrace.worker.request.images import ImageStates
 
 Pixels = Mapping[str, npt.NDArray[Any]]
-"""An image's inputs by name, each with a first dimension of 1, as `ImageFamily.pixels` gives them."""
+"""An image's inputs by name, as `ImageFamily.pixels` gives them."""
 
 
 class TowerError(Exception):
@@ -21,6 +21,5 @@ class Tower(Protocol):
     """Encodes images. One thread at a time may call it."""
 
     def encode(self, images: Sequence[Pixels]) -> Sequence[ImageStates]:
-        """The states of each image. They do not depend on the other images of the call, but for the order of additions
-        in matrix products."""
+        """The states of each image, which do not depend on the other images."""
         ...
