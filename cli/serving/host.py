@@ -106,11 +106,11 @@ class ModelHost:
     rules: Rules = field(default_factory=Rules)
     measure: Callable[[Sequence[int]], int] = private_bytes
     clock: Callable[[], float] = time.monotonic
-    fleet: Fleet | None = None
     plan_named: Callable[[str, str, int], ModelPlan] | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     shadows: dict[str, str] = field(default_factory=dict)
     models: dict[str, HostedModel] = field(init=False)
+    _fleet: Fleet | None = field(init=False, default=None)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _woken: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _adding: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
@@ -119,6 +119,16 @@ class ModelHost:
         self.models = {plan.name: HostedModel(plan, num_bytes=plan.num_bytes) for plan in self.plans}
 
     # -- for callers ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def asking(self, fleet: Fleet) -> Iterator[None]:
+        """Context manager: while it is open, the host asks `fleet` which workers are ready, and lets it drain them."""
+        self._fleet = fleet
+        self.wake()
+        try:
+            yield
+        finally:
+            self._fleet = None
 
     def wake(self) -> None:
         """Look at the processes and decide again, because something has changed."""
@@ -284,7 +294,7 @@ class ModelHost:
         """The time until the next look at the fleet; None if only a request or the end of a process can change
         anything."""
         models = self.models.values()
-        if self.fleet is None:
+        if self._fleet is None:
             return None
         if any(model.state in (State.LOADING, State.UNLOADING) for model in models):
             return _POLL_S
@@ -332,8 +342,8 @@ class ModelHost:
         model.unloading = asyncio.create_task(self._unload(model, drains=was_loaded), name=f"unload {model.name}")
 
     async def _unload(self, model: HostedModel, *, drains: bool, ends_as: State = State.UNLOADED) -> None:
-        if drains and self.fleet is not None:
-            await self.fleet.drain([process.spec.address for process in model.processes])
+        if drains and self._fleet is not None:
+            await self._fleet.drain([process.spec.address for process in model.processes])
         await self.supervisor.remove(model.processes)
         model.processes, model.unloading, model.is_busy = [], None, False
         self._enter(model, ends_as)
@@ -347,7 +357,7 @@ class ModelHost:
             if may_fail and (problem := _refusal(model)):
                 self._give_up(model, problem)
         running = [model for model in self.models.values() if model.processes and model.unloading is None]
-        if self.fleet is None or not running or (workers := await self.fleet.workers()) is None:
+        if self._fleet is None or not running or (workers := await self._fleet.workers()) is None:
             return
         for model in running:
             if model.unloading is not None:

@@ -49,12 +49,10 @@ async def answering(
     are the models of a file that can be read again."""
     fleet = HostFleet(router_address, transport)
     server = await _started(ModelHostService(host, configured), address, transport)
-    host.fleet = fleet
-    host.wake()
     try:
-        yield
+        with host.asking(fleet):
+            yield
     finally:
-        host.fleet = None
         await server.stop(0.0)
         await fleet.close()
 

@@ -122,10 +122,10 @@ async def hosting(
         measure=lambda pids: 0,
     )
     fleet = FakeFleet()
-    host.fleet = fleet
     tasks = [asyncio.create_task(supervisor.run()), asyncio.create_task(host.run())]
     try:
-        yield System(host, fleet, stream)
+        with host.asking(fleet):
+            yield System(host, fleet, stream)
     finally:
         tasks[1].cancel()
         supervisor.stop()
