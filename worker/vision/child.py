@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from headrace.worker.request.images import ImageStates
-from headrace.worker.vision.encoder import BadImageError, ImageEncoder, ImageFile, Setting
+from headrace.worker.vision.encoder import BadImageError, ImageEncoder, ImageFile, Setting, UnsupportedModelError
 from headrace.worker.vision.frames import (
     Encode,
     Encoded,
@@ -56,7 +56,11 @@ NOT_A_NUMBER = "the image has states that are not numbers; the worker's log has 
 def serve(link: socket.socket, open_encoder: Callable[[Setting], ImageEncoder]) -> None:
     """Answer the worker until it closes the socket."""
     setting = receive(link, Setting)
-    encoder = open_encoder(setting)
+    try:
+        encoder = open_encoder(setting)
+    except UnsupportedModelError as error:
+        send(link, Opened(str(error)))
+        return
     _bound_memory(setting.memory_bytes)
     send(link, Opened())
     while True:

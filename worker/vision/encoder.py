@@ -24,6 +24,11 @@ class Setting(msgspec.Struct, frozen=True):
     num_layers: int
 
 
+class UnsupportedModelError(Exception):
+    """The images of a model cannot be encoded. Its text says why, as the end of a sentence that begins with the
+    model."""
+
+
 class BadImageError(Exception):
     """A file is no image that can be encoded. Its text may be sent to the client."""
 

@@ -34,7 +34,9 @@ class BrokenFrameError(OSError):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """The process is ready."""
+    """The process is ready; or the model's images cannot be encoded, because of this problem."""
+
+    problem: str = ""
 
 
 class Wanted(msgspec.Struct, frozen=True):

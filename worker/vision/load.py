@@ -12,7 +12,7 @@ from headrace.common.vision.family import FamilyError, ImageFamily
 from headrace.protos.worker_pb2 import ImageLimits
 from headrace.worker.config import WorkerConfig
 from headrace.worker.multimodal.image_inputs import ImageInputs
-from headrace.worker.vision.encoder import Setting
+from headrace.worker.vision.encoder import Setting, UnsupportedModelError
 from headrace.worker.vision.process import EncoderProcess
 from headrace.worker.vision.states import StateStore
 from headrace.worker.vision.tower_encoder import family_in
@@ -54,7 +54,11 @@ def vision_for(
         inputs.hidden_size,
         inputs.num_layers,
     )
-    encoder = EncoderProcess(setting, on_ended, stuck_after_s=config.stuck_after_s)
+    try:
+        encoder = EncoderProcess(setting, on_ended, stuck_after_s=config.stuck_after_s)
+    except UnsupportedModelError as error:
+        log.warning("the model is served for its text only: %s", error)
+        return None
     limits = ImageLimits(
         max_images=config.max_images, max_pixels=MAX_PIXELS, max_bytes=MAX_IMAGE_BYTES, max_view_pixels=view_pixels
     )

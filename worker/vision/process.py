@@ -24,7 +24,7 @@ from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.request.images import ImageStates
 from headrace.worker.vision.cost import EncodeRate
-from headrace.worker.vision.encoder import Setting
+from headrace.worker.vision.encoder import Setting, UnsupportedModelError
 from headrace.worker.vision.frames import (
     BrokenFrameError,
     Encode,
@@ -100,7 +100,8 @@ class EncoderProcess:
         module: str = CHILD,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the process. ConfigurationError if the model's tower cannot be opened."""
+        """Start the process. UnsupportedModelError if the model's images cannot be encoded; ConfigurationError if the
+        process cannot be started."""
         self.rate = EncodeRate()
         self.num_encoded = self.num_failed = self.num_restarts = 0
         self.encode_s = 0.0
@@ -115,6 +116,9 @@ class EncoderProcess:
         self._is_closed = False
         try:
             self._open()
+        except UnsupportedModelError:
+            self._end_process()
+            raise
         except OSError as error:
             self._end_process()
             raise ConfigurationError(
@@ -194,7 +198,7 @@ class EncoderProcess:
         try:
             if self._link is None:
                 self._open()
-        except OSError:
+        except (OSError, UnsupportedModelError):
             log.exception("the process that encodes images could not be started")
             self._end_process()
             for job in batch:
@@ -274,7 +278,7 @@ class EncoderProcess:
             self._on_ended()
 
     def _open(self) -> None:
-        """Start the process, and wait until it is ready. OSError."""
+        """Start the process, and wait until it is ready. OSError; UnsupportedModelError."""
         ours, theirs = socket.socketpair()
         self._link = ours
         with theirs:
@@ -282,7 +286,9 @@ class EncoderProcess:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         ours.settimeout(_OPEN_S)
         send(ours, self._setting)
-        receive(ours, Opened)
+        problem = receive(ours, Opened).problem
+        if problem:
+            raise UnsupportedModelError(problem)
 
     def _restart(self) -> None:
         self._end_process()

@@ -10,13 +10,13 @@ from pathlib import Path
 from headrace.common.vision.bounds import check_size
 from headrace.common.vision.decode import decode
 from headrace.common.vision.families.known import family_of
-from headrace.common.vision.family import Detail, FamilyError, ImageFamily
+from headrace.common.vision.family import Detail, ImageFamily
 from headrace.common.vision.files import FILES
 from headrace.common.vision.header import ImageError, read_header
 from headrace.worker.multimodal.towers.load import tower_of
 from headrace.worker.multimodal.towers.tower import Pixels, Tower, TowerError
 from headrace.worker.request.images import ImageStates
-from headrace.worker.vision.encoder import BadImageError, ImageFile, Setting
+from headrace.worker.vision.encoder import BadImageError, ImageFile, Setting, UnsupportedModelError
 
 log = logging.getLogger("headrace.worker.vision")
 
@@ -31,13 +31,16 @@ class TowerEncoder:
     """Decodes, resizes and encodes. One thread uses it."""
 
     def __init__(self, setting: Setting) -> None:
-        """Reads and compiles the tower."""
+        """Reads and compiles the tower. UnsupportedModelError if it is of an unknown form."""
         model_dir = Path(setting.model_dir)
         start = time.monotonic()
         family = family_in(model_dir, setting.max_view_pixels)
-        tower = tower_of(model_dir, threads=setting.threads, execution_mode=setting.execution_mode)
+        try:
+            tower = tower_of(model_dir, threads=setting.threads, execution_mode=setting.execution_mode)
+        except TowerError as error:
+            raise UnsupportedModelError(str(error)) from None
         if family is None or tower is None:
-            raise FamilyError("the model has no vision tower")
+            raise UnsupportedModelError("has no vision tower")
         self._family: ImageFamily = family
         self._tower: Tower = tower
         log.info("the vision tower is loaded in %.1f s, for %d threads", time.monotonic() - start, setting.threads)

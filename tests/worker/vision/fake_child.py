@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.worker.request.images import ImageStates
 from headrace.worker.vision.child import run
-from headrace.worker.vision.encoder import BadImageError, ImageEncoder, ImageFile, Setting
+from headrace.worker.vision.encoder import BadImageError, ImageEncoder, ImageFile, Setting, UnsupportedModelError
 
 HIDDEN_SIZE, NUM_LAYERS = 3, 2
 
@@ -54,6 +54,8 @@ def open_encoder(setting: Setting) -> ImageEncoder:
     """ImageEncoder, unless the directory of the model says otherwise."""
     if setting.model_dir == "no tower":
         raise FileNotFoundError("there is no tower")
+    if setting.model_dir == "strange tower":
+        raise UnsupportedModelError("its tower is of an unknown form")
     return ObedientEncoder()
 
 

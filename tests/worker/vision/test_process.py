@@ -18,7 +18,7 @@ import pytest
 from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.vision.child import NOT_A_NUMBER, NOT_ENCODED, TOO_LARGE
-from headrace.worker.vision.encoder import Setting
+from headrace.worker.vision.encoder import Setting, UnsupportedModelError
 from headrace.worker.vision.process import ENDED_TWICE, HANGS, EncodeJob, EncoderProcess
 from tests.patience import patience, until
 from tests.worker.vision.fake_child import HIDDEN_SIZE, NUM_LAYERS
@@ -186,3 +186,6 @@ def test_a_tower_that_cannot_be_opened_is_told_at_the_start() -> None:
     setting = msgspec.structs.replace(SETTING, model_dir="no tower")
     with pytest.raises(ConfigurationError, match="did not start"):
         EncoderProcess(setting, lambda: None, module=MODULE)
+    strange = msgspec.structs.replace(SETTING, model_dir="strange tower")
+    with pytest.raises(UnsupportedModelError, match="its tower is of an unknown form"):
+        EncoderProcess(strange, lambda: None, module=MODULE)
