@@ -1,7 +1,7 @@
 """Write small models as hubs have them, with weights as safetensors: `checkpoints.py OUTDIR NAME...`.
 
-Runs in the environment that exports models. OUTDIR/NAME/ has what transformers writes, in bfloat16; of a family that
-sees, also the files of its processor.
+Runs in the environment that exports models. OUTDIR/NAME/ has what transformers writes, in bfloat16; of a
+vision-language model also the files of its processor.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ OUTDIR/DIRECTORY/reference.npz
     greedy  i64 [1 to GREEDY]            the most probable tokens behind that prompt, up to one that is unclear
     greedy_logprobs  f32 [the same]      their log-probabilities
 
-Families that see have more: see `image_references.py`.
+Vision-language models have more files: see `image_references.py`.
 
 Compressed weights are decompressed for transformers, so both compute with the same numbers.
 """

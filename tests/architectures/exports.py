@@ -47,8 +47,8 @@ def exported_small_encoders(names: Sequence[str]) -> Path:
 
 def _of_families(names: Sequence[str], module: str, made_by: Sequence[str]) -> Mapping[str, Path]:
     found: dict[str, Path] = {}
-    for sees, files in ((False, made_by), (True, (*made_by, *_WITH_IMAGES))):
-        directories = {name: directory_name(name) for name in names if (name in PROCESSING) is sees}
+    for takes_images, files in ((False, made_by), (True, (*made_by, *_WITH_IMAGES))):
+        directories = {name: directory_name(name) for name in names if (name in PROCESSING) is takes_images}
         if directories:
             root = _made(list(directories), module, files, directories)
             found |= {name: root / directory for name, directory in directories.items()}

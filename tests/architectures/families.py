@@ -42,8 +42,8 @@ class Family:
     the refusal has to mention, of a model that cannot be served. `is_short` families are tested in every run. `weights`
     is f32, f16 or bf16, one of nncf's modes (int4 ones in groups of 32), or the format of a packed checkpoint. Some
     layers of `is_recurrent` families keep a state instead of keys and values. `transformers` is the version that
-    exports the model, if it is not the one in requirements.txt. `vision` describes the part of a multimodal model that
-    sees, and `around` what is beside both parts; `config` is of its text."""
+    exports the model, if it is not the one in requirements.txt. `vision` describes the vision tower of a multimodal
+    model, and `around` what is beside both parts; `config` is of its text."""
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)

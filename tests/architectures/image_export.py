@@ -1,4 +1,5 @@
-"""Write the files beside the networks of a family that sees, and what transformers computes of prompts with images.
+"""Write the files beside the networks of a vision-language model, and what transformers computes of its prompts with
+images.
 
 Runs in the environment that exports models, as a part of export.py. `image_references.py` describes the files.
 
@@ -56,7 +57,7 @@ def write_image_references(model: PreTrainedModel, processing: Processing, direc
         text = _rendered(processing, messages)
         inputs = _inputs(processing, tokenizer, text, [files[name] for name in names_in(prompt)])
         rows = _logprobs(model, inputs)
-        greedy, values = _continuation(model, inputs, rows[-1])
+        greedy, values = _continuation(model, inputs, rows[-1], processing)
         arrays[f"logprobs-{number}"] = rows
         arrays[f"greedy_logprobs-{number}"] = np.array(values, np.float32)
         token_ids = inputs["input_ids"][0].tolist()
@@ -172,13 +173,14 @@ def _logprobs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> np.
 
 
 def _continuation(
-    model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], last: np.ndarray
+    model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], last: np.ndarray, processing: Processing
 ) -> tuple[list[int], list[float]]:
-    """The most probable tokens, up to one that another comes near, and their log-probabilities."""
+    """The most probable tokens, up to one that another comes near, or a special one, for which transformers would look
+    for an image; and their log-probabilities."""
     inputs, chosen, values = dict(inputs), [], []
     while len(chosen) < _GREEDY:
         second, best = (int(token) for token in np.argsort(last)[-2:])
-        if last[best] - last[second] < _CLEAR:
+        if last[best] - last[second] < _CLEAR or processing.is_special(best):
             break
         chosen.append(best)
         values.append(float(last[best]))

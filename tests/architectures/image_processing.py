@@ -1,4 +1,4 @@
-"""What is around the networks of the families that see: tokens, chat template, and the settings of their processors.
+"""What is around the networks of vision-language models: tokens, chat template, and the settings of their processors.
 
 Data only, in the words of the files that real models have. Sizes are small, so that images have few tokens.
 """
@@ -30,9 +30,9 @@ class Processing:
         """The chat template."""
         return _TEMPLATE.replace("PLACEHOLDER", self.placeholder)
 
-    def token_id(self, token: str) -> int:
-        """The id of a special token."""
-        return VOCABULARY + self.tokens.index(token)
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is one of `tokens`."""
+        return VOCABULARY <= token_id < VOCABULARY + len(self.tokens)
 
 
 _TEMPLATE = (

@@ -23,7 +23,7 @@ def table() -> str:
     formats = sorted({family.weights for family in FAMILIES.values()})
     rows = [
         f"| served | {', '.join(served)} |",
-        f"| multimodal, served for text | {', '.join(multimodal)} |",
+        f"| vision-language, served with images | {', '.join(multimodal)} |",
         f"| refused | {names} |",
         f"| formats of weights | {', '.join(formats)} |",
     ]

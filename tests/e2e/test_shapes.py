@@ -1,11 +1,11 @@
-"""The questions about drawn pictures are worth asking: the reference sees what is drawn, and in which picture."""
+"""The questions about drawn pictures are worth asking: the reference knows what is drawn, and in which picture."""
 
 from __future__ import annotations
 
 from tests.e2e.shapes import COLOURS, SHAPES, questions, swapped
 
 
-def test_the_reference_sees_what_is_drawn() -> None:
+def test_the_reference_knows_what_is_drawn() -> None:
     found = [*questions(), *swapped()]
     assert len({question.pictures for question in found}) == len(found)
     assert {question.right for question in found} == {f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES}
