@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 import click
 
-from headrace.bench.apis import BACKENDS, Options, api_of
+from headrace.bench.apis import BACKENDS, Chat, Completions, Options, api_of
 from headrace.bench.arrivals import Arrivals, RampUp
 from headrace.bench.datasets import ManyTurns
 from headrace.bench.flags import (
@@ -304,6 +304,19 @@ _REPORT = _options(
     click.option("--html", type=click.Path(path_type=Path), help="Write a report with charts to this file."),
     click.option("--disable-tqdm", is_flag=True, help="Show no progress."),
 )
+# Options of `vllm bench serve` that change nothing here.
+_HINTS = _options(
+    *(
+        click.option(f"--{name}", is_flag=True, expose_value=False, help=f"Accepted for scripts; {why}.")
+        for name, why in (
+            ("trust-remote-code", "no code of models is run"),
+            ("skip-tokenizer-init", "no tokenizer is needed"),
+            ("skip-chat-template", "the server applies templates"),
+            ("no-stream", "files are read as a whole"),
+        )
+    ),
+    click.option("--tokenizer-mode", expose_value=False, help="Accepted for scripts; tokenizers have one mode."),
+)
 
 
 @click.group(cls=Group, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -320,6 +333,7 @@ def main() -> None:
 @_LOAD
 @_REQUESTS
 @_REPORT
+@_HINTS
 @click.pass_context
 def serve(context: click.Context, /, **flags: Any) -> None:
     """Put load on the server at URL and print latencies and throughput.
@@ -473,10 +487,24 @@ def _workload(flags: Mapping[str, Any]) -> Workload:
     )
 
 
+def _logprobs(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that ask for log-probabilities. Raises UsageError for an API that has none."""
+    count = flags["logprobs"]
+    if count is None:
+        return {}
+    match api_of(flags["backend"], flags["endpoint"]):
+        case Chat():
+            return {"logprobs": True, "top_logprobs": count}
+        case Completions():
+            return {"logprobs": count}
+    raise UsageError(f"--logprobs: the API {flags['backend']} is not asked for log-probabilities; leave it out")
+
+
 async def _serve(flags: Mapping[str, Any]) -> int:
     """Run it all; the exit status."""
     from headrace.bench.benchmark import Benchmark, BenchmarkError, Plan, first_model, writer_of
     from headrace.bench.connection import Client
+    from headrace.bench.sender import HttpSender
 
     target = _target(flags)
     api = api_of(flags["backend"], flags["endpoint"])
@@ -505,14 +533,16 @@ async def _serve(flags: Mapping[str, Any]) -> int:
             objectives_ms=dict(flags["goodput"]),
             metrics=flags["percentile_metrics"],
             percentiles=flags["metric_percentiles"],
+            backend=flags["backend"],
             label=flags["label"],
             metadata=dict(flags["metadata"]),
             seed=flags["seed"],
             shows_progress=not flags["disable_tqdm"],
         )
-        sampling = {name: flags[name] for name in _SAMPLING if flags[name] is not None}
+        sampling = {name: flags[name] for name in _SAMPLING if flags[name] is not None} | _logprobs(flags)
         options = Options(model, flags["ignore_eos"], sampling, flags["extra_body"])
-        bench = Benchmark(client, api, flags["backend"], options, writer)
+        sender = HttpSender(client, api, options, flags["lora_modules"], flags["request_id_prefix"])
+        bench = Benchmark(client, api, sender, options, writer)
         return await (_swept(bench, plan, flags) if flags["is_sweep"] else _once(bench, plan, flags))
     except BenchmarkError as error:
         raise Failed(str(error)) from None

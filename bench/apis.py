@@ -21,6 +21,8 @@ class Prompt(NamedTuple):
 
     messages: Sequence[Message]
     max_tokens: int
+    number: int = 0
+    """Of the conversation."""
 
     @property
     def text(self) -> str:

@@ -50,6 +50,7 @@ class Plan:
     objectives_ms: Mapping[str, float]
     metrics: Sequence[str]
     percentiles: Sequence[float]
+    backend: str
     label: str | None
     metadata: Mapping[str, str]
     seed: int
@@ -59,13 +60,12 @@ class Plan:
 class Benchmark:
     """Runs benchmarks of one model of one server."""
 
-    def __init__(self, client: Client, api: Api, backend: str, options: Options, writer: Writer) -> None:
+    def __init__(self, client: Client, api: Api, sender: HttpSender, options: Options, writer: Writer) -> None:
         self._client = client
         self._api = api
-        self._backend = backend
         self._options = options
         self._writer = writer
-        self._sender = HttpSender(client, api, options)
+        self._sender = sender
 
     async def draw(self, plan: Plan, num_prompts: int) -> Drawn:
         """The requests. Raises DatasetError, or BenchmarkError if the server cannot count their tokens."""
@@ -117,7 +117,7 @@ class Benchmark:
         )
         setup = Setup(
             url=self._client.target.url,
-            backend=self._backend,
+            backend=plan.backend,
             label=plan.label,
             model=self._options.model,
             tokenizer=plan.tokenizer,

@@ -123,7 +123,7 @@ class ManyTurns:
                 if turns and total > self.most_tokens:
                     break
                 think_s = rng.expovariate(1 / self.think_s) if self.think_s and turns else 0.0
-                turns.append(Turn((writer.words_of(rng, length),), length, output, think_s))
+                turns.append(Turn((writer.text(rng, length),), length, output, think_s))
             count -= len(turns)
             system = rng.choice(systems) if systems else ""
             found.append(Conversation(tuple(turns), system, self.system_tokens if systems else 0))
@@ -260,7 +260,7 @@ class Trace:
                 # A prompt without ids for all its blocks has words of its own there.
                 key = row.hash_ids[place] if place < len(row.hash_ids) else -1 - number
                 if key not in texts:
-                    texts[key] = writer.words_of(random.Random(f"{seed} {key}"), block)
+                    texts[key] = writer.text(random.Random(f"{seed} {key}"), block)
                 words = texts[key]
                 if left < block:
                     words = " ".join(words.split(" ", max(left, 1))[: max(left, 1)])

@@ -15,6 +15,7 @@ from headrace.bench.measures import GOODPUT_METRICS, METRICS
 _FURTHER = {
     "--goodput": re.compile(r"[a-z0-9_]+:[0-9.]+"),
     "--metadata": re.compile(r"[^-=/:\s][^=/:\s]*=.*", re.DOTALL),
+    "--lora-modules": re.compile(r"[^-:][^:]*"),
     "--header": re.compile(r"[^-=/:\s][^=/:\s]*=.*", re.DOTALL),
 }
 

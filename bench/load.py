@@ -83,12 +83,12 @@ class Load:
         self._begin(conversations)
         tasks = []
         async with _Ticks(self._now) as ticks:
-            for conversation, start_s in zip(conversations, starts_s, strict=True):
+            for number, (conversation, start_s) in enumerate(zip(conversations, starts_s, strict=True)):
                 due_s = self._began_s + start_s
-                first = self._first(conversation)
+                first = self._first(number, conversation)
                 if are_timed:
                     await asyncio.sleep(max(0.0, due_s - self._now()))
-                tasks.append(asyncio.create_task(self._converse(conversation, first, due_s, are_timed)))
+                tasks.append(asyncio.create_task(self._converse(number, conversation, first, due_s, are_timed)))
                 await asyncio.sleep(0)  # it is sent before the next request is prepared
             await asyncio.gather(*tasks)
         return self._run(ticks)
@@ -98,29 +98,33 @@ class Load:
     ) -> Run:
         """Users who have one conversation after the other. They begin within one time of thinking."""
         self._begin(conversations)
-        waiting = iter(conversations)
+        waiting = enumerate(conversations)
         starts_s = sorted(rng.uniform(0.0, think_s) for _ in range(num_users))
         async with _Ticks(self._now) as ticks:
             await asyncio.gather(*(self._user(waiting, start_s, think_s, rng) for start_s in starts_s))
         return self._run(ticks)
 
-    async def _user(self, waiting: Iterator[Conversation], start_s: float, think_s: float, rng: random.Random) -> None:
+    async def _user(
+        self, waiting: Iterator[tuple[int, Conversation]], start_s: float, think_s: float, rng: random.Random
+    ) -> None:
         due_s = self._began_s + start_s
         is_first = True
-        for conversation in waiting:
+        for number, conversation in waiting:
             if not is_first:
                 due_s = self._now() + (rng.expovariate(1 / think_s) if think_s else 0.0)
             is_first = False
-            first = self._first(conversation)
+            first = self._first(number, conversation)
             await asyncio.sleep(max(0.0, due_s - self._now()))
-            await self._converse(conversation, first, due_s, bool(think_s))
+            await self._converse(number, conversation, first, due_s, bool(think_s))
 
-    async def _converse(self, conversation: Conversation, first: bytes, due_s: float, is_timed: bool) -> None:
+    async def _converse(
+        self, number: int, conversation: Conversation, first: bytes, due_s: float, is_timed: bool
+    ) -> None:
         said = _opening(conversation)
         before = conversation.system_tokens
         for place, turn in enumerate(conversation.turns):
             said.append({"role": "user", "content": turn.text})
-            request = first if place == 0 else self._sender.prepared(Prompt(said, turn.output_tokens))
+            request = first if place == 0 else self._sender.prepared(Prompt(said, turn.output_tokens, number))
             if place and turn.think_s:
                 due_s = self._now() + turn.think_s
                 await asyncio.sleep(turn.think_s)
@@ -155,10 +159,10 @@ class Load:
         progress.failed += not record.succeeded
         progress.output_tokens += record.usage_completion_tokens or len(record.times)
 
-    def _first(self, conversation: Conversation) -> bytes:
+    def _first(self, number: int, conversation: Conversation) -> bytes:
         turn = conversation.turns[0]
         said = [*_opening(conversation), {"role": "user", "content": turn.text}]
-        return self._sender.prepared(Prompt(said, turn.output_tokens))
+        return self._sender.prepared(Prompt(said, turn.output_tokens, number))
 
     def _begin(self, conversations: Sequence[Conversation]) -> None:
         self._records = []

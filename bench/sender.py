@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.bench.apis import Api, Options, Prompt
 from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.record import Record
@@ -9,17 +11,25 @@ from headrace.bench.stream import Stream
 
 
 class HttpSender:
-    """See `load.Sender`."""
+    """See `load.Sender`. Conversations ask `models` in turn, or the one of `options` if there are none. Requests carry
+    an id that begins with `id_prefix`, if it is not empty."""
 
-    def __init__(self, client: Client, api: Api, options: Options) -> None:
+    def __init__(
+        self, client: Client, api: Api, options: Options, models: Sequence[str] = (), id_prefix: str = ""
+    ) -> None:
         self._client = client
         self._api = api
-        self._options = options
-        self._path = api.path(options.model)
+        self._options = [options._replace(model=model) for model in models] or [options]
+        self._id_prefix = id_prefix
+        self._num_prepared = 0
 
     def prepared(self, prompt: Prompt) -> bytes:
         """Head and body."""
-        return self._client.target.request("POST", self._path, self._api.body(prompt, self._options))
+        options = self._options[prompt.number % len(self._options)]
+        headers = {"x-request-id": f"{self._id_prefix}{self._num_prepared}"} if self._id_prefix else {}
+        self._num_prepared += 1
+        body = self._api.body(prompt, options)
+        return self._client.target.request("POST", self._api.path(options.model), body, headers)
 
     async def send(self, request: bytes, record: Record) -> None:
         """Send it and read the whole answer."""

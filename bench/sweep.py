@@ -1,7 +1,7 @@
 """Raises the rate until the server no longer keeps up, and finds the highest rate that it holds: the knee.
 
-A rate is held if requests are answered as fast as they come, once the first have been answered, and if enough of them
-meet the objectives. One request after the other gives the least latency, and so the scale on which to begin.
+A rate is held if requests are answered as fast as they come, so that no more are in flight at the end than halfway, and
+if enough of them meet the objectives.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from headrace.bench.measures import distribution, is_good, values_s
 from headrace.bench.results import Result
 
-KEEPS_UP = 0.95
-"""Share of the arrivals of the later half that must have been answered when the last one arrived, apart from those
-that a server with this latency has in flight anyway."""
+BEHIND = 0.05
+"""Share of the arrivals by which answers may stay behind."""
 GOOD_SHARE = 0.9
 """Share of the requests that must meet the objectives."""
 _GROWTH = 2.0
@@ -88,16 +87,12 @@ def why_not_held(result: Result, rate: float) -> str:
         return f"{result.totals.failed} requests failed"
     if not run.records:
         return "nothing was sent"
-    span_s = run.last_due_s - run.began_s
-    middle_s = run.began_s + span_s / 2
-    arrived = sum(record.planned_s > middle_s for record in run.records)
-    # Answers beyond those that were already waiting in the middle: a queue that does not grow leaves none over.
-    answered = sum(middle_s < record.ended_s <= run.last_due_s for record in run.records)
-    early = [record.latency_s for record in run.records if record.planned_s <= middle_s]
-    usual = rate * (sorted(early)[len(early) // 2] if early else 0.0)
-    slack = 2 * math.sqrt(max(usual, 1.0))
-    if answered < KEEPS_UP * arrived - slack:
-        return f"{answered} answers while {arrived} requests came: the queue grows"
+    middle_s = (run.began_s + run.last_due_s) / 2
+    in_flight = sum(record.planned_s <= middle_s < record.ended_s for record in run.records)
+    left = sum(record.ended_s > run.last_due_s for record in run.records)
+    # The number in flight varies as its root.
+    if left > in_flight + 2 * math.sqrt(max(in_flight, 1)) + BEHIND * len(run.records) / 2:
+        return f"{in_flight} requests were in flight halfway and {left} at the end: the queue grows"
     objectives = result.setup.objectives_ms
     if objectives:
         good = sum(is_good(record, objectives) for record in run.records) / len(run.records)

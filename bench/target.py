@@ -24,11 +24,11 @@ class Target:
     tls: ssl.SSLContext | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def request(self, method: str, path: str, body: bytes) -> bytes:
-        """A whole HTTP/1.1 request."""
+    def request(self, method: str, path: str, body: bytes, more: Mapping[str, str] | None = None) -> bytes:
+        """A whole HTTP/1.1 request, with `more` headers."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.base_path}{path} HTTP/1.1", f"Host: {host}:{self.port}"]
-        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        lines += [f"{name}: {value}" for name, value in {**self.headers, **(more or {})}.items()]
         if body:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         return "\r\n".join((*lines, "", "")).encode() + body

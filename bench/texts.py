@@ -1,8 +1,8 @@
 """Texts of a given number of tokens, out of common English words.
 
-A word that is one token, whether it begins a text or follows another word, adds one token. So a text of such words has
-as many tokens as words, and its beginning stays the same tokens whatever follows: prefixes that are equal as text are
-equal as tokens. Random token ids lack both: their text often encodes to other tokens.
+A word that is one token behind another word adds one token. So a text of such words has as many tokens as words, and
+its beginning stays the same tokens whatever follows: prefixes that are equal as text are equal as tokens. Random token
+ids lack both: their text often encodes to other tokens.
 """
 
 from __future__ import annotations
@@ -29,26 +29,34 @@ piece land product doctor wall patient worker news test movie north love step ca
 summer spring stone wood metal green blue red black white small large long short high low early late old young
 """
 _WORDS = _TEXT.split()
-_FIRST = "the"
+_NUM_BEGINNINGS = 16
+_GROUP = 16
 _MIN_WORDS = 32
 _MAX_ROUNDS = 6
 
 
 class Writer:
-    """Writes texts. `around` is the number of tokens that the model expects around a text."""
+    """Writes texts of `words`; `beginnings` are those that may begin one. `around` is the number of tokens that the
+    model expects around a text."""
 
-    def __init__(self, words: Sequence[str], counter: Counter, around: int) -> None:
+    def __init__(self, beginnings: Sequence[str], words: Sequence[str], counter: Counter, around: int) -> None:
+        self.beginnings = beginnings
         self.words = words
         self.counter = counter
         self.around = around
 
     def words_of(self, rng: random.Random, num_tokens: int) -> str:
-        """A text that adds this many tokens; at least one."""
+        """Words that add this many tokens behind others; at least one."""
         return " ".join(rng.choices(self.words, k=max(1, num_tokens)))
 
     def prompt(self, rng: random.Random, num_tokens: int) -> str:
         """A text that is this many tokens with those around it; at least one word."""
-        return self.words_of(rng, num_tokens - self.around)
+        return self.text(rng, num_tokens - self.around)
+
+    def text(self, rng: random.Random, num_tokens: int) -> str:
+        """A text of this many tokens, without those around it; at least one word."""
+        first = rng.choice(self.beginnings)
+        return f"{first} {self.words_of(rng, num_tokens - 1)}" if num_tokens > 1 else first
 
     async def fitted(self, texts: Sequence[str], targets: Sequence[int], rng: random.Random) -> list[str]:
         """Texts of exactly so many tokens, made from nearly such ones by adding words or taking some off their ends. A
@@ -78,13 +86,18 @@ class Writer:
 async def writer_for(counter: Counter) -> Writer:
     """A writer with those words that are one token. Raises ExchangeError."""
     if not counter.is_exact:
-        return Writer(_WORDS, counter, 0)
-    (empty, *first) = await counter.count([_FIRST, *_WORDS])
-    later = await counter.count([f"{_FIRST} {word}" for word in _WORDS])
-    around = empty - 1
-    single = [
-        word
-        for word, alone, behind in zip(_WORDS, first, later, strict=True)
-        if alone == around + 1 and behind == around + 2
-    ]
-    return Writer(single if len(single) >= _MIN_WORDS else _WORDS, counter, around)
+        return Writer(_WORDS, _WORDS, counter, 0)
+    beginnings = _WORDS[:_NUM_BEGINNINGS]
+    alone = await counter.count(beginnings)
+    around = min(alone) - 1
+    single = [word for word, count in zip(beginnings, alone, strict=True) if count == around + 1]
+    # Words behind another are counted in groups, because a server counts each text in a call of its own.
+    groups = [_WORDS[at : at + _GROUP] for at in range(0, len(_WORDS), _GROUP)]
+    counts = await counter.count([" ".join((single[0], *group)) for group in groups])
+    words: list[str] = []
+    doubtful: list[str] = []
+    for group, count in zip(groups, counts, strict=True):
+        (words if count == around + 1 + len(group) else doubtful).extend(group)
+    counts = await counter.count([f"{single[0]} {word}" for word in doubtful])
+    words += [word for word, count in zip(doubtful, counts, strict=True) if count == around + 2]
+    return Writer(single, words if len(words) >= _MIN_WORDS else _WORDS, counter, around)
