@@ -8,6 +8,7 @@ that iterates, cancels all generations. A stop string cancels the generation of 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -44,6 +45,7 @@ from headrace.protos.status import Reason, StatusError
 MAX_GENERATIONS = 4096
 MAX_CHOICES_PER_REQUEST = 256
 _QUEUED_PIECES_PER_CHOICE = 4
+_IMAGE = re.compile(r"images\[(\d{1,9})\]")
 _DETAILS = {Detail.LOW: IMAGE_DETAIL_LOW, Detail.HIGH: IMAGE_DETAIL_HIGH, Detail.AUTO: IMAGE_DETAIL_UNSPECIFIED}
 
 
@@ -329,7 +331,7 @@ class Generator:
                 check("".join(texts))
             yield piece  # if a stop string ended the choice, the generation has been cancelled
         except StatusError as error:
-            raise in_callers_terms(error, job.sampling.structure) from error
+            raise _of_image(in_callers_terms(error, job.sampling.structure), job.images) from error
         finally:
             current_span().add("gen_ai.usage.output_tokens", num_tokens)
             self._metrics.choice_ended(len(job.token_ids), choice.num_cached_tokens, num_tokens, last_s - first_s)
@@ -369,6 +371,16 @@ class Generator:
                     yield failed
         finally:
             await end_tasks(*tasks)
+
+
+def _of_image(error: StatusError, images: Sequence[PromptImage]) -> StatusError:
+    """A worker's error with the name that the caller gave the image at fault, if it is one."""
+    found = _IMAGE.match(error.field or "")
+    if found is None or int(found[1]) >= len(images):
+        return error
+    name, field = images[int(found[1])].name, error.field or ""
+    message = error.message.replace(found[0], name)
+    return StatusError(error.reason, message, field=name + field[found.end() :], retry_after_s=error.retry_after_s)
 
 
 class _Failures:

@@ -50,7 +50,7 @@ class PromptToken(Shape):
 
 
 PromptLogprobs = list[dict[str, PromptToken] | None]
-"""Null for the first token of the prompt, then one object by token id for each token."""
+"""Null for the first token of the prompt and for tokens of images, else one object by token id for each token."""
 
 
 def token_bytes_of(token_bytes: Sequence[bytes], token_id: int) -> bytes:
@@ -143,6 +143,9 @@ def prompt_logprobs_value(
     """The `prompt_logprobs` of an answer."""
     found: PromptLogprobs = [None]
     for one in logprobs:
+        if not one.rank:  # a token of an image has no probability
+            found.append(None)
+            continue
         opinions = {one.token_id: (one.logprob, one.rank)}
         for rank, (token_id, logprob) in enumerate(one.top[:num_top], 1):
             opinions.setdefault(token_id, (logprob, rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from headrace.common.telemetry.tracing import current_span
-from headrace.common.vision.header import ImageError, ImageHeader
+from headrace.common.vision.header import ImageError
 from headrace.gateway.images.given import GivenImage
 from headrace.gateway.images.loading import ImageLoader, check_number
 from headrace.gateway.images.refusal import ImageRefusal, Why
@@ -187,12 +188,9 @@ class Prompts:
         images = []
         left = model.card.max_context_tokens
         for (name, image), (data, header) in zip(given, files, strict=True):
-
-            def made(data: bytes = data, header: ImageHeader = header, image: GivenImage = image) -> PromptImage:
-                return tokens.image(data, header.width, header.height, image.detail)
-
             try:
-                images.append(await self._loader.run(made, len(data)))
+                making = functools.partial(tokens.image, data, header.width, header.height, image.detail, name)
+                images.append(await self._loader.run(making, len(data)))
             except ImageError as error:
                 raise ImageRefusal(Why.PIXELS, name, f"{name}: {error}") from None
             left -= images[-1].num_tokens

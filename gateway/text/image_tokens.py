@@ -36,6 +36,8 @@ class PromptImage:
     """What replaces its placeholder."""
     num_tokens: int
     """Image tokens among these."""
+    name: str = ""
+    """Its field, for errors."""
 
 
 class ImageTokens:
@@ -69,15 +71,16 @@ class ImageTokens:
         placeholder, around = self.family.placeholder, self.family.text_around
         return text.replace(placeholder, f"{around}{placeholder}{around}") if around else text
 
-    def image(self, data: bytes, width: int, height: int, detail: Detail) -> PromptImage:
-        """An image of this size in pixels. Raises `ImageError` if the model cannot read images of this shape."""
+    def image(self, data: bytes, width: int, height: int, detail: Detail, name: str = "") -> PromptImage:
+        """An image of this size in pixels. `name` is its field. Raises `ImageError` if the model cannot read images of
+        this shape."""
         layout = self.family.layout(width, height, detail)
         token_ids = layout.token_ids(self.family.image_token_id, self._ids_of)
         num_tokens = layout.num_image_tokens
         pseudo = np.frombuffer(pseudo_tokens(digest(data, self.family, detail), num_tokens), np.uint32)
         view = np.frombuffer(token_ids, np.uint32)
         view[view == self.family.image_token_id] = pseudo
-        return PromptImage(data, detail, token_ids, num_tokens)
+        return PromptImage(data, detail, token_ids, num_tokens, name)
 
     def count_in(self, token_ids: Sequence[int]) -> int:
         """The number of placeholders in a template's tokens."""

@@ -195,6 +195,8 @@ async def test_models_are_listed_and_found_by_name(gateway: Any, prefix: str) ->
         "max_model_len": 256,
         "task": "generate",
         "dimensions": None,
+        "architecture": {"modality": "text->text", "input_modalities": ["text"], "output_modalities": ["text"]},
+        "images": None,
         "state": "loaded",
         "problem": None,
     }
