@@ -36,7 +36,8 @@ _OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0}
 
 def write_files(model: PreTrainedModel, processing: Processing, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write what optimum-intel writes if it finds a processor: the configurations, tokenizer and chat template."""
-    model.config.save_pretrained(out)
+    if not (out / "config.json").is_file():  # that of an export has more than the model's
+        model.config.save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "chat_template.jinja").write_text(processing.template)
     (out / "preprocessor_config.json").write_text(json.dumps(processing.preprocessor, indent=1))

@@ -13,7 +13,9 @@ import pytest
 
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
+from headrace.worker.kv.cache import GroupBudget
 from headrace.worker.kv.groups.recurrent import StateBudget
+from headrace.worker.kv.groups.window import WindowBudget
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import step_limits
 from headrace.worker.request.params import SamplingParams
@@ -41,33 +43,42 @@ pytestmark = [
 
 
 class Model:
-    """A compiled model with the prompts of its reference; without its networks for images if `directory` lacks them."""
+    """A compiled model, blind if `directory` lacks its networks for images. With `num_slots`, layers with a sliding
+    window keep no more than their windows."""
 
-    def __init__(self, directory: Path) -> None:
-        self.runner = OpenVINOModelRunner(directory, threads=2, kv_precision="f32", execution_mode="accuracy")
-        self.runner.allocate(NUM_BLOCKS)
+    def __init__(self, directory: Path, num_slots: int = 0) -> None:
+        self.runner = OpenVINOModelRunner(
+            directory, threads=2, kv_precision="f32", execution_mode="accuracy", has_parts=num_slots > 0
+        )
+        self.runner.allocate(NUM_BLOCKS, num_slots)
+        self.num_slots = num_slots
         self.states = None if self.runner.state_tables is None else STATES
         if self.states is not None:
             self.runner.allocate_states(self.states.num_slots)
 
     def engine(self, budget: int, num_blocks: int = NUM_BLOCKS, speculation: str = "off") -> Engine:
         """An engine with steps of up to `budget` tokens."""
+        limits = step_limits(8, budget, budget, exact_rows=self.runner.exact_rows)
+        groups: list[GroupBudget] = [] if self.states is None else [self.states]
+        if self.num_slots:
+            of_step = -(-limits.max_num_batched_tokens // self.runner.block_size)
+            groups.append(WindowBudget(self.runner.windows.num_tokens, self.num_slots, of_step))
         return build_engine(
             self.runner,
             BatchSampler(),
             num_blocks,
-            step_limits(8, budget, budget, exact_rows=self.runner.exact_rows),
+            limits,
             step_costs=CHEAP_STEPS,
-            groups=[] if self.states is None else [self.states],
+            groups=groups,
             speculation=speculation,
         )
 
 
 class Seen(Model):
-    """The same with its tower."""
+    """The same with its tower, and the prompts of its reference."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, num_slots: int = 0) -> None:
+        super().__init__(directory, num_slots)
         self.seeing, self.prompts = Seeing(directory), prompts_in(directory)
 
     def scored(self, prompt: ImagePrompt) -> Request:
@@ -209,3 +220,30 @@ def test_drafts_change_no_bit_of_answers_about_images(name: str) -> None:
         prediction[::4] = [(token + 1) % 500 for token in prediction[::4]]
     assert request.num_accepted > 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name == "gemma3"])
+def test_layers_that_keep_no_more_than_their_windows_give_the_same(name: str) -> None:
+    model = Seen(exported(NAMES)[name], num_slots=80)
+    requests = [model.scored(prompt) for prompt in model.prompts]
+    run(model.engine(64), requests)
+    for request, prompt in zip(requests, model.prompts, strict=True):
+        assert_scored(request, prompt)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_image_at_the_end_of_a_prompt_does_not_see_one_that_begins_the_next(name: str) -> None:
+    """They follow each other in the step's tokens."""
+    model = seen(name)
+    prompt = model.prompts[0]
+    is_image = np.array(prompt.token_ids) == prompt.image_token_id
+    first, end = int(np.flatnonzero(is_image)[0]), int(np.flatnonzero(is_image)[-1]) + 1
+    sampling = SamplingParams(4, seed=0, temperature=0.0, num_logprobs=0)
+    parts = (prompt.token_ids[:end], prompt.token_ids[first:])
+    alone, together = (
+        [model.seeing.request("part", part, prompt.images, sampling) for part in parts] for _ in range(2)
+    )
+    expected = [values(run(model.engine(WHOLE), [request]), request) for request in alone]
+    outputs = run(model.engine(WHOLE), together)
+    for request, of_one in zip(together, expected, strict=True):
+        np.testing.assert_allclose(values(outputs, request), of_one, rtol=0, atol=1e-4)

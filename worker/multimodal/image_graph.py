@@ -13,6 +13,8 @@ from headrace.worker.multimodal.image_inputs import DEEPSTACK, NUM_POSITIONS, PO
 
 TYPES = "token_type_ids"
 _FLAT = np.array([-1])
+# In transformers' configuration of Qwen3-VL.
+_USUAL_LAYERS = 3
 
 
 def inputs_for_images(model: ov.Model, config: Mapping[str, Any]) -> ImageInputs | None:
@@ -23,10 +25,11 @@ def inputs_for_images(model: ov.Model, config: Mapping[str, Any]) -> ImageInputs
         return None
     vision = config.get("vision_config")
     layers = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+    num_layers = len(layers) if isinstance(layers, list) else _USUAL_LAYERS
     return ImageInputs(
         hidden_size=int(states.get_partial_shape()[1].get_length()),
         has_positions=input_of(model, POSITIONS) is not None,
-        num_layers=len(layers) if isinstance(layers, list) and input_of(model, DEEPSTACK) is not None else 0,
+        num_layers=0 if input_of(model, DEEPSTACK) is None else num_layers,
         keeps_whole=input_of(model, TYPES) is not None,
     )
 

@@ -136,6 +136,7 @@ def test_what_a_graph_takes_of_images_is_known() -> None:
     join(model, [embeddings()], has_images=True)
     config = {"vision_config": {"deepstack_visual_indexes": [2, 5]}}
     assert inputs_for_images(model, config) == ImageInputs(SIZE, True, 2, keeps_whole=False)
+    assert inputs_for_images(model, {}) == ImageInputs(SIZE, True, 3, keeps_whole=False)
     model = language()
     model.add_parameters([parameter("token_type_ids", [-1, -1], np.int64)])
     join(model, [embeddings()], has_images=True)
