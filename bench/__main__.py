@@ -271,6 +271,13 @@ _REQUESTS = _options(
     click.option(
         "--extra-body", type=JsonObject(), default="{}", help="JSON object of further fields of each request."
     ),
+    click.option("--logprobs", type=click.IntRange(0), help="Ask for so many log-probabilities of each token."),
+    click.option(
+        "--lora-modules",
+        multiple=True,
+        help="Adapter to ask for instead of the model; may be repeated. Conversations ask them in turn.",
+    ),
+    click.option("--request-id-prefix", default="", help="Send x-request-id with this and a number."),
     *(
         click.option(
             f"--{name.replace('_', '-')}", type=int if name == "top_k" else float, help="Of sampling; sent if given."
