@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.gateway.chat.billing import without_billing
@@ -12,6 +12,7 @@ from headrace.gateway.chat.output_parsers.output import CUSTOM_INPUT
 from headrace.gateway.chat.plain_tools import as_text, takes_tools, with_block
 from headrace.gateway.chat.prompts import Conversation
 from headrace.gateway.chat.request import Chat, ChatMessage, Tokenization
+from headrace.gateway.chat.tools import ToolUse, tool_use_of
 from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import IMAGE, GivenImage
@@ -92,6 +93,17 @@ def conversation_of(
         template=template,
         images=images,
     )
+
+
+def conversation_with_tools(
+    request: Chat, template: ChatTemplate, reasons: bool, reader: Reader
+) -> tuple[Conversation, ToolUse]:
+    """The conversation of a chat, and its tools. A model whose template takes one call at a time gets no parallel
+    calls. `reasons` and `reader` are as for `conversation_of`. Raises `StatusError`."""
+    use = tool_use_of(request)
+    if use.listed and template.chosen(tools=True).takes_one_call:
+        use = replace(use, parallel=False)
+    return conversation_of(request, template, use.listed, reasons, reader), use
 
 
 def _check_documents(documents: object) -> None:

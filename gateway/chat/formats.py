@@ -22,6 +22,11 @@ class ModelFormat:
     marker_ids: Mapping[str, int]
     """Special tokens that are markup of the format, by their text. Only a parser reads them as text."""
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the model's format of reasoning is known."""
+        return self.output.reasoning is not None or self.output.is_harmony
+
 
 class Formats:
     """Finds the format of a model. The operator's flags override what the chat template shows, and what the host says

@@ -20,8 +20,10 @@ from headrace.gateway.chat.custom_input import CustomInput
 from headrace.gateway.chat.formats import ModelFormat
 from headrace.gateway.chat.output_parsers.families import OutputFormat, OutputParser
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from headrace.gateway.chat.tool_grammar import tool_structure
 from headrace.gateway.chat.tools import ToolUse
 from headrace.gateway.checks import unsupported
+from headrace.gateway.structure.fields import Structure
 
 
 class ChatPiece(msgspec.Struct, frozen=True):
@@ -45,6 +47,8 @@ class Reading:
     inside_reasoning: bool
     shown_ids: frozenset[int]
     """Special tokens that are markup to the parser."""
+    structure: Structure | None = None
+    """The constraint of the answer, with that of its calls of tools."""
 
     @property
     def num_id_chars(self) -> int:
@@ -62,12 +66,13 @@ class Reading:
 
 
 def reading_of(
-    form: ModelFormat, use: ToolUse, prompt_ending: str, goes_on: bool, only_content: bool = False
+    form: ModelFormat, use: ToolUse, prompt_ending: str, goes_on: bool, content: Structure | None = None
 ) -> Reading:
-    """How to read the answers to a prompt with this end.
+    """How to constrain and read the answers to a prompt with this end.
 
-    `goes_on`: the prompt ends within the final message. `only_content`: the answer is content in any case.
-    Raises `StatusError` if there are tools and the model's format of calls is unknown.
+    `goes_on`: the prompt ends within the final message. `content` is the constraint of an answer without calls.
+    Raises `StatusError` if there are tools and the model's format of calls is unknown, or if the request cannot be
+    enforced for it.
     """
     output = form.output
     if use.schemas and output.tools is None:
@@ -78,13 +83,13 @@ def reading_of(
     formats = [one for one in (output.tools if parses_tools else None, output.reasoning) if one is not None]
     markers = {marker for one in formats for marker in one.markers}
     inside = False
-    if output.reasoning is not None and output.reasoning.tags is not None and not only_content:
+    if output.reasoning is not None and output.reasoning.tags is not None and (content is None or use.schemas):
         opening, closing = output.reasoning.tags
         inside = prompt_ending.rstrip().endswith(opening)
         if goes_on:
             inside = prompt_ending.rfind(opening) > prompt_ending.rfind(closing)
     shown = frozenset(token_id for marker, token_id in form.marker_ids.items() if marker in markers)
-    return Reading(output, use, inside, shown)
+    return Reading(output, use, inside, shown, tool_structure(form, use, prompt_ending, inside, content))
 
 
 class ChatChoice:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from headrace.gateway.chat.conversation import Reader, conversation_of
-from headrace.gateway.chat.formats import Formats
+from headrace.gateway.chat.conversation import Reader, conversation_of, conversation_with_tools
+from headrace.gateway.chat.formats import Formats, ModelFormat
 from headrace.gateway.chat.generation import Common, Job, Plan, plan_job
 from headrace.gateway.chat.output import ChatChoice, Reading, reading_of
 from headrace.gateway.chat.prompts import ChatPrompt, Conversation, Prompts
@@ -23,8 +23,8 @@ from headrace.gateway.chat.request import (
     sampling_of,
 )
 from headrace.gateway.chat.sampling import Sampling
-from headrace.gateway.chat.tool_grammar import can_be_held, tool_structure
-from headrace.gateway.chat.tools import ToolUse, functions_of, tool_use_of
+from headrace.gateway.chat.tool_grammar import can_be_held
+from headrace.gateway.chat.tools import ToolUse, functions_of
 from headrace.gateway.checks import invalid
 from headrace.gateway.images.refusal import ImageRefusal, Why
 from headrace.gateway.structure.constraints import Constraints
@@ -100,18 +100,16 @@ class Chats:
     async def plan(self, request: Chat, *, is_trial: bool = False) -> ChatPlan:
         """Check a chat and make its prompt. A trial, in whose place another chat may be generated, is not copied.
         Raises `StatusError`."""
-        model, use, conversation, prompt = await self._prompted(request)
-        form = self._formats.of(model)
+        check_chat(request)
+        sampling, expected = sampling_of(request), predicted_text(request)
+        model, form, use, conversation, prompt = await self._prompted(request)
+        bad_words = await self._prompts.of_words(model, request.bad_words) if request.bad_words else ()
+        prediction = await self._prompts.of_text(model, expected, add_special_tokens=False) if expected else ()
+        content = await self._constraints.of(request)
         if use.required and not can_be_held(form):
             form = self._formats.plain(model) or form
-        sampling = await self._sampling(request, model)
-        goes_on = conversation.continue_final_message
-        only_content = sampling.structure is not None and not use.schemas
-        reading = reading_of(form, use, prompt.ending, goes_on, only_content)
-        structure = tool_structure(form, use, prompt.ending, reading.inside_reasoning, sampling.structure)
-        sampling = replace(sampling, structure=structure)
-        text = predicted_text(request)
-        prediction = await self._prompts.of_text(model, text, add_special_tokens=False) if text else ()
+        reading = reading_of(form, use, prompt.ending, conversation.continue_final_message, content)
+        sampling = replace(sampling, structure=reading.structure, bad_words=bad_words)
         plan = plan_of(
             request,
             model,
@@ -133,29 +131,28 @@ class Chats:
     async def count(self, request: Chat) -> int:
         """Check a chat and count the tokens of its prompt. Raises `StatusError`."""
         structure_of(request)
-        _, _, _, prompt = await self._prompted(request)
+        check_chat(request)
+        *_, prompt = await self._prompted(request)
         return len(prompt.token_ids)
 
     def reasons(self, model: Model) -> bool:
         """Whether this model's format of reasoning is known."""
-        output = self._formats.of(model).output
-        return output.reasoning is not None or output.is_harmony
+        return self._formats.of(model).reasons
 
     def calls_tools(self, model: Model) -> bool:
         """Whether this model's format of tool calls is known."""
         return self._formats.of(model).output.tools is not None
 
-    async def _prompted(self, request: Chat) -> tuple[Model, ToolUse, Conversation, ChatPrompt]:
-        check_chat(request)
-        use = tool_use_of(request)
+    async def _prompted(self, request: Chat) -> tuple[Model, ModelFormat, ToolUse, Conversation, ChatPrompt]:
+        """The model of a checked chat with its format, and the chat's tools, conversation and prompt."""
         model = await self._generating(request)
         _check_number(len(request.messages), model.card.max_context_tokens)
-        template = model.chat_template()
-        if use.listed and template.chosen(tools=True).takes_one_call:
-            use = replace(use, parallel=False)
+        template, reader = model.chat_template(), self._reader(model)
+        form = self._formats.of(model)
+        reasons = form.reasons
         with self._counting():
-            conversation = conversation_of(request, template, use.listed, self.reasons(model), self._reader(model))
-            return model, use, conversation, await self._prompts.of_conversation(model, conversation)
+            conversation, use = conversation_with_tools(request, template, reasons, reader)
+            return model, form, use, conversation, await self._prompts.of_conversation(model, conversation)
 
     def _reader(self, model: Model) -> Reader:
         """What a model reads besides text."""
@@ -178,7 +175,9 @@ class Chats:
         """Check a completion and tokenize its prompts. Raises `StatusError`."""
         check_completion(request)
         model = await self._generating(request)
-        sampling = await self._sampling(request, model)
+        structure = await self._constraints.of(request)
+        bad_words = await self._prompts.of_words(model, request.bad_words) if request.bad_words else ()
+        sampling = replace(sampling_of(request), structure=structure, bad_words=bad_words)
         plans: list[Plan] = []
         echoes: list[str] = []
         prompts = prompts_of(request)
@@ -226,13 +225,6 @@ class Chats:
         if most and request.best_of is not None and request.best_of > most:
             raise invalid("best_of", f"best_of must be at most {most}, the limit that this model's operator has set")
         return model
-
-    async def _sampling(self, request: Chat | Completion, model: Model) -> Sampling:
-        """The sampling of a checked request for this model."""
-        sampling = sampling_of(request, await self._constraints.of(request))
-        if not request.bad_words:
-            return sampling
-        return replace(sampling, bad_words=await self._prompts.of_words(model, request.bad_words))
 
 
 def _check_number(num_messages: int, max_context_tokens: int) -> None:

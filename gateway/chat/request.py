@@ -15,7 +15,7 @@ from headrace.gateway.cache_eviction import CacheEvictionFields, eviction_rule
 from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, Sampling
 from headrace.gateway.checks import check_range, invalid, unsupported
 from headrace.gateway.hints import ignored
-from headrace.gateway.structure.fields import ConstraintFields, Structure
+from headrace.gateway.structure.fields import ConstraintFields
 from headrace.protos.sampling_fields import numbers_of
 
 COMPLETION_MAX_TOKENS = 16
@@ -215,8 +215,8 @@ def _check_prompt(request: Generation) -> None:
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-def sampling_of(request: Chat | Completion, structure: Structure | None) -> Sampling:
-    """The sampling of a checked request. `structure` is the constraint of its answer."""
+def sampling_of(request: Chat | Completion) -> Sampling:
+    """The sampling of a checked request, without the constraint of its answer and the tokens of banned words."""
     max_tokens, max_tokens_field, default_max_tokens = request.max_tokens, "max_tokens", None
     least_max_tokens, prompt_logprobs = 1, request.prompt_logprobs
     if isinstance(request, Chat):
@@ -249,7 +249,6 @@ def sampling_of(request: Chat | Completion, structure: Structure | None) -> Samp
         logprobs=logprobs,
         lists_hidden_end=isinstance(request, Completion),
         prompt_logprobs=prompt_logprobs,
-        structure=structure,
         cache_eviction=eviction_rule(request.cache_eviction),
     )
 

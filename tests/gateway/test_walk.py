@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -27,6 +28,9 @@ BEGIN, END = "<!-- the walk, drawn by make docs-walk -->\n", "<!-- end of the wa
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 GATEWAY = str(Path(headrace.gateway.__file__).parent.resolve())
 TRANSPORT = str(Path(GATEWAY).parent / "common" / "transport")
+PLANNING = "gateway/chat/planning.py"
+# Copies a planned request to a model on trial; the request does not pass through it.
+WATCHING = "gateway/chat/shadowing.py"
 CLIENT, ROUTER = "client", "router"
 # They only watch, or hold a value that all wings read; a request does not pass through them.
 ASIDE = frozenset({"telemetry", "cache_eviction", "checks", "field_names", "fields", "hints"})
@@ -55,6 +59,8 @@ class Walk:
     """From the first message of the answer on."""
     num_calls: Counter[str] = field(default_factory=Counter)
     """Calls of plain functions, by qualified name."""
+    from_planning: list[str] = field(default_factory=list)
+    """The file of each call from the file that plans chats."""
 
 
 class Tracer:
@@ -79,12 +85,21 @@ class Tracer:
             if code.co_qualname != "SessionClient.generate":
                 return
         self.walk.num_calls[code.co_qualname] += 1
+        if self._is_from_planning(frame) and place[0] not in ASIDE:
+            self.walk.from_planning.append(Path(code.co_filename).resolve().relative_to(GATEWAY).as_posix())
         if code in self._seen or place[0] in ASIDE or place in VALUES:
             return
         self._seen.add(code)
         caller = self._caller(frame)
         if caller != place[0]:
             (self.walk.back if self._has_left else self.walk.outward).append(Call(caller, *place))
+
+    def _is_from_planning(self, frame: FrameType) -> bool:
+        """Whether a function of another file is called from there, for a plan."""
+        back, own = frame.f_back, frame.f_code.co_filename
+        if back is None or own.endswith(WATCHING) or own == back.f_code.co_filename:
+            return False
+        return back.f_code.co_filename.endswith(PLANNING) and back.f_code.co_qualname.startswith("Chats.")
 
     def _place(self, code: CodeType) -> tuple[str, str] | None:
         """Wing and module of a function; None for a function that is not the gateway's."""
@@ -174,3 +189,10 @@ async def test_each_value_is_checked_once(walk: Walk) -> None:
     }
     assert set(checks) >= {"check_chat_body", "check_chat", "check_sampling", "structure_of"}
     assert set(checks.values()) == {1}, checks
+
+
+async def test_planning_enters_at_most_eight_files_and_none_twice(walk: Walk) -> None:
+    """Each run of calls of one file is a visit of a reader who follows the request."""
+    visits = [file for file, _ in groupby(walk.from_planning)]
+    assert 5 <= len(visits) <= 8, visits
+    assert len(set(visits)) == len(visits), visits
