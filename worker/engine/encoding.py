@@ -162,7 +162,8 @@ class Encoding:
         self._ask()
         ready = [request for request, held in self._held.items() if held.is_asking and self._give(request)]
         for request in ready:
-            request.image_wait_s += self._clock() - self._held.pop(request).since_s
+            request.images_ready_s = self._clock()
+            request.image_wait_s += request.images_ready_s - self._held.pop(request).since_s
         return ready
 
     def take_outputs(self) -> list[RequestOutput]:

@@ -145,6 +145,8 @@ class Request:
     """How long it has waited for blocks from the disk or from another worker, in seconds."""
     image_wait_s: float = 0.0
     """How long it has waited for its images to be encoded, in seconds."""
+    images_ready_s: float = 0.0
+    """When it last had waited for them; 0 if it has not."""
     preparing_s: float = 0.0
     """How long it has waited for its grammar and its adapter before it was queued, in seconds."""
     lacks_blocks_since_s: float = 0.0

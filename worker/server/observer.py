@@ -104,7 +104,10 @@ def trace_request(span: Span, request: Request, now_s: float) -> None:
     queue = span.child("queue", start_s=request.arrival_s)
     queue.end(end_s=request.scheduled_s or ended_s)
     if request.images:
-        span.set({"headrace.num_images": len(request.images), "headrace.image_wait_s": request.image_wait_s})
+        span.set({"headrace.num_images": len(request.images)})
+    if request.images_ready_s:
+        encoding = span.child("images", start_s=request.images_ready_s - request.image_wait_s)
+        encoding.end(end_s=request.images_ready_s)
     if not request.scheduled_s:
         return
     first_token_s = request.first_token_s or ended_s

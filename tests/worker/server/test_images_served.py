@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from headrace.common.telemetry.span import Span
 from headrace.protos.inference_pb2 import SamplingParams
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.worker.engine import mailbox
@@ -22,6 +23,7 @@ from headrace.worker.engine.watchdog import Verdict, Watchdog
 from headrace.worker.kv.fetch import Bell
 from headrace.worker.request.params import SamplingParams as Params
 from headrace.worker.request.request import Request
+from headrace.worker.server.observer import trace_request
 from headrace.worker.vision.states import StateStore
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.fake_runner import expected_tokens
@@ -30,6 +32,43 @@ from tests.worker.server.running import RunningWorker, running_worker, small_eng
 from tests.worker.server.test_images import DARK, RED, desk, message, tokens_of
 
 PROMPT = [1, *tokens_of(RED), 5]
+
+
+class NotedSpan(Span):
+    """Notes its children with their times."""
+
+    __slots__ = ("attributes", "children", "name", "times")
+
+    def __init__(self, name: str = "", start_s: float | None = None) -> None:
+        self.name, self.times = name, [start_s, None]
+        self.children: list[NotedSpan] = []
+        self.attributes: dict[str, object] = {}
+
+    @property
+    def is_recording(self) -> bool:
+        return True
+
+    def child(self, name: str, attributes: object = None, *, kind: object = None, start_s: float | None = None) -> Span:
+        self.children.append(NotedSpan(name, start_s))
+        return self.children[-1]
+
+    def set(self, attributes: Any) -> None:
+        self.attributes |= attributes
+
+    def end(self, *, end_s: float | None = None) -> None:
+        self.times[1] = end_s
+
+
+def test_a_trace_tells_how_long_a_request_waited_for_its_images() -> None:
+    prompt = prompt_of([1], Picture(1, 4), [2])
+    request = Request("r", prompt.token_ids, Params(4, 0), 1, images=prompt.images, arrival_s=10.0)
+    request.scheduled_s, request.images_ready_s, request.image_wait_s = 15.0, 14.0, 3.0
+    span = NotedSpan()
+    trace_request(span, request, 20.0)
+    assert span.attributes["headrace.num_images"] == 1
+    queue, images = span.children[:2]
+    assert (queue.name, queue.times) == ("queue", [10.0, 15.0])
+    assert (images.name, images.times) == ("images", [11.0, 14.0])
 
 
 @dataclass
@@ -105,7 +144,7 @@ async def test_a_deadline_ends_a_request_whose_image_hangs() -> None:
 async def test_a_broken_image_ends_its_requests_alone() -> None:
     async with with_images() as served:
         bad = [asyncio.create_task(served.tokens(DARK, RED)) for _ in range(2)]
-        await served.worker.until(lambda: len(served.encoder.queue) == 2)
+        await served.worker.until(lambda: served.worker.hub.load().num_encoding == 2)
         text = served.worker.generate(token_ids=[1, 2], sampling=SamplingParams(temperature=0.0, max_tokens=3))
         served.encoder.work(1)
         served.encoder.fail("the image is a truncated PNG file")
