@@ -48,6 +48,11 @@ SOAKS = {
         ("tests/gateway/operations/test_schemathesis.py", "tests/gateway/chat/test_stream_equals_unary.py"),
         ("--timeout", "7200"),
     ),
+    "images": Soak(
+        "10,000 hostile images and URLs at a gateway, and 2,000 at a fleet that serves a vision-language model",
+        ("tests/gateway/images/test_hostile.py", "tests/e2e/test_images_hostile.py"),
+        ("-n", "0", "--timeout", "7200"),
+    ),
     "speculation": Soak(
         "500 prompts with each proposer, up to 64 at once, compared with answers without drafts bit for bit; for hours",
         ("tests/e2e/test_speculation_exact.py",),
