@@ -1,5 +1,5 @@
 """`headrace chat`: a conversation in the terminal over the OpenAI HTTP API. If standard input is a pipe, each line is a
-question."""
+question. Images go with the next question."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ import httpx
 
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, api_options
+from headrace.cli.fleet.image_files import image_url, images_option
 from headrace.cli.fleet.run_state import running_serves
 from headrace.cli.http_client import server_url, tls_problem
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
-_HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
-_COMMANDS = ("/help", "/reset", "/exit")
+_HELP = (
+    "/image FILE shows the model an image with your next question, /reset forgets the conversation, /exit or Ctrl-D "
+    "leaves, Ctrl-C stops an answer"
+)
+_COMMANDS = ("/help", "/image", "/reset", "/exit")
 # Text that looks like a command. A path such as /etc/hosts does not, and a space before the slash makes any line a
 # question.
 _LIKE_A_COMMAND = re.compile(r"/[A-Za-z?]\w*(?=\s|$)")
@@ -39,23 +43,33 @@ class Chunk:
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far. A turn is added only when its answer has arrived, in whole or in part."""
+    """The messages so far, and the images for the next question, as data URLs. A turn is added only when its answer has
+    arrived, in whole or in part; then, or when the server refuses the question, its images are used up."""
 
     system: str | None = None
-    turns: list[dict[str, str]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
-    def messages_with(self, question: str) -> list[dict[str, str]]:
+    def messages_with(self, question: str) -> list[dict[str, Any]]:
         """The messages to send for the next answer."""
         head = [{"role": "system", "content": self.system}] if self.system else []
-        return [*head, *self.turns, {"role": "user", "content": question}]
+        return [*head, *self.turns, self._user_turn(question)]
 
     def add(self, question: str, answer: str) -> None:
         """Keep a turn."""
-        self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        self.turns += [self._user_turn(question), {"role": "assistant", "content": answer}]
+        self.images.clear()
 
     def reset(self) -> None:
-        """Forget all turns."""
+        """Forget all turns, and the images for the next question."""
         self.turns.clear()
+        self.images.clear()
+
+    def _user_turn(self, question: str) -> dict[str, Any]:
+        if not self.images:
+            return {"role": "user", "content": question}
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
 
 class ChatClient:
@@ -74,7 +88,7 @@ class ChatClient:
         """Close the connection."""
         self._http.close()
 
-    def answer(self, messages: list[dict[str, str]]) -> Iterator[Chunk]:
+    def answer(self, messages: list[dict[str, Any]]) -> Iterator[Chunk]:
         """Stream the answer to the last of the messages. Closing the iterator cancels it on the server."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -209,6 +223,9 @@ def _ask(client: ChatClient, conversation: Conversation, question: str) -> None:
             is_reasoning = chunk.is_reasoning
     except KeyboardInterrupt:
         click.echo(" [stopped]", nl=False, err=True)
+    except CommandError:
+        conversation.images.clear()  # a model of texts would refuse the next questions, too
+        raise
     finally:
         answer.close()  # type: ignore[attr-defined]
         print(flush=True)
@@ -236,7 +253,7 @@ def _converse(client: ChatClient, conversation: Conversation, interactive: bool)
     for line in _questions(interactive):
         try:
             if command := _LIKE_A_COMMAND.match(line):
-                if not _obey(command.group(), conversation):
+                if not _obey(command.group(), line[command.end() :].strip(), conversation):
                     return
             elif question := line.strip():
                 _ask(client, conversation, question)
@@ -246,10 +263,13 @@ def _converse(client: ChatClient, conversation: Conversation, interactive: bool)
             error.show()
 
 
-def _obey(command: str, conversation: Conversation) -> bool:
+def _obey(command: str, argument: str, conversation: Conversation) -> bool:
     """Execute a command. Returns False for the one that leaves. Raises CommandError for an unknown one."""
     if command == "/help":
         click.echo(_HELP, err=True)
+    elif command == "/image":
+        conversation.images.append(image_url(argument))
+        click.secho(f"[{len(conversation.images)} for the next question]", dim=True, err=True)
     elif command == "/reset":
         conversation.reset()
     elif command != "/exit":
@@ -274,14 +294,23 @@ def default_url() -> str:
     type=click.IntRange(1),
     help="Maximum tokens of an answer.  [default: the rest of the model's context]",
 )
+@images_option
 @api_options
-def chat(url: str | None, model: str | None, system: str | None, max_tokens: int | None, access: ApiAccess) -> None:
+def chat(
+    url: str | None,
+    model: str | None,
+    system: str | None,
+    max_tokens: int | None,
+    images: list[str],
+    access: ApiAccess,
+) -> None:
     """Chat with a served model.
 
-    /help shows the commands, /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With a
-    pipe as input, each line is a question and gets its answer. Reasoning and figures go to standard error.
+    /help shows the commands, /image FILE shows the model an image with the next question, /reset forgets the
+    conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With a pipe as input, each line is a question and gets
+    its answer. Reasoning and figures go to standard error.
     """
-    talk(ChatClient(url or default_url(), model, access, max_tokens=max_tokens), Conversation(system))
+    talk(ChatClient(url or default_url(), model, access, max_tokens=max_tokens), Conversation(system, images))
 
 
 def talk(client: ChatClient, conversation: Conversation, question: str | None = None) -> None:

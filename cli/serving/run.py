@@ -17,6 +17,7 @@ from headrace.cli import launch
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.chat import ChatClient, Conversation, talk
 from headrace.cli.fleet.fleet_access import ApiAccess, api_options
+from headrace.cli.fleet.image_files import images_option
 from headrace.cli.fleet.run_state import running_serves, runtime_directory
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.http_client import tls_problem
@@ -39,6 +40,7 @@ _PATIENCE_S = 10.0
     type=click.IntRange(1),
     help="Maximum tokens of an answer.  [default: the rest of the model's context]",
 )
+@images_option
 @offline_option
 @api_options
 def run(
@@ -46,6 +48,7 @@ def run(
     prompt: tuple[str, ...],
     system: str | None,
     max_tokens: int | None,
+    images: list[str],
     offline: bool,
     access: ApiAccess,
 ) -> None:
@@ -57,7 +60,7 @@ def run(
     """
     question = " ".join(prompt) or None
     with _server_of(model, offline, access) as (url, name):
-        talk(ChatClient(url, name, access, max_tokens=max_tokens), Conversation(system), question)
+        talk(ChatClient(url, name, access, max_tokens=max_tokens), Conversation(system, images), question)
 
 
 @contextmanager

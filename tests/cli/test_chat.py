@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.fleet.chat import ChatClient, Chunk, Conversation, statistics
+from headrace.cli.errors import CommandError
+from headrace.cli.fleet.chat import ChatClient, Chunk, Conversation, _ask, statistics
 from headrace.cli.main import cli
 from tests.http_server import body_of, http_server, respond
+
+ONE_PIXEL = "R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw=="
 
 
 class Server:
@@ -28,7 +32,8 @@ class Server:
         self.reasoning = ""
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        text = body["messages"][-1]["content"][::-1]
+        content = body["messages"][-1]["content"]
+        text = (content if isinstance(content, str) else content[-1]["text"])[::-1]
         yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage": None}
         if self.reasoning:
             yield {"choices": [{"index": 0, "delta": {"reasoning_content": self.reasoning}}], "usage": None}
@@ -197,7 +202,8 @@ def test_reasoning_is_shown_apart_from_the_answer(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "remedy"), [("/rest", "did you mean /reset?"), ("/frobnicate it", "there are /help, /reset, /exit")]
+    ("line", "remedy"),
+    [("/rest", "did you mean /reset?"), ("/frobnicate it", "there are /help, /image, /reset, /exit")],
 )
 def test_a_command_that_there_is_not_is_refused_and_asked_of_no_model(server: Server, line: str, remedy: str) -> None:
     result = CliRunner().invoke(cli, ["chat", "--url", server.url], input=f"{line}\n")
@@ -211,3 +217,46 @@ def test_a_question_may_begin_with_a_slash(server: Server, line: str) -> None:
     result = CliRunner().invoke(cli, ["chat", "--url", server.url], input=f"{line}\n")
     assert result.exit_code == 0
     assert [body["messages"][-1]["content"] for body in server.asked] == [line.strip()]
+
+
+def _gif(path: Path) -> str:
+    """A GIF of one pixel."""
+    path.write_bytes(base64.b64decode(ONE_PIXEL))
+    return str(path)
+
+
+def _images_in(body: dict[str, Any]) -> list[list[str]]:
+    """The images of each user's turn."""
+    turns = [message["content"] for message in body["messages"] if message["role"] == "user"]
+    return [
+        [] if isinstance(turn, str) else [part["image_url"]["url"] for part in turn if part["type"] == "image_url"]
+        for turn in turns
+    ]
+
+
+def test_images_go_with_the_next_question_and_stay_in_its_turn(server: Server, tmp_path: Path) -> None:
+    first, second = _gif(tmp_path / "a b.gif"), _gif(tmp_path / "c.gif")
+    result = chat(server, f"abc\n/image {second}\ndef\nghi\n", "--image", first, "--image", second)
+    assert (result.exit_code, result.stdout) == (0, "cba\nfed\nihg\n")
+    url = f"data:image/gif;base64,{ONE_PIXEL}"
+    assert _images_in(server.asked[-1]) == [[url, url], [url], []]
+    assert server.asked[-1]["messages"][0]["content"][-1] == {"type": "text", "text": "abc"}
+
+
+def test_a_file_that_is_no_image_is_refused_by_name(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("words")
+    result = chat(server, "abc\n", "--image", str(tmp_path / "notes.txt"))
+    assert result.exit_code != 0
+    assert "notes.txt: the image is neither PNG, JPEG, WebP nor GIF" in result.stderr
+    result = chat(server, f"/image {tmp_path}/none.png\n")
+    assert "none.png cannot be read: No such file" in result.stderr
+    assert "needs the name of an image file" in chat(server, "/image\n").stderr
+    assert server.asked == []
+
+
+def test_a_refused_question_uses_up_its_images(server: Server, tmp_path: Path) -> None:
+    server.refusal = (400, "m1 reads no images")
+    conversation = Conversation(images=[_gif(tmp_path / "a.gif")])
+    with pytest.raises(CommandError, match="m1 reads no images"):
+        _ask(ChatClient(server.url), conversation, "abc")
+    assert conversation.images == []
