@@ -35,8 +35,10 @@ class ImageStates(NamedTuple):
         """Whether a model takes them for an image of so many tokens: `hidden_size` and `num_layers` are those of its
         `ImageInputs`. Check before a request is scheduled, because another shape would end all requests of a step."""
         shape, arrays = (num_tokens, hidden_size), [self.states]
-        if num_layers:
-            if self.deepstack is None or self.deepstack.shape != (num_layers, *shape):
+        if (self.deepstack is None) is (num_layers > 0):
+            return False
+        if self.deepstack is not None:
+            if self.deepstack.shape != (num_layers, *shape):
                 return False
             arrays.append(self.deepstack)
         return self.states.shape == shape and all(array.dtype == np.float32 for array in arrays)

@@ -41,6 +41,7 @@ class TowerEncoder:
             raise UnsupportedModelError(str(error)) from None
         if family is None or tower is None:
             raise UnsupportedModelError("has no vision tower")
+        self._setting = setting
         self._family: ImageFamily = family
         self._tower: Tower = tower
         log.info("the vision tower is loaded in %.1f s, for %d threads", time.monotonic() - start, setting.threads)
@@ -51,7 +52,7 @@ class TowerEncoder:
         pixels = [entry for entry in found if isinstance(entry, dict)]
         states = iter(self._tower.encode(pixels) if pixels else ())
         return [
-            entry if isinstance(entry, BadImageError) else _checked(next(states), self._num_tokens(image))
+            entry if isinstance(entry, BadImageError) else self._checked(next(states), self._num_tokens(image))
             for entry, image in zip(found, images, strict=True)
         ]
 
@@ -70,8 +71,9 @@ class TowerEncoder:
         header = read_header(image.data)
         return self._family.layout(header.width, header.height, Detail(image.detail)).num_image_tokens
 
-
-def _checked(states: ImageStates, num_tokens: int) -> ImageStates:
-    if len(states.states) != num_tokens:
-        raise TowerError(f"its tower made {len(states.states)} states of an image with {num_tokens} tokens")
-    return states
+    def _checked(self, states: ImageStates, num_tokens: int) -> ImageStates:
+        """TowerError if the language model does not take these states for an image of so many tokens."""
+        if not states.fits(num_tokens, self._setting.hidden_size, self._setting.num_layers):
+            shapes = [array.shape for array in states if array is not None]
+            raise TowerError(f"its tower's states {shapes} are not those of an image with {num_tokens} tokens")
+        return states

@@ -21,6 +21,7 @@ LAYERS = np.zeros((2, 6, 4), np.float32)
         (ImageStates(STATES.reshape(-1)), 0, False),
         (ImageStates(STATES.astype(np.float64)), 0, False),
         (ImageStates(STATES), 2, False),
+        (ImageStates(STATES, LAYERS), 0, False),
         (ImageStates(STATES, LAYERS[:1]), 2, False),
         (ImageStates(STATES, LAYERS.astype(np.float16)), 2, False),
     ],

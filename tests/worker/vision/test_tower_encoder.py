@@ -1,0 +1,33 @@
+"""The image encoder of a small model."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.worker.multimodal.towers.tower import TowerError
+from headrace.worker.request.images import ImageStates
+from headrace.worker.vision.encoder import BadImageError, ImageFile, Setting
+from headrace.worker.vision.tower_encoder import TowerEncoder
+from tests.e2e.shapes import MODEL, TOKENS_PER_PICTURE, questions
+
+PICTURE = questions()[0].pictures[0]
+
+
+def encoder(hidden_size: int, num_layers: int = 0) -> TowerEncoder:
+    return TowerEncoder(Setting(str(MODEL), 1 << 20, 1, "accuracy", 1 << 30, hidden_size, num_layers))
+
+
+def test_images_are_encoded_and_a_broken_file_ends_alone() -> None:
+    good, broken, again = encoder(96).encode([ImageFile(data, "auto") for data in (PICTURE, PICTURE[:99], PICTURE)])
+    assert isinstance(broken, BadImageError)
+    assert isinstance(good, ImageStates)
+    assert isinstance(again, ImageStates)
+    assert good.states.shape == (TOKENS_PER_PICTURE, 96)
+    assert (good.states == again.states).all()
+
+
+@pytest.mark.parametrize(("hidden_size", "num_layers"), [(64, 0), (192, 0), (96, 2)])
+def test_states_that_the_language_model_does_not_take_are_not_given(hidden_size: int, num_layers: int) -> None:
+    """As of a directory with the networks of two models."""
+    with pytest.raises(TowerError, match="are not those of an image with 16 tokens"):
+        encoder(hidden_size, num_layers).encode([ImageFile(PICTURE, "auto")])
