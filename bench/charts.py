@@ -61,7 +61,8 @@ class _Scale:
     def ticks(self) -> list[float]:
         """Round values within the scale."""
         if self._is_log:
-            steps = (1, 2, 5) if self._to - self._from < 3 else (1,)
+            width = self._to - self._from
+            steps = tuple(range(1, 10)) if width < 0.8 else ((1, 2, 5) if width < 3 else (1,))
             decades = range(math.floor(self._from), math.ceil(self._to) + 1)
             found = [step * 10.0**decade for decade in decades for step in steps]
             return [value for value in found if self._from - 1e-9 <= math.log10(value) <= self._to + 1e-9]

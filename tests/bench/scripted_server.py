@@ -28,7 +28,8 @@ class Script:
     `short` tokens less than asked for, `usage` 0: none is sent, `status` other than 200 refuses, `cut`: the connection
     is closed after so many pieces, `role` 1: a piece without content comes at once, `empty` 1: pieces have no text,
     `same` 1: all answers are the same, `bad` 1: one event is no JSON, `close` 1: no kept connections, `split` 1: events
-    come in two parts, `reason` 0: no finish reason, `seen`: prompt tokens in the usage (0: words of the prompt).
+    come in two parts, `reason` 0: no finish reason, `seen`: prompt tokens in the usage (0: words of the prompt),
+    `stamp` 1: a piece's text is when its request came and when it is written, by `time.perf_counter`.
     """
 
     ttft: float = 0.0
@@ -45,6 +46,7 @@ class Script:
     split: int = 0
     reason: int = 1
     seen: int = 0
+    stamp: int = 0
 
     @classmethod
     def of(cls, model: str) -> Script:
@@ -139,6 +141,8 @@ class _Answer(asyncio.Protocol):
                 self._transport.close()
                 return
             text = "" if script.empty else ("same " if script.same else f"{number}.{place} ")
+            if script.stamp:
+                text = f"{start_s!r} {time.perf_counter()!r} "
             if script.bad and place == 1:
                 write(b"data: {nonsense\n\n")
             raw = event(text)
