@@ -40,7 +40,7 @@ _CONTENT_TYPES = {
     ".svg": b"image/svg+xml",
 }
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _FILE_HEADERS = (

@@ -12,14 +12,15 @@ import pytest
 
 from headrace.common.stores.api_keys import ApiKey, new_id, new_secret, sha256_of, write_keys
 from tests.browser import Browser, browser, chromium
+from tests.e2e.console_page import DONE, ask, fresh_page, give_files
 from tests.e2e.fleet import Process, free_port
 from tests.e2e.serving import HTTP, Serve, serving, until
+from tests.e2e.shapes import questions
 from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
 LONG = "Tell me a long story about a river."
-DONE = "return document.querySelector('.answer:last-child:not(.busy) .figures div') !== null"
 
 
 @pytest.fixture(scope="module")
@@ -40,32 +41,8 @@ def tab() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(served: Serve, tab: Browser) -> Iterator[Browser]:
-    """The page with nothing stored. At its end: no complaint on the console, no request to anybody else."""
-    tab.look()
-    tab.open(served.base_url + "/")
-    tab.run("localStorage.clear(); sessionStorage.clear()")
-    tab.complaints()
-    tab.requests()
-    tab.open(served.base_url + "/")
-    tab.until("return document.querySelectorAll('#model option').length === 1")
-    yield tab
-    assert tab.complaints() == []
-    elsewhere = {url for url in tab.requests() if not url.startswith(served.base_url + "/")}
-    assert not elsewhere
-
-
-def ask(page: Browser, text: str, *, max_tokens: int = 40) -> None:
-    """Ask greedily, with a limited length."""
-    page.run(
-        """const all = {temperature: '0', max_tokens: String(arguments[0])};
-        for (const [name, value] of Object.entries(all)) {
-          const field = document.getElementById(`setting-${name}`);
-          field.value = value;
-          field.dispatchEvent(new Event('input'));
-        }""",
-        max_tokens,
-    )
-    page.type("#prompt", text, then="Enter")
+    """The page with nothing stored."""
+    yield from fresh_page(served, tab)
 
 
 def test_a_question_is_answered_as_a_stream_with_its_figures(page: Browser) -> None:
@@ -316,6 +293,19 @@ def test_what_a_model_writes_never_becomes_markup(page: Browser, served: Serve) 
     assert set(made["tags"]) >= {"h3", "strong", "ol", "ul", "li", "table", "th", "td", "blockquote", "pre", "code"}
     for text in ("<script>alert(2)</script>", "javascript:alert(3)", "<p>o</p>", "<i>"):
         assert text in made["text"]
+
+
+def test_an_image_for_a_model_of_texts_is_refused_in_a_sentence(page: Browser) -> None:
+    assert page.run("return document.getElementById('attach').hidden")
+    give_files(page, "paste", ("picture.png", "image/png", questions()[0].pictures[0]))
+    page.until("return document.getElementById('attach-problem').textContent !== ''")
+    assert page.text("#attach-problem") == "smollm2-135m reads text only."
+    assert page.run("return document.querySelectorAll('.attached li').length") == 0
+    give_files(page, "drop", ("picture.png", "image/png", questions()[0].pictures[0]))
+    ask(page, "What is the capital of France?")
+    page.until(DONE)
+    assert page.text("#attach-problem") == ""
+    assert "Paris" in page.text(".answer > .prose")
 
 
 def test_marks_without_an_end_cost_little(page: Browser) -> None:

@@ -49,10 +49,18 @@ async function refusal(response, hadKey) {
   return new ApiError(response.status, message, Number(response.headers.get("retry-after")) || undefined);
 }
 
-/** Names of the models that can chat. */
+/**
+ * The models that can chat, by name: whether what they read `isKnown` (one that was never loaded tells nothing), and the
+ * limits of `images`, null for those that read text only.
+ */
 export async function listModels() {
   const answer = await (await request("v1/models")).json();
-  return answer.data.filter((model) => model.task === "generate").map((model) => model.id);
+  const models = answer.data.filter((model) => model.task === "generate");
+  return new Map(models.map(({ id, architecture, images }) => [id, { isKnown: architecture !== null, images: readsImages(architecture) ? images : null }]));
+}
+
+function readsImages(architecture) {
+  return Boolean(architecture?.input_modalities.includes("image"));
 }
 
 /** What runs, and what the gateway measured in its intervals from number `since` on. */

@@ -1,7 +1,9 @@
 // The chat: conversations, questions, and answers while they arrive.
 
 import { ApiError, listModels, streamChat } from "./api.js";
+import { Attachments, lost, thumbnail } from "./attachments.js";
 import { copyButton, h, icon, ICONS, say } from "./dom.js";
+import { ImageError, KeptImages } from "./images.js";
 import { render } from "./markdown.js";
 import { CHATS, loadChats, saveChats } from "./store.js";
 
@@ -11,11 +13,14 @@ const MODELS_EVERY_MS = 15000;
 const STALLED_MS = 4000;
 const $ = (id) => document.getElementById(id);
 
-/** What goes to the gateway for a question. Throws a SyntaxError that names the setting that is not JSON. */
-export function requestOf(settings, messages) {
+/**
+ * What goes to the gateway for a question. `urls` are those of the images, by id. Throws a SyntaxError that names the
+ * setting that is not JSON, or an ImageError that names the image that has no URL.
+ */
+export function requestOf(settings, messages, urls = new Map()) {
   const body = { model: settings.model || undefined, messages: [] };
   if (settings.system.trim()) body.messages.push({ role: "system", content: settings.system });
-  body.messages.push(...messages.filter((_, i) => !isUnanswered(messages, i)).flatMap(turns));
+  body.messages.push(...messages.filter((_, i) => !isUnanswered(messages, i)).flatMap((message) => turns(message, urls)));
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
     if (settings[name] !== "") body[name] = Number(settings[name]);
   }
@@ -41,14 +46,24 @@ function isUnanswered(messages, i) {
 }
 
 /** The turns of the protocol that a kept message stands for: an answer with calls is followed by their results. */
-function turns(message) {
-  if (message.role === "user") return [{ role: "user", content: message.content }];
+function turns(message, urls) {
+  if (message.role === "user") return [{ role: "user", content: contentOf(message, urls) }];
   const calls = message.calls ?? [];
   const turn = { role: "assistant", content: message.content };
   if (calls.length) {
     turn.tool_calls = calls.map(({ id, name, args }) => ({ id, type: "function", function: { name, arguments: args } }));
   }
   return [turn, ...calls.map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result ?? "" }))];
+}
+
+function contentOf({ content, images }, urls) {
+  if (!images?.length) return content;
+  const parts = images.map((about) => {
+    const url = urls.get(about.id);
+    if (!url) throw new ImageError(lost(about));
+    return { type: "image_url", image_url: { url } };
+  });
+  return content ? [...parts, { type: "text", text: content }] : parts;
 }
 
 /** Enter a chunk into the message. Returns whether it showed anything. */
@@ -85,6 +100,8 @@ export function figuresOf(message) {
     const drafted = accepted + (details.rejected_prediction_tokens ?? 0);
     if (drafted) figures.push([`${accepted} of ${drafted}`, "draft tokens accepted"]);
     figures.push([`${cached} of ${usage.prompt_tokens}`, "prompt tokens cached"]);
+    const ofImages = usage.prompt_tokens_details?.image_tokens ?? 0;
+    if (ofImages) figures.push([String(ofImages), "of the prompt for images"]);
     const { disk = 0, peers = 0 } = usage.prompt_tokens_details?.cached_tokens_by_tier ?? {};
     if (disk) figures.push([String(disk), "of these from the disk"]);
     if (peers) figures.push([String(peers), "of these from other workers"]);
@@ -103,6 +120,10 @@ export class Chat {
     this.settings = settings;
     this.chats = loadChats();
     this.running = new Map();
+    this.models = new Map();
+    this.kept = new KeptImages();
+    this.kept.clean(loadChats);
+    this.attachments = new Attachments((count) => this.#whyNoImages(count));
     this.pinned = true;
     this.scroller = $("scroll");
     this.list = $("messages");
@@ -134,7 +155,10 @@ export class Chat {
     $("to-end").addEventListener("click", () => this.#toEnd(true));
     addEventListener("pagehide", () => this.running.forEach((aborting) => aborting.abort()));
     addEventListener("storage", (event) => event.key === CHATS && this.#takeOver());
-    $("model").addEventListener("change", (event) => this.settings.set("model", event.target.value));
+    $("model").addEventListener("change", (event) => {
+      this.settings.set("model", event.target.value);
+      this.#offerImages();
+    });
   }
 
   // --- conversations ------------------------------------------------------------------------------------------------
@@ -150,6 +174,7 @@ export class Chat {
   open(chat) {
     this.chat = chat;
     this.views = [];
+    this.attachments.forgetProblem();
     this.list.replaceChildren();
     if (!chat.messages.length) this.list.append(this.#welcome());
     for (const message of chat.messages) this.#show(message);
@@ -169,6 +194,7 @@ export class Chat {
     this.running.get(chat.id)?.abort();
     this.chats = this.chats.filter((one) => one !== chat);
     saveChats(this.chats);
+    this.kept.clean(loadChats);
     if (chat === this.chat) this.open(this.chats[0] ?? newChat());
     else this.#listChats();
   }
@@ -204,11 +230,17 @@ export class Chat {
 
   // --- asking -------------------------------------------------------------------------------------------------------
 
-  ask(text) {
-    if (!text.trim() || this.running.has(this.chat.id)) return;
+  async ask(text) {
+    await this.attachments.reading;
+    const isEmpty = !text.trim() && !this.attachments.images.length;
+    if (isEmpty || this.running.has(this.chat.id) || this.attachments.refuse()) return;
     if (!this.chat.messages.length) this.list.replaceChildren();
     const message = { role: "user", content: text.trim() };
+    const images = this.attachments.take();
+    if (images.length) message.images = images.map(({ about }) => about);
     this.chat.messages.push(message);
+    this.#keep(this.chat); // before its images: other tabs remove those that no conversation has
+    for (const { about, blob } of images) this.kept.add(about.id, blob);
     this.#show(message);
     this.prompt.value = "";
     this.#fit();
@@ -218,27 +250,22 @@ export class Chat {
   /** Have an answer written into a new message, or on behind what there is of the last one. */
   async #answer(message, { onward = false } = {}) {
     const chat = this.chat;
-    let body;
-    try {
-      body = requestOf(this.settings.all, onward ? chat.messages : chat.messages.filter((one) => one !== message));
-      if (onward) Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
-    } catch (error) {
-      message.error = error.message;
-    }
+    const asked = [...chat.messages];
+    const more = onward ? { add_generation_prompt: false, continue_final_message: true } : {};
     if (!onward) {
       chat.messages.push(message);
       this.#show(message);
     }
     this.#keep(chat);
     this.#toEnd(true);
-    if (body) await this.#stream(chat, message, body);
+    await this.#stream(chat, message, asked, more);
     this.#redraw(chat, message, true);
     this.#keep(chat);
     this.#changed();
     if (chat === this.chat) say($("announce"), message.error ?? `Answer: ${message.content.slice(0, 400)}`);
   }
 
-  async #stream(chat, message, body) {
+  async #stream(chat, message, asked, more) {
     const aborting = new AbortController();
     this.running.set(chat.id, aborting);
     for (const name of ["error", "finish", "usage"]) delete message[name];
@@ -252,6 +279,7 @@ export class Chat {
       if (this.stalledMs >= STALLED_MS) this.#redraw(chat, message);
     }, 1000);
     try {
+      const body = { ...requestOf(this.settings.all, asked, await this.kept.urlsOf(asked)), ...more };
       for await (const chunk of streamChat(body, aborting.signal)) {
         message.model = chunk.model;
         if (!takeChunk(message, chunk)) continue;
@@ -266,6 +294,7 @@ export class Chat {
     } catch (error) {
       if (error.name === "AbortError") message.finish = "stopped";
       else if (error instanceof ApiError) message.error = refusalText(error);
+      else if (error instanceof SyntaxError || error instanceof ImageError) message.error = error.message;
       else throw error;
     } finally {
       clearInterval(watching);
@@ -290,6 +319,7 @@ export class Chat {
     if (this.running.has(this.chat.id)) return;
     this.#cut(message);
     this.prompt.value = message.content;
+    this.attachments.takeBack(message.images ?? [], this.kept);
     this.#fit();
     this.prompt.focus();
     saveChats(this.chats);
@@ -318,7 +348,9 @@ export class Chat {
       h("button", { type: "button", class: "quiet", "aria-label": "Edit and ask again", title: "Edit and ask again", onclick: () => this.#edit(message) }, icon(ICONS.edit)),
       copyButton(() => message.content),
     );
-    const element = h("article", { class: "message question", "aria-label": "You" }, h("div", { class: "bubble" }, message.content), actions);
+    const images = message.images?.length && h("div", { class: "sent-images" }, message.images.map(thumbnail));
+    const bubble = message.content && h("div", { class: "bubble" }, message.content);
+    const element = h("article", { class: "message question", "aria-label": "You" }, images || null, bubble || null, actions);
     return { message, element, draw: () => {} };
   }
 
@@ -426,12 +458,12 @@ export class Chat {
 
   /** Ask which models there are and offer them. */
   async refreshModels() {
-    let names;
     try {
-      names = await listModels();
+      this.models = await listModels();
     } catch {
       return; // the list stays; the fleet's line at the side says what is wrong
     }
+    const names = [...this.models.keys()];
     const select = $("model");
     const wanted = this.settings.all.model;
     if (wanted && !names.includes(wanted)) names.push(wanted);
@@ -439,6 +471,26 @@ export class Chat {
     if (shown.join("\n") !== names.join("\n")) select.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
     if (!wanted && names.length) this.settings.set("model", names[0]);
     select.value = this.settings.all.model;
+    this.#offerImages();
+  }
+
+  #offerImages() {
+    $("attach").hidden = !this.models.get(this.settings.all.model)?.images;
+  }
+
+  /** Why the next question may not have so many images, in a sentence; "" if it may. */
+  #whyNoImages(count) {
+    const name = this.settings.all.model;
+    const model = this.models.get(name);
+    if (!model?.isKnown) return `Whether ${name || "the model"} reads images is not known yet: it is not loaded.`;
+    if (!model.images) {
+      const [other] = [...this.models].find(([, { images }]) => images) ?? [];
+      return other ? `${name} reads text only; ${other} reads images.` : `${name} reads text only.`;
+    }
+    const answered = this.chat.messages.filter((_, i, all) => !isUnanswered(all, i));
+    const sent = answered.reduce((sum, { images }) => sum + (images?.length ?? 0), 0);
+    if (sent + count > model.images.max_images) return `${name} reads at most ${model.images.max_images} images in a conversation.`;
+    return "";
   }
 
   /** Let the settings show the defaults of the chosen model. */
@@ -460,7 +512,8 @@ function newChat() {
 }
 
 function titleOf(chat) {
-  const text = chat.messages[0]?.content ?? "";
+  const first = chat.messages[0];
+  const text = first?.content || first?.images?.[0].name || "";
   return text.length > TITLE_CHARS ? `${text.slice(0, TITLE_CHARS)}…` : text;
 }
 
