@@ -2,7 +2,7 @@
 need not have headrace:
 
     exporter.py check DIRECTORY                                  can a model with this config.json be exported?
-    exporter.py export DIRECTORY OUTDIR MODE GROUP_SIZE RATIO MEMORY_BYTES VISION_MODE [VISION_NETWORK ...]
+    exporter.py export DIRECTORY OUTDIR MODE GROUP_SIZE RATIO MEMORY_BYTES [VISION_MODE VISION_NETWORK ...]
 
 Of a multimodal model, the parts for text are kept, which are the language model and the embeddings of tokens, and those
 networks for images that are named, with weights of VISION_MODE.
@@ -247,7 +247,8 @@ def _run(arguments: list[str]) -> None:
     if command == "check":
         check(directory)
         return
-    out, mode, group_size, ratio, memory_bytes, vision_mode, *vision = arguments[2:]
+    out, mode, group_size, ratio, memory_bytes, *of_images = arguments[2:]
+    vision_mode, *vision = of_images or [mode]
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
     try:
         export(directory, Path(out), mode, int(group_size), float(ratio), vision_mode, vision)

@@ -55,7 +55,7 @@ def export(
     few seconds. The process uses at most the available memory. Raises CommandError."""
     most = (available_bytes or (1 << 62)) - _SPARE_BYTES
     options = [weights.mode, str(weights.group_size), str(weights.ratio), str(most)]
-    options += [weights.vision_mode, *vision_networks]
+    options += [weights.vision_mode, *vision_networks] if vision_networks else []
     _run(name, ["export", str(directory), str(out), *options], lambda line: say(f"{name}: {line}"))
 
 
