@@ -153,7 +153,9 @@ def calculator_named(task: str) -> Calculator:
     """The calculator of a task of OVMS. Raises OptionError for one that headrace does not serve."""
     found = {_TASKS[calculator.task]: calculator for calculator in CALCULATORS}
     if task not in found:
-        raise OptionError(f"task {task} is not supported: there are {', '.join(found)}; use OVMS for images and speech")
+        raise OptionError(
+            f"task {task} is not supported: there are {', '.join(found)}; use OVMS to generate images, and for speech"
+        )
     return found[task]
 
 

@@ -52,7 +52,7 @@ def _refused(name: str, kind: str, what: str) -> Flag:
 
 
 _CLASSIC = "it is for models with tensors as inputs, which headrace does not serve; leave it out, or use OVMS for it"
-_IMAGES = "headrace serves no images or speech; leave it out, or use OVMS for it"
+_IMAGES = "headrace generates no images or speech; leave it out, or use OVMS for it"
 _GRPC = "the gRPC API shares the gateway's process and its limits"
 _CORS = "pages of allowed origins may use the methods and headers of the API"
 FLAGS: tuple[Flag, ...] = (

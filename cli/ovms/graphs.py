@@ -52,7 +52,7 @@ CALCULATORS = (
 )
 _OLD = "export the model again with OVMS's export_model.py, as embeddings_ov or rerank_ov"
 _WITHOUT = {
-    "ImageGenCalculator": "headrace serves no images; use OVMS for it",
+    "ImageGenCalculator": "headrace generates no images; use OVMS for it",
     "S2tCalculator": "headrace serves no speech; use OVMS for it",
     "T2sCalculator": "headrace serves no speech; use OVMS for it",
     "PythonExecutorCalculator": "headrace runs no Python nodes; use OVMS for it",

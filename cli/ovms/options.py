@@ -388,9 +388,7 @@ _PLUGIN = "its properties, see there"
 
 def _take_pipeline(draft: Draft, value: str) -> None:
     if value == "OMNI":
-        raise OptionError("pipeline_type OMNI is not supported: headrace serves no speech or images; use OVMS for it")
-    if value.startswith("VLM"):
-        draft.notes.append(f"pipeline_type {value}: the model is served for text; requests with images are refused")
+        raise OptionError("pipeline_type OMNI is not supported: headrace reads and writes no speech; use OVMS for it")
 
 
 TEXT_GENERATION: tuple[Option, ...] = (
@@ -430,7 +428,7 @@ TEXT_GENERATION: tuple[Option, ...] = (
     _applied(
         "pipeline_type",
         ("LM", "VLM", "LM_CB", "VLM_CB", "OMNI", "AUTO"),
-        "`LM`, `LM_CB` and `AUTO` are the same; `VLM` and `VLM_CB` serve text alone; `OMNI` is refused",
+        "all but `OMNI` are the same: a model reads images if its directory has networks for them; `OMNI` is refused",
         _take_pipeline,
     ),
     _applied("cache_eviction_config", CACHE_EVICTION, "`--cache-eviction`", _take_eviction),

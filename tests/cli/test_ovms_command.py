@@ -207,7 +207,6 @@ def test_a_draft_model_is_a_directory_or_beside_the_model(served: Served, model:
         (("--enable_prefix_caching", "false"), "enable_prefix_caching has no effect: "),
         (("--enable_tool_guided_generation", "true"), "enable_tool_guided_generation has no effect: "),
         (("--cache_interval_multiplier", "2"), "cache_interval_multiplier has no effect: "),
-        (("--pipeline_type", "VLM"), "pipeline_type VLM: the model is served for text"),
         (("--max_prompt_len", "2000"), "plugin_config: MAX_PROMPT_LEN has no effect: "),
         (
             ("--model_distribution_policy", "TENSOR_PARALLEL"),

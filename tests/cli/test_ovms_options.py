@@ -216,10 +216,7 @@ def test_the_cpu_is_the_device(directory: Path, device: str) -> None:
 
 def test_of_several_devices_the_cpu_is_taken_and_named(directory: Path) -> None:
     _, notes = read(llm_graph('models_path: "./" device: "AUTO:GPU,CPU" pipeline_type: VLM_CB'), directory)
-    assert notes == [
-        "device AUTO:GPU,CPU is the CPU: headrace computes on CPUs only",
-        "pipeline_type VLM_CB: the model is served for text; requests with images are refused",
-    ]
+    assert notes == ["device AUTO:GPU,CPU is the CPU: headrace computes on CPUs only"]
 
 
 def test_steps_have_room_for_prompts_beside_the_sequences(directory: Path) -> None:
@@ -230,7 +227,7 @@ def test_steps_have_room_for_prompts_beside_the_sequences(directory: Path) -> No
 
 def test_a_graph_without_a_known_calculator_is_refused_with_the_remedy() -> None:
     for calculator, remedy in (
-        ("ImageGenCalculator", "headrace serves no images; use OVMS for it"),
+        ("ImageGenCalculator", "headrace generates no images; use OVMS for it"),
         ("EmbeddingsCalculator", "export the model again with OVMS's export_model.py"),
         ("OpenVINOInferenceCalculator", "there are HttpLLMCalculator"),
     ):
