@@ -221,6 +221,13 @@ def test_options_of_graphs_without_effect_are_named(
     assert run.notes[0].startswith(named)
 
 
+@pytest.mark.parametrize("value", ["LM", "VLM", "LM_CB", "VLM_CB", "AUTO"])
+def test_what_a_model_reads_is_not_a_matter_of_its_pipeline(served: Served, model: Path, value: str) -> None:
+    plain, _ = served("--model_path", str(model))
+    run, _ = served("--model_path", str(model), "--pipeline_type", value)
+    assert (run.settings.models, run.notes) == (plain.settings.models, plain.notes)
+
+
 VALUES = {"text": "x", "whole": "7", "switch": None}
 
 
