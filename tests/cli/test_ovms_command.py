@@ -89,6 +89,8 @@ def test_a_model_is_served_as_ovms_serves_it(served: Served, model: Path) -> Non
         (("--log_level", "TRACE"), ("log_level", "debug")),
         (("--log_level", "ERROR"), ("log_level", "error")),
         (("--allowed_origins", "https://a, https://b"), ("cors_origins", ("https://a", "https://b"))),
+        (("--allowed_media_domains", "a.example,b.example"), ("allowed_media_domains", ("a.example,b.example",))),
+        (("--allowed_local_media_path", "/pictures"), ("allowed_local_media_path", Path("/pictures"))),
         (("--plugin_config", '{"KV_CACHE_PRECISION": "u4"}'), ("kv_precision", "u4")),
         (("--kv_cache_precision", "u8"), ("kv_precision", "u8")),
         (("--max_num_seqs", "9"), ("max_num_seqs", 9)),
