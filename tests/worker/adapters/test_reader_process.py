@@ -62,7 +62,9 @@ def test_the_other_process_writes_slots_of_this_ones_memory(
     assert contents(memory, 2) == expected(paths[0])
     assert contents(memory, 0) == expected(paths[1])
     assert not any(map(any, contents(memory, 1)))
-    assert os.getpriority(os.PRIO_PROCESS, reader.pid) == 19, "streams wait for it"
+    # The lowest, or as much lower than this process as can be.
+    lowest = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 19)
+    assert os.getpriority(os.PRIO_PROCESS, reader.pid) == lowest, "streams wait for it"
 
 
 def test_more_ranks_need_new_memory_which_keeps_the_slots_in_use(
