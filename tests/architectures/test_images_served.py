@@ -12,12 +12,12 @@ import pytest
 
 from headrace.common.transport.channels import PLAIN
 from headrace.common.vision.bounds import DEFAULT_MAX_IMAGE_PIXELS
+from headrace.common.vision.families.known import family_in
 from headrace.common.vision.family import Detail, ImageFamily
 from headrace.common.vision.header import read_header
 from headrace.common.vision.identity import digest, pseudo_tokens
 from headrace.protos import inference_pb2_grpc
 from headrace.protos.inference_pb2 import GenerateRequest
-from headrace.worker.vision.tower_encoder import family_in
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import FAMILIES
 from tests.architectures.image_processing import PROCESSING

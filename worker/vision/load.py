@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.common.vision.bounds import DEFAULT_MAX_IMAGE_PIXELS, MAX_PIXELS
+from headrace.common.vision.families.known import family_in
 from headrace.common.vision.family import FamilyError, ImageFamily
 from headrace.protos.worker_pb2 import ImageLimits
 from headrace.worker.config import WorkerConfig
@@ -15,7 +16,6 @@ from headrace.worker.multimodal.image_inputs import ImageInputs
 from headrace.worker.vision.encoder import Setting, UnsupportedModelError
 from headrace.worker.vision.process import EncoderProcess
 from headrace.worker.vision.states import StateStore
-from headrace.worker.vision.tower_encoder import family_in
 
 log = logging.getLogger("headrace.worker")
 

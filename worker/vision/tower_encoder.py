@@ -9,9 +9,8 @@ from pathlib import Path
 
 from headrace.common.vision.bounds import check_size
 from headrace.common.vision.decode import decode
-from headrace.common.vision.families.known import family_of
+from headrace.common.vision.families.known import family_in
 from headrace.common.vision.family import Detail, ImageFamily
-from headrace.common.vision.files import FILES
 from headrace.common.vision.header import ImageError, read_header
 from headrace.worker.multimodal.towers.load import tower_of
 from headrace.worker.multimodal.towers.tower import Pixels, Tower, TowerError
@@ -19,12 +18,6 @@ from headrace.worker.request.images import ImageStates
 from headrace.worker.vision.encoder import BadImageError, ImageFile, Setting, UnsupportedModelError
 
 log = logging.getLogger("headrace.worker.vision")
-
-
-def family_in(model_dir: Path, max_view_pixels: int) -> ImageFamily | None:
-    """The images of the model in a directory; None if it is a text model. FamilyError if they are not supported."""
-    files = {name: (model_dir / name).read_bytes() for name in FILES if (model_dir / name).is_file()}
-    return family_of(files, max_view_pixels)
 
 
 class TowerEncoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from headrace.common.vision.bounds import DEFAULT_MAX_IMAGE_PIXELS
 from headrace.common.vision.families.gemma3 import Gemma3
@@ -12,7 +13,7 @@ from headrace.common.vision.families.llava_next import LlavaNext
 from headrace.common.vision.families.pixtral import Pixtral
 from headrace.common.vision.families.qwen import Qwen
 from headrace.common.vision.family import FamilyError, ImageFamily
-from headrace.common.vision.files import ModelFiles
+from headrace.common.vision.files import FILES, ModelFiles
 
 _Read = Callable[[ModelFiles, int], ImageFamily]
 
@@ -56,3 +57,9 @@ def family_of(files: Mapping[str, bytes], max_image_pixels: int = DEFAULT_MAX_IM
             f"images of models of the type {kind!r} are not supported; those of {', '.join(sorted(FAMILIES))} are"
         )
     return _FAMILIES[kind](parsed, max_image_pixels)
+
+
+def family_in(model_dir: Path, max_image_pixels: int) -> ImageFamily | None:
+    """The family of the model in a directory; see `family_of`."""
+    files = {name: (model_dir / name).read_bytes() for name in FILES if (model_dir / name).is_file()}
+    return family_of(files, max_image_pixels)
