@@ -280,7 +280,9 @@ _REQUESTS = _options(
     click.option("--request-id-prefix", default="", help="Send x-request-id with this and a number."),
     *(
         click.option(
-            f"--{name.replace('_', '-')}", type=int if name == "top_k" else float, help="Of sampling; sent if given."
+            f"--{name.replace('_', '-')}",
+            type=int if name == "top_k" else FiniteRange(),
+            help="Of sampling; sent if given.",
         )
         for name in _SAMPLING
     ),
