@@ -63,7 +63,7 @@ def test_its_text_is_that_of_the_model_and_images_are_refused(hub: Hub, divided:
     finally:
         serve.end()
     assert of_parts == of_whole
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].content[0].type")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].content[0]")
     fetched = [name for name in hub.fetched(NAMES[1]) if name.startswith("openvino_")]
     assert sorted(fetched) == sorted(f"{name}.{suffix}" for name in NEEDED for suffix in ("xml", "bin"))
     shown = json.loads(headrace("models", "show", NAMES[1], "--json").stdout)

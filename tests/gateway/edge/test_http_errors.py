@@ -141,7 +141,7 @@ async def test_a_bad_field_of_a_chat_is_named(gateway: Any, router: Any, fields:
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
         ({"echo": True}, "echo"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
     ],
 )
 async def test_what_cannot_be_honoured_yet_is_refused_by_name(gateway: Any, fields: Any, param: str) -> None:
