@@ -139,7 +139,10 @@ def _check_total(images: Sequence[tuple[str, GivenImage]], num_bytes: int) -> No
 
 
 async def _decoded(name: str, text: str) -> bytes:
-    """The bytes that base64 stands for. Raises `ImageRefusal`."""
+    """The bytes that base64 stands for. Line breaks in it are skipped: programs wrap it. Raises `ImageRefusal`."""
+    for line_break in ("\n", "\r"):
+        if line_break in text:
+            text = text.replace(line_break, "")
     padding = text.find("=")
     if len(text) % 4 or (padding >= 0 and padding < len(text) - 2) or not text.isascii():
         raise _not_base64(name)

@@ -59,7 +59,6 @@ async def test_base64_is_decoded_once(pool: Any) -> None:
     "text",
     [
         "QUJ",
-        "QUJD\n",
         "QU JD",
         "QUJ\\",
         "QU=D",
@@ -76,6 +75,15 @@ async def test_base64_is_read_strictly(pool: Any, text: str) -> None:
     found = await why(pool, image_of_base64("i", text), limits=limits)
     assert found[:2] == (Why.FORMAT, "i0")
     assert found[2].startswith("i0 is not valid base64")
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+async def test_base64_may_be_wrapped(pool: Any, line_break: str) -> None:
+    data = png(30, 20)
+    text = b64(data)
+    lines = [text[start : start + 76] for start in range(0, len(text), 76)]
+    ((found, _),) = await load(pool, GivenImage(base64=line_break.join([*lines, ""])))
+    assert found == data
 
 
 async def test_long_base64_lets_others_have_their_turn(pool: Any) -> None:
