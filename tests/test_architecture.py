@@ -166,9 +166,12 @@ TIERS = {
         ("datasets",),
         ("workload", "load"),
         ("measures", "display"),
-        ("results", "flags"),
+        ("results",),
         ("benchmark", "sweep", "saved", "charts"),
         ("report",),
+        ("telling",),
+        ("options",),
+        ("serve",),
         ("__main__",),
     ),
     "cli": (

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.bench.__main__ import main
-from headrace.bench.flags import spelled_out
+from headrace.bench.options.parsing import spelled_out
 from tests.bench.scripted_server import scripted_server
 
 # What scripts made for `vllm bench serve` read.

@@ -1,64 +1,13 @@
-"""Flags as `vllm bench serve` takes them: several values after one flag, and underscores in names."""
+"""Types of the values of flags: pairs, objectives, lists. Each refuses what it cannot read by name."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import click
 import msgspec
 
 from headrace.bench.measures import GOODPUT_METRICS, METRICS
-
-# What may follow a flag as a further value. A URL is none: it names the server.
-_FURTHER = {
-    "--goodput": re.compile(r"[a-z0-9_]+:[0-9.]+"),
-    "--metadata": re.compile(r"[^-=/:\s][^=/:\s]*=.*", re.DOTALL),
-    "--lora-modules": re.compile(r"[^-:][^:]*"),
-    "--header": re.compile(r"[^-=/:\s][^=/:\s]*=.*", re.DOTALL),
-}
-
-
-def spelled_out(args: Sequence[str]) -> list[str]:
-    """The arguments with each value behind a flag of its own, and hyphens for underscores in names of flags."""
-    found: list[str] = []
-    flag = ""
-    is_value = False
-    for arg in args:
-        if arg.startswith("--"):
-            name, mark, value = arg.partition("=")
-            name = name.replace("_", "-")
-            arg = name + mark + value
-            flag, is_value = name if name in _FURTHER else "", not mark
-        elif flag and not is_value and _FURTHER[flag].fullmatch(arg):
-            found.append(flag)
-        elif not is_value:
-            flag = ""
-        if not arg.startswith("--"):
-            is_value = False
-        found.append(arg)
-    return found
-
-
-class Command(click.Command):
-    """A command that reads its arguments so."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Spell the arguments out first."""
-        return super().parse_args(ctx, spelled_out(args))
-
-
-class Group(click.Group):
-    """A group whose command `serve` need not be named: `headrace bench URL` is `headrace bench serve URL`."""
-
-    default = "serve"
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Name the command if the arguments begin with none."""
-        if args and args[0] not in (*self.commands, "--help", "-h"):
-            args = [self.default, *args]
-        return super().parse_args(ctx, args)
 
 
 class Pair(click.ParamType[tuple[str, str]]):

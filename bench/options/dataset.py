@@ -1,0 +1,197 @@
+"""What is asked: the flags of datasets, their lengths and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.bench.datasets import ManyTurns
+from headrace.bench.lengths import SHAPES, Lengths
+from headrace.bench.options.parsing import UsageError, options
+from headrace.bench.workload import NAMES, OF_FILES, Workload
+from headrace.common.flags import FiniteRange
+
+FLAGS = options(
+    click.option("--dataset-name", type=click.Choice(NAMES), default="random", help="What is asked."),
+    click.option(
+        "--dataset-path",
+        type=click.Path(path_type=Path),
+        help="File of sharegpt (JSON), custom (JSONL with `prompt`), timed_trace (Mooncake's JSONL) or sonnet (text).",
+    ),
+    click.option("--num-prompts", type=click.IntRange(1), help="Number of requests. Default: 1000."),
+    click.option("--seed", type=int, default=0, help="Seed of prompts, lengths and arrivals."),
+    click.option(
+        "--tokenizer",
+        help="Model of the cache, or directory, whose tokenizer counts tokens. Default: the server's /tokenize, if it "
+        "has one.",
+    ),
+    click.option("--input-len", type=click.IntRange(1), help="Tokens of prompts of random, sonnet and multi_turn."),
+    click.option("--output-len", type=click.IntRange(1), help="Tokens of answers, of every dataset but timed_trace."),
+    click.option(
+        "--input-dist",
+        type=click.Choice(SHAPES),
+        help="Distribution of prompts of random, prefix_repetition (suffixes) and multi_turn. The length is the "
+        "median of lognormal and the mean of exponential. Default: uniform with --random-range-ratio, else fixed; "
+        "lognormal for multi_turn.",
+    ),
+    click.option(
+        "--output-dist",
+        type=click.Choice(SHAPES),
+        help="Distribution of answers of the same datasets and of custom. Default: as for prompts; exponential for "
+        "multi_turn.",
+    ),
+    click.option("--lognormal-sigma", type=FiniteRange(0), default=1.0, help="Sigma of lognormal lengths."),
+    click.option(
+        "--max-total-len",
+        type=click.IntRange(2),
+        default=32768,
+        help="Most tokens of prompt and answer. Longer requests of a trace are left out; drawn lengths are at most "
+        "half of it, and conversations end before it.",
+    ),
+    click.option("--random-input-len", type=click.IntRange(1), default=1024, help="random: tokens of a prompt."),
+    click.option("--random-output-len", type=click.IntRange(1), default=128, help="random: tokens of an answer."),
+    click.option(
+        "--random-range-ratio",
+        type=FiniteRange(0, 1, max_open=True),
+        default=0.0,
+        help="random: lengths are uniform within this share around the given ones.",
+    ),
+    click.option(
+        "--random-prefix-len",
+        type=click.IntRange(0),
+        default=0,
+        help="random: tokens before each that all prompts share.",
+    ),
+    click.option(
+        "--sharegpt-output-len", type=click.IntRange(1), help="sharegpt: tokens of answers. Default: as in the file."
+    ),
+    click.option("--custom-output-len", type=click.IntRange(1), default=256, help="custom: tokens of an answer."),
+    click.option("--sonnet-input-len", type=click.IntRange(1), default=550, help="sonnet: most tokens of a prompt."),
+    click.option("--sonnet-output-len", type=click.IntRange(1), default=150, help="sonnet: tokens of an answer."),
+    click.option(
+        "--sonnet-prefix-len", type=click.IntRange(0), default=200, help="sonnet: tokens that all prompts share."
+    ),
+    click.option(
+        "--prefix-repetition-prefix-len",
+        type=click.IntRange(1),
+        default=256,
+        help="prefix_repetition: tokens of a prefix.",
+    ),
+    click.option(
+        "--prefix-repetition-suffix-len",
+        type=click.IntRange(1),
+        default=256,
+        help="prefix_repetition: tokens behind it.",
+    ),
+    click.option(
+        "--prefix-repetition-num-prefixes",
+        type=click.IntRange(1),
+        default=10,
+        help="prefix_repetition: number of prefixes.",
+    ),
+    click.option(
+        "--prefix-repetition-output-len",
+        type=click.IntRange(1),
+        default=128,
+        help="prefix_repetition: tokens of an answer.",
+    ),
+    click.option(
+        "--timed-trace-sec-multiplier",
+        type=FiniteRange(0, min_open=True),
+        default=0.001,
+        help="timed_trace: seconds in a unit of the timestamps. Mooncake's are milliseconds; 0.0005 is twice as fast.",
+    ),
+    click.option(
+        "--timed-trace-chunk-hash-size",
+        type=click.IntRange(1),
+        help="timed_trace: tokens of a block in hash_ids. Default: as the lengths say, 512 for Mooncake's.",
+    ),
+    click.option(
+        "--self-timed/--no-self-timed", default=None, help="timed_trace: send at the trace's times. Default: yes."
+    ),
+    click.option(
+        "--multi-turn-turns", type=FiniteRange(1), default=5.0, help="multi_turn: mean turns of a conversation."
+    ),
+    click.option(
+        "--multi-turn-think-time",
+        type=FiniteRange(0),
+        default=10.0,
+        help="multi_turn: mean seconds between an answer and the next question.",
+    ),
+    click.option(
+        "--multi-turn-users",
+        type=click.IntRange(1),
+        default=8,
+        help="multi_turn: users, who have one conversation after the other. With --request-rate, conversations begin "
+        "at that rate instead.",
+    ),
+    click.option(
+        "--multi-turn-system-len", type=click.IntRange(0), default=512, help="multi_turn: tokens of the system prompt."
+    ),
+    click.option(
+        "--multi-turn-num-systems", type=click.IntRange(1), default=1, help="multi_turn: number of system prompts."
+    ),
+    click.option("--disable-shuffle", is_flag=True, help="Take the entries of a file in their order."),
+)
+
+
+def workload(flags: Mapping[str, Any]) -> Workload:
+    """The dataset with its numbers. Raises UsageError."""
+    name = flags["dataset_name"]
+    if name in OF_FILES and flags["dataset_path"] is None:
+        raise UsageError(f"--dataset-name {name} reads a file; name it with --dataset-path")
+    if name not in OF_FILES and flags["dataset_path"] is not None:
+        names = ", ".join(sorted(OF_FILES))
+        raise UsageError(f"--dataset-name {name} reads no file; name one of {names} for --dataset-path")
+    name, sigma = flags["dataset_name"], flags["lognormal_sigma"]
+    ratio = flags["random_range_ratio"] if name == "random" else 0.0
+    most = flags["max_total_len"] // 2
+    is_many = name == "multi_turn"
+
+    def lengths(dist: str | None, usual: str, middle: int) -> Lengths:
+        shape = dist or usual
+        return Lengths(shape, middle, sigma if shape == "lognormal" else ratio, most)  # type: ignore[arg-type]
+
+    usual = "uniform" if ratio else "fixed"
+    output_len = flags["output_len"]
+    outputs = {
+        "random": flags["random_output_len"],
+        "custom": flags["custom_output_len"],
+        "sonnet": flags["sonnet_output_len"],
+        "prefix_repetition": flags["prefix_repetition_output_len"],
+    }
+    output = lengths(flags["output_dist"], "exponential" if is_many else usual, output_len or outputs.get(name, 128))
+    inputs = lengths(
+        flags["input_dist"],
+        "lognormal" if is_many else usual,
+        flags["input_len"] or (128 if is_many else flags["random_input_len"]),
+    )
+    return Workload(
+        name=name,
+        path=flags["dataset_path"],
+        inputs=inputs,
+        outputs=output,
+        output_len=output_len or flags["sharegpt_output_len"],
+        is_shuffled=not flags["disable_shuffle"],
+        random_prefix_len=flags["random_prefix_len"],
+        num_prefixes=flags["prefix_repetition_num_prefixes"],
+        prefix_len=flags["prefix_repetition_prefix_len"],
+        suffix_len=lengths(flags["input_dist"], "fixed", flags["prefix_repetition_suffix_len"]),
+        sonnet_input_len=flags["input_len"] or flags["sonnet_input_len"],
+        sonnet_prefix_len=flags["sonnet_prefix_len"],
+        many_turns=ManyTurns(
+            flags["multi_turn_turns"],
+            flags["multi_turn_think_time"],
+            flags["multi_turn_system_len"],
+            flags["multi_turn_num_systems"],
+            inputs,
+            output,
+            flags["max_total_len"],
+        ),
+        trace_seconds=flags["timed_trace_sec_multiplier"],
+        trace_block=flags["timed_trace_chunk_hash_size"],
+        most_tokens=flags["max_total_len"],
+    )

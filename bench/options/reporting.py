@@ -1,0 +1,54 @@
+"""What is told and kept: the flags of figures, files and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.bench.options.parsing import options
+from headrace.bench.options.values import MetricNames, Objective, Pair, Percentiles
+from headrace.bench.telling import Outputs
+
+FLAGS = options(
+    click.option(
+        "--percentile-metrics",
+        type=MetricNames(),
+        default="ttft,tpot,itl",
+        help="Metrics to report, with commas: ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue.",
+    ),
+    click.option("--metric-percentiles", type=Percentiles(), default="99", help="Percentiles to report, with commas."),
+    click.option(
+        "--goodput",
+        type=Objective(),
+        multiple=True,
+        help="Objective in ms, such as ttft:500; of ttft, tpot, e2el; may be repeated. A good request meets all.",
+    ),
+    click.option("--save-result", is_flag=True, help="Save the result as JSON."),
+    click.option("--save-detailed", is_flag=True, help="Save the figures and texts of each request too."),
+    click.option(
+        "--append-result", is_flag=True, help="Append the result as a line to the file, instead of replacing it."
+    ),
+    click.option("--result-dir", type=click.Path(path_type=Path), help="Directory for results. Default: this one."),
+    click.option("--result-filename", help="Name of the file. Default: made of label, rate, model and date."),
+    click.option("--label", help="Begins names of files, and names the run in reports. Default: the backend."),
+    click.option("--metadata", type=Pair(), multiple=True, help="NAME=VALUE to save with the result; may be repeated."),
+    click.option("--html", type=click.Path(path_type=Path), help="Write a report with charts to this file."),
+    click.option("--disable-tqdm", is_flag=True, help="Show no progress."),
+)
+
+
+def outputs(flags: Mapping[str, Any]) -> Outputs:
+    """What is written, and where."""
+    asks = ("save_result", "save_detailed", "append_result", "result_filename")
+    return Outputs(
+        is_saved=any(flags[name] for name in asks),
+        is_detailed=flags["save_detailed"],
+        appends=flags["append_result"],
+        directory=flags["result_dir"],
+        filename=flags["result_filename"],
+        page=flags["html"],
+        name=flags["label"] or flags["backend"],
+    )

@@ -1,0 +1,68 @@
+"""Whom to ask: the flags that name the server, its API and the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.bench.apis import BACKENDS, Api, api_of
+from headrace.bench.options.parsing import UsageError, options
+from headrace.bench.options.values import Pair
+from headrace.bench.target import Target, target_of
+from headrace.common.flags import FiniteRange
+
+FLAGS = options(
+    click.argument("url", required=False),
+    click.option("--base-url", help="URL of the server, instead of URL."),
+    click.option("--host", help="Host of the server, instead of URL. Default: 127.0.0.1, with --port."),
+    click.option("--port", type=click.IntRange(1, 65535), help="Port of the server, with --host. Default: 8000."),
+    click.option(
+        "--backend",
+        type=click.Choice(BACKENDS),
+        default="openai",
+        help="The server's API. openai: POST /v1/completions; openai-chat: POST /v1/chat/completions; vllm: as openai.",
+    ),
+    click.option(
+        "--endpoint", help="Path of the API, if it is not the usual one. One of chats makes the API openai-chat."
+    ),
+    click.option("--model", help="Model to ask for. Default: the first that the server lists."),
+    click.option("--served-model-name", help="Model to ask for, if the server has another name for --model."),
+    click.option("--header", "headers", type=Pair(), multiple=True, help="Header of every request; may be repeated."),
+    click.option("--ca-file", type=click.Path(path_type=Path), help="Certificates of the server's authority."),
+    click.option("--insecure", is_flag=True, help="Accept any certificate."),
+    click.option(
+        "--request-timeout",
+        type=FiniteRange(0, min_open=True),
+        default=600.0,
+        help="Seconds until a request has failed.",
+    ),
+)
+
+
+def target(flags: Mapping[str, Any]) -> Target:
+    """The server that the flags name. Raises UsageError."""
+    url = flags["url"] or flags["base_url"]
+    if flags["url"] is not None and any(flags[name] is not None for name in ("base_url", "host", "port")):
+        raise UsageError("the server is named twice; give either URL, or --base-url, or --host and --port")
+    if url is None:
+        if flags["host"] is None and flags["port"] is None:
+            raise UsageError("which server? Give its URL, such as http://127.0.0.1:8000")
+        host = flags["host"] or "127.0.0.1"
+        url = f"http://{f'[{host}]' if ':' in host else host}:{flags['port'] or 8000}"
+    headers = dict(flags["headers"])
+    key = os.environ.get("OPENAI_API_KEY")
+    if key and not any(name.lower() == "authorization" for name in headers):
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        return target_of(url, headers, flags["ca_file"], flags["insecure"])
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def api(flags: Mapping[str, Any]) -> Api:
+    """The API that the flags name."""
+    return api_of(flags["backend"], flags["endpoint"])

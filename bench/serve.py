@@ -1,0 +1,128 @@
+"""`headrace bench serve`: from the flags to a load on a server, and to what is told of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import click
+import uvloop
+
+from headrace.bench.arrivals import Arrivals
+from headrace.bench.benchmark import Benchmark, BenchmarkError, Plan, first_model, writer_of
+from headrace.bench.connection import Client
+from headrace.bench.options import dataset, load, reporting, requests, server, vllm
+from headrace.bench.options.parsing import Command, Failed, UsageError
+from headrace.bench.results import Result
+from headrace.bench.sender import HttpSender
+from headrace.bench.sweep import sweep, table
+from headrace.bench.telling import Outputs
+
+_NUM_PROMPTS = 1000
+_SWEEP_PROBES = 3
+_SWEEP_FIRST_SHARE = 0.5
+_SWEEP_LEAST_PROMPTS = 20
+_MAX_SWEEP_PROMPTS = 5000
+
+
+@click.command(cls=Command, context_settings={"show_default": True})
+@server.FLAGS
+@dataset.FLAGS
+@load.FLAGS
+@requests.FLAGS
+@reporting.FLAGS
+@vllm.FLAGS
+@click.pass_context
+def serve(context: click.Context, /, **flags: Any) -> None:
+    """Put load on the server at URL and print latencies and throughput.
+
+    Options, the text and the JSON are those of `vllm bench serve`. The server may be any with an OpenAI-compatible API,
+    or one with Ollama's, TGI's or KServe's (--backend). OPENAI_API_KEY is sent as a bearer token if it is set.
+
+    Answers are checked too. If some are wrong, or all requests fail, the exit status is 1.
+    """
+    context.exit(uvloop.run(_serve(flags)))
+
+
+async def _serve(flags: Mapping[str, Any]) -> int:
+    """Run it all; the exit status."""
+    api = server.api(flags)
+    plan = _plan(flags)
+    options = requests.request_options(flags, api, flags["served_model_name"] or flags["model"] or "")
+    client = Client(server.target(flags), flags["request_timeout"])
+    try:
+        if not options.model:
+            options = options._replace(model=await first_model(client, api))
+        writer = await writer_of(client, options.model, flags["tokenizer"])
+        if not writer.counter.is_exact:
+            click.echo("no tokenizer: lengths of prompts are guesses; see --tokenizer", err=True)
+        sender = HttpSender(client, api, options, flags["lora_modules"], flags["request_id_prefix"])
+        bench = Benchmark(client, api, sender, options, writer)
+        outputs = reporting.outputs(flags)
+        if flags["is_sweep"]:
+            return await _swept(bench, plan, outputs, flags["sweep_seconds"], flags["sweep_refinements"])
+        return await _once(bench, plan, outputs)
+    except BenchmarkError as error:
+        raise Failed(str(error)) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        client.close()
+
+
+def _plan(flags: Mapping[str, Any]) -> Plan:
+    """What to run. Raises UsageError for flags that contradict each other."""
+    load.check_sweep(flags)
+    return Plan(
+        workload=dataset.workload(flags),
+        num_prompts=flags["num_prompts"] or _NUM_PROMPTS,
+        arrivals=load.arrivals(flags),
+        is_self_timed=load.is_self_timed(flags),
+        max_concurrency=flags["max_concurrency"],
+        num_users=load.num_users(flags),
+        think_s=flags["multi_turn_think_time"],
+        num_warmups=flags["num_warmups"],
+        ready_timeout_s=flags["ready_check_timeout_sec"],
+        tokenizer=flags["tokenizer"],
+        objectives_ms=dict(flags["goodput"]),
+        metrics=flags["percentile_metrics"],
+        percentiles=flags["metric_percentiles"],
+        backend=flags["backend"],
+        label=flags["label"],
+        metadata=dict(flags["metadata"]),
+        seed=flags["seed"],
+        shows_progress=not flags["disable_tqdm"],
+    )
+
+
+async def _once(bench: Benchmark, plan: Plan, outputs: Outputs) -> int:
+    drawn = await bench.draw(plan, plan.num_prompts)
+    if drawn.note:
+        click.echo(drawn.note, err=True)
+    await bench.warm_up(plan, drawn.conversations)
+    result = await bench.run(plan, drawn.conversations, plan.arrivals, "requests")
+    return outputs.tell([result])
+
+
+async def _swept(bench: Benchmark, plan: Plan, outputs: Outputs, seconds: float, refinements: int) -> int:
+    probes = await bench.draw(plan, _SWEEP_PROBES)
+    await bench.warm_up(plan, probes.conversations)
+    alone = dataclasses.replace(plan, max_concurrency=1, num_users=None)
+    first = await bench.run(alone, probes.conversations, Arrivals(), "one after the other")
+    if not first.totals.completed:
+        return outputs.tell([first])
+    latency_s = statistics.median(record.latency_s for record in first.run.records if record.succeeded)
+    results: list[Result] = []
+
+    async def run(rate: float) -> Result:
+        count = min(max(math.ceil(rate * seconds), _SWEEP_LEAST_PROMPTS), _MAX_SWEEP_PROMPTS)
+        drawn = await bench.draw(dataclasses.replace(plan, seed=plan.seed + 1 + len(results)), count)
+        arrivals = dataclasses.replace(plan.arrivals, rate=rate)
+        results.append(await bench.run(plan, drawn.conversations, arrivals, f"{rate:.2f} req/s"))
+        return results[-1]
+
+    found = await sweep(_SWEEP_FIRST_SHARE / max(latency_s, 1e-3), refinements, run)
+    return outputs.tell(results, table(found)) or int(found.knee is None)
