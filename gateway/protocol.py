@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from headrace.gateway.edge.description import Operation
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.grpc_edge import GrpcService
 from headrace.gateway.fields import FieldTable
@@ -64,8 +63,6 @@ class Protocol:
 
     open: Callable[[Setup], OpenProtocol]
     """Opens it on the running event loop. Raises `CannotServeError`."""
-    operations: Sequence[Operation] = ()
-    """Its endpoints in the OpenAPI document."""
     fields: Sequence[FieldTable] = ()
     """The tables of its fields, from which the reference is written."""
     options: Sequence[click.Option] = ()

@@ -8,9 +8,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from headrace.gateway.edge.description import Operation
 from headrace.gateway.edge.endpoint import Endpoint
-from headrace.gateway.operations import description, model_server_endpoints, openapi_endpoints, state_endpoints
+from headrace.gateway.operations import model_server_endpoints, openapi_endpoints, state_endpoints
 from headrace.gateway.protocol import OpenProtocol, Protocol
 from headrace.gateway.services import Services
 
@@ -37,18 +36,12 @@ def _load(name: str) -> Protocol:
 PROTOCOLS = {name: _load(name) for name in NAMES}
 """The protocols by name, in the order in which paths are matched."""
 
-OPERATIONS: Sequence[Operation] = (
-    *(operation for protocol in PROTOCOLS.values() for operation in protocol.operations),
-    *description.OPERATIONS,
-)
-"""The operations in the OpenAPI document."""
-
 
 def endpoints(services: Services, opened: Sequence[OpenProtocol]) -> Sequence[Endpoint]:
     """All HTTP endpoints of the open protocols and for operators."""
-    return [
+    found = [
         *(endpoint for protocol in opened for endpoint in protocol.endpoints),
         *state_endpoints.endpoints(services, [protocol.redis_states for protocol in opened]),
         *model_server_endpoints.endpoints(services),
-        *openapi_endpoints.endpoints(OPERATIONS),
     ]
+    return [*found, *openapi_endpoints.endpoints(found)]

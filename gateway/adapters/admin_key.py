@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.endpoint import API, Endpoint, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.protos.status import Reason, StatusError
 
@@ -45,5 +45,5 @@ class AdminKey:
 
 
 def for_operators(*endpoints: Endpoint) -> Sequence[Endpoint]:
-    """The endpoints without the check of API keys, because no API key replaces the operators' key."""
-    return [replace(endpoint, is_open=True, makes_work=False) for endpoint in endpoints]
+    """The endpoints of the API, without the check of API keys, because no API key replaces the operators' key."""
+    return [replace(endpoint, is_open=True, makes_work=False) for endpoint in under(API, *endpoints)]

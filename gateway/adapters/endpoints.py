@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.gateway.adapters.admin_key import AdminKey, for_operators
 from headrace.gateway.adapters.types import AdapterInfo, AdapterInfos, LoadRequest, UnloadRequest
-from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.endpoint import Endpoint, Operation
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.services import Services
@@ -16,10 +16,13 @@ from headrace.protos.router_pb2 import RouterLoadAdapterRequest, ServedAdapter
 def endpoints(services: Services, admin_key: AdminKey) -> Sequence[Endpoint]:
     """POST load_lora_adapter and unload_lora_adapter, GET lora_adapters."""
     own = _Adapters(services, admin_key)
+    load = Operation("Load a LoRA adapter", requests=(LoadRequest,))
+    unload = Operation("Unload a LoRA adapter", requests=(UnloadRequest,))
+    listed = Operation("The LoRA adapters and where they are", AdapterInfos)
     return for_operators(
-        *at_api("POST", "/load_lora_adapter", "adapters", own.load),
-        *at_api("POST", "/unload_lora_adapter", "adapters", own.unload),
-        *at_api("GET", "/lora_adapters", "adapters", own.list),
+        Endpoint("POST", "/load_lora_adapter", "adapters", own.load, load),
+        Endpoint("POST", "/unload_lora_adapter", "adapters", own.unload, unload),
+        Endpoint("GET", "/lora_adapters", "adapters", own.list, listed),
     )
 
 

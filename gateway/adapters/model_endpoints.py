@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.gateway.adapters.admin_key import AdminKey, for_operators
 from headrace.gateway.adapters.types import LoadModelRequest, ModelState, UnloadModelRequest
-from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.endpoint import Endpoint, Operation
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.services import Services
@@ -16,9 +16,11 @@ from headrace.protos.host_pb2 import HostedModel, HostedModelState
 def endpoints(services: Services, admin_key: AdminKey) -> Sequence[Endpoint]:
     """POST load_model and unload_model."""
     own = _Models(services, admin_key)
+    load = Operation("Load a model of the host", ModelState, (LoadModelRequest,))
+    unload = Operation("Unload a model of the host", ModelState, (UnloadModelRequest,))
     return for_operators(
-        *at_api("POST", "/load_model", "model_host", own.load),
-        *at_api("POST", "/unload_model", "model_host", own.unload),
+        Endpoint("POST", "/load_model", "model_host", own.load, load),
+        Endpoint("POST", "/unload_model", "model_host", own.unload, unload),
     )
 
 

@@ -9,24 +9,8 @@ import click
 from headrace.gateway.adapters import model_endpoints
 from headrace.gateway.adapters.admin_key import AdminKey
 from headrace.gateway.adapters.endpoints import endpoints
-from headrace.gateway.adapters.types import (
-    AdapterInfos,
-    LoadModelRequest,
-    LoadRequest,
-    ModelState,
-    UnloadModelRequest,
-    UnloadRequest,
-)
-from headrace.gateway.edge.description import API, Operation
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol, Setup
 
-OPERATIONS = (
-    Operation("POST", "/load_lora_adapter", "Load a LoRA adapter", None, (LoadRequest,), prefixes=API),
-    Operation("POST", "/unload_lora_adapter", "Unload a LoRA adapter", None, (UnloadRequest,), prefixes=API),
-    Operation("POST", "/load_model", "Load a model of the host", ModelState, (LoadModelRequest,), prefixes=API),
-    Operation("POST", "/unload_model", "Unload a model of the host", ModelState, (UnloadModelRequest,), prefixes=API),
-    Operation("GET", "/lora_adapters", "The LoRA adapters and where they are", AdapterInfos, prefixes=API),
-)
 _OPTIONS = (
     click.Option(
         ["--admin-key-file"],
@@ -48,4 +32,4 @@ class _Adapters(OpenProtocol):
         self.endpoints = [*endpoints(services, admin_key), *model_endpoints.endpoints(services, admin_key)]
 
 
-PROTOCOL = Protocol(_Adapters, OPERATIONS, options=_OPTIONS)
+PROTOCOL = Protocol(_Adapters, options=_OPTIONS)

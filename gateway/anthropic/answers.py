@@ -165,6 +165,8 @@ class TokenCount(Shape):
 class _AnthropicErrors(ErrorShape):
     """The error format of this protocol."""
 
+    kind = AnthropicError
+
     def status(self, failure: Failure) -> int:
         """That of the provider: 529 if the server has no capacity, as against 429 for the limits of a key."""
         return OVERLOADED if failure.status == 503 or failure.code == "queue_full" else failure.status

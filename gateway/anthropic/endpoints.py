@@ -10,6 +10,7 @@ from msgspec import UNSET
 from headrace.gateway.anthropic.answers import (
     ANTHROPIC_ERRORS,
     PING,
+    Message,
     MessageAnswer,
     OriginalTokens,
     Showing,
@@ -26,7 +27,7 @@ from headrace.gateway.anthropic.types import (
 )
 from headrace.gateway.chat.request import AnswerFields, Chat
 from headrace.gateway.chat.sampling import ContextTooLongError
-from headrace.gateway.edge.endpoint import Endpoint, Handler, at_api
+from headrace.gateway.edge.endpoint import API, EVENTS, Endpoint, Handler, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.field_names import FieldNames
@@ -39,14 +40,23 @@ _INTERLEAVED = "interleaved-thinking"
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """POST messages and messages/count_tokens."""
     own = _Messages(services)
-    return [
-        *_at_api("/messages", "messages", own.create),
-        *_at_api("/messages/count_tokens", "count_tokens", own.count_tokens),
-    ]
 
+    def posted(path: str, name: str, handler: Handler, operation: Operation) -> Endpoint:
+        return Endpoint("POST", path, name, handler, operation, ANTHROPIC_ERRORS, request_id_header=b"request-id")
 
-def _at_api(path: str, name: str, handler: Handler) -> Sequence[Endpoint]:
-    return at_api("POST", path, name, handler, ANTHROPIC_ERRORS, request_id_header=b"request-id")
+    message = Operation(
+        "Answer in the manner of Anthropic's Messages API",
+        Message,
+        (MessagesRequest, AnswerFields),
+        generates=True,
+        stream_type=EVENTS,
+    )
+    count = Operation("Count the tokens of a prompt of the Messages API", TokenCount, (PromptFields,))
+    return under(
+        API,
+        posted("/messages", "messages", own.create, message),
+        posted("/messages/count_tokens", "count_tokens", own.count_tokens, count),
+    )
 
 
 class _Messages:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from headrace.gateway.anthropic import endpoints
-from headrace.gateway.anthropic.description import OPERATIONS
 from headrace.gateway.anthropic.fields import TABLES
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 
@@ -13,4 +12,4 @@ class _Anthropic(OpenProtocol):
         self.endpoints = endpoints.endpoints(setup.services)
 
 
-PROTOCOL = Protocol(_Anthropic, OPERATIONS, fields=TABLES)
+PROTOCOL = Protocol(_Anthropic, fields=TABLES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from headrace.gateway.edge.wire import Shape, encode
 from headrace.protos.status import Reason, StatusError
@@ -64,6 +64,9 @@ class Error(Shape):
 
 class ErrorShape(Protocol):
     """The error format of a protocol."""
+
+    kind: ClassVar[Any] = Error
+    """The type of an error response."""
 
     def status(self, failure: Failure) -> int:
         """The status of an error response."""

@@ -141,14 +141,7 @@ class _Resource:
         if "GET" in endpoints:
             self._endpoints["HEAD"] = endpoints["GET"]
         first = next(iter(endpoints.values()))
-        refusing = Endpoint(
-            "",
-            first.path,
-            first.name,
-            self._wrong_method,
-            first.errors,
-            request_id_header=first.request_id_header,
-        )
+        refusing = replace(first, method="", handler=self._wrong_method, is_open=False, makes_work=True)
         self._other = self._endpoints.get("", refusing)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

@@ -100,6 +100,8 @@ class KserveGenerateAnswer(Shape, kw_only=True):
 class _KserveErrors(ErrorShape):
     """The format of all errors of this protocol over HTTP."""
 
+    kind = KserveError
+
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
         return encode(KserveError(failure.message))

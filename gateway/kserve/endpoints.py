@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.common.version import headrace_version
 from headrace.gateway.checks import unsupported
-from headrace.gateway.edge.endpoint import Endpoint, Handler
+from headrace.gateway.edge.endpoint import EVENTS, Endpoint, Handler, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.kserve.answering import answer_whole, find_model, plans_of
 from headrace.gateway.kserve.answers import (
     KSERVE_ERRORS,
     GenerateStream,
+    KserveGenerateAnswer,
+    KserveInferAnswer,
+    KserveModel,
     KserveReady,
     KserveServer,
     Parts,
@@ -20,33 +24,42 @@ from headrace.gateway.kserve.answers import (
     model_metadata,
 )
 from headrace.gateway.kserve.requests import NAMES
-from headrace.gateway.kserve.wire import LENGTH_HEADER, answer_of, generate_of, infer_of
+from headrace.gateway.kserve.wire import LENGTH_HEADER, KserveGenerate, KserveInfer, answer_of, generate_of, infer_of
 from headrace.gateway.services import Services
 from headrace.gateway.text.models import Model
 from headrace.protos.status import Reason, StatusError
 
-# Models' names may have slashes, so the longer paths come first.
 _NOT_OF_MODELS = ("config", "stats")
-MODEL_PATHS = ("/v2/models/{name:path}/versions/{version}", "/v2/models/{name:path}")
+# Models' names may have slashes, so the longer paths come first.
+_MODEL_PATHS = ("/v2/models/{name:path}/versions/{version}", "/v2/models/{name:path}")
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """GET /v2 and the models; POST infer, generate and generate_stream."""
     own = _Inferences(services)
-    acts: tuple[tuple[str, str, Handler], ...] = (
-        ("infer", "kserve_infer", own.infer),
-        ("generate", "kserve_generate", own.generate),
-        ("generate_stream", "kserve_generate", own.generate_stream),
-    )
+
+    def read(path: str, name: str, handler: Handler, summary: str, answer: Any, is_open: bool = False) -> Endpoint:
+        operation = Operation(f"{summary}, for KServe's clients", answer)
+        return Endpoint("GET", path, name, handler, operation, KSERVE_ERRORS, is_open)
+
+    def posted(path: str, name: str, handler: Handler, summary: str, answer: Any, request: Any) -> Endpoint:
+        stream_type = EVENTS if answer is None else ""
+        operation = Operation(f"{summary}, for KServe's clients", answer, (request,), True, stream_type)
+        return Endpoint("POST", path, name, handler, operation, KSERVE_ERRORS)
+
+    streamed = "Stream the continuation of a text"
     return [
-        Endpoint("GET", "/v2", "kserve_server", own.server, KSERVE_ERRORS, is_open=True),
-        *(
-            Endpoint("POST", f"{path}/{act}", name, handler, KSERVE_ERRORS)
-            for path in MODEL_PATHS
-            for act, name, handler in acts
+        read("/v2", "kserve_server", own.server, "Describe the gateway", KserveServer, is_open=True),
+        *under(
+            _MODEL_PATHS,
+            posted("/infer", "kserve_infer", own.infer, "Continue texts in tensors", KserveInferAnswer, KserveInfer),
+            posted(
+                "/generate", "kserve_generate", own.generate, "Continue texts", KserveGenerateAnswer, KserveGenerate
+            ),
+            posted("/generate_stream", "kserve_generate", own.generate_stream, streamed, None, KserveGenerate),
+            read("/ready", "kserve_models", own.ready, "Tell that a model can be asked for", KserveReady),
+            read("", "kserve_models", own.model, "Describe a model", KserveModel),
         ),
-        *(Endpoint("GET", f"{path}/ready", "kserve_models", own.ready, KSERVE_ERRORS) for path in MODEL_PATHS),
-        *(Endpoint("GET", path, "kserve_models", own.model, KSERVE_ERRORS) for path in MODEL_PATHS),
     ]
 
 

@@ -6,7 +6,6 @@ import grpc
 
 from headrace.gateway.edge.grpc_edge import GrpcService
 from headrace.gateway.kserve import endpoints
-from headrace.gateway.kserve.description import OPERATIONS
 from headrace.gateway.kserve.service import SERVICE_NAME, KserveService
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 from headrace.protos.kserve_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -28,4 +27,4 @@ class _Kserve(OpenProtocol):
         self._service.calls.stopping = True
 
 
-PROTOCOL = Protocol(_Kserve, OPERATIONS)
+PROTOCOL = Protocol(_Kserve)

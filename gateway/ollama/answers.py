@@ -178,6 +178,8 @@ class OllamaVersion(Shape):
 class _OllamaErrors(ErrorShape):
     """The format of all errors of this protocol."""
 
+    kind = OllamaError
+
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
         return encode(OllamaError(failure.message))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.endpoint import Endpoint, Operation
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import TextsToEmbed
@@ -21,9 +21,13 @@ from headrace.gateway.services import Services
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """POST /api/embed and /api/embeddings."""
     own = _Embeddings(services)
+    many = Operation("Turn texts into vectors, for Ollama's clients", OllamaEmbedded, (OllamaEmbed,), generates=True)
+    one = Operation(
+        "Turn a text into a vector, for Ollama's clients", OllamaEmbedding, (OllamaEmbeddings,), generates=True
+    )
     return [
-        Endpoint("POST", "/api/embed", "ollama_embed", own.embed, OLLAMA_ERRORS),
-        Endpoint("POST", "/api/embeddings", "ollama_embed", own.embeddings, OLLAMA_ERRORS),
+        Endpoint("POST", "/api/embed", "ollama_embed", own.embed, many, OLLAMA_ERRORS),
+        Endpoint("POST", "/api/embeddings", "ollama_embed", own.embeddings, one, OLLAMA_ERRORS),
     ]
 
 

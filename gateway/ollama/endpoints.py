@@ -10,11 +10,20 @@ from headrace.gateway.chat.generation import Plan, plan_job
 from headrace.gateway.chat.logprobs import ChatLogprobs
 from headrace.gateway.chat.output import ChatChoice
 from headrace.gateway.checks import invalid
-from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.endpoint import Endpoint, Operation
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.hints import ignored
-from headrace.gateway.ollama.answers import KEEP_ALIVE, NDJSON, OLLAMA_ERRORS, OllamaAnswer, Stopwatch, line, loaded
+from headrace.gateway.ollama.answers import (
+    KEEP_ALIVE,
+    NDJSON,
+    OLLAMA_ERRORS,
+    OllamaAnswer,
+    OllamaReply,
+    Stopwatch,
+    line,
+    loaded,
+)
 from headrace.gateway.ollama.fields import CHAT, GENERATE
 from headrace.gateway.ollama.names import find
 from headrace.gateway.ollama.turns import (
@@ -36,9 +45,12 @@ from headrace.protos.status import Reason, StatusError
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """POST /api/chat and /api/generate."""
     own = _Generations(services)
+    lines = NDJSON.decode()
+    chat = Operation("Answer a conversation, for Ollama's clients", OllamaReply, (OllamaChat,), True, lines)
+    generate = Operation("Answer a prompt, for Ollama's clients", OllamaReply, (OllamaGenerate,), True, lines)
     return [
-        Endpoint("POST", "/api/chat", "ollama_chat", own.chat, OLLAMA_ERRORS),
-        Endpoint("POST", "/api/generate", "ollama_generate", own.generate, OLLAMA_ERRORS),
+        Endpoint("POST", "/api/chat", "ollama_chat", own.chat, chat, OLLAMA_ERRORS),
+        Endpoint("POST", "/api/generate", "ollama_generate", own.generate, generate, OLLAMA_ERRORS),
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.gateway.chat.sampling import shortest
-from headrace.gateway.edge.endpoint import Endpoint, Handler
+from headrace.gateway.edge.endpoint import Endpoint, Handler, Operation
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.ollama.answers import (
@@ -49,25 +49,35 @@ _PARAMETERS = {
     "frequency_penalty": "frequency_penalty",
     "max_tokens": "num_predict",
 }
-_MANAGED = {"/api/create": "create", "/api/copy": "copy", "/api/push": "push", "/api/delete": "delete"}
+# What only an operator does -> its method.
+_MANAGED = {"create": "POST", "copy": "POST", "push": "POST", "delete": "DELETE"}
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """GET /api/tags, /api/ps and /api/version; POST /api/show and /api/pull; and refusals of the rest."""
     own = _Models(services)
 
-    def reading(method: str, path: str, name: str, handler: Handler, is_open: bool = False) -> Endpoint:
-        return Endpoint(method, path, name, handler, OLLAMA_ERRORS, is_open=is_open, makes_work=False)
+    def reading(
+        method: str, path: str, name: str, handler: Handler, operation: Operation, is_open: bool = False
+    ) -> Endpoint:
+        return Endpoint(method, path, name, handler, operation, OLLAMA_ERRORS, is_open=is_open, makes_work=False)
 
+    tags = Operation("List the models", OllamaList)
+    running = Operation("List the models, as those that run", OllamaRunningList)
+    version = Operation("The version of Ollama's API", OllamaVersion)
+    show = Operation("Describe a model", OllamaShown, (OllamaShow,))
+    served = "Tell whether a model is served, as a pull that has ended"
+    pull = Operation(served, OllamaStatus, (OllamaPull,), stream_type=NDJSON.decode())
+    refused = Operation("Refused: a model's operator manages it", is_refused=True)
     return [
-        reading("GET", "/api/tags", "ollama_models", own.tags),
-        reading("GET", "/api/ps", "ollama_models", own.running),
-        reading("GET", "/api/version", "ollama_version", own.version, is_open=True),
-        reading("POST", "/api/show", "ollama_models", own.show),
-        reading("POST", "/api/pull", "ollama_pull", own.pull),
+        reading("GET", "/api/tags", "ollama_models", own.tags, tags),
+        reading("GET", "/api/ps", "ollama_models", own.running, running),
+        reading("GET", "/api/version", "ollama_version", own.version, version, is_open=True),
+        reading("POST", "/api/show", "ollama_models", own.show, show),
+        reading("POST", "/api/pull", "ollama_pull", own.pull, pull),
         *(
-            reading("DELETE" if verb == "delete" else "POST", path, "ollama_manage", _refusing(verb))
-            for path, verb in _MANAGED.items()
+            reading(method, f"/api/{verb}", "ollama_manage", _refusing(verb), refused)
+            for verb, method in _MANAGED.items()
         ),
     ]
 

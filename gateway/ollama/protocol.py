@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from headrace.gateway.ollama import embed_endpoints, endpoints, model_endpoints
-from headrace.gateway.ollama.description import OPERATIONS
 from headrace.gateway.ollama.fields import TABLES
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 
@@ -17,4 +16,4 @@ class _Ollama(OpenProtocol):
         ]
 
 
-PROTOCOL = Protocol(_Ollama, OPERATIONS, fields=TABLES)
+PROTOCOL = Protocol(_Ollama, fields=TABLES)

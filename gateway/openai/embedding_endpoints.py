@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.gateway.checks import invalid
-from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.endpoint import API, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import Text, TextsToEmbed
@@ -37,7 +37,8 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
         usage = EmbeddingUsage(plan.num_tokens, plan.num_tokens)
         await exchange.respond(encode(EmbeddingList(data=data, model=plan.model.name, usage=usage)))
 
-    return at_api("POST", "/embeddings", "embeddings", embeddings)
+    operation = Operation("Turn texts into vectors", EmbeddingList, (EmbeddingRequest,), generates=True)
+    return under(API, Endpoint("POST", "/embeddings", "embeddings", embeddings, operation))
 
 
 def texts_of(request: EmbeddingRequest) -> Sequence[Text]:

@@ -9,12 +9,18 @@ from headrace.gateway.chat.choice import WholeChoice, best_of
 from headrace.gateway.chat.generation import Plan
 from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs
 from headrace.gateway.chat.output import WholeChat
-from headrace.gateway.edge.description import BARE_API
-from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.endpoint import BARE_API, EVENTS, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body
 from headrace.gateway.field_names import FieldNames
-from headrace.gateway.openai.answers import Shown, identity, whole_chat, whole_completion
+from headrace.gateway.openai.answers import (
+    ChatCompletion,
+    Completion,
+    Shown,
+    identity,
+    whole_chat,
+    whole_completion,
+)
 from headrace.gateway.openai.fields import CHAT, COMPLETION
 from headrace.gateway.openai.images import take_images
 from headrace.gateway.openai.streams import ChatStream, CompletionStream
@@ -30,10 +36,15 @@ _AS_THEY_ARE = FieldNames([])
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """POST chat/completions and completions."""
     own = _Completions(services)
-    return [
-        *at_api("POST", "/chat/completions", "chat", own.chat, prefixes=BARE_API),
-        *at_api("POST", "/completions", "completions", own.completions, prefixes=BARE_API),
-    ]
+    chat = Operation("Answer a conversation", ChatCompletion, (ChatRequest,), generates=True, stream_type=EVENTS)
+    completion = Operation(
+        "Continue one or more prompts", Completion, (CompletionRequest,), generates=True, stream_type=EVENTS
+    )
+    return under(
+        BARE_API,
+        Endpoint("POST", "/chat/completions", "chat", own.chat, chat),
+        Endpoint("POST", "/completions", "completions", own.completions, completion),
+    )
 
 
 class _Completions:

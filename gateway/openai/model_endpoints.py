@@ -7,8 +7,7 @@ from typing import Any
 
 from headrace.gateway.chat.logprobs import token_bytes_of
 from headrace.gateway.checks import invalid
-from headrace.gateway.edge.description import BARE_API
-from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.endpoint import BARE_API, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.query import number_of, query_of
 from headrace.gateway.edge.wire import decode_body, encode
@@ -28,12 +27,25 @@ MAX_PAGE = 1000
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """GET models, models/{id} and /tokenizer_info; POST /tokenize and /detokenize."""
     own = _Models(services)
+    page = {
+        "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+        "after_id": {"type": "string"},
+        "before_id": {"type": "string"},
+    }
+    listed = Operation("List the models", ModelList, query=page)
+    found = Operation("Look a model up", ModelCard)
+    info = Operation("Describe a model's tokenizer", dict[str, Any], query={"model": {"type": "string"}})
+    tokens = Operation("Turn text into tokens", Tokens, (TokenizeRequest,))
+    text = Operation("Turn tokens into text", DetokenizedText, (DetokenizeRequest,))
     return [
-        *at_api("GET", "/models", "models", own.list_models, prefixes=BARE_API),
-        *at_api("GET", "/models/{name:path}", "models", own.get_model, prefixes=BARE_API),
-        Endpoint("GET", "/tokenizer_info", "tokenize", own.tokenizer_info),
-        Endpoint("POST", "/tokenize", "tokenize", own.tokenize),
-        Endpoint("POST", "/detokenize", "detokenize", own.detokenize),
+        *under(
+            BARE_API,
+            Endpoint("GET", "/models", "models", own.list_models, listed),
+            Endpoint("GET", "/models/{name:path}", "models", own.get_model, found),
+        ),
+        Endpoint("GET", "/tokenizer_info", "tokenize", own.tokenizer_info, info),
+        Endpoint("POST", "/tokenize", "tokenize", own.tokenize, tokens),
+        Endpoint("POST", "/detokenize", "detokenize", own.detokenize, text),
     ]
 
 

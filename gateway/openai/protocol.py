@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from headrace.gateway.openai import embedding_endpoints, endpoints, model_endpoints
-from headrace.gateway.openai.description import OPERATIONS
 from headrace.gateway.openai.fields import TABLES
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 
@@ -17,4 +16,4 @@ class _OpenAi(OpenProtocol):
         ]
 
 
-PROTOCOL = Protocol(_OpenAi, OPERATIONS, fields=TABLES)
+PROTOCOL = Protocol(_OpenAi, fields=TABLES)

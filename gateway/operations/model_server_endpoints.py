@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.endpoint import Endpoint, Operation
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
-from headrace.gateway.operations.answers import ModelStatus, VersionError, VersionStatus
+from headrace.gateway.operations.answers import Config, ModelStatus, VersionError, VersionStatus
 from headrace.gateway.services import Services
 from headrace.gateway.text.listing import ListedModel
 from headrace.protos.status import Reason, StatusError
@@ -47,9 +47,11 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
         else:
             await exchange.respond(await states(), status=_RELOADED if done.has_changed else _UNCHANGED)
 
+    status = Operation("Status of the models, in the format of OpenVINO Model Server", Config)
+    changed = Operation("Serve the models of the changed configuration, as OpenVINO Model Server does", Config)
     return [
-        Endpoint("GET", "/v1/config", "config", config),
-        Endpoint("POST", "/v1/config/reload", "config", reload),
+        Endpoint("GET", "/v1/config", "config", config, status),
+        Endpoint("POST", "/v1/config/reload", "config", reload, changed),
     ]
 
 

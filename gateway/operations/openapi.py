@@ -1,7 +1,7 @@
 """Makes the OpenAPI document from the types into which requests are decoded (pure).
 
 Names and kinds come from these types, ranges from the tables of the checks, so the document always agrees with both.
-Each protocol describes its operations in its `description`.
+Each endpoint has its `Operation`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.common.version import headrace_version
 from headrace.gateway.chat import tools
 from headrace.gateway.chat.conversation import ROLES
 from headrace.gateway.chat.fields import APPLIED, OF_CHATS, OF_COMPLETIONS
-from headrace.gateway.edge.description import EVENTS, Operation
+from headrace.gateway.edge.endpoint import EVENTS, Endpoint, Operation
 from headrace.gateway.edge.exchange import TIMEOUT_HEADER
 from headrace.gateway.fields import Applied
 from headrace.gateway.structure import fields as structure
@@ -69,27 +69,26 @@ _KEYWORDS_OF = {
 }
 
 
-def document(operations: Iterable[Operation]) -> dict[str, Any]:
+def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """The document, OpenAPI 3.1."""
-    operations = list(operations)
-    types = {
+    described = [(one, one.operation) for one in endpoints if one.operation is not None]
+    told = {
         kind
-        for one in operations
-        for kind in (*one.requests, one.answer, one.error, one.unavailable)
+        for one, operation in described
+        for kind in (operation.answer, one.errors.kind, operation.unavailable)
         if kind is not None
     }
-    listed = sorted(types, key=str)
+    listed = sorted(told | {kind for _, operation in described for kind in operation.requests}, key=str)
     references, schemas = msgspec.json.schema_components(listed, ref_template=_SCHEMAS)
-    told = {kind for one in operations for kind in (one.answer, one.error, one.unavailable) if kind is not None}
     for name in msgspec.json.schema_components(told)[1]:
         _require(schemas[name])
     reference_of = dict(zip(map(str, listed), references, strict=True))
     for name, schema in schemas.items():
         _bound(name, schema)
     paths: dict[str, dict[str, Any]] = {}
-    for one in operations:
-        for prefix in one.prefixes:
-            paths.setdefault(prefix + one.path, {})[one.method.lower()] = _operation(one, prefix, reference_of)
+    for one, operation in described:
+        path = one.path.replace(":path}", "}")
+        paths.setdefault(path, {})[one.method.lower()] = _operation(one, path, operation, reference_of)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -111,26 +110,27 @@ def document(operations: Iterable[Operation]) -> dict[str, Any]:
     }
 
 
-def _operation(one: Operation, prefix: str, reference_of: Mapping[str, Any]) -> dict[str, Any]:
-    words = [word for word in (prefix + one.path).replace("{", "").replace("}", "").split("/") if word]
-    error = {"description": "A failure", "content": {"application/json": {"schema": reference_of[str(one.error)]}}}
-    responses: dict[str, Any] = {"default": error}
-    if one.status is not None:
-        content: dict[str, Any] = {} if one.is_streamed else {one.content_type: {"schema": {"type": "string"}}}
+def _operation(endpoint: Endpoint, path: str, one: Operation, reference_of: Mapping[str, Any]) -> dict[str, Any]:
+    words = [word for word in path.replace("{", "").replace("}", "").split("/") if word]
+    schema = {"application/json": {"schema": reference_of[str(endpoint.errors.kind)]}}
+    responses: dict[str, Any] = {"default": {"description": "A failure", "content": schema}}
+    if not one.is_refused:
+        content: dict[str, Any] = {}
         if one.answer is not None:
-            content = {"application/json": {"schema": reference_of[str(one.answer)]}}
-        if one.is_streamed or one.stream_type != EVENTS:
+            content["application/json"] = {"schema": reference_of[str(one.answer)]}
+        if one.stream_type:
             content[one.stream_type] = {"schema": _EVENT if one.stream_type == EVENTS else {"type": "string"}}
-        responses = {str(one.status): {"description": "The answer", "content": content}, **responses}
+        content = content or {"text/plain": {"schema": {"type": "string"}}}
+        responses = {"200": {"description": "The answer", "content": content}, **responses}
     if one.unavailable is not None:
         schema = {"application/json": {"schema": reference_of[str(one.unavailable)]}}
         responses["503"] = {"description": "Not ready yet, or stopping", "content": schema}
     value: dict[str, Any] = {
-        "operationId": "_".join([one.method.lower(), *words]).replace(".", "_"),
+        "operationId": "_".join([endpoint.method.lower(), *words]).replace(".", "_"),
         "summary": one.summary,
         "responses": responses,
     }
-    names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
     ]

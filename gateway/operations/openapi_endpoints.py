@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.gateway.edge.description import Operation
-from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.endpoint import Endpoint, Operation
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
+from headrace.gateway.operations.answers import Document
 from headrace.gateway.operations.openapi import document
 
 
-def endpoints(operations: Sequence[Operation]) -> Sequence[Endpoint]:
-    """GET /openapi.json, which describes these operations."""
+def endpoints(others: Sequence[Endpoint]) -> Sequence[Endpoint]:
+    """GET /openapi.json, which describes itself and these."""
     cached: list[bytes] = []
 
     async def show(exchange: Exchange) -> None:
         if not cached:
-            cached.append(encode(document(operations)))
+            cached.append(encode(document([*others, own])))
         await exchange.respond(cached[0])
 
-    return [Endpoint("GET", "/openapi.json", "openapi", show, is_open=True)]
+    own = Endpoint("GET", "/openapi.json", "openapi", show, Operation("This document", Document), is_open=True)
+    return [own]

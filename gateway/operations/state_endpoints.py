@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from headrace.common.stores.redis_link import word_for
 from headrace.common.version import headrace_version
-from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.endpoint import Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.operations.answers import Health, Version
@@ -30,14 +30,16 @@ def endpoints(services: Services, redis_states: Sequence[RedisStates]) -> Sequen
     `redis_states` returns the state of each Redis by purpose, except the one for leases.
     """
     own = _State(services, redis_states)
+    metrics = Operation("Metrics of gateway and workers, for Prometheus")
+    live = Operation("Whether the gateway runs", Health)
+    ready = Operation("Whether a model is ready", Health, unavailable=Health)
+    version = Operation("The version of the gateway", Version)
+    ready_paths = ("/health/ready", "/v2/health/ready", "/health", "/v1/health", "/ping")
     return [
-        Endpoint("GET", "/metrics", "metrics", own.show_metrics),
-        *(Endpoint("GET", f"{prefix}/health/live", "health", own.live, is_open=True) for prefix in ("", "/v2")),
-        *(
-            Endpoint("GET", path, "health", own.ready, is_open=True)
-            for path in ("/health/ready", "/v2/health/ready", "/health", "/v1/health", "/ping")
-        ),
-        Endpoint("GET", "/version", "version", own.version, is_open=True),
+        Endpoint("GET", "/metrics", "metrics", own.show_metrics, metrics),
+        *under(("/health/live", "/v2/health/live"), Endpoint("GET", "", "health", own.live, live, is_open=True)),
+        *under(ready_paths, Endpoint("GET", "", "health", own.ready, ready, is_open=True)),
+        Endpoint("GET", "/version", "version", own.version, version, is_open=True),
     ]
 
 

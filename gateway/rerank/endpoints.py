@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
-from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.endpoint import BARE_API, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore, paired
@@ -21,12 +21,11 @@ from headrace.gateway.services import Services
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """POST rerank and score, with and without a version of the API."""
     own = _Ranking(services)
+    rerank = Operation("Order documents by how well they answer a query", Reranked, (RerankRequest,), generates=True)
+    score = Operation("Score pairs of texts", ScoreList, (ScoreRequest,), generates=True)
     return [
-        *at_api("POST", "/rerank", "rerank", own.rerank),
-        Endpoint("POST", "/rerank", "rerank", own.rerank),
-        Endpoint("POST", "/v2/rerank", "rerank", own.rerank),
-        *at_api("POST", "/score", "score", own.score),
-        Endpoint("POST", "/score", "score", own.score),
+        *under((*BARE_API, "/v2"), Endpoint("POST", "/rerank", "rerank", own.rerank, rerank)),
+        *under(BARE_API, Endpoint("POST", "/score", "score", own.score, score)),
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 from headrace.gateway.rerank import endpoints
-from headrace.gateway.rerank.description import OPERATIONS
 from headrace.gateway.rerank.fields import TABLES
 
 
@@ -13,4 +12,4 @@ class _Rerank(OpenProtocol):
         self.endpoints = endpoints.endpoints(setup.services)
 
 
-PROTOCOL = Protocol(_Rerank, OPERATIONS, fields=TABLES)
+PROTOCOL = Protocol(_Rerank, fields=TABLES)

@@ -13,7 +13,7 @@ from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import ChatLogprobs
 from headrace.gateway.chat.planning import ChatPlan
 from headrace.gateway.checks import invalid, unsupported
-from headrace.gateway.edge.endpoint import Endpoint, at_api
+from headrace.gateway.edge.endpoint import API, EVENTS, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.failures import HttpError
 from headrace.gateway.edge.query import flag_of, number_of, query_of
@@ -24,7 +24,7 @@ from headrace.gateway.responses.background import ResponseRun, ResponseRuns
 from headrace.gateway.responses.fields import FIELDS
 from headrace.gateway.responses.items import Turn, input_items, turns_of
 from headrace.gateway.responses.references import resolved
-from headrace.gateway.responses.response import DeletedResponse, InputItems, ResponseError
+from headrace.gateway.responses.response import DeletedResponse, InputItems, Response, ResponseError
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unpacked
 from headrace.gateway.responses.tools import Offer, offer_of
 from headrace.gateway.responses.types import (
@@ -50,17 +50,36 @@ def endpoints(services: Services, runs: ResponseRuns) -> Sequence[Endpoint]:
     """All endpoints under responses. `runs` are the background responses, with the store of all."""
     own = _Responses(services, runs)
     one = "/responses/{response_id}"
-    return [
-        *at_api("POST", "/responses", "responses", own.create),
-        *at_api("GET", one, "responses_get", own.retrieve),
-        *at_api("DELETE", one, "responses_delete", own.delete),
+    create = Operation(
+        "Answer in the manner of the Responses API",
+        Response,
+        (ResponsesRequest,),
+        generates=True,
+        stream_type=EVENTS,
+    )
+    retrieve = Operation(
+        "Retrieve a response, or follow it",
+        Response,
+        stream_type=EVENTS,
+        query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+    )
+    page = {
+        "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+        "order": {"enum": ["asc", "desc"]},
+        "after": {"type": "string"},
+    }
+    items = Operation("List what a response answers", InputItems, query=page)
+    delete = Operation("Forget a response", DeletedResponse)
+    cancel = Operation("Cancel a response", Response)
+    return under(
+        API,
+        Endpoint("POST", "/responses", "responses", own.create, create),
+        Endpoint("GET", one, "responses_get", own.retrieve, retrieve),
+        Endpoint("DELETE", one, "responses_delete", own.delete, delete),
         # A key whose requests are all running must be able to cancel one.
-        *(
-            replace(endpoint, makes_work=False)
-            for endpoint in at_api("POST", f"{one}/cancel", "responses_cancel", own.cancel)
-        ),
-        *at_api("GET", f"{one}/input_items", "responses_input_items", own.list_input_items),
-    ]
+        Endpoint("POST", f"{one}/cancel", "responses_cancel", own.cancel, cancel, makes_work=False),
+        Endpoint("GET", f"{one}/input_items", "responses_input_items", own.list_input_items, items),
+    )
 
 
 @dataclass(frozen=True, slots=True)

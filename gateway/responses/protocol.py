@@ -11,7 +11,6 @@ from headrace.common.flags import FiniteRange
 from headrace.common.stores.redis_link import server_of
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol
 from headrace.gateway.responses.background import ResponseRuns
-from headrace.gateway.responses.description import OPERATIONS
 from headrace.gateway.responses.endpoints import endpoints
 from headrace.gateway.responses.fields import FIELDS
 from headrace.gateway.responses.redis_store import RedisStore
@@ -66,8 +65,7 @@ def _store(flags: Mapping[str, Any], shared_redis_url: str | None) -> Store:
 
 PROTOCOL = Protocol(
     lambda setup: OpenResponses(setup.services, _store(setup.flags, setup.shared_redis_url)),
-    OPERATIONS,
-    (FIELDS,),
+    fields=(FIELDS,),
     options=(
         click.Option(
             ["--response-ttl", "response_ttl_s"],

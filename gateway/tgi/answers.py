@@ -114,6 +114,8 @@ class TgiInfo(Shape, kw_only=True):
 class _TgiErrors(ErrorShape):
     """The format of all errors of this protocol."""
 
+    kind = TgiError
+
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
         kind = _ERROR_TYPES.get(failure.status, "validation" if failure.status < 500 else "generation")

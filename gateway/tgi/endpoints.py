@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.common.version import headrace_version
 from headrace.gateway.chat.choice import best_of
@@ -10,7 +11,7 @@ from headrace.gateway.chat.generation import Plan
 from headrace.gateway.chat.planning import CompletionPlan
 from headrace.gateway.chat.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
 from headrace.gateway.checks import invalid
-from headrace.gateway.edge.endpoint import Endpoint
+from headrace.gateway.edge.endpoint import EVENTS, Endpoint, Handler, Operation
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.query import query_of
 from headrace.gateway.edge.wire import decode_body, encode
@@ -23,11 +24,17 @@ from headrace.gateway.tgi.types import NAMES, TgiParameters, TgiRequest, complet
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """POST /generate, /generate_stream and /; GET /info."""
     own = _Generations(services)
+
+    def generating(path: str, handler: Handler, summary: str, answer: Any, stream_type: str = "") -> Endpoint:
+        operation = Operation(f"{summary}, for TGI's clients", answer, (TgiRequest,), True, stream_type)
+        return Endpoint("POST", path, "tgi_generate", handler, operation, TGI_ERRORS)
+
+    info = Operation("What is served", TgiInfo, query={"model": {"type": "string"}})
     return [
-        Endpoint("POST", "/generate", "tgi_generate", own.generate, TGI_ERRORS),
-        Endpoint("POST", "/generate_stream", "tgi_generate", own.generate_stream, TGI_ERRORS),
-        Endpoint("POST", "/", "tgi_generate", own.either, TGI_ERRORS),
-        Endpoint("GET", "/info", "tgi_info", own.info, TGI_ERRORS),
+        generating("/generate", own.generate, "Continue a prompt", TgiAnswer),
+        generating("/generate_stream", own.generate_stream, "Stream the continuation of a prompt", None, EVENTS),
+        generating("/", own.either, "Continue a prompt, whole or as a stream", list[TgiAnswer], EVENTS),
+        Endpoint("GET", "/info", "tgi_info", own.info, info, TGI_ERRORS),
     ]
 
 

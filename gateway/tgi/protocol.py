@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 from headrace.gateway.tgi import endpoints
-from headrace.gateway.tgi.description import OPERATIONS
 from headrace.gateway.tgi.fields import TABLES
 
 
@@ -13,4 +12,4 @@ class _Tgi(OpenProtocol):
         self.endpoints = endpoints.endpoints(setup.services)
 
 
-PROTOCOL = Protocol(_Tgi, OPERATIONS, fields=TABLES)
+PROTOCOL = Protocol(_Tgi, fields=TABLES)

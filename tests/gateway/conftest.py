@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
 import grpc
 import httpx
 import openvino
@@ -32,7 +31,7 @@ from headrace.gateway.edge.grpc_edge import start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.images.loading import ImageLoader
-from headrace.gateway.protocol import Protocol, Setup
+from headrace.gateway.protocol import Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.server import Threads, services_behind
 from headrace.gateway.text.models import Models, TextSide, load_text_side
@@ -47,6 +46,7 @@ from headrace.protos import (
 )
 from headrace.protos.status import Reason, StatusError, abort  # Reason is for tests
 from tests.gateway import encoder_model
+from tests.gateway.served import default_flags
 from tests.patience import patience
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
@@ -370,11 +370,6 @@ class Gateway:
     protocols: dict[str, Any]
     """The open protocols by name."""
     upstream: Upstream
-
-
-def default_flags(protocol: Protocol) -> dict[str, Any]:
-    """The values of a protocol's options when the command line does not have them."""
-    return click.Command("gateway", params=[*protocol.options]).make_context("gateway", []).params
 
 
 @asynccontextmanager

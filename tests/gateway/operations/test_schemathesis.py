@@ -23,9 +23,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
-from headrace.gateway import protocols
-from headrace.gateway.operations.openapi import document
 from tests.gateway.encoder_model import SCORES, VECTORS, cards, encode
+from tests.gateway.served import described
 from tests.patience import patience
 
 SOAK = bool(os.environ.get("HEADRACE_SOAK"))
@@ -43,9 +42,9 @@ ENCODERS |= {"RerankRequest": SCORES, "ScoreRequest": SCORES}
 CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance]
 
 
-def described() -> dict[str, Any]:
+def distinct() -> dict[str, Any]:
     """The document without duplicate paths."""
-    whole = json.loads(json.dumps(document(protocols.OPERATIONS)))
+    whole = json.loads(json.dumps(described()))
     for schema in whole["components"]["schemas"].values():
         for branch in schema.get("properties", {}).get("model", {}).get("anyOf", ()):
             if branch["type"] == "string":
@@ -71,7 +70,7 @@ def described() -> dict[str, Any]:
     return whole
 
 
-SCHEMA = schemathesis.openapi.from_dict(described())
+SCHEMA = schemathesis.openapi.from_dict(distinct())
 OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operations()}
 
 
