@@ -38,12 +38,12 @@ help:
 
 .venv/.serve: .venv/pyvenv.cfg pyproject.toml setup.py constraints.txt
 	@echo "installing headrace and what it needs into .venv" >&2
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert,encryption]' >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[encryption]' >&2
 	@touch $@
 
 .venv/.dev: .venv/pyvenv.cfg pyproject.toml setup.py constraints.txt
 	@echo "installing headrace and what its development needs into .venv" >&2
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert,dev,encryption,otel]' >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,encryption,otel]' >&2
 	@touch $@ .venv/.serve
 
 # Tools that cannot follow an editable install see the packages under their real names through these links.

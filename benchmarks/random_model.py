@@ -89,7 +89,7 @@ def write_random_model(
     if not keeps_file:
         path.unlink()
     if not (directory / "openvino_model.xml").is_file():
-        raise RuntimeError("openvino-genai wrote no model; the benchmark needs headrace[convert]")
+        raise RuntimeError("openvino-genai wrote no model")
     return directory
 
 

@@ -353,7 +353,7 @@ def test_a_heading_has_the_anchor_of_its_words(tmp_path: Path) -> None:
         ("headrace status --json | python -m json.tool", [["status", "--json"]]),
         ("sudo -u a X=1 /opt/headrace/bin/headrace status && headrace chat  # talk", [["status"], ["chat"]]),
         ("cd headrace; make serve", []),
-        ("pip install 'headrace[convert]'", []),
+        ("pip install 'headrace[otel]'", []),
     ],
 )
 def test_invocations_are_found_in_a_line(line: str, args: list[list[str]]) -> None:

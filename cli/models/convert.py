@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from headrace.cli.gguf.vocabulary import Vocabulary
 
 _TOKENIZER_KEY = "tokenizer.ggml."
-_NEEDED = "converting a GGUF file needs openvino-genai and gguf; install them with: pip install 'headrace[convert]'"
 _REMEDY = "take an OpenVINO version of the model (optimum-cli export openvino makes one of the original)"
 _KNOWN_TENSOR = re.compile(
     r"(token_embd|output_norm|output|rope_freqs)\.weight"
@@ -182,8 +181,6 @@ def _opened(paths: Sequence[Path]) -> tuple[list[Any], dict[str, Any]]:
     try:
         readers = [open_gguf(path) for path in paths]
         return readers, metadata_of(readers[0])
-    except ImportError:
-        raise ConversionError(_NEEDED) from None
     except GgufError as error:
         raise ConversionError(str(error)) from None
 
@@ -231,10 +228,8 @@ def _write_tokenizer(reader: Any, metadata: dict[str, Any], num_ids: int, direct
 
 
 def _write_model_with_genai(path: Path, directory: Path) -> None:
-    try:
-        import openvino_genai
-    except ImportError:
-        raise ConversionError(_NEEDED) from None
+    import openvino_genai
+
     # The converter writes next to its input file, so give it a link in a separate directory.
     with tempfile.TemporaryDirectory(dir=directory, prefix=".convert.") as folder:
         link = Path(folder) / path.name

@@ -1,4 +1,4 @@
-"""Reads GGUF files with the package gguf, which is optional."""
+"""Reads GGUF files with the package gguf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-NEEDED = "install it with: pip install 'headrace[convert]'"
 # The matrices of a layer, and their modules in transformers.
 MODULES = {
     **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
@@ -29,7 +28,7 @@ class GgufError(Exception):
 
 
 def open_gguf(path: Path) -> Any:
-    """A GGUFReader. GgufError if the file is damaged, ImportError if the package is missing."""
+    """A GGUFReader. GgufError if the file is damaged."""
     from gguf import GGUFReader
 
     try:

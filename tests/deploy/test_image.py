@@ -44,7 +44,7 @@ def test_every_locked_version_is_the_one_that_is_tested() -> None:
 def test_everything_that_serving_converting_and_tracing_need_is_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needed = project["dependencies"] + extras["convert"] + extras["otel"]
+    needed = project["dependencies"] + extras["otel"]
     names = {normalised(re.split(r"[<>=\[; ]", requirement)[0]) for requirement in needed}
     assert names <= set(locked()), "make lock writes the file anew"
 

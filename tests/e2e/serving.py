@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +30,7 @@ READY_BOUND_S = 60.0
 BOUND_S = 30.0
 _TAIL_LINES = 60
 _ASK_TIMEOUT_S = 2.0
-_HEADRACE = (sys.executable, "-m", "headrace.cli")
+HEADRACE = (sys.executable, "-m", "headrace.cli")
 # Tests ask again and again. Reading the certificates of authorities takes httpx 35 ms each time, which no test needs,
 # and a connection that is kept may be to a process that is gone.
 HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=4 * BOUND_S)
@@ -39,7 +39,7 @@ HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=
 def headrace(*args: str, stdin: str = "", timeout_s: float = BOUND_S) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        [*_HEADRACE, *args], input=stdin, capture_output=True, text=True, timeout=patience(timeout_s), check=False
+        [*HEADRACE, *args], input=stdin, capture_output=True, text=True, timeout=patience(timeout_s), check=False
     )
 
 
@@ -52,11 +52,15 @@ def alive(pid: int) -> bool:
 
 
 class Serve:
-    """A running `headrace serve`, or another command that serves, with its output. Call `end` in any case."""
+    """A running `headrace serve`, or another command that serves, with its output. Call `end` in any case. `program`
+    is the headrace that is installed, and `cwd` the directory in which it starts."""
 
-    def __init__(self, *args: str, command: str = "serve") -> None:
+    def __init__(
+        self, *args: str, command: str = "serve", program: Sequence[str] = HEADRACE, cwd: Path | None = None
+    ) -> None:
         self.process = subprocess.Popen(
-            [*_HEADRACE, command, *args],
+            [*program, command, *args],
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -19,7 +19,6 @@ from headrace.common.model_files.gguf_files import (
     ARCHITECTURES,
     INTERLEAVED,
     MODULES,
-    NEEDED,
     GgufError,
     halves_of_pairs,
     metadata_of,
@@ -42,8 +41,6 @@ def read_gguf(path: Path, linears: Sequence[Linear], num_kv_heads: int) -> Adapt
         digest = sha256(path.read_bytes())
         reader = open_gguf(path)
         metadata = metadata_of(reader)
-    except ImportError:
-        raise AdapterError(f"{path} is a GGUF file, and reading it needs the package gguf; {NEEDED}") from None
     except OSError as error:
         raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
     except GgufError as error:
