@@ -11,6 +11,8 @@ import click
 
 from headrace.common.flags import FiniteRange
 
+DEFAULT_KV_DISK_GB = 16
+DEFAULT_MAX_ADAPTERS = 16
 SPECULATION_KINDS = ("auto", "off", "ngram", "draft", "eagle3", "medusa")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -51,7 +53,7 @@ class WorkerFlag:
     of_worker: str
     """The help of `python -m headrace.worker`."""
     of_serve: str
-    """The help of `headrace serve`."""
+    """The help of `headrace serve`, which adds the default."""
     default: Any = None
     serve_flag: str = ""
     """The flag of `headrace serve`, if it has another name."""
@@ -86,8 +88,10 @@ class WorkerFlag:
         """The decorator of `headrace serve`."""
         kind = self.serve_type or self.type
         flag = self.serve_flag or self.flag
+        shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
+        help_text = self.of_serve if shown is None else f"{self.of_serve}  [default: {shown}]"
         return click.option(
-            flag, self.option, type=kind, multiple=self.is_repeated, envvar=self.variable, help=self.of_serve
+            flag, self.option, type=kind, multiple=self.is_repeated, envvar=self.variable, help=help_text
         )
 
     def arguments(self, value: Any) -> Iterator[str]:
@@ -108,15 +112,16 @@ MAX_IMAGES = WorkerFlag(
     "--max-images",
     click.IntRange(0, 1024),
     of_worker="Maximum number of images of a request; 0: the model serves text only.",
-    of_serve="Maximum number of images of a request; 0 serves text only.  [default: 16]",
+    of_serve="Maximum number of images of a request; 0 serves text only.",
     default=16,
 )
 MAX_ADAPTERS = WorkerFlag(
     "--max-adapters",
     click.IntRange(0, 1024),
     of_worker="Number of adapters in memory at a time; 0 for none. Adapters take a second copy of the model's "
-    "weights. Default: as many as --adapter names, at most 16.",
-    of_serve="Maximum adapters in a worker's memory; 0 for none.  [default: the number of --adapter, at most 16]",
+    f"weights. Default: as many as --adapter names, at most {DEFAULT_MAX_ADAPTERS}.",
+    of_serve="Maximum adapters in a worker's memory; 0 for none.  [default: the number of --adapter, at most "
+    f"{DEFAULT_MAX_ADAPTERS}]",
 )
 WORKER_FLAGS = (
     WorkerFlag(
@@ -150,7 +155,7 @@ WORKER_FLAGS = (
         "--execution-mode",
         click.Choice(["performance", "accuracy"]),
         of_worker="Compute in the fastest precision of this CPU, or in that of the model.",
-        of_serve="Compute in the fastest precision, or in that of the model.  [default: performance]",
+        of_serve="Compute in the fastest precision, or in that of the model.",
         default="performance",
         of_encoders=True,
     ),
@@ -159,7 +164,7 @@ WORKER_FLAGS = (
         click.Choice(["auto", "on", "off"]),
         of_worker="Keep a second copy of the weights that makes decode steps with few sequences faster. auto: on CPUs "
         "with AMX, if the copy takes at most a tenth of the memory.",
-        of_serve="Keep a second copy of the weights, which speeds up small batches on CPUs with AMX.  [default: auto]",
+        of_serve="Keep a second copy of the weights, which speeds up small batches on CPUs with AMX.",
         default="auto",
     ),
     WorkerFlag(
@@ -193,7 +198,7 @@ WORKER_FLAGS = (
         of_serve="Let long requests evict the tokens that they attend to least, so that answers may be longer than the "
         "KV cache. on-request: requests that ask for it. "
         "max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS][,aggregation_mode=sum|norm_sum]: all requests "
-        "that do not set cache_eviction to false.  [default: off]",
+        "that do not set cache_eviction to false.",
         default="off",
     ),
     WorkerFlag(
@@ -203,14 +208,14 @@ WORKER_FLAGS = (
         "and others). trim: only those that queries can still reach, so that the KV cache holds several times as many "
         "tokens. whole: all tokens.",
         of_serve="Let layers with a sliding window keep all tokens, or only their windows (trim). With trim the KV "
-        "cache holds several times as many tokens.  [default: whole]",
+        "cache holds several times as many tokens.",
         default="whole",
     ),
     WorkerFlag(
         "--kv-precision",
         click.Choice(["u8", "u4", "bf16", "f32"]),
         of_worker="Precision of the KV cache. A lower precision holds more tokens.",
-        of_serve="Precision of the KV cache. A lower precision holds more tokens.  [default: u8]",
+        of_serve="Precision of the KV cache. A lower precision holds more tokens.",
         default="u8",
     ),
     MAX_CONTEXT_TOKENS,
@@ -229,7 +234,7 @@ WORKER_FLAGS = (
         FiniteRange(0, min_open=True),
         of_worker="Stop serving while there is work and no step has finished for this long. If steps are expected to "
         "be long, the limit is higher.",
-        of_serve="Seconds without a step after which a worker that has work counts as failed.  [default: 60]",
+        of_serve="Seconds without a step after which a worker that has work counts as failed.",
         default=60.0,
         of_encoders=True,
     ),
@@ -242,8 +247,9 @@ WORKER_FLAGS = (
     WorkerFlag(
         "--kv-disk-gb",
         FiniteRange(0, min_open=True),
-        of_worker="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.  [default: 16]",
-        of_serve="Size of each model's files in --kv-disk, in GiB.  [default: 16]",
+        of_worker="Size of the files in --kv-disk, in GiB, for each model. It is reserved at the start.  [default: "
+        f"{DEFAULT_KV_DISK_GB}]",
+        of_serve=f"Size of each model's files in --kv-disk, in GiB.  [default: {DEFAULT_KV_DISK_GB}]",
     ),
     WorkerFlag(
         "--kv-disk-key",
@@ -283,7 +289,7 @@ WORKER_FLAGS = (
         FiniteRange(0),
         of_worker="Memory for what images became when they were encoded, in GiB, so that the same image is not "
         "encoded again.",
-        of_serve="Memory of each worker for encoded images, in GiB.  [default: 1]",
+        of_serve="Memory of each worker for encoded images, in GiB.",
         default=1.0,
     ),
 )

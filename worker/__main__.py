@@ -18,7 +18,7 @@ from headrace.common.model_files.cache import find_directory
 from headrace.common.role_flags import membership_options, observation_options
 from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
-from headrace.common.worker_flags import worker_options
+from headrace.common.worker_flags import DEFAULT_KV_DISK_GB, DEFAULT_MAX_ADAPTERS, worker_options
 from headrace.protos.cache_eviction import OFF
 from headrace.protos.status import StatusError
 from headrace.worker.config import ConfigurationError, WorkerConfig
@@ -30,7 +30,7 @@ from headrace.worker.server.adapters import check_name
 from headrace.worker.serving import serve
 
 DRAIN_TIMEOUT_S = 2.0
-DEFAULT_MAX_ADAPTERS = 16
+_OF_PROCESS = ("log_level", "log_format", "otlp_endpoint")
 _NEED_DRAFT_MODEL = {
     "draft": "a smaller model",
     "eagle3": "heads in the format of EAGLE-3",
@@ -146,14 +146,11 @@ _NEED_DRAFT_MODEL = {
 )
 @membership_options
 @observation_options
-def command(
-    log_level: str, log_format: str, otlp_endpoint: str | None, kv_cache_gb: float | None, **options: Any
-) -> None:
+def command(log_level: str, log_format: str, otlp_endpoint: str | None, **options: Any) -> None:
     """Serve one model on the cores of one NUMA node."""
     configure_logging(log_level, log_format)
-    kv_cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * GIB)
     try:
-        config = config_of(str(options.pop("model_dir")), kv_cache_bytes, options)
+        config = config_of(options)
         # Threads inherit the memory policy, so it is set before any other thread exists.
         config = replace(config, memory_node=bind_memory(config.memory_node))
         start_tracing("worker", otlp_endpoint)
@@ -168,7 +165,13 @@ def command(
     os._exit(0)
 
 
-def config_of(model: str, kv_cache_bytes: int | None, options: dict[str, Any]) -> WorkerConfig:
+def config_of_arguments(arguments: Sequence[str]) -> WorkerConfig:
+    """The configuration of a worker with these arguments. ConfigurationError, or click's, if they are wrong."""
+    options = command.make_context("worker", list(arguments)).params
+    return config_of({name: options[name] for name in options if name not in _OF_PROCESS})
+
+
+def config_of(options: dict[str, Any]) -> WorkerConfig:
     """The configuration that the flags describe. ConfigurationError if flags contradict each other."""
     if options["keep_kv_memory"] and options["kv_memory"] is None:
         raise ConfigurationError("--keep-kv-memory needs a directory; give it with --kv-memory")
@@ -181,21 +184,24 @@ def config_of(model: str, kv_cache_bytes: int | None, options: dict[str, Any]) -
             f"--role {options['role']} moves cached prefixes between workers; leave out --no-kv-peers"
         )
     check_speculation(options["speculation"], options["draft_model"])
-    if options["kv_disk_gb"] is None:
-        del options["kv_disk_gb"]
-    model_dir, name = find_directory(model)
+    model_dir, name = find_directory(options["model_dir"])
     name = options["name"] or name
+    kv_cache_gb = options["kv_cache_gb"]
     listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])
     found = {
+        "model_dir": model_dir,
         "name": name,
+        "kv_cache_bytes": None if kv_cache_gb is None else int(kv_cache_gb * GIB),
+        "kv_disk_gb": options["kv_disk_gb"] or DEFAULT_KV_DISK_GB,
         "decode_graph": {"auto": None, "on": True, "off": False}[options["decode_graph"]],
         "cache_eviction": None if options["cache_eviction"] == OFF else options["cache_eviction"],
-        "trims_windows": options.pop("window_cache") == "trim",
+        "trims_windows": options["window_cache"] == "trim",
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
         "advertise": options["advertise"] or advertised_address(listen, peer),
         **adapters_of(options["adapters"], options["max_adapters"], name),
     }
-    return WorkerConfig(**{**options, **found, "model_dir": model_dir, "kv_cache_bytes": kv_cache_bytes})
+    given = {name: value for name, value in options.items() if name not in ("kv_cache_gb", "window_cache")}
+    return WorkerConfig(**{**given, **found})
 
 
 def check_speculation(speculation: str | None, draft_model: Path | None) -> None:

@@ -40,13 +40,13 @@ class Figures(NamedTuple):
 
 def start_ours(model_dir: Path, kv_gib: float) -> Callable[[int], None]:
     """A worker's model. Returns what answers a prompt of so many tokens."""
-    from headrace.worker.config import WorkerConfig
+    from headrace.worker.__main__ import config_of_arguments
     from headrace.worker.loading import load_model
     from headrace.worker.request.params import SamplingParams
     from headrace.worker.request.request import Request
 
-    config = WorkerConfig(model_dir, "model", "", "", "", kv_cache_bytes=int(kv_gib * GIB))
-    engine = load_model(config).engine
+    arguments = ["--model", str(model_dir), "--name", "model", "--kv-cache-gb", str(kv_gib)]
+    engine = load_model(config_of_arguments(arguments)).engine
 
     def answer(num_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=OUTPUT, seed=0, temperature=0.0)

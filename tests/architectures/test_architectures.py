@@ -15,7 +15,7 @@ import openvino as ov
 import pytest
 
 from headrace.common.model_files.networks import networks_in
-from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.kv.cache import GroupBudget
@@ -35,6 +35,7 @@ from headrace.worker.tiers import NO_TIERS
 from headrace.worker.weights.file_memory import FileMemory
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import CONTEXT, FAMILIES
+from tests.worker.configs import worker_config
 from tests.worker.conftest import CHEAP_STEPS
 
 ALL = os.environ.get("HEADRACE_ARCHITECTURES") == "1"
@@ -238,8 +239,7 @@ def test_drafts_change_no_bit_of_answers_with_recurrent_states(name: str) -> Non
 
 @pytest.mark.parametrize("name", RECURRENT[:1])
 def test_a_worker_loads_a_model_with_states_and_says_where_they_are_saved(name: str, tmp_path: Path) -> None:
-    address = "127.0.0.1:0"
-    config = WorkerConfig(exported(NAMES)[name], name, "w", address, address, kv_cache_bytes=1 << 24, threads=2)
+    config = worker_config(exported(NAMES)[name], kv_cache_bytes=1 << 24, threads=2)
     model = load_model(config)
     figures = model.engine.scheduler.kv_cache.figures()
     slots, saved = figures.num_state_slots, figures.num_saved_states

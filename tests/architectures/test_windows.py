@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.config import ConfigurationError
 from headrace.worker.engine import fetching as fetching_module
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.fetching import Fetching
@@ -31,6 +31,7 @@ from tests.architectures.test_architectures import (
     continued,
     scored,
 )
+from tests.worker.configs import worker_config
 
 WINDOW = 64
 WINDOWED = [name for name in NAMES if FAMILIES[name].config.get("sliding_window") == WINDOW]
@@ -103,10 +104,7 @@ def test_answers_behind_hits_and_preemptions_are_those_of_transformers(name: str
 @pytest.mark.parametrize("name", WINDOWED[:1])
 def test_a_worker_trims_windows_and_holds_more_tokens(name: str, tmp_path: Path) -> None:
     """In 8-bit blocks, with answers that do not change by a bit."""
-    address = "127.0.0.1:0"
-    whole = WorkerConfig(
-        exported(NAMES)[name], name, "w", address, address, kv_cache_bytes=1 << 23, threads=2, max_num_seqs=8
-    )
+    whole = worker_config(exported(NAMES)[name], kv_cache_bytes=1 << 23, threads=2, max_num_seqs=8)
     trimmed = replace(whole, trims_windows=True)
     answers, sizes = [], []
     for config in (whole, trimmed):
@@ -131,13 +129,8 @@ def test_prefixes_come_from_the_disk_with_the_parts_of_windows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer after a hit is that of the worker that computed the prompt, to the last bit."""
-    address = "127.0.0.1:0"
-    config = WorkerConfig(
+    config = worker_config(
         exported(NAMES)[name],
-        name,
-        "w",
-        address,
-        address,
         kv_cache_bytes=1 << 23,
         threads=2,
         max_num_seqs=4,
@@ -178,10 +171,7 @@ def test_prefixes_come_from_the_disk_with_the_parts_of_windows(
 @pytest.mark.parametrize("name", [name for name in WINDOWED if name in {"gemma3_text", "gpt_oss"}])
 def test_prefixes_and_parts_of_windows_outlive_the_process(name: str) -> None:
     """The answer after a hit is that of the process that computed the prompt, to the last bit."""
-    address = "127.0.0.1:0"
-    config = WorkerConfig(
-        exported(NAMES)[name], name, "w", address, address, kv_cache_bytes=1 << 23, threads=2, trims_windows=True
-    )
+    config = worker_config(exported(NAMES)[name], kv_cache_bytes=1 << 23, threads=2, trims_windows=True)
     memory = HostMemory(os.memfd_create("kept"))
     prompt = [int(token) for token in np.random.default_rng(0).integers(3, 500, 700)]
     answers, num_cached = [], []

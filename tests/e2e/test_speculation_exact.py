@@ -18,7 +18,7 @@ import openvino as ov
 import pytest
 
 from headrace.cli.models.model_cache import model_directory
-from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.config import ConfigurationError
 from headrace.worker.draft_heads.eagle_runner import EagleHeads, EagleRunner
 from headrace.worker.draft_heads.features import FeatureStore
 from headrace.worker.draft_heads.hidden_states import states_before
@@ -43,6 +43,7 @@ from headrace.worker.speculation.medusa import MedusaModel
 from headrace.worker.speculation.proposer import Source
 from tests.e2e.serving import MODEL
 from tests.e2e.small_model import small_model
+from tests.worker.configs import worker_config
 from tests.worker.conftest import KnownCosts
 from tests.worker.draft_heads.files import (
     TARGET_SIZE,
@@ -400,7 +401,7 @@ def _hidden_states(directory: Path, prompt: Sequence[int]) -> list[Any]:
 def test_a_worker_loads_medusa_heads_and_refuses_those_of_another_model(directory: Path, tmp_path: Path) -> None:
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1}
     path = write_heads(tmp_path / "heads", config, medusa_tensors(TARGET_SIZE, VOCAB_SIZE, 2, 1))
-    worker = WorkerConfig(directory, "m", "w", "localhost:1", "localhost:1", threads=2, draft_model=path)
+    worker = worker_config(directory, threads=2, draft_model=path)
     worker = replace(worker, kv_cache_bytes=64 << 20, huge_pages=False, speculation="medusa")
     model = load_model(worker)
     speculation = model.engine.scheduler.speculation
@@ -416,7 +417,7 @@ def test_a_worker_loads_medusa_heads_and_refuses_those_of_another_model(director
 def test_a_worker_loads_heads_and_refuses_those_of_another_model(directory: Path, tmp_path: Path) -> None:
     config = eagle_config()
     path = write_heads(tmp_path / "heads", config, eagle_tensors(config))
-    worker = WorkerConfig(directory, "m", "w", "localhost:1", "localhost:1", threads=2, draft_model=path)
+    worker = worker_config(directory, threads=2, draft_model=path)
     worker = replace(worker, kv_cache_bytes=64 << 20, huge_pages=False)
     model = load_model(worker)
     speculation = model.engine.scheduler.speculation

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.worker.allocation import allocate
-from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.block_bytes import BlockShape
 from headrace.worker.kv.host_memory import HostMemory, open_memory
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
 from headrace.worker.model.step_limits import StepLimits
+from tests.worker.configs import worker_config
 from tests.worker.idle_runner import idle_runner
 
 MIB = 1 << 20
@@ -49,7 +50,7 @@ def start(directory: Path, kv_cache_bytes: int | None = None) -> CacheFormat:
 def allocated(memory: HostMemory, kv_cache_bytes: int | None) -> CacheFormat:
     kept = KeptCache(memory, 1)
     kept.old_blocks()
-    config = WorkerConfig(Path("m"), "m", "w", "127.0.0.1:0", "", kv_cache_bytes=kv_cache_bytes)
+    config = worker_config(kv_cache_bytes=kv_cache_bytes)
     allocate(config, idle_runner(BlockShape(1, 8, 8192)), LIMITS, kept, None)
     assert kept.format is not None
     return kept.format
@@ -75,9 +76,7 @@ def test_room_that_is_lost_while_the_model_loads_counts_too(tmp_path: Path, disk
     kept = KeptCache(memory, 1)
     assert kept.format == first
     disk.free_mib = 32
-    allocate(
-        WorkerConfig(Path("m"), "m", "w", "127.0.0.1:0", ""), idle_runner(BlockShape(1, 8, 8192)), LIMITS, kept, None
-    )
+    allocate(worker_config(), idle_runner(BlockShape(1, 8, 8192)), LIMITS, kept, None)
     assert memory.size_bytes < 33 * MIB
 
 

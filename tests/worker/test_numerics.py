@@ -10,17 +10,17 @@ import pytest
 
 from headrace.worker import numerics
 from headrace.worker.allocation import allocate
-from headrace.worker.config import WorkerConfig
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.numerics import kv_numerics, vector_extensions
 from headrace.worker.tiers import kv_layout
+from tests.worker.configs import worker_config
 from tests.worker.idle_runner import idle_runner
 
 EXACT = StepLimits(4, 16, 16, is_exact=True)
 INEXACT = replace(EXACT, max_num_batched_tokens=1024, is_exact=False)
-CONFIG = WorkerConfig(Path("m"), "m", "w", "127.0.0.1:0", "", kv_cache_bytes=1 << 20)
+CONFIG = worker_config(kv_cache_bytes=1 << 20)
 
 
 def kept_after(memory: HostMemory, limits: StepLimits, adapters: object | None = None) -> bool:

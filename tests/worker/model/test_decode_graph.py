@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.config import ConfigurationError
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_meter import StepSize
 from headrace.worker.model.batch import Graph
 from headrace.worker.model.decode_graph import wants_decode_graph
 from headrace.worker.speculation.load import speculation_for
+from tests.worker.configs import worker_config
 from tests.worker.conftest import make_engine
 
 WEIGHTS = 1000
@@ -57,7 +58,7 @@ def test_what_is_asked_for_is_done(model_dir: Path) -> None:
 
 
 def test_drafts_are_verified_by_default_where_answers_do_not_depend_on_when(model_dir: Path) -> None:
-    default = WorkerConfig(model_dir, name="m", worker_id="w", listen="", advertise="")
+    default = worker_config(model_dir)
     assert speculation_for(default, with_amx=False) == "auto"
     assert speculation_for(default, with_amx=True) == "off"
     assert speculation_for(replace(default, execution_mode="accuracy"), with_amx=True) == "auto"

@@ -12,7 +12,7 @@ from headrace.worker.config import ConfigurationError
 def test_a_role_needs_other_workers(role: str) -> None:
     flags = {"keep_kv_memory": False, "kv_memory": None, "kv_disk_key": None, "kv_disk": None, "kv_disk_gb": None}
     with pytest.raises(ConfigurationError, match=f"^--role {role} moves cached prefixes .*; leave out --no-kv-peers$"):
-        config_of("model", None, {**flags, "role": role, "kv_peers": False})
+        config_of({**flags, "role": role, "kv_peers": False})
 
 
 @pytest.mark.parametrize(("flag", "value"), [("kv_disk_gb", 16.0), ("kv_disk_key", "key")])
@@ -20,4 +20,4 @@ def test_a_size_or_key_needs_a_disk(flag: str, value: object) -> None:
     flags = {"keep_kv_memory": False, "kv_memory": None, "kv_disk_key": None, "kv_disk": None, "kv_disk_gb": None}
     name = flag.replace("_", "-")
     with pytest.raises(ConfigurationError, match=rf"^--{name} .* directory; name it with --kv-disk$"):
-        config_of("model", None, {**flags, flag: value})
+        config_of({**flags, flag: value})

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.host_memory import open_memory
 from headrace.worker.serving import serve
+from tests.worker.configs import worker_config
 
 
 @pytest.mark.parametrize(("was_kept", "keeps"), [(True, True), (True, False), (False, True), (False, False)])
@@ -18,9 +19,7 @@ async def test_a_start_that_fails_keeps_what_was_kept_only(tmp_path: Path, *, wa
     if was_kept:
         before.resize(1 << 21)
     os.close(before.descriptor)
-    config = WorkerConfig(
-        tmp_path / "no-model", "m", "w", "127.0.0.1:0", "", kv_memory=str(tmp_path), keep_kv_memory=keeps
-    )
+    config = worker_config(tmp_path / "no-model", kv_memory=str(tmp_path), keep_kv_memory=keeps)
     with pytest.raises(ConfigurationError):
         await serve(config)
     assert any(path.stat().st_size for path in tmp_path.iterdir() if path.is_file()) == (was_kept and keeps)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.worker.__main__ import check_speculation
-from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.config import ConfigurationError
 from headrace.worker.draft_heads import eagle_runner, features
 from headrace.worker.draft_heads.eagle_runner import EagleHeads
 from headrace.worker.kv.exclusions import refuse_for_model
@@ -19,6 +19,7 @@ from headrace.worker.speculation import load
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
 from headrace.worker.speculation.load import kind_of_drafts, load_draft, read_heads, speculation_for, weights_of_draft
+from tests.worker.configs import worker_config
 from tests.worker.draft_heads.files import eagle_config, eagle_tensors, medusa_tensors, write_heads
 from tests.worker.draft_heads.test_eagle_graph import target_with
 from tests.worker.draft_heads.test_medusa_heads import CONFIG as MEDUSA_CONFIG
@@ -82,7 +83,7 @@ def test_flags_that_contradict_each_other_are_refused() -> None:
 
 def test_heads_are_known_by_their_files(tmp_path: Path) -> None:
     path = write_heads(tmp_path / "heads", eagle_config(), eagle_tensors(eagle_config()))
-    config = WorkerConfig(tmp_path, "m", "w", "localhost:1", "localhost:1", draft_model=path)
+    config = worker_config(tmp_path, draft_model=path)
     assert speculation_for(config, with_amx=True) == "eagle3"
     heads = read_heads(path, "eagle3")
     assert heads is not None
@@ -122,7 +123,7 @@ def test_heads_of_another_model_are_refused(
 def test_eagle_heads_are_refused_beside_recurrent_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their numbers of layers would mean others. The graph is refused before its outputs are added."""
     path = write_heads(tmp_path / "heads", eagle_config(), eagle_tensors(eagle_config()))
-    config = WorkerConfig(tmp_path, "m", "w", "localhost:1", "localhost:1", draft_model=path)
+    config = worker_config(tmp_path, draft_model=path)
     refusal = "--speculation eagle3 is not possible with a model that has recurrent layers: the heads name the layers"
     with pytest.raises(ConfigurationError, match=refusal):
         refuse_for_model(config, [LayerGroup(LayerKind.FULL, 8), LayerGroup(LayerKind.RECURRENT, 8)])
@@ -137,6 +138,6 @@ def test_medusa_heads_draft_beside_recurrent_layers_without_branches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_medusa(tmp_path, MEDUSA_CONFIG, medusa_tensors(8, 16, 2, 1))
-    config = WorkerConfig(tmp_path, "m", "w", "localhost:1", "localhost:1", draft_model=path)
+    config = worker_config(tmp_path, draft_model=path)
     refuse_for_model(config, [LayerGroup(LayerKind.FULL, 8), LayerGroup(LayerKind.RECURRENT, 8)])
     assert "the branch of Medusa's drafts has no effect on a model that has recurrent layers" in caplog.text

@@ -14,16 +14,16 @@ import pytest
 from PIL import Image
 
 from headrace.protos.status import Reason
-from headrace.worker.config import WorkerConfig
 from headrace.worker.multimodal.image_inputs import ImageInputs
 from headrace.worker.vision.load import vision_for
 from headrace.worker.vision.process import EncodeJob
 from tests.e2e.shapes import MODEL, TOKENS_PER_PICTURE, questions
 from tests.patience import until
+from tests.worker.configs import worker_config
 
 HIDDEN_SIZE = json.loads((MODEL / "config.json").read_bytes())["text_config"]["hidden_size"]
 INPUTS = ImageInputs(HIDDEN_SIZE, has_positions=False, num_layers=0, keeps_whole=False)
-CONFIG = WorkerConfig(MODEL, "m", "w", "listen", "advertise", max_images=3, image_threads=1, image_cache_gb=0.5)
+CONFIG = worker_config(MODEL, max_images=3, image_threads=1, image_cache_gb=0.5)
 
 
 def nothing() -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from headrace.worker.allocation import most_requests
-from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.exclusions import refuse_for_model
 from headrace.worker.kv.groups.recurrent import StateSizes, divide
 from headrace.worker.kv.layers import LayerGroup, LayerKind
 from headrace.worker.request.step import FIRST_STATE_SLOT
+from tests.worker.configs import worker_config
 
 GIB = 1 << 30
-CONFIG = WorkerConfig(Path("model"), "m", "w", "127.0.0.1:0", "127.0.0.1:0")
+CONFIG = worker_config()
 GROUPS = [LayerGroup(LayerKind.FULL, 8), LayerGroup(LayerKind.RECURRENT, 8)]
 # Of a model with 1.2B parameters and convolutions, and of one with 80B and sums.
 SMALL = StateSizes(block_bytes=245_760, block_size=32, slot_bytes=245_760)
