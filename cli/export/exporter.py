@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_TASK, _MULTIMODAL_TASK = "text-generation-with-past", "image-text-to-text"
+_TASK = "text-generation-with-past"
+_MULTIMODAL_TASK = "image-text-to-text"
 _LIBRARY = "transformers"
 _NETWORK = "openvino_model.xml"
 _MULTIMODAL_NETWORKS = (

@@ -31,7 +31,10 @@ from openvino import opset13
 from safetensors import safe_open  # type: ignore[import-not-found]
 from safetensors.torch import save_file  # type: ignore[import-not-found]
 
-_PACKED, _ZEROS, _SCALES, _GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
+_PACKED = ".qweight"
+_ZEROS = ".qzeros"
+_SCALES = ".scales"
+_GROUPS = ".g_idx"
 # The order in which eight outputs are packed, from the lowest bits on.
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 _FILE_BYTES = 1 << 30

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-INT4, INT8, BF16 = "int4", "int8", "bf16"
+INT4 = "int4"
+INT8 = "int8"
+BF16 = "bf16"
 EXPORTED = (INT4, INT8, BF16)
 """Kinds of weights that a checkpoint in safetensors form can be exported with."""
 DEFAULT = INT8
@@ -20,7 +22,8 @@ _GROUP_BYTES = 2.5
 VISION_KIND = {INT4: INT8, INT8: INT8, BF16: BF16}
 """The kind of the weights for images, beside such weights of the language model."""
 # Names of the numbers in vision_config: the width, that of the layers' products, and the number of layers.
-_WIDTHS, _DEPTHS = ("embed_dim", "hidden_size"), ("depth", "num_hidden_layers")
+_WIDTHS = ("embed_dim", "hidden_size")
+_DEPTHS = ("depth", "num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from headrace.protos.status import error_of
 _TIMEOUT_S = 10.0
 _WIDTH_OF_A_PIPE = 160
 # How much of two prompts is shown around their first difference.
-_TOKENS_BEFORE, _TOKENS_BEHIND = 12, 12
+_TOKENS_BEFORE = 12
+_TOKENS_BEHIND = 12
 # The terms of the policy, and then the sums.
 _SUMS = ("total", "ttft")
 _TERMS = (

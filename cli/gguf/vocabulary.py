@@ -10,7 +10,8 @@ from gguf import TokenType
 
 from headrace.cli.gguf.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 
-BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+BYTE_LEVEL = "gpt2"
+SENTENCEPIECE = "llama"
 """The kinds of tokenizers that can be converted, as `tokenizer.ggml.model` names them."""
 SPLIT_OFF = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
 """Kinds of tokens that are found in a text before anything else."""

@@ -57,7 +57,8 @@ class PlainProgress:
         rate = max(0, done - self._last_done) / elapsed_s / 1e6
         share = f" of {total / 1e6:.0f} MB ({100 * done // total} %)" if total else " MB"
         self._write(f"{self._title}: {done / 1e6:.0f}{share}, {rate:.1f} MB/s")
-        self._last_s, self._last_done = now_s, done
+        self._last_s = now_s
+        self._last_done = done
 
 
 class BarProgress:

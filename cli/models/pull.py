@@ -74,7 +74,9 @@ _PIECE_BYTES = 1 << 20
 _LINKED_BYTES = 1 << 20
 _CONVERTED_EARLIER = "an earlier version converted it, which read the tokenizer of its file in another way"
 # In the source of a multimodal model from a hub: whether its networks for images were pulled.
-_IMAGES, _WITH_IMAGES, _WITHOUT_IMAGES = "images", "served", "not served"
+_IMAGES = "images"
+_WITH_IMAGES = "served"
+_WITHOUT_IMAGES = "not served"
 
 
 @dataclass(frozen=True, slots=True)

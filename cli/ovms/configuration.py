@@ -34,7 +34,8 @@ from headrace.common.model_files.networks import has_network
 from headrace.common.model_files.task import task_of
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED, Task
 
-GRAPH_NAME, SUBCONFIG_NAME = "graph.pbtxt", "subconfig.json"
+GRAPH_NAME = "graph.pbtxt"
+SUBCONFIG_NAME = "subconfig.json"
 _TASKS = {TASK_UNSPECIFIED: "text_generation", TASK_EMBED: "embeddings", TASK_RANK: "rerank"}
 _VERSION = re.compile(r"[1-9][0-9]*")
 

@@ -124,7 +124,9 @@ FLAGS: tuple[Flag, ...] = (
     ),
 )
 
-_TEXT, _EMBED, _RANK = TASK_UNSPECIFIED, TASK_EMBED, TASK_RANK
+_TEXT = TASK_UNSPECIFIED
+_EMBED = TASK_EMBED
+_RANK = TASK_RANK
 GRAPH_FLAGS: tuple[GraphFlag, ...] = (
     GraphFlag("max_num_seqs", "whole", "max_num_seqs", (_TEXT,)),
     GraphFlag("max_num_batched_tokens", "whole", "max_num_batched_tokens", (_TEXT,)),

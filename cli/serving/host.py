@@ -345,7 +345,9 @@ class ModelHost:
         if drains and self._fleet is not None:
             await self._fleet.drain([process.spec.address for process in model.processes])
         await self.supervisor.remove(model.processes)
-        model.processes, model.unloading, model.is_busy = [], None, False
+        model.processes = []
+        model.unloading = None
+        model.is_busy = False
         self._enter(model, ends_as)
         self.wake()
 
@@ -370,7 +372,9 @@ class ModelHost:
             self._note_use(model, mine)
 
     def _note_loaded(self, model: HostedModel) -> None:
-        model.loaded_s, model.problem, model.num_requests = self.clock(), "", 0
+        model.loaded_s = self.clock()
+        model.problem = ""
+        model.num_requests = 0
         model.last_used_s = model.loaded_s
         pids = [process.pid for process in model.processes if process.pid is not None]
         model.num_bytes = max(model.num_bytes, self.measure(pids) + model.plan.kv_cache_bytes)

@@ -164,7 +164,9 @@ class Serving:
     async def _watch_readiness(self) -> None:
         """Announce the first readiness on standard output, and log later losses and recoveries."""
         host, port = self.options.host, self.options.port
-        since_s, announced, is_reported = self.begun_s, False, False
+        since_s = self.begun_s
+        announced = False
+        is_reported = False
         while self.num_stop_signals == 0:
             ready = await http_status(host, port, "/health/ready", scheme=self.options.url.partition(":")[0]) == 200
             ready = ready and (announced or self._is_one or self.host.is_settled)

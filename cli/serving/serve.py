@@ -248,7 +248,10 @@ class Run:
 
     def serve(self) -> NoReturn:
         """Serve until stopped, and end the process with the exit status. Raises CommandError."""
-        settings, given, host, offline = self.settings, self.given, self.where.host, self.offline
+        settings = self.settings
+        given = self.given
+        host = self.where.host
+        offline = self.offline
         topology = read_topology()
         places = self.places()
         stream = self.stream or sys.stderr.buffer

@@ -16,7 +16,8 @@ from headrace.common.model_files.safetensors import SafetensorsError, floats, te
 from headrace.worker.adapters.files import AdapterError, AdapterFiles, check, scaled
 from headrace.worker.model.adapter_memory import BfloatArray, FloatArray, Linear, LowRank, name_from_layer
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _KEY = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
 # Fields of the configuration that change an adapter's result and are not supported.
 _UNSUPPORTED = {

@@ -85,7 +85,8 @@ class ReaderProcess:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
             environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-        self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
         memory = self._memory
         self._send((self._layers, memory.groups, memory.num_slots, memory.rank, memory.is_bfloat16), memory)
 

@@ -179,7 +179,9 @@ def _frequencies(config: Mapping[str, Any], head_size: int, path: Path) -> npt.N
 
 
 def _check_shapes(shape: EagleShape, weights: Mapping[str, _Array], path: Path) -> None:
-    size, of_heads, of_kv_heads = shape.size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    size = shape.size
+    of_heads = shape.num_heads * shape.head_size
+    of_kv_heads = shape.num_kv_heads * shape.head_size
     inner = weights["mlp.gate_proj.weight"].shape[0] if "mlp.gate_proj.weight" in weights else 0
     wanted: dict[str, tuple[int, ...]] = {
         "fc.weight": (size, 3 * shape.target_size),

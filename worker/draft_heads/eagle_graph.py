@@ -53,7 +53,8 @@ def build_eagle(files: EagleFiles, target: ov.Model) -> ov.Model:
 
 class _Builder:
     def __init__(self, files: EagleFiles, target: ov.Model) -> None:
-        self._files, self._shape = files, files.shape
+        self._files = files
+        self._shape = files.shape
         self._tokens = target.input("input_ids").get_node()
         self._embeddings = self._embedded(target)
         self._positions = _parameter("position_ids", [-1], ov.Type.i64)

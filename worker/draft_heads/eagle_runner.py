@@ -70,7 +70,8 @@ class EagleRunner:
         self._inputs = InputTensors(self._request)
         self._caches = [port for port in compiled.inputs if "_cache." in port.any_name]
         self._cache_views: list[npt.NDArray[np.uint8]] = []
-        self._token_ids, self._reader = files.token_ids, reader
+        self._token_ids = files.token_ids
+        self._reader = reader
         self._batch: Batch | None = None
         self._width = files.shape.size
         self.vocab_size = files.shape.vocab_size

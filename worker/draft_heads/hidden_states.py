@@ -57,7 +57,9 @@ def width_of(states: ov.Output) -> int:
 
 def _sum_before(product: ov.Node) -> ov.Output | None:
     """The nearest sum of two values of each token from which a product is computed: the residual connection."""
-    width, seen, waiting = width_of(product.input_value(0)), set(), [product.input_value(0).get_node()]
+    width = width_of(product.input_value(0))
+    seen = set()
+    waiting = [product.input_value(0).get_node()]
     while waiting:
         node = waiting.pop(0)
         if node.get_friendly_name() in seen:

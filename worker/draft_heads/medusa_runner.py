@@ -131,8 +131,10 @@ class MedusaRunner:
             core.compile_model(build_head(head), "CPU", properties).create_infer_request() for head in files.heads
         ]
         self.states = states
-        self.vocab_size, self.block_size = vocab_size, block_size
-        self.num_heads, self.size = len(files.heads), files.size
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.num_heads = len(files.heads)
+        self.size = files.size
         self.infer_s = 0.0
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> None:

@@ -41,7 +41,8 @@ class LearnedDraftTimes:
     """The learned costs of the smaller model's steps, which have at most `most_tokens` tokens."""
 
     def __init__(self, costs: StepCosts, most_tokens: int) -> None:
-        self._costs, self._most_tokens = costs, most_tokens
+        self._costs = costs
+        self._most_tokens = most_tokens
         self._seen: set[int] = set()
         self._size_before = 0
 

@@ -98,7 +98,9 @@ class Encoding:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """No request waits longer than `max_wait_s` for others' images."""
-        self._scheduler, self._encoder, self._store = scheduler, encoder, store
+        self._scheduler = scheduler
+        self._encoder = encoder
+        self._store = store
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._held: dict[Request, _Held] = {}

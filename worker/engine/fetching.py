@@ -29,9 +29,11 @@ from headrace.worker.request.step import RequestOutput
 # Fetching has to be cheaper than computing by this factor.
 _WORTH = 0.8
 # A request waits at most this many times as long as computing would take, or this many seconds if that is longer.
-_PATIENCE, _LEAST_PATIENCE_S = 2.0, 0.25
+_PATIENCE = 2.0
+_LEAST_PATIENCE_S = 0.25
 # It also waits at most this many times as long as the blocks are expected to take, plus this many seconds.
-_LATENESS, _DELAY_S = 10.0, 5.0
+_LATENESS = 10.0
+_DELAY_S = 5.0
 # While a fetch holds blocks, an answer becomes longer by about this many tokens.
 _TOKENS_MEANWHILE = 512
 

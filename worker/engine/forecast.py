@@ -97,7 +97,8 @@ class Forecast:
         if passed_s > 0:
             weight = 1 - 0.5 ** (passed_s / _HALF_LIFE_S)
             self._ended_per_s += weight * ((num_ended - self._num_ended) / passed_s - self._ended_per_s)
-            self._num_ended, self._observed_s = num_ended, now_s
+            self._num_ended = num_ended
+            self._observed_s = now_s
 
     def begin(self) -> None:
         """Start measuring again, because a request has come to an idle engine. Idle time would make requests seem to

@@ -81,7 +81,8 @@ class LogitsRows:
     share for the prompt that is `first` in rank."""
 
     def __init__(self, most: int, first: Request) -> None:
-        self._left, self._first = most, first
+        self._left = most
+        self._first = first
         self._for_first = max(MIN_CHUNK_ROOM, most // FIRST_IN_RANK_SHARE) if first.wants_prompt_logprobs else 0
 
     def chunk_of(self, request: Request, room: int) -> int:
@@ -169,7 +170,9 @@ class StepBudget:
         for_first = max(model.tokens_for(first_ms, past), MIN_CHUNK_ROOM)
         for_first = min(for_first, max(most // FIRST_IN_RANK_SHARE, MIN_CHUNK_ROOM), remaining)
         first_chunk_ms = model.chunk_ms(past, for_first)
-        tokens, prompts_ms, is_cut = for_first, first_chunk_ms, False
+        tokens = for_first
+        prompts_ms = first_chunk_ms
+        is_cut = False
         for place, (past, remaining) in enumerate(prompts):
             # If the first in rank has begun, its computed part is read from the cache once, however many tokens it
             # gets.

@@ -93,7 +93,12 @@ class StepShape(NamedTuple):
     @classmethod
     def of(cls, step: Iterable[tuple[int, int]], *, padding: int = 0, changed: bool = False) -> StepShape:
         """The shape of a step. `step` has a pair for each sequence: tokens computed before, tokens computed now."""
-        attended, reread, context, prompt_tokens, decoding, prompts = 0, 0, 0, 0, 0, 0
+        attended = 0
+        reread = 0
+        context = 0
+        prompt_tokens = 0
+        decoding = 0
+        prompts = 0
         for past, new in step:
             if new == 1:
                 context += past + 1
@@ -150,7 +155,8 @@ class StepCostModel:
         self._gram = [[0.0] * _SIZE for _ in range(_SIZE)]
         self._moment = [0.0] * _SIZE
         self._observed_ms = self._reference_ms = 0.0
-        self._least_ratio, self._most_ratio = math.inf, 0.0
+        self._least_ratio = math.inf
+        self._most_ratio = 0.0
         self._age = 0
         self._errors: deque[float] = deque(maxlen=_CHANGE_STEPS)
 

@@ -24,7 +24,8 @@ from headrace.worker.request.step import RequestOutput
 # The shortest time between two load reports, unless commands came or the engine becomes idle.
 REPORT_INTERVAL_S = 0.02
 # How long to wait for requests in stages, in seconds: while other work needs their blocks, and otherwise.
-_POLL_S, _LOOK_S = 0.001, 0.1
+_POLL_S = 0.001
+_LOOK_S = 0.1
 # Reading the fields by name is four times as fast as asdict().
 _COUNTERS = tuple(counter.name for counter in fields(SchedulerStats))
 

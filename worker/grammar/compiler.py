@@ -38,7 +38,8 @@ MAX_PENDING = 64
 NUM_THREADS = 2
 # Compiled grammars take up to 50 MB of memory for each second of compilation. The maximum number of seconds for cached
 # grammars, and for those that are cached or in use.
-MAX_CACHED_S, MAX_KEPT_S = 5.0, 15.0
+MAX_CACHED_S = 5.0
+MAX_KEPT_S = 15.0
 COMPILE_TIMEOUT_S = 10.0
 # Of the path of a fault in a schema.
 MAX_PATH_CHARS = 100
@@ -47,11 +48,13 @@ MAX_LEXER_STATES = 25_000
 # llguidance follows rules and references recursively, and a stack that overflows ends the process. It was seen to take
 # up to 1.3 kB for each byte of a constraint. A constraint that needs less than the stack of an ordinary thread runs in
 # one.
-_STACK_BYTES_PER_BYTE, _SMALL_BYTES = 2048, 2048
+_STACK_BYTES_PER_BYTE = 2048
+_SMALL_BYTES = 2048
 # At each step, llguidance asks for the tokens of all the text that must follow, which may be long. The tokens of its
 # beginning give the same mask: the longest match depends only on the bytes of one token, and llguidance drops at most
 # four tokens at the end. Drafts are short.
-MIN_WINDOW_BYTES, _WINDOW_TOKENS = 256, 8
+MIN_WINDOW_BYTES = 256
+_WINDOW_TOKENS = 8
 
 
 class VocabularyError(Exception):

@@ -45,7 +45,8 @@ _FORMATS = frozenset(
 _MOST_INTEGER = 2**63 - 2**11
 _MOST_NUMBER = 10**18
 _LEAST_FRACTION = 1e-60
-_LOWER_BOUNDS, _UPPER_BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
+_UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
 # Keywords of propertyNames that say nothing about a name, which is a string.
 _OF_ANY_NAME = frozenset({"type", "title", "description", "$comment", "examples", "default", "deprecated"})
 _NARROWER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
@@ -100,7 +101,9 @@ def prepared(schema: str) -> str:
 def prepared_within(grammar: str) -> str:
     """Narrow the JSON schemas (`%json {...}`) of a Lark grammar in the same way. Each keeps its options for white
     space. Raises `UnsupportedSchema`."""
-    parts, position, num_pairs = [], 0, 0
+    parts = []
+    position = 0
+    num_pairs = 0
     while (found := _LEXEMES.search(grammar, position)) is not None:
         parts.append(grammar[position : found.end()])
         position = found.end()
@@ -135,7 +138,9 @@ def path_at_fault(root: dict[str, Any], is_supported: Callable[[str], bool]) -> 
     """The path, such as #/properties/a, of the smallest part of an unsupported schema that is not supported by itself;
     empty if that cannot be told. `is_supported` is given schemas as JSON text, at most `MAX_SEARCHED`."""
     shared = {name: root[name] for name in ("$defs", "definitions", "components") if name in root}
-    num_searched, path, schema = 0, "#", root
+    num_searched = 0
+    path = "#"
+    schema = root
     while True:
         for place, child in _children(schema):
             if not isinstance(child, dict):

@@ -45,7 +45,8 @@ class KVArena:
             memory = np.frombuffer(mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, flags=flags), np.uint8)
             offset = -memory.ctypes.data % HUGE_PAGE_BYTES
         assert len(memory) >= offset + self.size_bytes, "the memory is too small for the arena"
-        self._memory, self._offset = memory, offset
+        self._memory = memory
+        self._offset = offset
         self._end = self._offset + self.size_bytes
         self.address = memory.ctypes.data + offset
         advise(self.address, self.size_bytes, mmap.MADV_DONTDUMP)

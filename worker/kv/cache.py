@@ -113,7 +113,9 @@ class KVCache:
 
     def figures(self) -> CacheFigures:
         """Sizes of the cache, and what is in it now."""
-        pool, states, windows = self.pool, self.states, self.windows
+        pool = self.pool
+        states = self.states
+        windows = self.windows
         return CacheFigures(
             pool.num_blocks,
             pool.num_free_blocks,
@@ -345,7 +347,9 @@ class KVCache:
         If a request has computed the same block in the meantime, that one is in the chain. The whole chain is released
         again, from its end, so that no block is evicted before its successor.
         """
-        chain, came, unused = list(held.blocks), list[int](), list[int]()
+        chain = list(held.blocks)
+        came = list[int]()
+        unused = list[int]()
         broken: set[int] = set()
         for number, wanted in enumerate(fetch.wanted):
             found: int | None = None

@@ -18,7 +18,8 @@ from headrace.worker.config import ConfigurationError
 log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[0-9a-fA-F]{64}")
-_NONCE_BYTES, _TAG_BYTES = 12, 16
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
 CHECK_BYTES = 16
 _PART_BYTES = 256 << 10
 

@@ -19,14 +19,17 @@ import numpy.typing as npt
 
 # In a new file, all other bytes are 0.
 CHECK_OFFSET = 16
-_HEADER_BYTES, _RECENT_OFFSET, _NUM_RECENT = 4096, 2048, 512
+_HEADER_BYTES = 4096
+_RECENT_OFFSET = 2048
+_NUM_RECENT = 512
 _ENTRY = np.dtype([("name", "<u8"), ("used_s", "<u4"), ("found", "<u2"), ("order", "<u2")])
 # When a slot to replace is chosen, one hit counts as much as a last use that is this many seconds later.
 _FOUND_WORTH_S = 600
 _MOST_FOUND = 100
 # Instead of a number of hits: the slot is being written since the time of its last use. Other writers leave it alone
 # for this many seconds, after which its writer is taken to have died.
-_RESERVED, _RESERVED_S = 0xFFFF, 60
+_RESERVED = 0xFFFF
+_RESERVED_S = 60
 _RESERVED_WORTH = np.iinfo(np.int64).max
 # How many of the least valuable slots one scan of the index finds.
 _NUM_CANDIDATES = 256
@@ -57,8 +60,10 @@ class SlotIndex:
         self._num_changes: npt.NDArray[np.uint64] = np.frombuffer(mapped, "<u8", 1)
         self._recent: npt.NDArray[np.uint32] = np.frombuffer(mapped, "<u4", _NUM_RECENT, _RECENT_OFFSET)
         self._entries: npt.NDArray[Any] = np.frombuffer(mapped, _ENTRY, num_slots, _HEADER_BYTES)
-        self._names, self._used_s = self._entries["name"], self._entries["used_s"]
-        self._found, self._orders = self._entries["found"], self._entries["order"]
+        self._names = self._entries["name"]
+        self._used_s = self._entries["used_s"]
+        self._found = self._entries["found"]
+        self._orders = self._entries["order"]
         # The names as of the last `take_changes`, and the number of changes then.
         self._seen: npt.NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
         self._num_seen = -1
@@ -165,7 +170,8 @@ class SlotIndex:
     def _consider(self, slots: npt.NDArray[np.intp]) -> None:
         """Add slots to the candidates that may have become less valuable."""
         if len(slots) + len(self._candidates) > 4 * _NUM_CANDIDATES:
-            self._candidates, self._most_worth = [], -1
+            self._candidates = []
+            self._most_worth = -1
             return
         for worth, slot in zip(_worth(self._entries[slots]).tolist(), slots.tolist(), strict=True):
             if worth <= self._most_worth:

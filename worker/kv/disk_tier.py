@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 # The largest share of the time that the thread spends on writes.
 WRITE_SHARE = 0.5
 # Bounds of the queue of evicted blocks to be written.
-MAX_QUEUED, MAX_QUEUED_BYTES = 256, 256 << 20
+MAX_QUEUED = 256
+MAX_QUEUED_BYTES = 256 << 20
 # Bound of the queue of blocks that were in use until now and are on the disk already.
 MAX_TOUCHED = 16384
 _WRITES_A_FLUSH = 8
@@ -82,7 +83,8 @@ class DiskTier(threading.Thread):
         self._contents = contents
         self._block_bytes = block_bytes
         self._max_queued = max(1, min(MAX_QUEUED, MAX_QUEUED_BYTES // (block_bytes + part_bytes)))
-        self._buffer, self._part_buffer = np.empty(block_bytes, np.uint8), np.empty(part_bytes, np.uint8)
+        self._buffer = np.empty(block_bytes, np.uint8)
+        self._part_buffer = np.empty(part_bytes, np.uint8)
         self._spills: deque[_Spill] = deque()
         # Without room, the blocks that were in use first are forgotten.
         self._touched: deque[tuple[DiskStore, int]] = deque(maxlen=MAX_TOUCHED)
@@ -245,7 +247,8 @@ class DiskTier(threading.Thread):
             _warn("KV blocks cannot be read from the disk", error)
             self._no_reads_until_s = time.monotonic() + _PAUSE_AFTER_FAILURE_S
         finally:
-            self._reading, self._busy_since_s = None, 0.0
+            self._reading = None
+            self._busy_since_s = 0.0
             self._ended.append(fetch)
             self.on_arrival()
 

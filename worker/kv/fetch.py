@@ -13,7 +13,9 @@ from headrace.worker.kv.block_pool import Content, Journal
 
 # For `LearnedTime`: the weight of the latest measurement; the maximum of a measurement, as a multiple of the average;
 # and the half-life in seconds of the part of the average that exceeds the first guess.
-_NEWEST, _MOST, _HALF_LIFE_S = 0.2, 10.0, 60.0
+_NEWEST = 0.2
+_MOST = 10.0
+_HALF_LIFE_S = 60.0
 
 
 NO_SLOT = -1

@@ -40,7 +40,8 @@ STALE_AFTER_S = 900.0
 _LOCK_PATIENCE_S = 5.0
 # How long to wait for workers that make their caches. To free the memory of a large old cache takes a minute.
 _SIZING_PATIENCE_S = 300.0
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 
 
 class HostMemory:

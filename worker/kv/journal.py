@@ -25,7 +25,8 @@ from headrace.worker.kv.block_bytes import BlockBytes
 from headrace.worker.kv.block_pool import TOKEN_BYTES, Content
 
 _WHOLE = 1
-_IS_FULL, _IS_FIRST = 1, 2
+_IS_FULL = 1
+_IS_FIRST = 2
 
 
 class Record(NamedTuple):

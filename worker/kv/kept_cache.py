@@ -41,7 +41,9 @@ from headrace.worker.kv.journal import BlockJournal, Record, journal_bytes, reco
 log = logging.getLogger(__name__)
 
 _MAGIC = b"hrkv0002"
-_FINGERPRINT, _STARTS, _JOURNAL = 56 << 10, 60 << 10, 64 << 10
+_FINGERPRINT = 56 << 10
+_STARTS = 60 << 10
+_JOURNAL = 64 << 10
 _HEADER = struct.Struct("<8sII")
 _FINGERPRINT_BYTES = 64
 # After this many starts without becoming ready, a worker starts with an empty cache.
@@ -231,7 +233,8 @@ class KeptCache:
         if self._num_recorded:
             took_ms = 1000 * (time.monotonic() - start_s)
             log.info("restored %d of %d KV blocks in %.0f ms", len(chains), self._num_recorded, took_ms)
-        self._checked, self._checked_parts = [], []
+        self._checked = []
+        self._checked_parts = []
 
     def _parts_of(self, chains: Sequence[Record]) -> dict[int, int]:
         """The slots that have the parts of these blocks, by block, least recently used first."""
@@ -254,7 +257,9 @@ class KeptCache:
         if self._checking is not None:
             self._checking.join()
             self._checking = None
-        self._checked, self._checked_parts, self._num_recorded = [], [], 0
+        self._checked = []
+        self._checked_parts = []
+        self._num_recorded = 0
         self._mapped = self.format = None
         self.memory.clear()
 

@@ -20,7 +20,8 @@ from headrace.worker.model.adapter_memory import Linear, name_from_layer
 from headrace.worker.model.fused_projections import is_constant, projection
 
 _EXPORTED = re.compile(r"^__module\.(?P<module>.+?)/aten::")
-_ATTENTION, _MLP = "layers.{}.self_attn.", "layers.{}.mlp."
+_ATTENTION = "layers.{}.self_attn."
+_MLP = "layers.{}.mlp."
 _OTHERS_OF_LAYER = 4
 _ACTIVATIONS = {"Swish", "Gelu"}
 

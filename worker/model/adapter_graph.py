@@ -27,7 +27,8 @@ from headrace.worker.model.adapted_linears import source_of
 from headrace.worker.model.adapter_memory import AdaptedGroup, Linear
 from headrace.worker.model.fused_projections import NAME_SEPARATOR, bias_of
 
-ROWS, PLACES = "adapter_rows", "adapter_places"
+ROWS = "adapter_rows"
+PLACES = "adapter_places"
 _FIRST_AXIS = 0
 
 

@@ -253,9 +253,11 @@ class _Sequences:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.input_ids, self._block_indices = array("I"), array("i")
+        self.input_ids = array("I")
+        self._block_indices = array("i")
         self._past_lens: list[int] = []
-        self._begins, self._block_begins = [0], [0]
+        self._begins = [0]
+        self._block_begins = [0]
         self._max_context_len = 0
         self._scored: list[Scored] = []
         self._lost: dict[int, Eviction] = {}

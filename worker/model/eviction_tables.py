@@ -17,10 +17,13 @@ from openvino import opset13
 from headrace.worker.kv.exclusions import ALIBI, EVICTION, impossible
 from headrace.worker.kv.layers import LayerKind
 
-BLOCK_TABLES, SCORE_WINDOWS, SCORES = "block_tables", "score_aggregation_window", "scores"
+BLOCK_TABLES = "block_tables"
+SCORE_WINDOWS = "score_aggregation_window"
+SCORES = "scores"
 # Flags of OpenVINO's transformation.
 TRANSFORMATION = {"use_block_indices_inputs": True, "use_score_outputs": True, "allow_score_aggregation": True}
-_SLIDING_WINDOW, _ALIBI_SLOPES = 10, 11
+_SLIDING_WINDOW = 10
+_ALIBI_SLOPES = 11
 
 
 def merge_layers(model: ov.Model) -> None:

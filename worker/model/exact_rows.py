@@ -21,7 +21,9 @@ from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 # The largest step that is tried. Larger ones count as not exact.
 MOST_ROWS = 1024
 # Large enough that kernels divide the sum into parts.
-_INPUTS, _OUTPUTS, _GROUP = 1024, 64, 32
+_INPUTS = 1024
+_OUTPUTS = 64
+_GROUP = 32
 _COMPRESSED = {ov.Type.u4, ov.Type.i4, ov.Type.u8, ov.Type.i8}
 
 

@@ -51,7 +51,9 @@ def products_to_fuse(values: Sequence[ov.Output]) -> list[list[ov.Node]]:
 def projection(output: ov.Output) -> ov.Node | None:
     """The matrix product with constant weights that computes `output`, an input of an attention; None if the graph has
     another form."""
-    seen, found, waiting = set(), [], [output.get_node()]
+    seen = set()
+    found = []
+    waiting = [output.get_node()]
     while waiting:
         node = waiting.pop()
         if node.get_friendly_name() in seen:

@@ -42,7 +42,8 @@ STEP_INPUTS = (
     "max_context_len",
 )
 # Indices of the inputs of PagedAttention.
-_SLIDING_WINDOW, _ALIBI_SLOPES = 10, 11
+_SLIDING_WINDOW = 10
+_ALIBI_SLOPES = 11
 _FOREIGN_INPUTS = {
     "inputs_embeds": "it takes embeddings instead of tokens, and the network that gives them is not beside it",
     "encoder_hidden_states": "it is the decoder of an encoder-decoder model",

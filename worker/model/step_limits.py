@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_SEQS, DEFAULT_TOKENS = 128, 1024
+DEFAULT_SEQS = 128
+DEFAULT_TOKENS = 1024
 # Prompt tokens in a step with a full batch of streams, unless flags leave less room.
 ROOM_FOR_PROMPTS = 8
 # The fewest tokens of a step with a prompt, and the fewest rows of logits if it has any. On some CPUs products of fewer
@@ -34,7 +35,9 @@ def step_limits(
 ) -> StepLimits:
     """The given limits, with defaults for None. `exact_rows` is the size of the largest step that is exact on this CPU.
     Defaults stay within it, unless another given limit exceeds it."""
-    seqs, tokens, mixed = max_num_seqs, max_num_batched_tokens, max_num_mixed_tokens
+    seqs = max_num_seqs
+    tokens = max_num_batched_tokens
+    mixed = max_num_mixed_tokens
     if tokens is None:
         needed = max((seqs or 0) + ROOM_FOR_PROMPTS, mixed or 0)
         is_enough = needed <= exact_rows >= _LEAST_EXACT_STEP

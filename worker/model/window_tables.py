@@ -17,7 +17,9 @@ from openvino import opset13
 
 WINDOW_BLOCK_INDICES = "window_block_indices"
 # Indices of the inputs of PagedAttention.
-_KEY_CACHE, _BLOCK_INDICES, _SLIDING_WINDOW = 3, 7, 10
+_KEY_CACHE = 3
+_BLOCK_INDICES = 7
+_SLIDING_WINDOW = 10
 
 
 class WindowLayers(NamedTuple):

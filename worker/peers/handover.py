@@ -57,7 +57,8 @@ class Handover:
 
     def reset(self) -> None:
         """A router may hand over once more, because the worker takes requests again or the handover broke off."""
-        self._begun, self._ended = asyncio.Event(), asyncio.Event()  # a running handover sets the old ones
+        self._begun = asyncio.Event()
+        self._ended = asyncio.Event()  # a running handover sets the old ones
 
     async def name_blocks(self, *, draining: bool) -> _Named:
         """Answer HandOver: name the blocks, most recently used first, then wait until the router has distributed them.

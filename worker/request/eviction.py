@@ -135,7 +135,8 @@ class Eviction:
         if size > self._sums.shape[1]:
             missing = (num_layers, max(size, self.rule.max_cache_size) + 1 - self._sums.shape[1])
             if not self._sums.size:
-                self._sums, self._counts = np.zeros((num_layers, 0)), np.zeros((num_layers, 0), np.int32)
+                self._sums = np.zeros((num_layers, 0))
+                self._counts = np.zeros((num_layers, 0), np.int32)
             self._sums = np.concatenate([self._sums, np.zeros(missing)], axis=1)
             self._counts = np.concatenate([self._counts, np.zeros(missing, np.int32)], axis=1)
 

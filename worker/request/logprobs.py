@@ -26,8 +26,10 @@ class PromptLogprobs:
 
     def __init__(self, num_top: int) -> None:
         self._num_top = num_top
-        self._logprobs, self._ranks = array("f"), array("I")
-        self._top_logprobs, self._top_token_ids = array("f"), array("I")
+        self._logprobs = array("f")
+        self._ranks = array("I")
+        self._top_logprobs = array("f")
+        self._top_token_ids = array("I")
 
     def __len__(self) -> int:
         return len(self._logprobs)

@@ -24,7 +24,8 @@ _WIDE_NUCLEUS = 0.5
 # When runs are searched for tokens less probable than a drawn one, the first search reads this many runs. Later ones
 # read this many times the number that would be enough if all runs were equal, and some more.
 _FIRST_RUNS = 32
-_MORE_RUNS, _AND_MORE = 1.1, 16
+_MORE_RUNS = 1.1
+_AND_MORE = 16
 # The nucleus is first searched among tokens of at least this probability: these are few, and usually enough.
 _NUCLEUS_SHARES = (1e-3, 1e-5)
 # Lowers thresholds before an exact comparison, so that rounding excludes no token.

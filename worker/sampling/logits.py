@@ -52,7 +52,8 @@ class Places:
         is_last = np.append(keys[1:] != keys[:-1], True)
         self.order: IndexArray = order[is_last]
         self.keys: IndexArray = keys[is_last]
-        self.rows, self.token_ids = rows[self.order], token_ids[self.order]
+        self.rows = rows[self.order]
+        self.token_ids = token_ids[self.order]
         length = length_of(vocab_size)
         num_runs = -(-vocab_size // length)
         runs = self.rows * num_runs + self.token_ids // length

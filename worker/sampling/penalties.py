@@ -62,8 +62,10 @@ class SeenTokens:
         self._counts = [0] * len(prompt_ids)
         self._token_ids = np.concatenate([prompt_ids, np.zeros(16, np.intp)])
         self._penalties = np.zeros(len(self._token_ids), np.float32)
-        self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
-        self._num_of_prompt, self._num_counted = len(prompt_ids), 0
+        self._presence = sampling.presence_penalty
+        self._frequency = sampling.frequency_penalty
+        self._num_of_prompt = len(prompt_ids)
+        self._num_counted = 0
 
     def count(self, request: Request) -> None:
         """Add the tokens that `request` has generated since the last call. Takes time for these only."""

@@ -71,7 +71,8 @@ class Edits:
         self.allowed_ids: IndexArray = np.array(sampling.allowed_token_ids, np.intp)
         self._words = BadWords(sampling.bad_words, sampling.max_tokens)
         self._always_banned = _sorted(self._words.always)
-        self._min_tokens, self._stop_ids = sampling.min_tokens, sampling.stop_token_ids
+        self._min_tokens = sampling.min_tokens
+        self._stop_ids = sampling.stop_token_ids
 
     def banned_ids(self, request: Request) -> IndexArray:
         """Tokens that would complete a bad word, and stop tokens before `min_tokens`; sorted."""

@@ -95,7 +95,9 @@ def _corrected(logits: Logits, reduction: Reduction, inverse_temperatures: Float
     if changes is None:
         return reduction
     maxima, sums = reduction.maxima.copy(), reduction.sums.copy()
-    row, run, firsts = changes.places.rows_of_runs, changes.places.runs, changes.places.firsts
+    row = changes.places.rows_of_runs
+    run = changes.places.runs
+    firsts = changes.places.firsts
     highest = maxima[row, run]
     is_stale = np.maximum.reduceat(changes.before, firsts) >= highest
     is_stale |= np.maximum.reduceat(changes.values, firsts) > highest

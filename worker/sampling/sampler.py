@@ -40,7 +40,8 @@ NOTHING_ALLOWED = StatusError(
 )
 
 # These replace a token: no token is allowed; the logits are not numbers.
-_NOTHING, _NO_NUMBER = -1, -2
+_NOTHING = -1
+_NO_NUMBER = -2
 # Rows of a prompt that are converted to float32 at a time.
 _ROWS_AT_ONCE = 16
 
@@ -121,7 +122,9 @@ class BatchSampler:
 
     def _choose(self, processed: Processed, params: RowParams) -> IndexArray:
         """The token of each row, _NOTHING or _NO_NUMBER."""
-        num_rows, few, whole = len(params.is_greedy), processed.few, processed.whole
+        num_rows = len(params.is_greedy)
+        few = processed.few
+        whole = processed.whole
         chosen = np.empty(num_rows, np.intp)
         for row, token_ids in few.items():
             chosen[row] = _choose_among(processed.at(row, token_ids), token_ids, params.part(np.array([row])))

@@ -41,7 +41,9 @@ class ImageDesk:
     def __init__(
         self, model: str, images: Images | None, on_refusal: Callable[[str], None] = lambda label: None
     ) -> None:
-        self._model, self._images, self._on_refusal = model, images, on_refusal
+        self._model = model
+        self._images = images
+        self._on_refusal = on_refusal
 
     def place(self, sent: Sequence[SentImage], token_ids: Sequence[int]) -> list[PlacedImage]:
         """The images of a prompt with these tokens. StatusError names the first that is wrong. Takes some milliseconds

@@ -75,7 +75,8 @@ class _Watcher:
         self.reset = True
         self.stored = findable.copy()
         self.evicted: dict[int, None] = {}
-        self.disk, self.states = _Changes(on_disk), _Changes(states)
+        self.disk = _Changes(on_disk)
+        self.states = _Changes(states)
         self.placement_ids: deque[int] = deque(maxlen=MAX_PLACEMENTS)
         self.adapters = self.adapters_in_memory = True
         """Whether to send it all adapters, and the adapters in memory."""
@@ -271,8 +272,12 @@ class WatchHub:
 
     def _take_adapters(self, watcher: _Watcher) -> dict[str, Any]:
         """The adapter fields of the next message."""
-        is_whole, in_memory, changed = watcher.adapters, watcher.adapters_in_memory, watcher.changed_adapters
-        watcher.adapters, watcher.adapters_in_memory, watcher.changed_adapters = False, False, {}
+        is_whole = watcher.adapters
+        in_memory = watcher.adapters_in_memory
+        changed = watcher.changed_adapters
+        watcher.adapters = False
+        watcher.adapters_in_memory = False
+        watcher.changed_adapters = {}
         if is_whole:
             return {"adapters": worker_pb2.AdapterList() if self._adapters is None else self._adapters.list()}
         fields: dict[str, Any] = {}

@@ -18,7 +18,8 @@ _PRIORS = {
 # A prior counts as this many observed tokens.
 _PRIOR_TOKENS = 8.0
 # Weight of an earlier observation after another: half after 140 tokens for all requests, and 34 for one.
-_KEPT, _KEPT_OF_REQUEST = 0.995, 0.98
+_KEPT = 0.995
+_KEPT_OF_REQUEST = 0.98
 # The same after a step that could have had a draft but had none. So a source that was not worth verifying is tried
 # again.
 _KEPT_UNUSED = 0.99

@@ -27,9 +27,11 @@ from typing import NamedTuple
 # The weight of the newest step in the correction of its size.
 _NEWEST = 0.1
 # Corrections of sizes stay in these bounds, so that a single unusual step has no lasting effect.
-_LEAST, _MOST = 0.6, 1.6
+_LEAST = 0.6
+_MOST = 1.6
 # The least shares of a change of size that count: of one to fewer tokens, and of one to more.
-_CHANGE_BACK, _CHANGE_UP = 0.25, 0.5
+_CHANGE_BACK = 0.25
+_CHANGE_UP = 0.5
 # The cost of a change to fewer tokens counts by the probability that a draft is right in one of this many steps.
 _STEPS_AHEAD = 3
 # With drafts, the predicted number of tokens a second must be this many times as high, because the prediction is less
@@ -125,7 +127,8 @@ class DraftSteps:
     def __init__(self, line: StepLine | None, is_modelled: Sequence[bool] | None) -> None:
         """`line` is the cost of a step with all streams that are `is_modelled`."""
         self._is_modelled = is_modelled if line is not None else None
-        self._num_steps, self.cost_ms = 0, 0.0
+        self._num_steps = 0
+        self.cost_ms = 0.0
         if line is not None and is_modelled is not None:
             self._token_ms = line.token_ms
             self._fixed_ms = max(0.0, line.base_ms - sum(is_modelled) * line.token_ms)
@@ -170,7 +173,9 @@ def best_counts(
     if least_size != size_before:
         without_ms += back_ms
     best_rate, best = _MARGIN * num_streams / without_ms, 0
-    expected, num_tokens, counts = float(num_streams), num_streams, [0] * (num_streams + len(branches))
+    expected = float(num_streams)
+    num_tokens = num_streams
+    counts = [0] * (num_streams + len(branches))
     for count, gain in enumerate(gains, 1):
         expected += gain.expected
         num_tokens += gain.num_tokens

@@ -143,7 +143,9 @@ class DraftModel:
         self.times = times
         self.spent_s = 0.0
         """Time spent since it was last set to 0."""
-        self._runner, self._sampler, self._kv_cache = runner, sampler, kv_cache
+        self._runner = runner
+        self._sampler = sampler
+        self._kv_cache = kv_cache
         self._vocab_size = vocab_size
         self._contents: list[int | None] = [None] * kv_cache.num_blocks
         self._progress: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
@@ -264,7 +266,9 @@ class DraftModel:
         progress = self._progress.get(request)
         if progress is None or progress.num_preemptions != request.num_preemptions:
             progress = self._progress[request] = Progress(num_preemptions=request.num_preemptions)
-        size, table, tokens = self._runner.block_size, request.block_table, request.token_ids
+        size = self._runner.block_size
+        table = request.block_table
+        tokens = request.token_ids
         agreed, most = progress.num_agreed, min(len(progress.tokens), len(tokens) - 1)
         while agreed < most and progress.tokens[agreed] == tokens[agreed]:
             agreed += 1

@@ -70,14 +70,18 @@ class EagleModel(DraftModel):
         size, tokens = self._runner.block_size, request.token_ids
         known = max(len(progress.tokens), self._lag)
         if known <= progress.start * size:
-            progress.start, progress.num_marked, known = 0, 0, self._lag
+            progress.start = 0
+            progress.num_marked = 0
+            known = self._lag
         if known < len(tokens):
             usable = self._store.first_usable(request.block_table, known - 1, len(tokens) - 1)
             if usable > (known - 1) // size:
                 progress.start, known = usable, usable * size + self._lag
         progress.is_stuck = known >= len(tokens)
         if progress.is_stuck:
-            progress.start, progress.num_marked, known = 0, 0, self._lag
+            progress.start = 0
+            progress.num_marked = 0
+            known = self._lag
         progress.tokens, progress.num_agreed = tokens[:known], known
         return progress
 

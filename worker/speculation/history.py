@@ -143,9 +143,11 @@ class History:
             self._at += 1
             self._length = min(self._length + 1, _LONGEST_MATCH)
             if self._at == self._offset:
-                self._at, self._length = -1, 0  # the prediction ends here
+                self._at = -1
+                self._length = 0  # the prediction ends here
         else:
-            self._at, self._length = -1, 0
+            self._at = -1
+            self._length = 0
         self._tokens.append(token_id)
 
     def _index(self) -> None:
@@ -173,7 +175,8 @@ class History:
             if at >= 0 and (at != self._offset or not self._offset):  # nothing follows a prediction
                 length = _num_common(tokens, at)
                 if length > self._length:
-                    self._at, self._length = at, length
+                    self._at = at
+                    self._length = length
                     return
 
 

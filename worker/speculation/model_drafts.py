@@ -36,8 +36,11 @@ class ModelDrafts:
     """The drafts of a smaller model. If it fails for a request, the request continues without drafts."""
 
     def __init__(self, model: DraftModel, grammars: Branches) -> None:
-        self.source, self.max_tokens, self.has_branches = model.source, model.max_tokens, model.has_branches
-        self._model, self._grammars = model, grammars
+        self.source = model.source
+        self.max_tokens = model.max_tokens
+        self.has_branches = model.has_branches
+        self._model = model
+        self._grammars = grammars
         self._barred: WeakSet[Request] = WeakSet()
         self._num_failures = 0
         self._has_worked = self._has_failed = False

@@ -23,10 +23,12 @@ from headrace.worker.speculation.history import History
 from headrace.worker.speculation.proposer import BRANCH_LEVEL, MODELLED, NO_DRAFT, Draft, Source
 
 # The longest draft, and its length without a controller.
-MAX_DRAFT, FIXED_DRAFT = 15, 7
+MAX_DRAFT = 15
+FIXED_DRAFT = 7
 # Batches of at least this many streams get proposals less often while no draft is worth verifying, because proposing
 # takes 10 us for each stream.
-_MANY_STREAMS, _MOST_SKIPPED = 4, 16
+_MANY_STREAMS = 4
+_MOST_SKIPPED = 16
 # Drafts of earlier text cost nothing, so they may be less likely than those of the smaller model by this much.
 _FREE = 0.1
 
@@ -107,13 +109,17 @@ class Speculation:
     ) -> None:
         self.counters = {f"{source.value}_tokens_{event}": 0 for source in Source for event in ("drafted", "accepted")}
         """Totals since the start."""
-        self._grammars, self._steps = grammars, steps
-        self._least_tokens, self._most_tokens = least_tokens, most_tokens
-        self._small_decode, self._most_ms = small_decode, most_ms
+        self._grammars = grammars
+        self._steps = steps
+        self._least_tokens = least_tokens
+        self._most_tokens = most_tokens
+        self._small_decode = small_decode
+        self._most_ms = most_ms
         self._histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
         self._rates: WeakKeyDictionary[Request, AcceptanceRate] = WeakKeyDictionary()
         self._drafts: dict[Request, Draft] = {}
-        self._rate, self._corrections = AcceptanceRate(), SizeCorrections()
+        self._rate = AcceptanceRate()
+        self._corrections = SizeCorrections()
         self._size_before = 0
         self._num_skipped = self._num_to_skip = 0
         self.model_drafts = model_drafts

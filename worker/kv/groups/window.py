@@ -87,7 +87,8 @@ class WindowAttention:
     def __init__(self, pool: BlockPool, budget: WindowBudget, persistence: Persistence) -> None:
         self.window = budget.num_tokens
         self.parts = WindowParts(pool.num_blocks, budget.num_slots, self._spill_part, persistence.part_journal)
-        self._pool, self._block_size = pool, pool.block_size
+        self._pool = pool
+        self._block_size = pool.block_size
         self._spill = persistence.spill
         self._most_of_windows = budget.num_slots - budget.num_of_step
         self._copies: list[BlockCopy] = []
