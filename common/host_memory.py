@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+
+from headrace.common.kernel_files import ROOT, cgroup_places
 
 GIB = 1 << 30
 # Without a limit, cgroup v1 reports a number near 2^63.
 _NO_LIMIT = 1 << 60
+# The files with the limit and the usage, and the line with reclaimable pages, in cgroups v2 and v1.
+_NAMES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
-def available_bytes(root: Path = Path("/")) -> int:
+def available_bytes(root: Path = ROOT) -> int:
     """Bytes that this process can still allocate: MemAvailable, or less if a cgroup has a tighter limit.
 
     In a cgroup (v1 or v2), this is its limit minus its usage, without reclaimable file pages. `root` is "/" except in
@@ -28,31 +36,12 @@ def _mem_available(meminfo: Path) -> int:
     raise ValueError(f"{meminfo} has no MemAvailable; set the size of the KV cache with --kv-cache-gb")
 
 
-def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """The limit and the usage without reclaimable pages, for this process's cgroup and each of its ancestors."""
-    found = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base = root / "sys/fs/cgroup"
-            names = ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        directory = base / path.lstrip("/")
-        # Inside a container, the path may be the host's. Then only the container's root exists.
-        for place in (directory, *directory.parents) if directory.is_dir() else (base,):
+    for place in cgroup_places(root, "memory"):
+        for names in _NAMES:
             if limit := _limit_of(place, *names):
-                found.append(limit)
-            if place == base:
-                break
-    return found
+                yield limit
 
 
 def _limit_of(place: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> tuple[int, int] | None:

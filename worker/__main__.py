@@ -14,6 +14,7 @@ import click
 import uvloop
 
 from headrace.common.flags import FiniteRange
+from headrace.common.host_memory import GIB
 from headrace.common.model_files.cache import find_directory
 from headrace.common.role_flags import membership_options, observation_options
 from headrace.common.telemetry.logs import configure_logging
@@ -25,7 +26,6 @@ from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.encoder.pooling import Pooling
 from headrace.worker.host.advertise import advertised_address, fleet_address
 from headrace.worker.host.numa import bind_memory
-from headrace.worker.kv.memory import GIB
 from headrace.worker.server.adapters import check_name
 from headrace.worker.serving import serve
 

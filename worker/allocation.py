@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from headrace.common.host_memory import GIB, available_bytes
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.host.binding import Region
 from headrace.worker.kv.arena import KVArena
@@ -18,7 +19,7 @@ from headrace.worker.kv.groups.recurrent import SLOTS_OF_REQUEST, StateBudget, S
 from headrace.worker.kv.groups.window import PartSizes, WindowBudget
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
 from headrace.worker.kv.layers import LayerGroup, LayerKind, group_of
-from headrace.worker.kv.memory import GIB, available_bytes, budget_for, no_room, num_blocks_for
+from headrace.worker.kv.memory import budget_for, no_room, num_blocks_for
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.numerics import kv_numerics
 from headrace.worker.request.step import FIRST_STATE_SLOT

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from headrace.common.host_memory import GIB, available_bytes
 from headrace.common.model_files.networks import weights_in
 from headrace.common.threads import in_thread
 from headrace.common.transport.channels import PLAIN, Transport
@@ -39,7 +40,7 @@ from headrace.worker.kv.exclusions import refuse_flags, refuse_for_model
 from headrace.worker.kv.fetch import NOT_PERSISTENT, Bell, Persistence
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
-from headrace.worker.kv.memory import GIB, available_bytes, kv_cache_budget
+from headrace.worker.kv.memory import kv_cache_budget
 from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import ModelDir, read_model_dir
 from headrace.worker.model.fingerprint import fingerprint_of, for_context

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.common.kernel_files import ROOT, cpu_flags
 from headrace.worker.model.step_limits import StepLimits
 
 if TYPE_CHECKING:
@@ -37,11 +38,6 @@ def kv_numerics(runner: OpenVINOModelRunner, limits: StepLimits) -> str:
     return ", ".join(parts)
 
 
-def vector_extensions(root: Path = Path("/")) -> str:
-    """The CPU's extensions by which kernels are chosen, in alphabetical order. `root` is "/" except in tests."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    words = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return " ".join(sorted((_X86_EXTENSIONS | _ARM_EXTENSIONS).intersection(words)))
+def vector_extensions(root: Path = ROOT) -> str:
+    """The CPU's extensions by which kernels are chosen, in alphabetical order."""
+    return " ".join(sorted((_X86_EXTENSIONS | _ARM_EXTENSIONS) & cpu_flags(root)))

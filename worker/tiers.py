@@ -6,6 +6,7 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+from headrace.common.host_memory import GIB
 from headrace.common.transport.channels import Transport
 from headrace.worker.config import WorkerConfig
 from headrace.worker.kv.block_pool import TOKEN_BYTES
@@ -15,7 +16,6 @@ from headrace.worker.kv.disk_tier import DiskTier, PartsOnDisk
 from headrace.worker.kv.fetch import Bell
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.layers import LayerKind, group_of
-from headrace.worker.kv.memory import GIB
 from headrace.worker.kv.takeover import Takeover
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.numerics import kv_numerics

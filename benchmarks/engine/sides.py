@@ -83,10 +83,10 @@ class HeadraceSide:
     """The worker's engine without its service."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        from headrace.common.host_memory import available_bytes
         from headrace.worker.engine.build import build_engine
         from headrace.worker.host.numa import usable_cpus
         from headrace.worker.kv.groups.recurrent import StateBudget
-        from headrace.worker.kv.memory import available_bytes
         from headrace.worker.model.decode_graph import wants_decode_graph
         from headrace.worker.model.runner import OpenVINOModelRunner
         from headrace.worker.model.step_limits import ROOM_FOR_PROMPTS, StepLimits

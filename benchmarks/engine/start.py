@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.worker.kv.memory import GIB
+from headrace.common.host_memory import GIB
 from headrace.worker.model.directory import WEIGHTS
 
 PROMPT, FIRST_PROMPT, OUTPUT = 256, 16, 4

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 import click
 
 from headrace.cli.serving.placement import WorkerPlace, place_workers
-from headrace.cli.serving.topology import Core, Topology, format_cpu_list, read_topology
+from headrace.cli.serving.topology import Core, Topology, read_topology
+from headrace.common.kernel_files import format_list
 
 
 def describe_machine(topology: Topology) -> str:
@@ -57,15 +58,15 @@ def _cores_text(cores: Sequence[Core]) -> str:
     groups: dict[int, list[Core]] = {}
     for core in cores:
         groups.setdefault(core.cache_group, []).append(core)
-    caches = " | ".join(format_cpu_list(core.cpus[0] for core in group) for group in groups.values())
-    siblings = format_cpu_list(cpu for core in cores for cpu in core.cpus[1:])
+    caches = " | ".join(format_list(core.cpus[0] for core in group) for group in groups.values())
+    siblings = format_list(cpu for core in cores for cpu in core.cpus[1:])
     return f"cores {caches}" + (f"  (SMT siblings {siblings})" if siblings else "")
 
 
 def describe_plan(places: Sequence[WorkerPlace]) -> str:
     """One line for each worker."""
     return "\n".join(
-        f"worker-{index}  node {place.node}  CPUs {format_cpu_list(place.cpus)}  computes with {place.num_threads}"
+        f"worker-{index}  node {place.node}  CPUs {format_list(place.cpus)}  computes with {place.num_threads}"
         for index, place in enumerate(places)
     )
 

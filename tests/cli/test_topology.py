@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from headrace.cli.errors import CommandError
 from headrace.cli.serving.machine import describe_machine, describe_plan
 from headrace.cli.serving.placement import WorkerPlace, place_workers
-from headrace.cli.serving.topology import format_cpu_list, parse_cpu_list, read_topology
+from headrace.cli.serving.topology import read_topology
+from headrace.common.kernel_files import format_list, parse_list
 
 GIB = 1 << 30
 
@@ -38,7 +39,7 @@ def machine(
         write(
             root,
             {
-                f"sys/devices/system/node/node{node}/cpulist": format_cpu_list(cpus),
+                f"sys/devices/system/node/node{node}/cpulist": format_list(cpus),
                 f"sys/devices/system/node/node{node}/distance": " ".join(
                     "10" if other == node else str(20 + abs(other - node)) for other in numbers
                 ),
@@ -52,10 +53,10 @@ def machine(
                 write(
                     root,
                     {
-                        f"{base}/topology/thread_siblings_list": format_cpu_list(core),
+                        f"{base}/topology/thread_siblings_list": format_list(core),
                         f"{base}/topology/physical_package_id": (socket_of_node or {}).get(node, node),
                         f"{base}/cache/index3/level": 3,
-                        f"{base}/cache/index3/shared_cpu_list": (cache_of or {}).get(cpu, format_cpu_list(cpus)),
+                        f"{base}/cache/index3/shared_cpu_list": (cache_of or {}).get(cpu, format_list(cpus)),
                     },
                 )
     return root
@@ -67,7 +68,7 @@ def two_sockets_with_smt(root: Path) -> Path:
 
 @given(st.sets(st.integers(0, 200)))
 def test_cpu_lists_round_trip(cpus: set[int]) -> None:
-    assert parse_cpu_list(format_cpu_list(cpus)) == tuple(sorted(cpus))
+    assert parse_list(format_list(cpus)) == set(cpus)
 
 
 def test_two_sockets_of_four_cores_with_smt(tmp_path: Path) -> None:

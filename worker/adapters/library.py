@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
+from headrace.common.host_memory import GIB, available_bytes
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.reader import FilesChangedError, Found, Reader
-from headrace.worker.kv.memory import GIB, available_bytes
 from headrace.worker.model.adapter_memory import RANK_STEP, AdapterMemory
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from headrace.worker.request.request import Request, StepNote
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.speculation.acceptance import verify
+from headrace.worker.speculation.draft_model import DraftRunner
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class _StepFailedError(Exception):
     """A step could not be computed. `__cause__` is the original exception."""
 
 
-class ModelRunner(Protocol):
+class ModelRunner(DraftRunner, Protocol):
     """Computes a step: OpenVINO in production, a fake in tests.
 
     `infer_s` is the time that the last step spent in the kernels, in seconds. Decode steps of up to `small_decode`
@@ -49,19 +50,9 @@ class ModelRunner(Protocol):
     included.
     """
 
-    vocab_size: int
-    block_size: int
     infer_s: float
     small_decode: int
     least_decode: int
-
-    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
-        """Set the inputs of a step. With `keeps_logits`, the logits of the previous step stay valid while it runs."""
-        ...
-
-    def run(self) -> Logits:
-        """Compute the step and update the KV cache. Returns logits `[rows, vocab_size]`; the batch says which rows."""
-        ...
 
 
 @dataclass(slots=True)

@@ -14,34 +14,22 @@ from msgspec.structs import replace
 
 from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.model.batch import Ahead, PromptRows
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.logits import Logits
+from headrace.worker.speculation.speculation import GrammarDrafts
 
 log = logging.getLogger(__name__)
 
 
-class Sampler(Protocol):
+class Sampler(GrammarDrafts, Protocol):
     """Samples tokens; see `headrace.worker.sampling.sampler.BatchSampler`."""
 
     def sample(self, requests: Sequence[Request], logits: Logits, ahead: Ahead | None = None) -> list[Sampled]:
         """The next token of each request, from its row of `logits`. `ahead` `[n]` is the number of draft tokens before
         each row."""
-        ...
-
-    def forced_tokens(self, request: Request) -> Sequence[int]:
-        """Tokens that the request's grammar is likely to require next."""
-        ...
-
-    def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
-        """The number of the tokens, in order, that the request's grammar allows."""
-        ...
-
-    def branch(self, request: Request) -> Constraint | None:
-        """The request's grammar after its latest token, for tokens that may be taken back."""
         ...
 
     def logprobs(

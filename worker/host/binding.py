@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.worker.host.numa import memory_node_of, parse_list
+from headrace.common.kernel_files import parse_list
+from headrace.worker.host.numa import memory_node_of
 
 MIN_INTERVAL_S = 10.0
 # The kernel walks the page tables of all resident memory, which takes about 5 ms for each GiB of small pages. At most

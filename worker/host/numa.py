@@ -12,9 +12,10 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.common.kernel_files import ROOT, format_list, parse_list, read_text
 from headrace.worker.config import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -48,43 +49,23 @@ def num_threads_for(asked: int | None) -> int:
     return asked
 
 
-def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """NUMA nodes with memory, ascending; empty if the kernel has no NUMA. `root` is "/" except in tests."""
-    return tuple(sorted(parse_list(_read(root / _NODES / "has_memory"))))
+def memory_nodes(root: Path = ROOT) -> tuple[int, ...]:
+    """NUMA nodes with memory, ascending; empty if the kernel has no NUMA."""
+    return tuple(sorted(parse_list(read_text(root / _NODES / "has_memory"))))
 
 
-def memory_node_of(cpus: frozenset[int], root: Path = Path("/")) -> int | None:
+def memory_node_of(cpus: frozenset[int], root: Path = ROOT) -> int | None:
     """The node with memory that is nearest to all of `cpus`; a node with its own memory is nearest to its CPUs. None if
     the CPUs have different nearest nodes, or if the kernel has no NUMA."""
     with_memory = memory_nodes(root)
     nearest = set()
     for place in sorted((root / _NODES).glob("node[0-9]*")):
-        if cpus & parse_list(_read(place / "cpulist")):
+        if cpus & parse_list(read_text(place / "cpulist")):
             nearest.add(_nearest(int(place.name.removeprefix("node")), place, with_memory))
     return nearest.pop() if len(nearest) == 1 else None
 
 
-def parse_list(text: str) -> frozenset[int]:
-    """Parse a list of numbers in the kernel's format, such as `0-2,8`."""
-    numbers: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return frozenset(numbers)
-
-
-def format_list(numbers: Iterable[int]) -> str:
-    """Write numbers in the kernel's format, such as `0-2,8`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def bind_memory(node: int | None, root: Path = Path("/")) -> int | None:
+def bind_memory(node: int | None, root: Path = ROOT) -> int | None:
     """Prefer `node` for the memory of this thread and of all threads that it starts. None means the node of the usable
     CPUs.
 
@@ -144,15 +125,8 @@ def _nearest(node: int, place: Path, with_memory: tuple[int, ...]) -> int:
     if node in with_memory or not with_memory:
         return node
     others = sorted(int(found.name.removeprefix("node")) for found in place.parent.glob("node[0-9]*"))
-    distances = dict(zip(others, map(int, re.findall(r"\d+", _read(place / "distance"))), strict=False))
+    distances = dict(zip(others, map(int, re.findall(r"\d+", read_text(place / "distance"))), strict=False))
     return min(with_memory, key=lambda other: (distances.get(other, 1 << 30), other))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _lines(path: Path) -> Iterator[str]:

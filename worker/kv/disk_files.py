@@ -16,11 +16,11 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.common.host_memory import GIB
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.disk_cipher import CHECK_BYTES
 from headrace.worker.kv.disk_index import CHECK_OFFSET
 from headrace.worker.kv.host_memory import is_private
-from headrace.worker.kv.memory import GIB
 
 log = logging.getLogger(__name__)
 

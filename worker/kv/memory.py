@@ -7,16 +7,6 @@ from pathlib import Path
 from headrace.common.host_memory import GIB, available_bytes
 from headrace.worker.config import ConfigurationError, WorkerConfig
 
-__all__ = [
-    "GIB",
-    "available_bytes",
-    "available_on_node",
-    "budget_for",
-    "kv_cache_budget",
-    "no_room",
-    "num_blocks_for",
-]
-
 
 def available_on_node(node: int, root: Path = Path("/")) -> int | None:
     """Free and reclaimable bytes of a NUMA node (/sys/devices/system/node/node*/meminfo); None if unknown."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headrace.common.kernel_files import ROOT, cpu_flags
 from headrace.common.model_files.networks import weights_in
 from headrace.worker.config import ConfigurationError
 
@@ -28,10 +29,10 @@ def wants_decode_graph(
     kv_precision: str,
     execution_mode: str,
     available: int,
-    root: Path = Path("/"),
+    root: Path = ROOT,
 ) -> bool:
     """Whether to make the graph: as `asked`, or if that is None, by the host's properties. `available` is memory in
-    bytes. ConfigurationError if the flags contradict each other. `root` is "/" except in tests."""
+    bytes. ConfigurationError if the flags contradict each other."""
     fits = execution_mode == "performance" and kv_precision == _SHARED_PRECISION
     if asked and not fits:
         raise ConfigurationError(
@@ -43,13 +44,9 @@ def wants_decode_graph(
     return fits and has_amx(root) and _weight_bytes(model_dir) <= _MOST_MEMORY * available
 
 
-def has_amx(root: Path = Path("/")) -> bool:
-    """Whether the CPU has AMX tiles, by /proc/cpuinfo under `root`."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return False
-    return any(line.startswith("flags") and "amx_tile" in line.split() for line in lines)
+def has_amx(root: Path = ROOT) -> bool:
+    """Whether the CPU has AMX tiles."""
+    return "amx_tile" in cpu_flags(root)
 
 
 def _weight_bytes(model_dir: Path) -> int:

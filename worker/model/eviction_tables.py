@@ -16,14 +16,13 @@ from openvino import opset13
 
 from headrace.worker.kv.exclusions import ALIBI, EVICTION, impossible
 from headrace.worker.kv.layers import LayerKind
+from headrace.worker.model.window_tables import attentions, has_alibi, has_window
 
 BLOCK_TABLES = "block_tables"
 SCORE_WINDOWS = "score_aggregation_window"
 SCORES = "scores"
 # Flags of OpenVINO's transformation.
 TRANSFORMATION = {"use_block_indices_inputs": True, "use_score_outputs": True, "allow_score_aggregation": True}
-_SLIDING_WINDOW = 10
-_ALIBI_SLOPES = 11
 
 
 def merge_layers(model: ov.Model) -> None:
@@ -58,14 +57,10 @@ def layer_of(port: ov.Output) -> int:
 
 
 def _check(model: ov.Model) -> None:
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "PagedAttentionExtension":
-            continue
-        window = node.input_value(_SLIDING_WINDOW).get_node()
-        if window.get_type_name() != "Constant" or int(np.asarray(window.data).reshape(-1)[0]) > 0:
+    for node in attentions(model):
+        if has_window(node):
             raise impossible(EVICTION, LayerKind.WINDOW)
-        slopes = node.input_value(_ALIBI_SLOPES).get_partial_shape()
-        if slopes.is_dynamic or list(slopes.to_shape()) != [0]:
+        if has_alibi(node):
             raise impossible(EVICTION, ALIBI)
     if any(port.any_name.startswith("la.") for port in model.inputs):
         raise impossible(EVICTION, LayerKind.RECURRENT)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import openvino as ov
 from openvino._offline_transformations import paged_attention_transformation
 
@@ -23,6 +22,7 @@ from headrace.worker.model.directory import context_of, has_windows, read_config
 from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, TRANSFORMATION, merge_layers
 from headrace.worker.model.positions import UnservableError, settle_positions, take_positions
 from headrace.worker.model.state_tables import STATE_TABLES, give_own_sequences, set_table_types
+from headrace.worker.model.window_tables import attentions, has_alibi, has_window
 from headrace.worker.multimodal.image_graph import inputs_for_images
 from headrace.worker.multimodal.image_inputs import NAMES as IMAGE_INPUTS
 from headrace.worker.multimodal.image_inputs import ImageInputs
@@ -41,9 +41,6 @@ STEP_INPUTS = (
     "block_indices_begins",
     "max_context_len",
 )
-# Indices of the inputs of PagedAttention.
-_SLIDING_WINDOW = 10
-_ALIBI_SLOPES = 11
 _FOREIGN_INPUTS = {
     "inputs_embeds": "it takes embeddings instead of tokens, and the network that gives them is not beside it",
     "encoder_hidden_states": "it is the decoder of an encoder-decoder model",
@@ -127,17 +124,17 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any], *, evicts: bool) -> 
     settle_types(model)
     set_table_types(model)
     give_own_sequences(model)
-    attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    paged = attentions(model)
     unknown = [port.any_name for port in model.inputs if not _is_own(port)]
     if unknown:
         log.info("unknown inputs: %s", ", ".join(unknown))
         why = next((_FOREIGN_INPUTS[name] for name in unknown if name in _FOREIGN_INPUTS), "it takes more than tokens")
         raise UnservableError(f"{why}; {_SUPPORTED}")
-    if not attentions:
+    if not paged:
         raise UnservableError(f"no attention of its architecture ({kind}) was recognised; {_SUPPORTED}")
-    if uses_alibi(config) and any(_has_no_slopes(node) for node in attentions):
+    if uses_alibi(config) and not all(map(has_alibi, paged)):
         raise UnservableError(_LOSES_ALIBI.format(kind))
-    if has_windows(config) and not any(_has_window(node) for node in attentions):
+    if has_windows(config) and not any(map(has_window, paged)):
         raise UnservableError(
             f"layers of its architecture ({kind}) see a window of the context only, which OpenVINO loses when it pages "
             "their attention; answers would be wrong"
@@ -150,13 +147,3 @@ def _is_own(port: ov.Output) -> bool:
     return not names.isdisjoint((*STEP_INPUTS, *STATE_INPUTS, *IMAGE_INPUTS)) or any(
         name.startswith(_OWN_INPUTS) for name in names
     )
-
-
-def _has_no_slopes(attention: ov.Node) -> bool:
-    shape = attention.input_value(_ALIBI_SLOPES).get_partial_shape()
-    return bool(shape.is_static and list(shape.to_shape()) == [0])
-
-
-def _has_window(attention: ov.Node) -> bool:
-    window = attention.input_value(_SLIDING_WINDOW).get_node()
-    return window.get_type_name() != "Constant" or int(np.asarray(window.data).reshape(-1)[0]) > 0

@@ -20,6 +20,7 @@ WINDOW_BLOCK_INDICES = "window_block_indices"
 _KEY_CACHE = 3
 _BLOCK_INDICES = 7
 _SLIDING_WINDOW = 10
+_ALIBI_SLOPES = 11
 
 
 class WindowLayers(NamedTuple):
@@ -31,7 +32,7 @@ class WindowLayers(NamedTuple):
 
 def window_layers(model: ov.Model) -> WindowLayers:
     """The layers with windows of a model with PagedAttention. Without any, `num_tokens` is 0."""
-    found = {_layer_of(node): _window_of(node) for node in _attentions(model)}
+    found = {_layer_of(node): _window_of(node) for node in attentions(model)}
     windows = {layer: window for layer, window in found.items() if window > 0}
     return WindowLayers(max(windows.values(), default=0), frozenset(windows))
 
@@ -44,15 +45,28 @@ def add_window_tables(model: ov.Model) -> WindowLayers:
     tables = opset13.parameter([-1], np.int32, WINDOW_BLOCK_INDICES)
     tables.output(0).get_tensor().set_names({WINDOW_BLOCK_INDICES})
     model.add_parameters([tables])
-    for node in _attentions(model):
+    for node in attentions(model):
         if _layer_of(node) in found.layers:
             node.input(_BLOCK_INDICES).replace_source_output(tables.output(0))
     model.validate_nodes_and_infer_types()
     return found
 
 
-def _attentions(model: ov.Model) -> list[ov.Node]:
+def attentions(model: ov.Model) -> list[ov.Node]:
+    """The operations of attention, in the order of their layers."""
     return [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+
+
+def has_window(attention: ov.Node) -> bool:
+    """Whether queries see a window only. Without OpenVINO's constant folding, a window may be computed."""
+    window = attention.input_value(_SLIDING_WINDOW).get_node()
+    return window.get_type_name() != "Constant" or int(np.asarray(window.data).reshape(-1)[0]) > 0
+
+
+def has_alibi(attention: ov.Node) -> bool:
+    """Whether positions are those of ALiBi."""
+    slopes = attention.input_value(_ALIBI_SLOPES).get_partial_shape()
+    return bool(slopes.is_dynamic or list(slopes.to_shape()) != [0])
 
 
 def _layer_of(attention: ov.Node) -> int:

@@ -9,9 +9,9 @@ from prometheus_client import Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from headrace.common.kernel_files import format_list
 from headrace.protos.status import Reason
 from headrace.worker.host.binding import Binding
-from headrace.worker.host.numa import format_list
 from headrace.worker.request.request import Request
 from headrace.worker.server.watch import WatchHub
 

@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
+from headrace.common.kernel_files import format_list
 from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.host.binding import Binding
-from headrace.worker.host.numa import format_list
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
 # The shortest time between two messages, so that a busy worker does not send one for each step.

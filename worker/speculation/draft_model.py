@@ -37,7 +37,7 @@ MAX_BEHIND = 16
 
 
 class DraftRunner(Protocol):
-    """Computes steps of the smaller model; see `headrace.worker.engine.engine.ModelRunner`."""
+    """Computes steps of a model; see `headrace.worker.model.runner.OpenVINOModelRunner`."""
 
     vocab_size: int
     block_size: int
@@ -47,7 +47,7 @@ class DraftRunner(Protocol):
         ...
 
     def run(self) -> Logits:
-        """Compute the step. Returns logits `[rows, vocab_size]`, a row for each sampled token of the batch."""
+        """Compute the step and update the KV cache. Returns logits `[rows, vocab_size]`; the batch says which rows."""
         ...
 
 

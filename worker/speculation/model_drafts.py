@@ -6,15 +6,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
 from weakref import WeakSet
 
-from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
 from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.draft_model import MAX_BEHIND, Asked, DraftModel, Proposal
 from headrace.worker.speculation.proposer import NO_DRAFT, Draft
+from headrace.worker.speculation.speculation import GrammarDrafts
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +23,10 @@ _WORTH = 0.5
 _MOST_FAILURES = 8
 
 
-class Branches(Protocol):
-    """Grammars that drafts can follow; see `headrace.worker.sampling.sampler.BatchSampler`."""
-
-    def branch(self, request: Request) -> Constraint | None:
-        """The grammar after the request's latest token, for tokens that may be taken back."""
-        ...
-
-
 class ModelDrafts:
     """The drafts of a smaller model. If it fails for a request, the request continues without drafts."""
 
-    def __init__(self, model: DraftModel, grammars: Branches) -> None:
+    def __init__(self, model: DraftModel, grammars: GrammarDrafts) -> None:
         self.source = model.source
         self.max_tokens = model.max_tokens
         self.has_branches = model.has_branches

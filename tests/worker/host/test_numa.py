@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.common.kernel_files import format_list, parse_list
 from headrace.worker.config import ConfigurationError
 from headrace.worker.host import numa
-from headrace.worker.host.numa import bind_memory, format_list, memory_node_of, memory_nodes, parse_list
+from headrace.worker.host.numa import bind_memory, memory_node_of, memory_nodes
 
 TWO_SOCKETS = {0: ("0-3,8-11", "10 21"), 1: ("4-7,12-15", "21 10")}
 # Node 1 has cores and no memory; node 2 is nearer to it than node 0.

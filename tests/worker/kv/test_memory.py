@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.common.host_memory import GIB, available_bytes
 from headrace.worker.config import ConfigurationError
-from headrace.worker.kv.memory import GIB, available_bytes, available_on_node, kv_cache_budget
+from headrace.worker.kv.memory import available_on_node, kv_cache_budget
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
