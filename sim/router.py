@@ -10,8 +10,8 @@ Pure: the caller passes the time.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,28 +22,28 @@ from headrace.router.placement.answer_lengths import AnswerLengths
 from headrace.router.placement.bookings import Booking
 from headrace.router.placement.candidates import Places
 from headrace.router.placement.policy import LONG_PROMPT_MS, RequestFacts, belief_message, is_long
-from headrace.router.placement.prefix_index import Depths, PrefixIndex
+from headrace.router.placement.predictions import Predictions
+from headrace.router.placement.prefix_index import Depths
 from headrace.router.placement.rates import Priors
 from headrace.router.placement.transfers import BlockFacts, Transfers
 from headrace.sim.baselines import ConsistentHashingPolicy, LeastLoadedPolicy, RandomPolicy, RoundRobinPolicy
+from headrace.sim.reports import ReportedFleet
 from headrace.sim.trace import Job
 from headrace.sim.view import Choice, FleetShape, FleetView, Policy
 from headrace.sim.worker import Report
 
-_MAX_INDEX_ENTRIES = 4_000_000
 _MAX_PREDICTED_BLOCKS = 500_000
 _PREDICTION_TTL_S = 30.0
 
 
 class _Indexed:
-    """A policy with a router's prefix index."""
+    """A policy with a router's prefix index: the entries that reports have made, which all routers know, and its own
+    predictions."""
 
     def __init__(self, shape: FleetShape, rng: random.Random, prediction_ttl_s: float = _PREDICTION_TTL_S) -> None:
-        self.index = PrefixIndex(_MAX_INDEX_ENTRIES, _MAX_PREDICTED_BLOCKS, prediction_ttl_s)
+        self._predictions = Predictions(_MAX_PREDICTED_BLOCKS, prediction_ttl_s)
         self._shape = shape
         self._names = [str(worker) for worker in range(shape.num_workers)]
-        for name in self._names:
-            self.index.add_worker(name)
         self._rng = rng
         self._answer_lengths = AnswerLengths()
 
@@ -52,22 +52,24 @@ class _Indexed:
         self._answer_lengths.ended("", job.num_output_tokens)
 
     def observe(self, worker: int, report: Report) -> None:
-        """Apply the changes to the index."""
-        self.index.evict(self._names[worker], report.evicted)
-        self.index.store(self._names[worker], report.stored)
-        if report.disk_changes:
-            changes = report.disk_changes.items()
-            gone = [block_hash for block_hash, is_there in changes if not is_there]
-            self.index.disk.apply(worker, [block_hash for block_hash, is_there in changes if is_there], gone)
+        """Confirm predictions."""
+        noted = self._predictions.noted
+        for block_hash in report.stored:
+            if block_hash in noted:
+                self._predictions.confirm(1 << worker, block_hash)
 
     def not_taken(self, choice: Choice) -> None:
         """Withdraw the prediction for the request's blocks."""
         if choice.prediction is not None:
-            self.index.withdraw(choice.prediction)
+            self._predictions.withdraw(choice.prediction)
 
-    def _chosen(self, job: Job, worker_id: str, cached_tokens: int, cached_blocks: int, now_s: float) -> Choice:
-        prediction = self.index.predict(worker_id, job.hashes, cached_blocks, now_s)
-        return Choice(int(worker_id), cached_tokens, cached_blocks, prediction)
+    def _depths(self, job: Job, view: FleetView) -> Depths:
+        """The number of the prompt's blocks that can be found at each worker. Workers have slots in their order."""
+        return view.reported.index.depths(job.hashes, self._predictions)[: len(self._names)]
+
+    def _chosen(self, job: Job, worker: int, cached_tokens: int, cached_blocks: int, now_s: float) -> Choice:
+        prediction = self._predictions.add(1 << worker, job.hashes, cached_blocks, now_s)
+        return Choice(worker, cached_tokens, cached_blocks, prediction)
 
 
 class HeadracePolicy(_Indexed):
@@ -92,8 +94,8 @@ class HeadracePolicy(_Indexed):
         return self._choose(job, view, now_s, source)
 
     def _choose(self, job: Job, view: FleetView, now_s: float, source: int | None) -> Choice:
-        self.index.expire(now_s)
-        matched = self.index.depths(job.hashes)[: len(self._names)]  # workers have slots in this order
+        self._predictions.expire(now_s)
+        matched = self._depths(job, view)
         priors = self._answer_lengths.priors("")
         workers = self._set_aside(job, view, matched, priors, source) if self._shape.num_prefill else None
         here = matched if workers is None else matched[workers]
@@ -103,7 +105,7 @@ class HeadracePolicy(_Indexed):
         placement = self._policy(facts, candidates, here, now_s, self._rng, priors=priors, transfers=transfers)
         assert placement is not None, "every worker takes requests"
         num_blocks = int(here[placement.number])
-        choice = self._chosen(job, placement.worker_id, placement.predicted_cached_tokens, num_blocks, now_s)
+        choice = self._chosen(job, int(placement.worker_id), placement.predicted_cached_tokens, num_blocks, now_s)
         return choice._replace(placement=placement)
 
     def _set_aside(self, job: Job, view: FleetView, matched: Depths, priors: Priors, source: int | None) -> Places:
@@ -123,7 +125,7 @@ class HeadracePolicy(_Indexed):
         block = BlockFacts(view.block_size, view.block_size, bool(self._shape.tiers.peer_rate))
         numbers = np.arange(len(matched))
         addresses = [self._names[slot] for slot in slots]
-        found.add(self.index, job.hashes, matched, numbers, slots, addresses, block)
+        found.add(view.reported.index, job.hashes, matched, numbers, slots, addresses, block)
         if source is not None:
             found.offer(numbers, job.num_prompt_tokens, self._names[source])
         return found
@@ -134,11 +136,11 @@ class LongestPrefixPolicy(_Indexed):
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
-        matched = self.index.match(job.hashes, self._names)
+        matched = self._depths(job, view)
         self._rng.shuffle(order := list(range(len(self._names))))
-        worker = min(order, key=lambda worker: (-matched[str(worker)], view.num_requests(worker)))
-        blocks = matched[str(worker)]
-        return self._chosen(job, str(worker), min(blocks * view.block_size, job.num_prompt_tokens - 1), blocks, now_s)
+        worker = min(order, key=lambda worker: (-matched[worker], view.num_requests(worker)))
+        blocks = int(matched[worker])
+        return self._chosen(job, worker, min(blocks * view.block_size, job.num_prompt_tokens - 1), blocks, now_s)
 
 
 def _exact(policy: type[_Indexed]) -> Callable[[FleetShape, random.Random], Policy]:
@@ -180,22 +182,17 @@ class PlacedJob(NamedTuple):
 class SimulatedRouter:
     """One router: a view, a policy and bookings. `rank` is its number among `num_routers`."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        num_workers: int,
-        block_size: int,
-        rank: int,
-        num_routers: int,
-    ) -> None:
-        self.view = FleetView(num_workers, block_size)
+    def __init__(self, policy: Policy, reported: ReportedFleet, rank: int, num_routers: int) -> None:
+        self.view = FleetView(reported)
+        self.num_in_flight = 0
+        """Number of requests that are placed and have not ended."""
         self._policy = policy
         self._rank = rank
         self._num_routers = num_routers
-        self._versions = [0] * num_workers
 
     def place(self, job: Job, now_s: float, source: int | None = None) -> PlacedJob:
         """Choose a worker and book the job there, as Fleet.place does. `source` has computed its prompt, if any."""
+        self.view.reported.advance(now_s)
         if source is None:
             choice = self._policy.choose(job, self.view, now_s)
         else:
@@ -204,7 +201,8 @@ class SimulatedRouter:
         num_tokens = job.num_prompt_tokens - choice.cached_tokens
         bookings = self.view.bookings[choice.worker]
         booking = bookings.book(num_tokens, len(job.hashes) + 1 - choice.cached_blocks, now_s)
-        self.view.changed(choice.worker)
+        self.view.booked(choice.worker)
+        self.num_in_flight += 1
         return PlacedJob(job, choice.worker, booking, choice)
 
     def belief(self, placed: PlacedJob, *, may_be_given_back: bool) -> Belief:
@@ -215,50 +213,43 @@ class SimulatedRouter:
         believed = placement.belief if may_be_given_back and placement is not None else None
         return belief_message(self._rank + 1, placed.booking, cached_tokens, believed)
 
-    def observe(self, worker: int, reports: Sequence[Report], delay_s: float) -> None:
-        """Apply a message of a worker's Watch that took `delay_s` to arrive. Like a real router, this one does not know
-        the delay, so it assumes that the report is newer than it is."""
-        for report in reports:
-            self._policy.observe(worker, report)
-            self._learn(worker, report, delay_s)
-        self.view.changed(worker)
+    def observe(self, worker: int, report: Report) -> None:
+        """A report of a worker with new blocks, which the view knows already."""
+        self._policy.observe(worker, report)
 
-    def given_back(self, placed: PlacedJob, report: Report) -> None:
+    def named(self, worker: int, placement_id: int) -> None:
+        """The reports of a worker include this placement of the router from now on."""
+        self.view.bookings[worker].settle_named((placement_id,))
+
+    def given_back(self, placed: PlacedJob, report: Report, now_s: float) -> None:
         """Release a request that the worker returned, and apply the load that it reported."""
+        self.view.reported.advance(now_s)
         self._policy.not_taken(placed.choice)
-        self.view.bookings[placed.worker].release(placed.booking)
-        self._learn(placed.worker, report, 0.0)
-        self.view.changed(placed.worker)
-
-    def _learn(self, worker: int, report: Report, delay_s: float) -> None:
-        ids = [placed.placement_id for placed in report.placed if placed.router == self._rank]
-        self.view.bookings[worker].settle_named(ids)
-        if report.version >= self._versions[worker]:
-            self._versions[worker] = report.version
-            self.view.loads[worker] = replace(report.load, as_of_s=report.load.as_of_s + delay_s)
+        self._release(placed)
+        for named in report.placed:
+            if named.router == self._rank:
+                self.named(placed.worker, named.placement_id)
+        self.view.answered(placed.worker, report.load, report.version)
 
     def first_token(self, placed: PlacedJob) -> None:
         """Note that the first token of a request arrived."""
-        if self.view.bookings[placed.worker].settle(placed.booking):
-            self.view.changed(placed.worker)
+        self.view.bookings[placed.worker].settle(placed.booking)
 
     def moved(self, placed: PlacedJob) -> None:
         """Release the booking of a request that continues elsewhere."""
-        self.view.bookings[placed.worker].release(placed.booking)
-        self.view.changed(placed.worker)
+        self._release(placed)
 
     def ended(self, placed: PlacedJob) -> None:
         """Release the booking of a request that has ended."""
         self._policy.ended(placed.job)
-        self.view.bookings[placed.worker].release(placed.booking)
-        self.view.changed(placed.worker)
+        self._release(placed)
 
-    @property
-    def num_in_flight(self) -> int:
-        """Number of requests that are placed and have not ended."""
-        return sum(bookings.num_in_flight for bookings in self.view.bookings)
+    def _release(self, placed: PlacedJob) -> None:
+        self.view.bookings[placed.worker].release(placed.booking)
+        self.num_in_flight -= 1
 
     def check(self) -> None:
         """Assert the invariants of the bookings."""
+        assert self.num_in_flight == sum(bookings.num_in_flight for bookings in self.view.bookings)
         for bookings in self.view.bookings:
             bookings.check()

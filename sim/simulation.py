@@ -21,6 +21,8 @@ from functools import partial
 from headrace.protos.inference_pb2 import Belief
 from headrace.router.placement.policy import MAX_GIVEN_BACK
 from headrace.sim.clock import VirtualClock
+from headrace.sim.decode_run import DecodeRun
+from headrace.sim.reports import WATCH_INTERVAL_S, ReportedFleet
 from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
 from headrace.sim.tiers import DiskSlots, Timer
 from headrace.sim.trace import Job
@@ -28,8 +30,6 @@ from headrace.sim.view import FleetShape
 from headrace.sim.worker import Report, SimulatedWorker, WorkerSettings
 from headrace.worker.request.request import Request
 
-# The minimum interval between two messages to a watcher, as in worker.server.watch.
-WATCH_INTERVAL_S = 0.02
 # The delay before a returned request is placed again.
 GIVEN_BACK_S = 0.002
 
@@ -83,34 +83,6 @@ class Outcome:
     num_preemptions: int
 
 
-class _Outbox:
-    """A worker's unsent reports."""
-
-    def __init__(self, clock: VirtualClock, interval_s: float, send: Callable[[list[Report]], None]) -> None:
-        self._clock = clock
-        self._interval_s = interval_s
-        self._send = send
-        self._reports: list[Report] = []
-        self._next_s = 0.0
-        self._is_waiting = False
-
-    def put(self, report: Report) -> None:
-        self._reports.append(report)
-        if self._is_waiting:
-            return
-        if self._clock.now_s >= self._next_s:
-            self._flush()
-        else:
-            self._is_waiting = True
-            self._clock.at(self._next_s, self._flush)
-
-    def _flush(self) -> None:
-        self._is_waiting = False
-        self._next_s = self._clock.now_s + self._interval_s
-        reports, self._reports = self._reports, []
-        self._send(reports)
-
-
 class Simulation:
     """One run of a trace over a fleet with one policy. `on_end` is called whenever a request ends."""
 
@@ -125,11 +97,11 @@ class Simulation:
         count = settings.num_workers
         exact = kind.is_exact
         self._jobs = deque(jobs)
+        self._num_jobs = len(jobs)
         self._settings = settings
         self._on_end = on_end
         self._rng = rng
         self._is_exact = exact
-        self._delay_s = 0.0 if exact else settings.report_delay_s
         self.clock = VirtualClock()
         tiers = settings.worker.tiers
         block_size = settings.worker.block_size
@@ -137,13 +109,12 @@ class Simulation:
         self.workers = [self._worker(number) for number in range(count)]
         num_routers = 1 if exact else settings.num_routers
         shape = FleetShape(count, tiers, settings.num_prefill)
+        delay_s, interval_s = (0.0, 0.0) if exact else (settings.report_delay_s, WATCH_INTERVAL_S)
+        self._reported = ReportedFleet(count, block_size, delay_s, interval_s, self._observe)
         self.routers = [
-            SimulatedRouter(
-                kind.make(shape, random.Random(rng.random())), count, settings.worker.block_size, rank, num_routers
-            )
+            SimulatedRouter(kind.make(shape, random.Random(rng.random())), self._reported, rank, num_routers)
             for rank in range(num_routers)
         ]
-        self._outboxes = [self._outbox(worker, 0.0 if exact else WATCH_INTERVAL_S) for worker in range(count)]
         self._records: list[JobRecord] = []
         self._busy_s: list[float] = []
         self._in_flight: dict[str, tuple[JobRecord, PlacedJob, SimulatedRouter]] = {}
@@ -152,7 +123,7 @@ class Simulation:
         """Run until the last request ends. Asserts that every request ended exactly once and none is left."""
         if self._settings.concurrency is None:
             for job in self._jobs:
-                self.clock.at(job.arrival_s, lambda job=job: self._arrive(job))  # type: ignore[misc]
+                self.clock.at(job.arrival_s, partial(self._arrive, job))
         else:
             for _ in range(min(self._settings.concurrency, len(self._jobs))):
                 self._arrive(self._jobs.popleft())
@@ -197,7 +168,8 @@ class Simulation:
         router = self._rng.choice(self.routers)
         record = JobRecord(job, -1, now_s)
         self._records.append(record)
-        self._busy_s = [worker.busy_s for worker in self.workers]
+        if len(self._records) == self._num_jobs:
+            self._busy_s = [worker.busy_s for worker in self.workers]
         self._after_hop(partial(self._place, record, router))
 
     def _after_hop(self, action: Callable[[], None]) -> None:
@@ -221,10 +193,11 @@ class Simulation:
         job = record.job
         now_s = self.clock.now_s
         worker = self.workers[placed.worker]
+        self._cut(placed.worker)
         report = worker.contradiction(belief)
         if report is not None:
             record.num_given_back += 1
-            router.given_back(placed, report)
+            router.given_back(placed, report, now_s)
             self.clock.at(now_s + GIVEN_BACK_S, partial(self._place, record, router))
             return
         record.worker = placed.worker
@@ -233,14 +206,36 @@ class Simulation:
             request.kv_source = placed.choice.placement.source
             request.num_source_tokens = placed.choice.cached_tokens
         self._in_flight[request.request_id] = (record, placed, router)
-        self._outboxes[placed.worker].put(worker.take(request, job, belief))
+        self._reported.send(placed.worker, worker.take(request, job, belief), now_s)
         if not worker.is_stepping:
             self._step(placed.worker)
 
     def _step(self, number: int) -> None:
-        milliseconds = self.workers[number].begin_step()
+        worker = self.workers[number]
+        run = worker.begin_run()
+        if run is not None:
+            self._reported.follow(number, run)
+            self.clock.at(run.end_s, partial(self._end_run, number, run))
+            return
+        milliseconds = worker.begin_step()
         if milliseconds is not None:
-            self.clock.at(self.clock.now_s + milliseconds / 1000, lambda: self._end_step(number))
+            self.clock.at(self.clock.now_s + milliseconds / 1000, partial(self._end_step, number))
+
+    def _end_run(self, number: int, run: DecodeRun) -> None:
+        if run.is_cut:
+            return
+        self.workers[number].end_run()
+        self._reported.ended(number, run)
+        self._step(number)
+
+    def _cut(self, number: int) -> None:
+        """Something happens at a worker. If it is in a run of steps, the current one becomes a step by itself."""
+        worker = self.workers[number]
+        run = worker.run
+        end_s = worker.cut_run()
+        if run is not None and end_s is not None:
+            self._reported.ended(number, run)
+            self.clock.at(end_s, partial(self._end_step, number))
 
     def _end_step(self, number: int) -> None:
         now_s = self.clock.now_s
@@ -252,7 +247,7 @@ class Simulation:
             if record.num_tokens == 0:
                 record.first_token_s = at_client_s
                 self._after_hop(partial(router.first_token, placed))
-            record.num_tokens += len(output.token_ids)
+            record.num_tokens = output.start_pos + len(output.token_ids)
             if output.is_last:
                 assert output.error is None, "a request has failed"
                 assert record.ended_s < 0, "a request has ended twice"
@@ -264,7 +259,7 @@ class Simulation:
                 record.prefill_worker = number
                 self._after_hop(partial(self._move, output.request.request_id))
         if report is not None:
-            self._outboxes[number].put(report)
+            self._reported.send(number, report, now_s)
         if not self.workers[number].is_stepping:
             self._step(number)
 
@@ -290,15 +285,10 @@ class Simulation:
             record.disk_tokens = min(request.num_disk_tokens, record.cached_tokens)
             record.peer_tokens = min(request.num_peer_tokens, record.cached_tokens)
 
-    def _outbox(self, number: int, interval_s: float) -> _Outbox:
-        def deliver(reports: list[Report]) -> None:
+    def _observe(self, worker: int, report: Report) -> None:
+        """All routers have a report."""
+        if report.stored:
             for router in self.routers:
-                router.observe(number, reports, self._delay_s)
-
-        def send(reports: list[Report]) -> None:
-            if self._delay_s:
-                self.clock.at(self.clock.now_s + self._delay_s, lambda: deliver(reports))
-            else:
-                deliver(reports)
-
-        return _Outbox(self.clock, interval_s, send)
+                router.observe(worker, report)
+        for placed in report.placed:
+            self.routers[placed.router].named(worker, placed.placement_id)

@@ -18,10 +18,15 @@ from __future__ import annotations
 
 import bisect
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from headrace.worker.engine.step_cost import StepShape
+
+Values: TypeAlias = npt.NDArray[np.float64]
 
 DEFAULT_FILE = Path(__file__).with_name("step_cost.json")
 
@@ -60,6 +65,14 @@ class StepCost(msgspec.Struct, frozen=True):
             + self.per_sequence * shape.sequences
             + (self.change if shape.changed else 0.0)
         )
+
+    def decode_ms(self, contexts: Values, sequences: int) -> Values:
+        """How long decode steps of `sequences` sequences take, each in milliseconds, with these `contexts`: exactly as
+        `milliseconds`, with the same number of tokens as the step before."""
+        left, share = place_among(self.knots, sequences)
+        base = self.base[left] * (1.0 - share) + self.base[left + 1] * share
+        found: Values = base + self.per_context * contexts + self.per_sequence * sequences
+        return found
 
 
 def place_among(knots: tuple[int, ...], tokens: int) -> tuple[int, float]:

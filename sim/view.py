@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from headrace.protos.load_report import LoadReport
 from headrace.router.placement.bookings import Bookings
-from headrace.router.placement.candidates import Candidate, Candidates, CandidateTable, Places
+from headrace.router.placement.candidates import Candidate, Candidates, Columns, Places
 from headrace.router.placement.policy import Placement
 from headrace.router.placement.predictions import Run
+from headrace.sim.reports import ReportedFleet
 from headrace.sim.tiers import TierSettings
 from headrace.sim.trace import Job
 from headrace.sim.worker import Report
@@ -37,36 +36,65 @@ class Choice(NamedTuple):
 
 
 class FleetView:
-    """One router's knowledge of the workers, which are numbered from 0."""
+    """One router's knowledge of the workers, which are numbered from 0: what reports have told all routers, its own
+    bookings, and what workers told it when they returned requests."""
 
-    def __init__(self, num_workers: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.loads = [LoadReport()] * num_workers
-        self.bookings = [Bookings() for _ in range(num_workers)]
-        self._worker_ids = [str(worker) for worker in range(num_workers)]
+    def __init__(self, reported: ReportedFleet) -> None:
+        self.block_size = reported.block_size
+        self.reported = reported
+        self.bookings = [Bookings() for _ in range(reported.num_workers)]
+        self._answers: dict[int, _Answer] = {}
+        self._booked: set[int] = set()
+        """Workers that may have pending bookings."""
+        self._worker_ids = [str(worker) for worker in range(reported.num_workers)]
         self._numbers = {worker_id: number for number, worker_id in enumerate(self._worker_ids)}
-        self._all = np.arange(num_workers)
-        self._table = CandidateTable()
-        for worker in range(num_workers):
-            self.changed(worker)
 
-    def changed(self, worker: int) -> None:
-        """Note that the load or the bookings of this worker have changed."""
-        load = self.loads[worker]
-        bookings = self.bookings[worker]
-        self._table.put(worker, Candidate.of(self._worker_ids[worker], load, self.block_size, bookings))
+    def booked(self, worker: int) -> None:
+        """Note that a request was booked at this worker."""
+        self._booked.add(worker)
+
+    def answered(self, worker: int, load: LoadReport, version: int) -> None:
+        """A worker told this router its load, which replaces what it has reported before."""
+        reported = self.reported
+        before = self._answers.get(worker)
+        if version >= max(reported.versions[worker], 0 if before is None else before.version):
+            self._answers[worker] = _Answer(load, version, reported.num_read[worker])
+
+    def load(self, worker: int) -> LoadReport:
+        """The latest load of this worker that the router knows."""
+        answer = self._answers.get(worker)
+        if answer is not None:
+            reported = self.reported
+            if reported.num_read[worker] == answer.num_read or reported.versions[worker] < answer.version:
+                return answer.load
+            del self._answers[worker]
+        return self.reported.load(worker)
 
     def candidates(self, workers: Places | None = None) -> Candidates:
         """These workers as candidates for the policy; None for all."""
+        values = self.reported.columns()
+        self._booked = {worker for worker in self._booked if self.bookings[worker].num_pending}
+        for worker in self._booked | self._answers.keys():
+            own = Candidate.of(self._worker_ids[worker], self.load(worker), self.block_size, self.bookings[worker])
+            values[:, worker] = own.columns()
         if workers is None:
-            return Candidates(self._worker_ids, self._numbers, self._table.at(self._all))
+            return Candidates(self._worker_ids, self._numbers, Columns(*values))
         names = [self._worker_ids[worker] for worker in workers]
-        return Candidates(names, {name: number for number, name in enumerate(names)}, self._table.at(workers))
+        numbers = {name: number for number, name in enumerate(names)}
+        return Candidates(names, numbers, Columns(*values.take(workers, axis=1)))
 
     def num_requests(self, worker: int) -> int:
         """How many requests a worker has, by its last report and the router's bookings since."""
-        load = self.loads[worker]
+        load = self.load(worker)
         return load.num_running + load.num_waiting + load.num_arrived + self.bookings[worker].num_pending
+
+
+class _Answer(NamedTuple):
+    """What a worker told one router, and how many reports it had sent to all before."""
+
+    load: LoadReport
+    version: int
+    num_read: int
 
 
 class Policy(Protocol):
@@ -78,7 +106,7 @@ class Policy(Protocol):
         ...
 
     def observe(self, worker: int, report: Report) -> None:
-        """Learn from the `report` of a worker which blocks it has stored and evicted."""
+        """Learn from the `report` of a worker, of which the fleet's index knows the blocks already."""
         ...
 
     def ended(self, job: Job) -> None:

@@ -9,12 +9,15 @@ Pure: the caller passes the time.
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from headrace.protos.inference_pb2 import Belief
 from headrace.protos.load_report import LoadReport
+from headrace.sim.decode_run import DecodeRun, Learning
 from headrace.sim.drafts import NoGrammars, SimulatedDrafts
 from headrace.sim.step_cost import StepCost
 from headrace.sim.tiers import DiskSlots, SimulatedDisk, SimulatedPeers, TierSettings, Timer
@@ -25,13 +28,16 @@ from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepCosts, StepRates, StepShape
 from headrace.worker.engine.step_meter import StepMeter, StepSize
-from headrace.worker.engine.thread import REPORT_INTERVAL_S, report_of
+from headrace.worker.engine.thread import REPORT_INTERVAL_S, load_of
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.fetch import Persistence
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
+
+# Shorter runs are computed step by step.
+_LEAST_RUN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class WorkerSettings:
     draft_cost: StepCost | None = None
     """Cost of the steps of a smaller model that drafts; None for drafts that cost nothing."""
     tiers: TierSettings = TierSettings()  # noqa: RUF009  frozen
+    skips_steps: bool = True
+    """Whether decode steps that change nothing are computed together. The result is the same without: tests compare."""
 
     @property
     def num_blocks(self) -> int:
@@ -82,7 +90,8 @@ class Report(NamedTuple):
 
 
 class SimulatedWorker:
-    """One worker. `begin_step` and `end_step` alternate."""
+    """One worker. `begin_step` and `end_step` alternate; `begin_run` and `end_run` may take their place. `cut_run`
+    comes before anything else, because a run has computed what has not happened yet."""
 
     def __init__(
         self,
@@ -125,11 +134,14 @@ class SimulatedWorker:
         )
         self.fetching = Fetching(self.scheduler, self._disk, self._peers, clock) if settings.tiers.are_any else None
         self._meter = StepMeter(self.scheduler)
+        self._learning = Learning(costs.decode)
         self._stats = EngineStats()
         self._warm_up()
         self._arrived: list[Request] = []
         self._answers: dict[Request, Sampled] = {}
         self._output: SchedulerOutput | None = None
+        self._run: DecodeRun | None = None
+        self._num_step_tokens = 0
         self._step_ms = self._draft_ms = 0.0
         self._size: StepSize | None = None
         """The size of the running step; None without speculation."""
@@ -147,21 +159,116 @@ class SimulatedWorker:
 
     @property
     def busy_s(self) -> float:
-        """Total time of all steps, in seconds."""
-        return self._stats.infer_s
+        """Total time of all completed steps, in seconds."""
+        run = self._run
+        return self._stats.infer_s if run is None else run.busy_s(run.num_ended(self._clock()))
 
     @property
     def num_steps(self) -> int:
         """Number of completed steps."""
-        return self._stats.num_steps
+        run = self._run
+        return self._stats.num_steps + (0 if run is None else run.num_ended(self._clock()))
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step is running."""
-        return self._output is not None
+        """Whether a step, or a run of steps, has not ended."""
+        return self._output is not None or self._run is not None
+
+    @property
+    def run(self) -> DecodeRun | None:
+        """The run of steps that has not ended, if there is one."""
+        return self._run
+
+    def begin_run(self) -> DecodeRun | None:
+        """Begin a run of steps, if the next ones change nothing but the length of answers. `end_run` or `cut_run`
+        follows. None if the next step is to begin by itself."""
+        assert not self.is_stepping, "a step is running"
+        num_steps = self._num_alike()
+        if num_steps < _LEAST_RUN:
+            return None
+        running = self.scheduler.running
+        num_requests = len(running)
+        context = sum(request.num_computed_tokens for request in running) + num_requests
+        changed = num_requests != self._num_step_tokens
+        exact = self._reports_every_step
+        self._run = DecodeRun(
+            self.settings.cost,
+            StepShape(num_requests, 0, 0, context, num_requests, changed=changed),
+            num_steps,
+            self._clock(),
+            self._stats.infer_s,
+            self.scheduler.step_costs.rates.decode_step_ms,
+            self._engine_load(0.0),
+            self._version,
+            0.0 if exact else self._next_report_s,
+            0.0 if exact else REPORT_INTERVAL_S,
+        )
+        return self._run
+
+    def _num_alike(self) -> int:
+        """How many of the next steps change nothing but the length of answers."""
+        scheduler = self.scheduler
+        is_plain = self.settings.skips_steps and self.fetching is None and scheduler.speculation is None
+        has_arrivals = self._arrivals.num_requests or scheduler.waiting
+        if not is_plain or has_arrivals or not scheduler.running or not self._learning.is_steady:
+            return 0
+        size = self.settings.block_size
+        least = sys.maxsize
+        for request in scheduler.running:
+            computed = request.num_computed_tokens
+            generated = request.num_generated_tokens
+            if not generated or request.num_uncomputed_tokens != 1 or request.num_findable_blocks < computed // size:
+                return 0
+            least = min(
+                least,
+                request.sampling.max_tokens - generated - 1,  # the last token ends it
+                size - computed % size - 1,  # a full block is to be published
+                len(request.block_table) * size - computed,  # the next block is to be taken
+            )
+        return least
+
+    def end_run(self) -> None:
+        """All steps of the run have ended."""
+        run = self._run
+        assert run is not None, "no run"
+        self._pass(run, len(run.ends_s))
+
+    def cut_run(self) -> float | None:
+        """Something comes before the run has ended. Its last completed step becomes the worker's latest one, and the
+        next one, which is being computed, a step by itself. Returns when it ends; None if there is no run."""
+        run = self._run
+        if run is None:
+            return None
+        num_steps = run.num_ended(self._clock())
+        self._pass(run, num_steps)
+        begun_s = run.ends_s[num_steps - 1] if num_steps else run.start_s
+        run.cut(num_steps)
+        step_ms = self.begin_step()
+        assert step_ms is not None, "the step of a run"
+        return begun_s + step_ms / 1000
+
+    def _pass(self, run: DecodeRun, num_steps: int) -> None:
+        """The first `num_steps` of the run have ended."""
+        self._run = None
+        if not num_steps:
+            return
+        self.scheduler.repeat([self._answers[request].token_id for request in self.scheduler.running], num_steps)
+        self._meter.passed(run.first.tokens)
+        self._num_step_tokens = run.first.tokens
+        self._learning.steps(run.first, run.step_ms[:num_steps])
+        self.scheduler.step_costs.rates.decode_step_ms = run.decode_step_ms(num_steps)
+        self._stats.infer_s = run.busy_s(num_steps)
+        self._stats.num_steps += num_steps
+        num_reports = bisect_right(run.reported, num_steps - 1)
+        if num_reports:
+            last_s = run.reported_s(num_reports - 1)
+            self._version = run.version + num_reports
+            self._next_report_s = last_s + REPORT_INTERVAL_S
+            self._load = replace(run.load, decode_step_ms=run.reported_ms(num_reports - 1), as_of_s=last_s)
 
     def contradiction(self, belief: Belief) -> Report | None:
         """The current state if the worker has more work than the router believed, as in `WatchHub.contradiction`."""
+        assert self._run is None, "the run was not cut"
         load = self._load
         arrivals = self._arrivals
         num_requests = load.num_running + load.num_waiting + arrivals.num_requests
@@ -171,16 +278,17 @@ class SimulatedWorker:
 
     def take(self, request: Request, job: Job, belief: Belief) -> Report:
         """Add a request, which the next step includes. Returns the report to send at once."""
+        assert self._run is None, "the run was not cut"
         assert self.settings.holds(job), f"request {job.number} does not fit into the cache"
         self._arrivals.add(job.num_prompt_tokens, belief.num_cached_tokens)
         self._placed.append(Placed(belief.watcher_id - 1, belief.placement_id))
         self._arrived.append(request)
         self._answers[request] = Sampled(job.answer_token_id)
-        return self._new_report(self._load_now(), (), ())
+        return self._new_report(self._load_now(), (), (), {})
 
     def begin_step(self) -> float | None:
         """Schedule a step. Returns its milliseconds, or None if there is nothing to compute."""
-        assert self._output is None, "a step is running"
+        assert not self.is_stepping, "a step is running"
         self._commands_came = bool(self._arrived)
         self._num_taken += len(self._arrived)
         for request in self._arrived:
@@ -197,9 +305,14 @@ class SimulatedWorker:
             return None
         self._output = output
         size = self._meter.size(output)
-        self._step_ms = self.settings.cost.milliseconds(size.shape)
-        if self.scheduler.speculation is None:
-            self.scheduler.step_costs.observe(size.shape, self._step_ms, is_first=False)
+        shape = size.shape
+        self._num_step_tokens = shape.tokens
+        self._step_ms = self.settings.cost.milliseconds(shape)
+        if self.scheduler.speculation is None and shape.prompt_tokens:
+            self.scheduler.step_costs.observe(shape, self._step_ms, is_first=False)
+        elif self.scheduler.speculation is None:
+            self._learning.step(shape, self._step_ms)
+            self.scheduler.step_costs.rates.observe_decode(self._step_ms)
         else:
             self._size = size
             self._draft_ms = 1000 * self.scheduler.speculation.take_draft_s()
@@ -260,23 +373,29 @@ class SimulatedWorker:
         return True
 
     def _report(self, now_s: float) -> Report:
-        report = report_of(self.scheduler, self._stats)
-        num_fetching = 0 if self.fetching is None else self.fetching.num_held
+        changed = self.scheduler.kv_cache.take_changes()
         self._arrivals.shown(self._num_taken)
-        self._load = replace(
-            report.load,
-            num_waiting=report.load.num_waiting + num_fetching,
+        self._load = self._engine_load(now_s)
+        changes = {} if self._disk is None else self._disk.take_changes()
+        return self._new_report(self._load_now(), changed.stored, changed.evicted, changes)
+
+    def _engine_load(self, now_s: float) -> LoadReport:
+        """The load of the engine now."""
+        num_fetching = 0 if self.fetching is None else self.fetching.num_held
+        load = load_of(
+            self.scheduler,
             num_fetching=num_fetching,
             max_num_seqs=self.settings.max_num_seqs,
             as_of_s=now_s,
             transfer_bytes_per_s=0.0 if self._peers is None else self._peers.bytes_per_s,
             disk_bytes_per_s=0.0 if self._disk is None else self._disk.bytes_per_s,
         )
-        changes = {} if self._disk is None else self._disk.take_changes()
-        return self._new_report(self._load_now(), report.stored, report.evicted)._replace(disk_changes=changes)
+        return replace(load, num_waiting=load.num_waiting + num_fetching) if num_fetching else load
 
     def _load_now(self) -> LoadReport:
         """The engine's latest report, plus the requests that have arrived since."""
+        if not self._arrivals.num_requests:
+            return self._load
         return replace(
             self._load,
             num_arrived=self._arrivals.num_requests,
@@ -284,10 +403,12 @@ class SimulatedWorker:
             arrived_blocks=self._arrivals.num_blocks,
         )
 
-    def _new_report(self, load: LoadReport, stored: Sequence[int], evicted: Sequence[int]) -> Report:
+    def _new_report(
+        self, load: LoadReport, stored: Sequence[int], evicted: Sequence[int], disk_changes: Mapping[int, bool]
+    ) -> Report:
         self._version += 1
         placed, self._placed = self._placed, []
-        return Report(load, self._version, stored, evicted, placed)
+        return Report(load, self._version, stored, evicted, placed, disk_changes)
 
 
 class OneWorker:

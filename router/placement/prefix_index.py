@@ -109,6 +109,10 @@ class PrefixIndex:
         holding = self._holdings.get(worker_id)
         return 0 if holding is None else len(holding)
 
+    def bit_of(self, worker_id: str) -> int:
+        """The bit of a known worker in masks and predictions."""
+        return self._holdings[worker_id].bit
+
     def digest_of(self, worker_id: str) -> int:
         """The exclusive or of all hashes of a worker, regardless of order; 0 if the worker is unknown. Takes constant
         time."""
@@ -218,25 +222,23 @@ class PrefixIndex:
 
     def confirmed_depths(self, hashes: Sequence[int]) -> Depths:
         """As `depths`, without predictions. The blocks of workers with gaps are not counted."""
-        predictions, self._predictions = self._predictions, _NO_PREDICTIONS
-        try:
-            depths: Depths = np.zeros(len(self._holding_of_slot), np.intp)
-            if hashes:
-                self._bisect(depths, hashes)
-            return depths
-        finally:
-            self._predictions = predictions
-
-    def depths(self, hashes: Sequence[int]) -> Depths:
-        """For each slot, the number of blocks from the start of the chain that can be found at its worker."""
         depths: Depths = np.zeros(len(self._holding_of_slot), np.intp)
         if hashes:
-            self._bisect(depths, hashes)
-            if self._gapped:
-                self._walk(depths, hashes, self._gapped)
+            self._bisect(depths, hashes, _NO_PREDICTIONS)
         return depths
 
-    def _bisect(self, depths: Depths, hashes: Sequence[int]) -> None:
+    def depths(self, hashes: Sequence[int], predictions: Predictions | None = None) -> Depths:
+        """For each slot, the number of blocks from the start of the chain that can be found at its worker.
+        `predictions` replace those of the index: simulated routers share the entries and predict for themselves."""
+        predictions = predictions or self._predictions
+        depths: Depths = np.zeros(len(self._holding_of_slot), np.intp)
+        if hashes:
+            self._bisect(depths, hashes, predictions)
+            if self._gapped:
+                self._walk(depths, hashes, self._gapped, predictions)
+        return depths
+
+    def _bisect(self, depths: Depths, hashes: Sequence[int], predictions: Predictions) -> None:
         """Record the depths of all workers without gaps.
 
         A segment (start, there, end, beyond) stands for the blocks from `start` to `end`. The workers `there` hold the
@@ -245,14 +247,14 @@ class PrefixIndex:
         mask_of = self._mask.get
         closed = ~self._gapped
         there = mask_of(hashes[0], 0) & closed
-        self._extend(depths, hashes, 0, closed ^ there)
+        _extend(depths, hashes, 0, closed ^ there, predictions)
         segments = [(0, there, len(hashes), 0)]
         while segments:
             start, there, end, beyond = segments.pop()
             while there != beyond:
                 if end - start == 1:
                     note(depths, there ^ beyond, end)
-                    self._extend(depths, hashes, end, there ^ beyond)
+                    _extend(depths, hashes, end, there ^ beyond, predictions)
                     break
                 middle = (start + end) >> 1
                 held = mask_of(hashes[middle], 0) & there
@@ -264,12 +266,7 @@ class PrefixIndex:
                     end = middle
                     beyond = held
 
-    def _extend(self, depths: Depths, hashes: Sequence[int], depth: int, workers: int) -> None:
-        """Continue with predictions for the workers whose entries end at this depth."""
-        for bit, end in self._predictions.reach(hashes, depth, workers).items():
-            note(depths, bit, end)
-
-    def _walk(self, depths: Depths, hashes: Sequence[int], alive: int) -> None:
+    def _walk(self, depths: Depths, hashes: Sequence[int], alive: int, predictions: Predictions) -> None:
         """Record the depths of these workers, which may have gaps, by looking at each block."""
         mask_of = self._mask.get
         resumed: dict[int, int] = {}  # depth at which predictions end -> the workers whose entries continue there
@@ -278,7 +275,7 @@ class PrefixIndex:
             still = mask_of(block_hash, 0) & alive
             if still != alive:
                 note(depths, alive ^ still, depth)
-                for bit, end in self._predictions.reach(hashes, depth, alive ^ still).items():
+                for bit, end in predictions.reach(hashes, depth, alive ^ still).items():
                     resumed[end] = resumed.get(end, 0) | bit
                 alive = still
                 if not alive and not resumed:
@@ -366,3 +363,9 @@ class PrefixIndex:
         self._take_out(giver, (newest,))
         self._gapped |= giver.bit
         return True
+
+
+def _extend(depths: Depths, hashes: Sequence[int], depth: int, workers: int, predictions: Predictions) -> None:
+    """Continue with predictions for the workers whose entries end at this depth."""
+    for bit, end in predictions.reach(hashes, depth, workers).items():
+        note(depths, bit, end)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -193,6 +194,17 @@ class Scheduler:
                 request.first_token_s = request.first_token_s or self.clock()
             outputs.append(self._append(request, next(next_sampled)))
         return outputs
+
+    def repeat(self, token_ids: Sequence[int], num_steps: int) -> None:
+        """Account for `num_steps` decode steps, in each of which every running request gets its one of `token_ids`.
+        None may wait, end, or begin or fill a block: nothing but the answers becomes longer. For simulations."""
+        assert not self.waiting, "a request waits"
+        for request, token_id in zip(self.running, token_ids, strict=True):
+            assert request.num_uncomputed_tokens == 1, "a request does not decode"
+            request.token_ids.extend(array("I", (token_id,)) * num_steps)
+            request.num_computed_tokens += num_steps
+        self.stats.tokens_generated += num_steps * len(self.running)
+        self._num_tokens = len(self.running)
 
     def check(self) -> None:
         """Assert that requests and blocks agree. For tests."""

@@ -57,6 +57,10 @@ class StepMeter:
         self.longest_expected_step_s = max(self._longest_step_s, predicted_s)
         return StepSize(shape, num_padding, graph)
 
+    def passed(self, num_tokens: int, graph: Graph = Graph.MAIN) -> None:
+        """Note that the latest step had this many tokens, if its size was not asked for."""
+        self._num_tokens[graph] = num_tokens
+
     def observe(self, size: StepSize, step_s: float, tokens_per_stream: float = 1.0, draft_s: float = 0.0) -> None:
         """Learn from a step that took `step_s` seconds and gave each stream this many tokens on average. Before it, a
         smaller model took `draft_s` to propose them."""

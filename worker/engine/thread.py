@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
 from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.engine import Engine, EngineStats
@@ -140,14 +141,27 @@ class EngineThread(ServingThread):
         return self._stages.report(report_of(self._engine.scheduler, self._engine.stats, self._num_taken))
 
 
-def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> EngineReport:
-    """The engine's state now, after it has received `num_taken` requests. Takes the changes of the cache."""
+def load_of(scheduler: Scheduler, **more: Any) -> LoadReport:
+    """The load of a scheduler now. `more` are numbers that others know."""
     rates = scheduler.step_costs.rates
     uncached = sum(
         max(0, request.num_prompt_tokens - request.num_computed_tokens)
         for requests in (scheduler.running, scheduler.waiting)
         for request in requests
     )
+    return LoadReport(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_uncached_tokens=uncached,
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        decode_step_ms=rates.decode_token_ms,
+        **scheduler.kv_cache.figures()._asdict(),
+        **more,
+    )
+
+
+def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> EngineReport:
+    """The engine's state now, after it has received `num_taken` requests. Takes the changes of the cache."""
     counters = {name: getattr(scheduler.stats, name) for name in _COUNTERS}
     counters["steps"] = stats.num_steps
     counters["infer_us"] = int(stats.infer_s * 1e6)
@@ -156,16 +170,8 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> E
     counters["padding_tokens"] = stats.num_padding_tokens
     if scheduler.speculation is not None:
         counters |= scheduler.speculation.counters
-    load = LoadReport(
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
-        num_uncached_tokens=uncached,
-        prefill_tokens_per_s=rates.prefill_tokens_per_s,
-        decode_step_ms=rates.decode_token_ms,
-        **scheduler.kv_cache.figures()._asdict(),
-    )
     return EngineReport(
-        load=load,
+        load=load_of(scheduler),
         counters=counters,
         num_taken=num_taken,
         **scheduler.kv_cache.take_changes()._asdict(),
