@@ -15,6 +15,7 @@ from headrace.bench import saved
 from headrace.bench.options.parsing import Group, UsageError
 from headrace.bench.report import page
 from headrace.bench.serve import serve
+from headrace.bench.study.command import study
 
 
 @click.group(cls=Group, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -26,6 +27,7 @@ def main() -> None:
 
 
 main.add_command(serve)
+main.add_command(study)
 
 
 @main.command(context_settings={"show_default": True})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 COLOURS = ("#2a78d6", "#e07b00", "#1a9850", "#c0392b", "#8e44ad", "#00868b", "#7f6a00", "#d6418f")
@@ -26,12 +26,13 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis: its title, and whether it is logarithmic."""
+    """An axis: its title, and whether it is logarithmic. With `names`, it has ticks only at their values."""
 
     title: str
     is_log: bool = False
     least: float | None = None
     most: float | None = None
+    names: Mapping[float, str] | None = None
 
 
 class _Scale:
@@ -40,6 +41,7 @@ class _Scale:
     def __init__(self, axis: Axis, values: Sequence[float], low: float, high: float) -> None:
         self._low, self._high = low, high
         self._is_log = axis.is_log
+        self._names = axis.names
         good = [v for v in values if v > 0] if axis.is_log else list(values)
         least = axis.least if axis.least is not None else min(good, default=1.0)
         most = axis.most if axis.most is not None else max(good, default=1.0)
@@ -58,8 +60,14 @@ class _Scale:
         share = (place - self._from) / (self._to - self._from)
         return self._low + min(max(share, 0.0), 1.0) * (self._high - self._low)
 
+    def name(self, value: float) -> str:
+        """What stands at a tick."""
+        return f"{value:g}" if self._names is None else html.escape(self._names[value])
+
     def ticks(self) -> list[float]:
-        """Round values within the scale."""
+        """Round values within the scale, or those that have names."""
+        if self._names is not None:
+            return list(self._names)
         if self._is_log:
             width = self._to - self._from
             steps = tuple(range(1, 10)) if width < 0.8 else ((1, 2, 5) if width < 3 else (1,))
@@ -124,11 +132,11 @@ def _frame(x_scale: _Scale, y_scale: _Scale, x_axis: Axis, y_axis: Axis) -> str:
     for value in x_scale.ticks():
         x = x_scale.at(value)
         parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" class="grid"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{value:g}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{x_scale.name(value)}</text>')
     for value in y_scale.ticks():
         y = y_scale.at(value)
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{y_scale.name(value)}</text>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{html.escape(x_axis.title)}</text>')
     turn = f"rotate(-90 14 {(_TOP + bottom) / 2})"

@@ -10,7 +10,7 @@ from headrace.bench.saved import SavedRun
 
 _MAX_TIMELINES = 4
 _MAX_SPANS = 400
-_STYLE = """
+STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1c1c1c; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -24,6 +24,7 @@ svg .grid { stroke: #e4e4e4; stroke-width: 1; }
 .wrong { background: #fde8e6; border: 3px solid #c0392b; padding: .6rem 1rem; margin: 1rem 0; }
 .wrong strong { color: #a02216; }
 """
+"""Of pages with charts."""
 _ROWS = (
     ("request rate, req/s", "request_rate", "{}"),
     ("requests", "completed", "{:,.0f}"),
@@ -55,7 +56,7 @@ def page(runs: Sequence[SavedRun], title: str) -> str:
             charts.append(_figure(f"Timeline of {run.name}: pale until the first token", _timeline(run, colour)))
     parts.append(f'<div class="charts">{"".join(chart for chart in charts if chart)}</div>')
     parts.append(f"<h2>Settings</h2>{_settings(coloured)}")
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 

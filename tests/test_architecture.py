@@ -103,7 +103,7 @@ ONLY_IN = {
     },
     "openvino_tokenizers": {"cli/gguf/tokenizer.py", "common/model_files/vocabulary.py"},
     "llguidance": {"worker/grammar/compiler.py"},
-    "openvino_genai": {"cli/models/convert.py"},
+    "openvino_genai": {"cli/models/convert.py", "bench/study/genai_server.py"},
     "gguf": {
         "cli/gguf/tokenizer.py",
         "cli/gguf/vocabulary.py",
@@ -115,7 +115,8 @@ ONLY_IN = {
     "jinja2": {"gateway/text/chat_template.py"},
     "redis": {"common/stores/redis_link.py", "cli/fleet/key_store.py"},
     "opentelemetry": {"common/telemetry/otel.py"},
-    "uvicorn": {"gateway/edge/http.py", "gateway/edge/connections.py"},
+    "uvicorn": {"gateway/edge/http.py", "gateway/edge/connections.py", "bench/study/genai_server.py"},
+    "xllamacpp": {"bench/study/llama_server.py"},
 }
 
 # Package -> its wings by tier. A wing imports only from lower tiers; wings of one tier do not know each other.
@@ -171,7 +172,7 @@ TIERS = {
         ("report",),
         ("telling",),
         ("options",),
-        ("serve",),
+        ("serve", "study"),
         ("__main__",),
     ),
     "cli": (

