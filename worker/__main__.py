@@ -144,6 +144,11 @@ _NEED_DRAFT_MODEL = {
     help="Requests that routers send to the worker, if other workers serve the rest: long prompts, whose answers "
     "continue at another worker (prefill), or everything except long prompts (decode).",
 )
+@click.option(
+    "--step-log",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Append the size and time of each step to this file, as lines of JSON. `headrace bench calibrate` reads them.",
+)
 @membership_options
 @observation_options
 def command(log_level: str, log_format: str, otlp_endpoint: str | None, **options: Any) -> None:

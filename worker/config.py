@@ -70,6 +70,8 @@ class WorkerConfig:
     image_cache_gb: float
     """Memory for the states of images, in GiB."""
     role: str
+    step_log: Path | None
+    """File to which each step is written; None: none."""
     adapters: tuple[tuple[str, Path], ...]
     """Names and paths of LoRA adapters."""
     max_adapters: int

@@ -29,6 +29,7 @@ from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.stages import Stage, Stages
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
+from headrace.worker.engine.step_log import StepLog
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
@@ -230,6 +231,7 @@ def make_engine(
         speculation=found.speculation,
         draft=draft_of(compiled.draft, found.heads, found.threads),
         groups=allocation.groups,
+        step_log=opened_step_log(config),
     )
     if allocation.kept is not None:
         engine.scheduler.kv_cache.take_last(allocation.kept.old_blocks(), allocation.kept.old_slots())
@@ -369,6 +371,7 @@ def engine_for(
     speculation: str = "off",
     draft: Draft | None = None,
     groups: Sequence[GroupBudget] = (),
+    step_log: StepLog | None = None,
 ) -> Engine:
     """Build the engine by the flags in `config`; see `build_engine`."""
     return build_engine(
@@ -381,7 +384,18 @@ def engine_for(
         speculation=speculation,
         draft=draft,
         groups=groups,
+        step_log=step_log,
     )
+
+
+def opened_step_log(config: WorkerConfig) -> StepLog | None:
+    """The log of steps; None without one. ConfigurationError."""
+    try:
+        return None if config.step_log is None else StepLog(config.step_log, config.worker_id)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--step-log {config.step_log} cannot be written: {error.strerror}; name another file"
+        ) from None
 
 
 def log_limits(limits: StepLimits, exact_rows: int) -> None:

@@ -27,7 +27,7 @@ from headrace.gateway.text.models import Models
 from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.router_pb2 import WorkerInfo, WorkerState
 from headrace.protos.status import Reason, StatusError
-from headrace.protos.worker_pb2 import ModelCard, Role
+from headrace.protos.worker_pb2 import ModelCard, Role, StepCost
 
 FILES = Path(__file__).parent / "page"
 MIN_INTERVAL_S = 0.9
@@ -146,7 +146,7 @@ class _Figures:
             "routers": [{**router, "host": host_of(router["address"], host)} for router in routers],
             "problem": self._fleet.problem,
             "workers": [worker_value(worker, host_of(through, host)) for worker in self._fleet.workers],
-            "models": [{"id": card.name, "sampling": sampling_value(card)} for card in self._models.cards],
+            "models": [model_value(card) for card in self._models.cards],
             "recent": recent_value(self._recent, since),
         }
         await exchange.respond(encode(body), headers=[(b"cache-control", b"no-store")])
@@ -168,6 +168,20 @@ def host_of(address: str, own_host: str) -> str:
         target = target.removeprefix(scheme)
     host = target[1:].partition("]")[0] if target.startswith("[") else target.rpartition(":")[0] or target
     return own_host if host in _LOCAL_HOSTS else host
+
+
+def model_value(card: ModelCard) -> dict[str, Any]:
+    """A model: its defaults for the page, and what plans of fleets need to know."""
+    return {
+        "id": card.name,
+        "sampling": sampling_value(card),
+        "fingerprint": card.fingerprint,
+        "max_context_tokens": card.max_context_tokens,
+        "block_size": card.block_size,
+        "kv_block_bytes": card.kv_block_bytes,
+        "kv_precision": card.kv_precision,
+        "vocab_size": card.vocab_size,
+    }
 
 
 def sampling_value(card: ModelCard) -> dict[str, float]:
@@ -208,6 +222,11 @@ def _load_value(worker: WorkerInfo) -> dict[str, Any]:
         "prefill_tokens_per_s": load.prefill_tokens_per_s,
         "decode_step_ms": load.decode_step_ms,
         "max_num_seqs": load.max_num_seqs,
+        "step_costs": {
+            name: {one.name: getattr(getattr(load, f"{name}_steps"), one.name) for one in StepCost.DESCRIPTOR.fields}
+            for name in ("prompt", "decode")
+            if load.HasField(f"{name}_steps")
+        },
         "counters": counters,
     }
 

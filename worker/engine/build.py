@@ -14,6 +14,7 @@ from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.isolation import Sampler
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
+from headrace.worker.engine.step_log import StepLog
 from headrace.worker.kv.cache import GroupBudget, KVCache
 from headrace.worker.kv.fetch import NOT_PERSISTENT, Persistence
 from headrace.worker.model.step_limits import StepLimits, max_logits_rows
@@ -82,9 +83,10 @@ def build_engine(
     speculation: str = "off",
     draft: Draft | None = None,
     groups: Sequence[GroupBudget] = (),
+    step_log: StepLog | None = None,
 ) -> Engine:
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and what the `groups` of layers
-    have beside them. See `build_scheduler`.
+    have beside them. See `build_scheduler`. Steps are written to `step_log`, if there is one.
 
     `speculation` is "off", "auto" (as many draft tokens as make the worker faster), "ngram" (drafts of a fixed length),
     or "draft", "eagle3" or "medusa" (as "auto", with the smaller model or heads in `draft`).
@@ -113,7 +115,7 @@ def build_engine(
         speculation=drafts,
         max_prompt_rows=num_rows,
     )
-    return Engine(scheduler, runner, sampler)
+    return Engine(scheduler, runner, sampler, step_log)
 
 
 def _drafts_of(draft: Draft, kv_cache: KVCache, limits: StepLimits, vocab_size: int, sampler: Sampler) -> ModelDrafts:

@@ -18,6 +18,7 @@ from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.isolation import IsolatedSampler, Sampler
 from headrace.worker.engine.overlap import Deliver, Overlap
 from headrace.worker.engine.scheduler import FetchFirst, Scheduler, SchedulerOutput, SchedulerStats
+from headrace.worker.engine.step_log import StepLog
 from headrace.worker.engine.step_meter import StepMeter, StepSize
 from headrace.worker.model.batch import Batch, build_batch, graph_of, padded
 from headrace.worker.request.request import Request, StepNote
@@ -84,6 +85,8 @@ class Engine:
     scheduler: Scheduler
     runner: ModelRunner
     sampler: Sampler
+    step_log: StepLog | None = None
+    """Where steps are written, if they are."""
     stats: EngineStats = field(default_factory=EngineStats)
     meter: StepMeter = field(init=False)
     _isolated: IsolatedSampler = field(init=False)
@@ -136,7 +139,7 @@ class Engine:
         else:
             sampled, errors = self._sample(step.batch, logits)
             outputs = self._account(step, sampled, errors)
-            self._observe(step, sampled, time.perf_counter() - start_s, is_traced=is_traced)
+            self._observe(step, sampled, start_s, is_traced=is_traced)
         self._overlap.hold(self._end_failed(outputs))
         return True
 
@@ -219,8 +222,9 @@ class Engine:
             outputs += self.scheduler.fail([request], error)
         return outputs
 
-    def _observe(self, step: _Step, sampled: Sequence[Sampled], step_s: float, *, is_traced: bool) -> None:
-        """Learn what the step cost, and count it."""
+    def _observe(self, step: _Step, sampled: Sequence[Sampled], start_s: float, *, is_traced: bool) -> None:
+        """Learn what a step cost that began at `start_s`, and count it."""
+        step_s = time.perf_counter() - start_s
         num_more = sum(len(entry.more) for entry in sampled) if step.output.num_draft_tokens else 0
         speculation = self.scheduler.speculation
         draft_s = speculation.take_draft_s() if speculation is not None else 0.0
@@ -230,6 +234,8 @@ class Engine:
         infer_s = self.runner.infer_s + draft_s
         self.stats.infer_s += infer_s
         self.stats.overhead_s += step_s - infer_s
+        if self.step_log is not None:
+            self.step_log.note(step.size, start_s, step_s)
         if is_traced:
             _note_step(step.output, step_s)
 

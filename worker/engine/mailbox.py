@@ -31,6 +31,14 @@ MAX_PROMPT_LOGPROBS_KEPT = 16 << 20
 MAX_IMAGE_BYTES_KEPT = 1 << 30
 
 
+class LearnedCost(NamedTuple):
+    """The cost of one kind of steps: the milliseconds of each term of the model, and the steps that it was learned
+    from."""
+
+    terms_ms: tuple[float, ...]
+    num_steps: int
+
+
 class EngineReport(msgspec.Struct, frozen=True):
     """The engine's state after a step: its load, its counters (fields of the message Counters), and what changed in the
     prefix cache. `num_taken` counts the requests received so far."""
@@ -40,6 +48,8 @@ class EngineReport(msgspec.Struct, frozen=True):
     stored: Sequence[int] = ()
     evicted: Sequence[int] = ()
     num_taken: int = 0
+    step_costs: dict[str, LearnedCost] = {}
+    """The learned costs of steps with prompts ("prompts") and without ("decode"), once they are learned."""
     disk_changes: dict[int, bool] = {}
     """Hashes that were added to the disk (True) or removed from it."""
     state_changes: dict[int, bool] = {}

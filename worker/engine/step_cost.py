@@ -176,6 +176,11 @@ class StepCostModel:
         return tuple(self._weights)
 
     @property
+    def terms_ms(self) -> tuple[float, ...]:
+        """The learned milliseconds of each term, in the order and units of `REFERENCE`."""
+        return tuple(map(operator.mul, self._weights, REFERENCE))
+
+    @property
     def step_ms(self) -> float:
         """What every step takes in milliseconds, whatever is in it."""
         return self._weights[0] * REFERENCE[0]

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.engine import Engine, EngineStats
 from headrace.worker.engine.forecast import Forecast
-from headrace.worker.engine.mailbox import Command, EngineReport, Mailbox
+from headrace.worker.engine.mailbox import Command, EngineReport, LearnedCost, Mailbox
 from headrace.worker.engine.scheduler import Scheduler, SchedulerStats
 from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.engine.stages import Stages
@@ -170,9 +170,15 @@ def report_of(scheduler: Scheduler, stats: EngineStats, num_taken: int = 0) -> E
     counters["padding_tokens"] = stats.num_padding_tokens
     if scheduler.speculation is not None:
         counters |= scheduler.speculation.counters
+    costs = scheduler.step_costs
     return EngineReport(
         load=load_of(scheduler),
         counters=counters,
         num_taken=num_taken,
+        step_costs={
+            name: LearnedCost(model.terms_ms, model.num_steps)
+            for name, model in (("prompts", costs.prompts), ("decode", costs.decode))
+            if model.is_learned
+        },
         **scheduler.kv_cache.take_changes()._asdict(),
     )

@@ -17,7 +17,7 @@ from headrace.common.kernel_files import format_list
 from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.mailbox import EngineReport
+from headrace.worker.engine.mailbox import EngineReport, LearnedCost
 from headrace.worker.host.binding import Binding
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
@@ -374,6 +374,7 @@ class WatchHub:
             "arrived_tokens": self._arrivals.num_tokens,
             "arrived_blocks": self._arrivals.num_blocks,
         }
+        costs = self.report.step_costs
         return worker_pb2.Load(
             **{**self.report.load.numbers(), **more},
             draining=self.draining,
@@ -382,7 +383,24 @@ class WatchHub:
             binding=binding_message(self.binding) if self.binding is not None else None,
             age_ms=round(1000 * (time.monotonic() - self._reported_s)),
             version=self._version,
+            prompt_steps=_cost_message(costs.get("prompts")),
+            decode_steps=_cost_message(costs.get("decode")),
         )
+
+
+def _cost_message(cost: LearnedCost | None) -> worker_pb2.StepCost | None:
+    if cost is None:
+        return None
+    step, token, attended, read, sequence, change = cost.terms_ms
+    return worker_pb2.StepCost(
+        step_ms=step,
+        token_ms=token,
+        attended_ms=attended,
+        read_ms=read,
+        sequence_ms=sequence,
+        change_ms=change,
+        num_steps=cost.num_steps,
+    )
 
 
 def binding_message(binding: Binding) -> worker_pb2.Binding:

@@ -152,7 +152,9 @@ async def test_the_fleet_is_told_with_hosts_nodes_states_and_counters(gateway: A
     assert (second["host"], second["state"], second["detail"]) == (body["gateway"]["host"], "suspect", "silent")
     assert second["load"] is None
     assert second["numa_node"] is None
-    assert body["models"] == [{"id": "tiny", "sampling": {"temperature": 1.0, "top_p": 1.0}}]
+    (model,) = body["models"]
+    assert (model["id"], model["sampling"]) == ("tiny", {"temperature": 1.0, "top_p": 1.0})
+    assert (model["block_size"], model["max_context_tokens"]) == (1, 256)
 
 
 async def test_an_answer_is_seen_in_the_intervals(gateway: Any, router_of: Any) -> None:
