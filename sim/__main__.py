@@ -304,8 +304,9 @@ def print_table(answer: Answer) -> None:
 def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Compare routing policies on a trace in virtual time, with the real scheduler, prefix index and policy."""
     generated = generated_trace(options)
+    cost = read_step_cost(options["cost_file"])
     worker = WorkerSettings(
-        cost=read_step_cost(options["cost_file"]),
+        cost=cost,
         kv_tokens=options["kv_tokens"],
         block_size=options["block_size"],
         max_num_seqs=options["max_num_seqs"],
@@ -335,7 +336,7 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
             for policy in policies or POLICIES
             for num_routers in ((1,) if POLICIES[policy].is_exact else options["routers"])
         ]
-    answer = Answer(len(jobs), fleet.num_workers, capacity, rate, fleet.seed, objective, worker.cost, reports)
+    answer = Answer(len(jobs), fleet.num_workers, capacity, rate, fleet.seed, objective, cost, reports)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2))
     else:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.protos.load_report import LoadReport
-from headrace.sim.step_cost import StepCost
+from headrace.sim.step_cost import StepCost, StepCostPair
 from headrace.worker.engine.step_cost import DECODE_WEIGHT, StepCostModel, StepShape
 
 # Once the cost of decode steps is known, a simulated worker learns from one in so many, and from those with another
@@ -75,7 +75,7 @@ class DecodeRun:
 
     def __init__(
         self,
-        cost: StepCost,
+        cost: StepCost | StepCostPair,
         first: StepShape,
         num_steps: int,
         start_s: float,

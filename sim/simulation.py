@@ -50,6 +50,10 @@ class FleetSettings:
     """This many workers, the first ones, are reserved for long prompts, whose answers continue at the others; 0: all do
     both."""
     concurrency: int | None = None
+    workers_per_host: int = 1
+    slowdown: float = 0.0
+    """Each other busy worker of a host makes a step longer by this share of its time. Without `skips_steps` of the
+    workers, because how busy they are changes from step to step."""
 
 
 @dataclass(slots=True)
@@ -117,12 +121,16 @@ class Simulation:
         ]
         self._records: list[JobRecord] = []
         self._busy_s: list[float] = []
+        self._followers: dict[int, list[Job]] = {}
         self._in_flight: dict[str, tuple[JobRecord, PlacedJob, SimulatedRouter]] = {}
 
     def run(self) -> Outcome:
         """Run until the last request ends. Asserts that every request ended exactly once and none is left."""
         if self._settings.concurrency is None:
             for job in self._jobs:
+                if job.follows is not None:
+                    self._followers.setdefault(job.follows, []).append(job)
+                    continue
                 self.clock.at(job.arrival_s, partial(self._arrive, job))
         else:
             for _ in range(min(self._settings.concurrency, len(self._jobs))):
@@ -217,7 +225,7 @@ class Simulation:
             self._reported.follow(number, run)
             self.clock.at(run.end_s, partial(self._end_run, number, run))
             return
-        milliseconds = worker.begin_step()
+        milliseconds = worker.begin_step(self._stretch(number))
         if milliseconds is not None:
             self.clock.at(self.clock.now_s + milliseconds / 1000, partial(self._end_step, number))
 
@@ -236,6 +244,15 @@ class Simulation:
         if run is not None and end_s is not None:
             self._reported.ended(number, run)
             self.clock.at(end_s, partial(self._end_step, number))
+
+    def _stretch(self, number: int) -> float:
+        """How many times as long a step takes that this worker begins now, because others of its host are busy."""
+        size = self._settings.workers_per_host
+        if size == 1 or not self._settings.slowdown:
+            return 1.0
+        first = number - number % size
+        busy = sum(worker.is_stepping for worker in self.workers[first : first + size])
+        return 1.0 + self._settings.slowdown * busy
 
     def _end_step(self, number: int) -> None:
         now_s = self.clock.now_s
@@ -265,9 +282,11 @@ class Simulation:
 
     def _end(self, request_id: str) -> None:
         """The router has the last token of a request."""
-        _, placed, router = self._in_flight.pop(request_id)
+        record, placed, router = self._in_flight.pop(request_id)
         router.ended(placed)
         self._on_end()
+        for job in self._followers.get(record.job.number, ()):
+            self.clock.at(record.ended_s + job.think_s, partial(self._arrive, job))
         if self._settings.concurrency is not None and self._jobs:
             self._after_hop(partial(self._arrive, self._jobs.popleft()))
 

@@ -11,7 +11,8 @@
 The other quantities are fields of `headrace.worker.engine.step_cost.StepShape`. The model that a worker fits at run
 time is simpler: its `base` is linear, and `reread` and `context` share a coefficient.
 
-benchmarks/engine/step_cost.py fits the coefficients to a worker's model runner; `default()` is the committed fit. Pure.
+`headrace bench calibrate` fits the coefficients to steps of a running worker, and benchmarks/engine/step_cost.py to
+those of its model runner alone; `default()` is the committed fit of the latter. Pure.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from headrace.worker.engine.step_cost import StepShape
 
 Values: TypeAlias = npt.NDArray[np.float64]
 
+shape_of = StepShape.of
+"""The shape of a step, for packages that know no worker."""
 DEFAULT_FILE = Path(__file__).with_name("step_cost.json")
 
 
@@ -73,6 +76,28 @@ class StepCost(msgspec.Struct, frozen=True):
         base = self.base[left] * (1.0 - share) + self.base[left + 1] * share
         found: Values = base + self.per_context * contexts + self.per_sequence * sequences
         return found
+
+
+class StepCostPair(msgspec.Struct, frozen=True):
+    """The costs of steps with prompts and of decode steps, each with its own coefficients: a worker may compute them
+    with different graphs, and only decode steps often have the same number of tokens as the step before."""
+
+    prompts: StepCost
+    decode: StepCost
+
+    @property
+    def change(self) -> float:
+        """See StepCost; that of decode steps."""
+        return self.decode.change
+
+    def milliseconds(self, shape: StepShape) -> float:
+        """How long a step of this shape takes, in milliseconds."""
+        cost = self.prompts if shape.prompt_tokens else self.decode
+        return cost.milliseconds(shape)
+
+    def decode_ms(self, contexts: Values, sequences: int) -> Values:
+        """See StepCost."""
+        return self.decode.decode_ms(contexts, sequences)
 
 
 def place_among(knots: tuple[int, ...], tokens: int) -> tuple[int, float]:

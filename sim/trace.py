@@ -39,6 +39,9 @@ class Job:
     segments: tuple[tuple[int, int], ...]
     num_output_tokens: int
     hashes: tuple[int, ...] = ()
+    follows: int | None = None
+    """The number of the job at whose end it arrives, `think_s` later, if `arrival_s` does not say when."""
+    think_s: float = 0.0
 
     @property
     def num_prompt_tokens(self) -> int:

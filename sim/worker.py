@@ -19,7 +19,7 @@ from headrace.protos.inference_pb2 import Belief
 from headrace.protos.load_report import LoadReport
 from headrace.sim.decode_run import DecodeRun, Learning
 from headrace.sim.drafts import NoGrammars, SimulatedDrafts
-from headrace.sim.step_cost import StepCost
+from headrace.sim.step_cost import StepCost, StepCostPair
 from headrace.sim.tiers import DiskSlots, SimulatedDisk, SimulatedPeers, TierSettings, Timer
 from headrace.sim.trace import Job
 from headrace.worker.engine.build import build_scheduler, build_speculation
@@ -45,13 +45,15 @@ class WorkerSettings:
     """Settings of each worker. Its KV cache holds `kv_tokens` tokens in blocks of `block_size`. None means the worker's
     default."""
 
-    cost: StepCost
+    cost: StepCost | StepCostPair
     kv_tokens: int = 600_000
     block_size: int = 512
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 1024
     max_num_mixed_tokens: int | None = None
     target_step_ms: float | None = None
+    least_decode: int = 1
+    """Fewest tokens of a decode step, padding included."""
     acceptance: float | None = None
     """Probability that a draft token is right if those before it are; None for no speculation."""
     draft_cost: StepCost | None = None
@@ -212,6 +214,8 @@ class SimulatedWorker:
         has_arrivals = self._arrivals.num_requests or scheduler.waiting
         if not is_plain or has_arrivals or not scheduler.running or not self._learning.is_steady:
             return 0
+        if len(scheduler.running) < self.settings.least_decode:
+            return 0  # such steps are padded
         size = self.settings.block_size
         least = sys.maxsize
         for request in scheduler.running:
@@ -286,8 +290,9 @@ class SimulatedWorker:
         self._answers[request] = Sampled(job.answer_token_id)
         return self._new_report(self._load_now(), (), (), {})
 
-    def begin_step(self) -> float | None:
-        """Schedule a step. Returns its milliseconds, or None if there is nothing to compute."""
+    def begin_step(self, stretch: float = 1.0) -> float | None:
+        """Schedule a step. Returns its milliseconds, which are `stretch` times its cost, or None if there is nothing to
+        compute."""
         assert not self.is_stepping, "a step is running"
         self._commands_came = bool(self._arrived)
         self._num_taken += len(self._arrived)
@@ -304,10 +309,10 @@ class SimulatedWorker:
             assert self.scheduler.num_fetching, "there are requests, but none is scheduled"
             return None
         self._output = output
-        size = self._meter.size(output)
+        size = self._meter.size(output, least=self.settings.least_decode)
         shape = size.shape
         self._num_step_tokens = shape.tokens
-        self._step_ms = self.settings.cost.milliseconds(shape)
+        self._step_ms = stretch * self.settings.cost.milliseconds(shape)
         if self.scheduler.speculation is None and shape.prompt_tokens:
             self.scheduler.step_costs.observe(shape, self._step_ms, is_first=False)
         elif self.scheduler.speculation is None:

@@ -15,14 +15,11 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from headrace.sim.step_cost import StepCost, place_among
+from headrace.sim.fitting import Sample, errors_of, fitted
 from headrace.worker.engine.step_cost import StepShape
 from headrace.worker.host.numa import usable_cpus
 from headrace.worker.model.batch import build_batch
@@ -38,13 +35,6 @@ LONGEST_CONTEXT = 16_384
 KNOTS = (1, 4, 16, 48, 128, 256, 512, 1024)
 # A step: for each sequence the tokens that it has computed and those that the step computes.
 Step = tuple[tuple[int, int], ...]
-
-
-class Sample(NamedTuple):
-    """A measured step."""
-
-    shape: StepShape
-    ms: float
 
 
 def steps() -> list[Step]:
@@ -112,37 +102,6 @@ def measured(model_dir: Path, rounds: int, threads: int) -> list[Sample]:
     ]
 
 
-def features(shape: StepShape) -> list[float]:
-    """The factors of the coefficients: those of `base`, then the others in the order of StepCost."""
-    base = [0.0] * len(KNOTS)
-    left, share = place_among(KNOTS, shape.tokens)
-    base[left], base[left + 1] = 1.0 - share, share
-    others = shape.attended, shape.reread, shape.context, shape.sequences, shape.changed
-    return [*base, *map(float, others)]
-
-
-def fitted(samples: Sequence[Sample]) -> StepCost:
-    """Coefficients that are not negative, by least squares on relative errors: the worst negative one is left out."""
-    all_features = np.array([features(sample.shape) for sample in samples])
-    milliseconds = np.array([sample.ms for sample in samples])
-    used = list(range(all_features.shape[1]))
-    while True:
-        rows = all_features[:, used] / milliseconds[:, None]
-        solution = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
-        if min(solution) >= 0:
-            break
-        del used[int(np.argmin(solution))]
-    coefficients = np.zeros(all_features.shape[1])
-    coefficients[used] = solution
-    values = [float(value) for value in coefficients]
-    return StepCost(KNOTS, tuple(values[: len(KNOTS)]), *values[len(KNOTS) :])
-
-
-def errors_of(cost: StepCost, samples: Sequence[Sample]) -> list[float]:
-    """Relative errors, sorted by size."""
-    return sorted(abs(cost.milliseconds(shape) / ms - 1) for shape, ms in samples)
-
-
 def machine() -> str:
     """The name of the processor and the number of threads."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -161,10 +120,10 @@ def main() -> None:
     samples = measured(args.model_dir, args.rounds, args.threads)
     random.Random(2).shuffle(samples)
     cut = len(samples) * 3 // 4
-    errors = errors_of(fitted(samples[:cut]), samples[cut:])
+    errors = errors_of(fitted(samples[:cut], KNOTS), samples[cut:])
     median, p90 = statistics.median(errors), errors[int(0.9 * len(errors))]
     cost = msgspec.structs.replace(
-        fitted(samples),
+        fitted(samples, KNOTS),
         model=args.model_dir.resolve().name,
         machine=machine(),
         median_error=round(median, 3),

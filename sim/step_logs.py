@@ -1,0 +1,225 @@
+"""Costs of steps from the logs of workers: which steps count, what each took, and the fit. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.sim.fitting import Sample, errors_of, fitted
+from headrace.sim.step_cost import StepCost, StepCostPair
+from headrace.worker.engine.step_cost import StepShape
+
+DECODE_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PROMPT_KNOTS = (8, 16, 48, 128, 256, 512, 1024, 2048, 4096)
+LEAST_STEPS = 30
+"""Fewer steps of a kind are no ground for a fit."""
+_TEST_SHARE = 0.25
+_MOST_SLOWDOWN, _SLOWDOWN_STEP = 3.0, 0.05
+# A longer gap means that the worker had nothing to do.
+_MOST_GAP_S = 0.02
+# A step that is off by more than this factor was disturbed.
+_OUTLIER = 2.0
+
+
+class LoggedStep(msgspec.Struct, frozen=True):
+    """A line of a worker's --step-log."""
+
+    worker: str
+    start_s: float
+    ms: float
+    graph: str
+    tokens: int
+    attended: int
+    reread: int
+    context: int
+    sequences: int
+    prompt_tokens: int
+    changed: bool
+
+    @property
+    def end_s(self) -> float:
+        """When it ended."""
+        return self.start_s + self.ms / 1000
+
+    @property
+    def shape(self) -> StepShape:
+        """Its size."""
+        return StepShape(
+            self.tokens, self.attended, self.reread, self.context, self.sequences, self.prompt_tokens, self.changed
+        )
+
+
+class Timed(NamedTuple):
+    """A step with the time until the worker could begin the next one, and the mean number of other workers that
+    computed meanwhile."""
+
+    shape: StepShape
+    ms: float
+    others: float
+
+
+class Fit(NamedTuple):
+    """The fitted costs, with their errors on steps that were left out of the fit."""
+
+    steps: StepCostPair
+    slowdown: float
+    num_steps: int
+
+
+def timed(steps: Iterable[LoggedStep], since_s: float) -> list[Timed]:
+    """The steps that began after `since_s`, without those of a size that a worker computed for the first time."""
+    by_worker: dict[str, list[LoggedStep]] = {}
+    for step in sorted(steps, key=lambda step: step.start_s):
+        by_worker.setdefault(step.worker, []).append(step)
+    gaps_s = [
+        after.start_s - before.end_s
+        for own in by_worker.values()
+        for before, after in itertools.pairwise(own)
+        if after.start_s - before.end_s < _MOST_GAP_S
+    ]
+    usual_gap_s = statistics.median(gaps_s) if gaps_s else 0.0
+    found = []
+    for name, own in by_worker.items():
+        rest = [_Busy(other) for worker, other in by_worker.items() if worker != name]
+        seen: set[tuple[str, int]] = set()
+        for number, step in enumerate(own):
+            key = step.graph, step.tokens
+            is_first = key not in seen
+            seen.add(key)
+            if is_first or step.start_s < since_s:
+                continue
+            gap_s = own[number + 1].start_s - step.end_s if number + 1 < len(own) else usual_gap_s
+            gap_s = gap_s if 0 <= gap_s < _MOST_GAP_S else usual_gap_s
+            others = sum(busy.share(step.start_s, step.end_s) for busy in rest)
+            found.append(Timed(step.shape, step.ms + 1000 * gap_s, others))
+    return found
+
+
+class _Busy:
+    """When a worker computed."""
+
+    def __init__(self, steps: Sequence[LoggedStep]) -> None:
+        self._starts = [step.start_s for step in steps]
+        self._ends = [step.end_s for step in steps]
+
+    def share(self, start_s: float, end_s: float) -> float:
+        """The share of this time in which it did."""
+        if end_s <= start_s:
+            return 0.0
+        busy_s = 0.0
+        number = max(0, bisect.bisect_right(self._starts, start_s) - 1)
+        while number < len(self._starts) and self._starts[number] < end_s:
+            busy_s += max(0.0, min(self._ends[number], end_s) - max(self._starts[number], start_s))
+            number += 1
+        return busy_s / (end_s - start_s)
+
+
+def fit(steps: Sequence[Timed], model: str, machine: str) -> Fit:
+    """Fit both kinds of steps. Raises ValueError if there are too few of a kind."""
+    prompts = [step for step in steps if step.shape.prompt_tokens]
+    decode = [step for step in steps if not step.shape.prompt_tokens]
+    for kind, own in (("with prompts", prompts), ("without prompts", decode)):
+        if len(own) < LEAST_STEPS:
+            raise ValueError(f"only {len(own)} steps {kind} were computed, and a fit needs {LEAST_STEPS}")
+    slowdown = _slowdown(decode)
+    pair = StepCostPair(
+        _of_kind(prompts, PROMPT_KNOTS, slowdown, model, machine),
+        _of_kind(decode, DECODE_KNOTS, slowdown, model, machine),
+    )
+    return Fit(pair, slowdown, len(steps))
+
+
+def _slowdown(decode: Sequence[Timed]) -> float:
+    """The slowdown by other workers with which the costs fit best; 0 if no other worker computed."""
+    if not any(step.others > 0.05 for step in decode):
+        return 0.0
+
+    def error(slowdown: float) -> float:
+        samples = _alone(decode, slowdown)
+        return statistics.fmean(errors_of(fitted(samples, _knots(samples, DECODE_KNOTS)), samples))
+
+    count = round(_MOST_SLOWDOWN / _SLOWDOWN_STEP)
+    return min((round(number * _SLOWDOWN_STEP, 2) for number in range(count + 1)), key=error)
+
+
+def _alone(steps: Sequence[Timed], slowdown: float) -> list[Sample]:
+    """The steps as they would be if no other worker computed."""
+    return [Sample(step.shape, step.ms / (1.0 + slowdown * step.others)) for step in steps]
+
+
+def _knots(samples: Sequence[Sample], knots: tuple[int, ...]) -> tuple[int, ...]:
+    """The knots that the samples reach, and at least two."""
+    sizes = [sample.shape.tokens for sample in samples]
+    least, most = min(sizes), max(sizes)
+    inner = [knot for knot in knots if least < knot < most]
+    return tuple(sorted({least, *inner, max(most, least + 1)}))
+
+
+def _of_kind(steps: Sequence[Timed], knots: tuple[int, ...], slowdown: float, model: str, machine: str) -> StepCost:
+    """The cost of one kind of steps, with its error on a quarter of them that is left out of a first fit."""
+    samples = _alone(steps, slowdown)
+    random.Random(1).shuffle(samples)
+    samples = _undisturbed(samples, knots)
+    cut = round(len(samples) * _TEST_SHARE)
+    errors = errors_of(fitted(samples[cut:], _knots(samples, knots)), samples[:cut])
+    return msgspec.structs.replace(
+        fitted(samples, _knots(samples, knots)),
+        model=model,
+        machine=machine,
+        median_error=round(statistics.median(errors), 4),
+        p90_error=round(errors[int(0.9 * len(errors))], 4),
+    )
+
+
+def _undisturbed(samples: list[Sample], knots: tuple[int, ...]) -> list[Sample]:
+    """The samples without those that took a multiple of what the others say: something else ran meanwhile."""
+    first = fitted(samples, _knots(samples, knots))
+    kept = [
+        sample
+        for sample in samples
+        if 1 / _OUTLIER <= sample.ms / max(first.milliseconds(sample.shape), 1e-6) <= _OUTLIER
+    ]
+    return kept if len(kept) >= len(samples) / 2 else samples
+
+
+def read(raw: bytes) -> list[LoggedStep]:
+    """The steps in a log. A line that is being written is left out."""
+    whole = raw[: raw.rfind(b"\n") + 1]
+    return msgspec.json.decode(b"[" + b",".join(whole.splitlines()) + b"]", type=list[LoggedStep])
+
+
+def learned(prompts: LearnedCost, decode: LearnedCost, machine: str, model: str) -> StepCostPair:
+    """The costs that a running worker has learned. They are linear in the number of tokens."""
+    return StepCostPair(_of_terms(prompts, machine, model), _of_terms(decode, machine, model))
+
+
+class LearnedCost(msgspec.Struct, frozen=True):
+    """The message StepCost of worker.proto."""
+
+    step_ms: float
+    token_ms: float
+    attended_ms: float
+    read_ms: float
+    sequence_ms: float
+    change_ms: float
+    num_steps: int
+
+
+def _of_terms(cost: LearnedCost, machine: str, model: str) -> StepCost:
+    return StepCost(
+        knots=(1, 2),
+        base=(cost.step_ms + cost.token_ms, cost.step_ms + 2 * cost.token_ms),
+        per_attended=cost.attended_ms / 1000,
+        per_reread=cost.read_ms / 1000,
+        per_context=cost.read_ms / 1000,
+        per_sequence=cost.sequence_ms,
+        change=cost.change_ms,
+        model=model,
+        machine=machine,
+    )
