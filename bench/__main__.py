@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from headrace.bench import saved
+from headrace.bench.calibrate import calibrate
 from headrace.bench.options.parsing import Group, UsageError
 from headrace.bench.report import page
 from headrace.bench.serve import serve
@@ -28,6 +29,7 @@ def main() -> None:
 
 main.add_command(serve)
 main.add_command(study)
+main.add_command(calibrate)
 
 
 @main.command(context_settings={"show_default": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,12 @@ class Target:
         if body:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         return "\r\n".join((*lines, "", "")).encode() + body
+
+
+def key_header() -> dict[str, str]:
+    """The header with the key in OPENAI_API_KEY; none if that is not set."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def target_of(url: str, headers: Mapping[str, str], ca_file: Path | None, insecure: bool) -> Target:

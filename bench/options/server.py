@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import click
 from headrace.bench.apis import BACKENDS, Api, api_of
 from headrace.bench.options.parsing import UsageError, options
 from headrace.bench.options.values import Pair
-from headrace.bench.target import Target, target_of
+from headrace.bench.target import Target, key_header, target_of
 from headrace.common.flags import FiniteRange
 
 FLAGS = options(
@@ -54,9 +53,8 @@ def target(flags: Mapping[str, Any]) -> Target:
         host = flags["host"] or "127.0.0.1"
         url = f"http://{f'[{host}]' if ':' in host else host}:{flags['port'] or 8000}"
     headers = dict(flags["headers"])
-    key = os.environ.get("OPENAI_API_KEY")
-    if key and not any(name.lower() == "authorization" for name in headers):
-        headers["Authorization"] = f"Bearer {key}"
+    if not any(name.lower() == "authorization" for name in headers):
+        headers |= key_header()
     try:
         return target_of(url, headers, flags["ca_file"], flags["insecure"])
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`headrace worker|router|gateway|sim|bench`: replaces this process by the role's, with the same arguments."""
+"""`headrace worker|router|gateway|bench|plan|sim`: replaces this process by the role's, with the same arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import click
 
 def _command(role: str) -> click.Command:
     """The command of a role, which knows its own flags and help."""
-    settings = {"ignore_unknown_options": True, "help_option_names": []}
+    # Without interspersed arguments, `--` stays where it is.
+    settings = {"ignore_unknown_options": True, "help_option_names": [], "allow_interspersed_args": False}
 
     @click.command(role, context_settings=settings, add_help_option=False)
     @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -20,4 +21,4 @@ def _command(role: str) -> click.Command:
     return become
 
 
-worker, router, gateway, bench, sim = map(_command, ("worker", "router", "gateway", "bench", "sim"))
+worker, router, gateway, bench, plan, sim = map(_command, ("worker", "router", "gateway", "bench", "plan", "sim"))

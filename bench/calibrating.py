@@ -1,0 +1,374 @@
+"""Measures what steps of a model cost on this host: `headrace bench calibrate`.
+
+A server is started as `headrace serve` starts it, so that gateway, router and this client take their share of the
+cores as they do when it serves. Its workers log each step (--step-log) while cells of load run: so many requests at
+once, with prompts and answers of one length. Prompts of a cell are computed beside each other's answers, so one cell
+shows steps of prompts, of streams, and of both. Then requests of mixed lengths arrive at random times, as from users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.bench.apis import api_of
+from headrace.bench.calibration import VERSION, Calibration, Front, Host, Layout, Model
+from headrace.bench.connection import Client, ExchangeError
+from headrace.bench.fleet import Fleet, fleet_of
+from headrace.bench.machine import this_host
+from headrace.bench.record import Record
+from headrace.bench.serving import Serving, ServingError, threads_of_workers
+from headrace.bench.stream import Stream
+from headrace.bench.target import target_of
+from headrace.common.version import headrace_version
+from headrace.sim import step_logs
+from headrace.sim.step_logs import LoggedStep
+
+FRONT_ROLES = ("gateway", "router")
+_FIRST_TOKEN = 100
+_REQUEST_TIMEOUT_S, _CALL_TIMEOUT_S = 600.0, 15.0
+# The default of workers, which fleets do not tell.
+_USUAL_BATCHED_TOKENS = 1024
+# Shares of the time: cells, and requests that arrive at random. The rest is for the start and for what is left over.
+_CELLS_SHARE, _LIVE_SHARE = 0.72, 0.18
+# A cell that takes a larger share of the cells' time is left out.
+_LARGEST_CELL = 0.2
+_BURST, _BURST_TOKENS = 48, 48
+# The rate of requests that arrive at random, as a share of what a cell of eight requests reached.
+_LIVE_LOAD = 0.7
+
+
+class CalibrateError(Exception):
+    """It could not be measured. The message says why."""
+
+
+class Cell(NamedTuple):
+    """Requests at once, for each worker, with prompts and answers of this many tokens."""
+
+    batch: int
+    prompt: int
+    answer: int
+
+    @property
+    def work(self) -> int:
+        """A rough measure of its time."""
+        return self.batch * self.prompt + 8 * (self.batch + 4) * self.answer
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that it needs in the KV cache."""
+        return self.batch * (self.prompt + self.answer)
+
+
+CELLS = (
+    Cell(1, 32, 24),
+    Cell(1, 512, 16),
+    Cell(2, 96, 24),
+    Cell(3, 200, 24),
+    Cell(4, 1024, 24),
+    Cell(6, 48, 24),
+    Cell(1, 2048, 16),
+    Cell(8, 256, 32),
+    Cell(12, 100, 24),
+    Cell(16, 64, 32),
+    Cell(1, 4096, 12),
+    Cell(24, 160, 24),
+    Cell(32, 48, 32),
+    Cell(8, 2048, 24),
+    Cell(16, 512, 32),
+    Cell(32, 256, 32),
+    Cell(1, 8192, 8),
+    Cell(64, 64, 32),
+    Cell(48, 128, 24),
+    Cell(64, 256, 32),
+    Cell(96, 32, 24),
+    Cell(128, 64, 32),
+)
+
+
+@dataclass(slots=True)
+class Loader:
+    """Sends requests whose prompts are random tokens, each of them a new one."""
+
+    client: Client
+    model: str
+    vocabulary: int
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Tokens of answers."""
+
+    async def ask(self, prompt: int, answer: int) -> Record:
+        """One request. Raises CalibrateError if it fails."""
+        ids = self.rng.choices(range(min(_FIRST_TOKEN, self.vocabulary // 2), self.vocabulary), k=prompt)
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": ids,
+            "max_tokens": answer,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 1.0,
+            "seed": self.num_requests,
+        }
+        record = Record(self.num_requests, prompt, answer)
+        self.num_requests += 1
+        api = api_of("openai", None)
+        request = self.client.target.request("POST", api.path(self.model), msgspec.json.encode(body))
+        stream = Stream(api, record)
+        record.sent_s = time.perf_counter()
+        try:
+            await self.client.exchange(request, stream)
+            stream.ended()
+        except ExchangeError as error:
+            raise CalibrateError(f"a request failed: {error}") from None
+        if record.error_kind:
+            raise CalibrateError(f"a request failed: {record.error or record.error_kind}")
+        self.num_tokens += answer
+        return record
+
+    async def run(self, cell: Cell, num_workers: int) -> list[Record]:
+        """All requests of a cell."""
+        count = cell.batch * num_workers if cell.batch > 1 else 1
+        return list(await asyncio.gather(*(self.ask(cell.prompt, cell.answer) for _ in range(count))))
+
+
+class Measured(NamedTuple):
+    """What the load showed: the requests that were alone, and CPU seconds of gateway and router."""
+
+    alone: list[Record]
+    cpu_s_per_request: float
+    cpu_s_per_token: float
+
+
+async def measured(model: str | None, flags: Sequence[str], seconds: float, tell: Callable[[str], None]) -> Calibration:
+    """Start a server of `model` with these `flags` of `headrace serve`, measure it for about `seconds`, and stop it.
+    `tell` gets a line now and then. Raises CalibrateError."""
+    began_s = time.perf_counter()
+    serve = [*([model] if model else []), *flags]
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "steps"
+        try:
+            threads = await threads_of_workers(serve)
+            tell("starting a server")
+            quiet = ("--port", "0", "--grpc-port", "0", "--log-level", "warning")
+            async with Serving((*serve, *quiet), {"HEADRACE_WORKER_STEP_LOG": str(log)}) as serving:
+                client = Client(target_of(serving.url, {}, None, False), _REQUEST_TIMEOUT_S)
+                try:
+                    fleet = await fleet_of(client)
+                    since_s = time.perf_counter()
+                    loader = Loader(client, fleet.model.name, fleet.vocabulary)
+                    found = await _measure(loader, serving, fleet, began_s + seconds, tell)
+                finally:
+                    client.close()
+            steps = step_logs.read(log.read_bytes())
+        except (ServingError, ExchangeError) as error:
+            raise CalibrateError(str(error)) from None
+    if len(set(threads)) != 1:
+        tell(f"workers have {min(threads)} to {max(threads)} threads; the costs are those of all of them together")
+    layout = Layout(
+        workers=len(threads),
+        threads=min(threads),
+        kv_tokens=fleet.kv_tokens,
+        max_num_seqs=fleet.max_num_seqs,
+        max_num_batched_tokens=max(step.tokens for step in steps),
+        least_decode=min((step.tokens for step in steps if not step.prompt_tokens), default=1),
+        serve_flags=_without(flags, "--workers", "--threads"),
+    )
+    try:
+        return _made(steps, since_s, found, this_host(), fleet.model, layout, time.perf_counter() - began_s)
+    except ValueError as error:
+        raise CalibrateError(f"{error}; give more --seconds") from None
+
+
+def _made(
+    steps: Sequence[LoggedStep],
+    since_s: float,
+    found: Measured,
+    host: Host,
+    model: Model,
+    layout: Layout,
+    seconds: float,
+) -> Calibration:
+    """The calibration. Raises ValueError if there are too few steps."""
+    machine = f"{host.cpu}, {layout.workers} x {layout.threads} threads"
+    fit = step_logs.fit(step_logs.timed(steps, since_s), model.name, machine)
+    inward_s, outward_s = front_s(found.alone, steps)
+    return Calibration(
+        version=VERSION,
+        headrace=headrace_version(),
+        made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        source="measured",
+        seconds=round(seconds, 1),
+        num_steps=fit.num_steps,
+        host=host,
+        model=model,
+        layout=layout,
+        steps=fit.steps,
+        slowdown=fit.slowdown,
+        front=Front(
+            round(inward_s, 6), round(outward_s, 6), round(found.cpu_s_per_request, 6), round(found.cpu_s_per_token, 7)
+        ),
+    )
+
+
+async def _measure(
+    loader: Loader, serving: Serving, fleet: Fleet, until_s: float, tell: Callable[[str], None]
+) -> Measured:
+    """Put the load on until about `until_s`."""
+    seconds = until_s - time.perf_counter()
+    if seconds <= 0:
+        raise CalibrateError("the server needed all of the time to start; give more --seconds")
+    await loader.run(CELLS[0], fleet.num_workers)  # kernels of the first sizes are built
+    cpu_s, num_requests, num_tokens = serving.cpu_s(FRONT_ROLES), loader.num_requests, loader.num_tokens
+    alone, per_s = await _cells(loader, fleet, _CELLS_SHARE * seconds, tell)
+    many = (serving.cpu_s(FRONT_ROLES) - cpu_s, loader.num_requests - num_requests, loader.num_tokens - num_tokens)
+    cpu_s, num_requests, num_tokens = serving.cpu_s(FRONT_ROLES), loader.num_requests, loader.num_tokens
+    for _ in range(2):
+        await asyncio.gather(*(loader.ask(_BURST_TOKENS, 1) for _ in range(_BURST)))
+    few = (serving.cpu_s(FRONT_ROLES) - cpu_s, loader.num_requests - num_requests, loader.num_tokens - num_tokens)
+    tell("requests that arrive at random")
+    await _arriving(loader, min(_LIVE_SHARE * seconds, until_s - time.perf_counter()), _LIVE_LOAD * per_s)
+    return Measured(alone, *_cpu_costs(many, few))
+
+
+async def _cells(
+    loader: Loader, fleet: Fleet, seconds: float, tell: Callable[[str], None]
+) -> tuple[list[Record], float]:
+    """Run the cells in turn until the time is over, each at least once unless it is too large. Returns the requests
+    that were alone, and how many requests a second a cell of eight reached, with prompts of 256 tokens."""
+    until_s = time.perf_counter() + seconds
+    cells = [
+        cell
+        for cell in CELLS
+        if cell.prompt + cell.answer < fleet.model.max_context_tokens
+        and cell.kv_tokens <= fleet.kv_tokens
+        and cell.batch <= fleet.max_num_seqs
+    ]
+    alone: list[Record] = []
+    work_per_s = 0.0
+    rates: list[float] = []
+    num_rounds = 0
+    while time.perf_counter() < until_s:
+        num_run = 0
+        for cell in cells:
+            now_s = time.perf_counter()
+            if now_s >= until_s and num_rounds:
+                break
+            if work_per_s and cell.work / work_per_s > (_LARGEST_CELL * seconds if now_s < until_s else 0.0):
+                continue
+            records = await loader.run(cell, fleet.num_workers)
+            took_s = time.perf_counter() - now_s
+            work_per_s = cell.work / took_s
+            num_run += 1
+            if cell.batch == 1:
+                alone += records
+            rates.append(len(records) / took_s * (cell.prompt + 4 * cell.answer) / (256 + 4 * 128))
+        num_rounds += 1
+        tell(f"{num_run} cells of load, round {num_rounds}")
+        if not num_run:
+            break
+    return alone, statistics.median(rates)
+
+
+async def _arriving(loader: Loader, seconds: float, per_s: float) -> None:
+    """Requests of mixed lengths that arrive at random for so long."""
+    rng = random.Random(2)
+    until_s = time.perf_counter() + max(0.0, seconds)
+    async with asyncio.TaskGroup() as group:
+        while (now_s := time.perf_counter()) < until_s:
+            prompt = min(max(8, round(192 * rng.lognormvariate(0.0, 0.8))), 1500)
+            answer = min(4 + round(rng.expovariate(1 / 96)), 400)
+            group.create_task(loader.ask(prompt, answer))
+            await asyncio.sleep(min(rng.expovariate(max(per_s, 0.05)), until_s - now_s))
+
+
+def _cpu_costs(many: tuple[float, int, int], few: tuple[float, int, int]) -> tuple[float, float]:
+    """CPU seconds of a request and of a token, from two loads: each its CPU seconds, requests and tokens."""
+    (cpu_many, requests_many, tokens_many), (cpu_few, requests_few, tokens_few) = many, few
+    scale = requests_many * tokens_few - requests_few * tokens_many
+    if not scale:
+        return 0.0, 0.0
+    per_request = (cpu_many * tokens_few - cpu_few * tokens_many) / scale
+    per_request = min(max(0.0, per_request), cpu_few / max(requests_few, 1))
+    return per_request, max(0.0, (cpu_many - per_request * requests_many) / max(tokens_many, 1))
+
+
+def front_s(alone: Sequence[Record], steps: Sequence[LoggedStep]) -> tuple[float, float]:
+    """Median seconds from a request's sending to the first step, and from the end of the step of its first token to the
+    token's arrival, for requests that were alone; 0 if there are none."""
+    inward, outward = [], []
+    for record in alone:
+        own = [step for step in steps if record.sent_s <= step.start_s and step.end_s <= record.ended_s]
+        prompts = [step for step in own if step.prompt_tokens]
+        if prompts and record.times and len({step.worker for step in own}) == 1:
+            inward.append(prompts[0].start_s - record.sent_s)
+            outward.append(record.times[0] - prompts[-1].end_s)
+    if not inward:
+        return 0.0, 0.0
+    return max(0.0, statistics.median(inward)), max(0.0, statistics.median(outward))
+
+
+def _without(flags: Sequence[str], *names: str) -> tuple[str, ...]:
+    """The flags without those of these names and their values."""
+    kept: list[str] = []
+    skip = False
+    for flag in flags:
+        if skip:
+            skip = False
+        elif flag in names:
+            skip = True
+        elif flag.partition("=")[0] not in names:
+            kept.append(flag)
+    return tuple(kept)
+
+
+async def learned(url: str, headers: Mapping[str, str], ca_file: Path | None, model: str | None) -> Calibration:
+    """The calibration of a running fleet, from the costs that its workers have learned. Raises CalibrateError, or
+    ValueError if the URL cannot be used."""
+    client = Client(target_of(url, headers, ca_file, False), _CALL_TIMEOUT_S)
+    try:
+        return learned_of(await fleet_of(client, model))
+    except ExchangeError as error:
+        raise CalibrateError(str(error)) from None
+    finally:
+        client.close()
+
+
+def learned_of(fleet: Fleet) -> Calibration:
+    """The calibration of a fleet that was asked. Raises CalibrateError if its workers have learned too little."""
+    prompts, decode = fleet.prompts, fleet.decode
+    if prompts is None or decode is None:
+        raise CalibrateError("its workers have not learned what their steps cost; send some requests first")
+    host = Host(f"hosts of {fleet.model.name}", 0, 0, 0, 0)
+    layout = Layout(
+        workers=max(1, round(fleet.num_workers / fleet.num_hosts)),
+        threads=0,
+        kv_tokens=fleet.kv_tokens,
+        max_num_seqs=fleet.max_num_seqs,
+        max_num_batched_tokens=_USUAL_BATCHED_TOKENS,
+        least_decode=1,
+    )
+    return Calibration(
+        version=VERSION,
+        headrace=headrace_version(),
+        made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        source="learned",
+        seconds=0.0,
+        num_steps=prompts.num_steps + decode.num_steps,
+        host=host,
+        model=fleet.model,
+        layout=layout,
+        steps=step_logs.learned(prompts, decode, host.cpu, fleet.model.name),
+        slowdown=0.0,
+        front=Front(),
+    )

@@ -1,0 +1,162 @@
+"""Calibrating: what is made of records and logs, and of a running fleet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.bench.__main__ import main
+from headrace.bench.calibrating import CELLS, CalibrateError, _cpu_costs, _without, front_s, learned_of
+from headrace.bench.connection import ExchangeError
+from headrace.bench.fleet import fleet_in
+from headrace.bench.machine import this_host
+from headrace.bench.record import Record
+from headrace.sim.step_logs import LoggedStep
+
+COST = {
+    "step_ms": 8.0,
+    "token_ms": 0.2,
+    "attended_ms": 0.1,
+    "read_ms": 2.0,
+    "sequence_ms": 0.1,
+    "change_ms": 1.0,
+    "num_steps": 40,
+}
+
+
+def worker(name: str = "w0", host: str = "a", **load: Any) -> dict[str, Any]:
+    own = {"num_blocks": 100, "max_num_seqs": 64, "step_costs": {"prompt": COST, "decode": COST}, **load}
+    return {"worker_id": name, "host": host, "state": "ready", "model": "m", "load": own}
+
+
+def fleet(*workers: dict[str, Any], intervals: list[dict[str, int]] | None = None) -> dict[str, Any]:
+    model = {
+        "id": "m",
+        "fingerprint": "0",
+        "max_context_tokens": 2048,
+        "block_size": 32,
+        "kv_block_bytes": 3200,
+        "kv_precision": "u8",
+        "vocab_size": 1000,
+    }
+    recent = {
+        "interval_s": 2.0,
+        "next": 9,
+        "num_intervals": 150,
+        "ttft_ms": {"p50": None},
+        "intervals": intervals or [],
+    }
+    return {"workers": list(workers), "models": [model], "recent": recent}
+
+
+def interval(number: int, answered: int, tokens: int) -> dict[str, int]:
+    counts = {"answered": answered, "tokens": tokens, "prompt_tokens": 100 * answered, "cached_tokens": 40 * answered}
+    return {"number": number, "refused": 0, "failed": 0, **counts}
+
+
+def step(start_s: float, ms: float, prompt_tokens: int = 0) -> LoggedStep:
+    return LoggedStep("w", start_s, ms, "main", max(1, prompt_tokens), 0, 0, 0, 1, prompt_tokens, False)
+
+
+def test_the_front_takes_what_is_before_the_first_step_and_after_the_first_token() -> None:
+    record = Record(0, 64, 3, sent_s=10.0, times=[10.113, 10.13], ended_s=10.15)
+    steps = [step(10.01, 60.0, 64), step(10.07, 40.0, 32), step(10.112, 9.0), step(20.0, 9.0, 64)]
+    inward_s, outward_s = front_s([record], steps)
+    assert inward_s == pytest.approx(0.01)
+    assert outward_s == pytest.approx(0.003)
+    assert front_s([], steps) == (0.0, 0.0)
+
+
+def test_cpu_time_is_divided_among_requests_and_tokens() -> None:
+    per_request, per_token = _cpu_costs((100 * 0.004 + 3000 * 0.0002, 100, 3000), (96 * 0.004 + 96 * 0.0002, 96, 96))
+    assert per_request == pytest.approx(0.004)
+    assert per_token == pytest.approx(0.0002)
+    assert _cpu_costs((1.0, 0, 0), (1.0, 0, 0)) == (0.0, 0.0)
+
+
+def test_flags_of_the_layout_are_not_said_twice() -> None:
+    flags = ["--workers", "2", "--kv-cache-gb", "1", "--threads=1", "--speculation", "off"]
+    assert _without(flags, "--workers", "--threads") == ("--kv-cache-gb", "1", "--speculation", "off")
+
+
+def test_cells_begin_with_small_ones() -> None:
+    assert CELLS[0].work == min(cell.work for cell in CELLS)
+    assert {cell.batch for cell in CELLS} >= {1, 2, 4, 8, 16, 32, 64, 128}
+
+
+def test_this_host_has_cores_memory_and_a_name() -> None:
+    host = this_host()
+    assert host.cpu
+    assert 1 <= host.cores <= host.cpus
+    assert host.memory_bytes > 1 << 28
+
+
+def test_siblings_count_as_one_core(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(
+        "\n\n".join(f"processor: {n}\nmodel name: A chip\nphysical id: 0\ncore id: {n // 2}" for n in (0, 1, 99, 100))
+    )
+    host = this_host(tmp_path, tmp_path)
+    assert (host.cpu, host.cores, host.nodes) == ("A chip", 1, 1)
+
+
+def test_a_running_fleet_tells_what_its_workers_have_learned() -> None:
+    found = fleet_in(fleet(worker(), worker("w1", num_blocks=80), worker("w2", "b")), None)
+    assert (found.num_workers, found.num_hosts, found.kv_tokens, found.max_num_seqs) == (3, 2, 80 * 32, 64)
+    made = learned_of(found)
+    assert made.source == "learned"
+    assert made.layout.workers == 2
+    assert made.model.kv_token_bytes == 100
+    assert made.steps.decode.base == pytest.approx((8.2, 8.4))
+    assert made.steps.prompts.per_attended == pytest.approx(0.0001)
+
+
+def test_its_load_is_that_of_the_intervals_with_answers() -> None:
+    intervals = [interval(4, 0, 10), interval(5, 3, 50), interval(8, 5, 20)]
+    load = fleet_in(fleet(worker(), intervals=intervals), None).load
+    assert load is not None
+    assert load.seconds == 10
+    assert (load.per_s, load.prompt, load.cached, load.answer) == (0.8, 100, 40, 10)
+    assert fleet_in(fleet(worker()), None).load is None
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "problem"),
+    [
+        (fleet(), None, "no worker of m is ready"),
+        (fleet(worker()), "other", "no model 'other' that generates text; it has m"),
+        (fleet({**worker(), "state": "draining"}), None, "no worker of m is ready"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_named(body: dict[str, Any], model: str | None, problem: str) -> None:
+    with pytest.raises(ExchangeError, match=problem):
+        fleet_in(body, model)
+
+
+def test_workers_that_have_learned_nothing_are_named_with_the_remedy() -> None:
+    with pytest.raises(CalibrateError, match="send some requests first"):
+        learned_of(fleet_in(fleet(worker(step_costs={})), None))
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "problem"),
+    [
+        (["--seconds", "3"], 2, "is not in the range x>=10"),
+        (["--url", "http://127.0.0.1:9", "--workers", "2"], 2, "--url measures nothing here"),
+        (["--url", "localhost:9"], 2, "did you mean http://localhost:9?"),
+        (["--url", "http://127.0.0.1:9"], 1, "cannot connect to http://127.0.0.1:9"),
+        (["no-such-model", "--seconds", "20"], 1, "no-such-model"),
+        (["--", "--no-such-flag"], 1, "no such option"),
+    ],
+)
+def test_wrong_flags_are_refused(args: list[str], status: int, problem: str) -> None:
+    result = CliRunner().invoke(main, ["calibrate", *args])
+    assert result.exit_code == status, result.output
+    assert problem.lower() in " ".join(result.stderr.split()).lower()
+
+
+def test_the_schema_is_printed() -> None:
+    result = CliRunner().invoke(main, ["calibrate", "--schema"])
+    assert '"Calibration"' in result.stdout
