@@ -44,6 +44,9 @@ _SUBCOMMANDS = {
     "bench": _Subcommand(
         "serving.roles:bench", "Measure a server: latencies, throughput, and whether it answers rightly."
     ),
+    "plan": _Subcommand(
+        "serving.roles:plan", "Plan a fleet: workers, hosts and memory for a load, and what breaks first."
+    ),
     "sim": _Subcommand("serving.roles:sim", "Compare routing policies on a simulated fleet."),
 }
 

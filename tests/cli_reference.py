@@ -10,6 +10,7 @@ import click
 from headrace.bench.__main__ import main as bench
 from headrace.cli.main import cli
 from headrace.gateway.__main__ import command as gateway
+from headrace.plan.__main__ import main as plan
 from headrace.router.__main__ import command as router
 from headrace.sim.__main__ import main as sim
 from headrace.worker.__main__ import command as worker
@@ -21,6 +22,7 @@ DELEGATES: Mapping[str, click.Command] = {
     "router": router,
     "gateway": gateway,
     "bench": bench,
+    "plan": plan,
     "sim": sim,
 }
 _HEAD = """\

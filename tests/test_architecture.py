@@ -14,7 +14,7 @@ import pytest
 from headrace.gateway import protocols
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "common", "gateway", "router", "worker", "cli", "sim", "bench", "client")
+PACKAGES = ("protos", "common", "gateway", "router", "worker", "cli", "sim", "bench", "plan", "client")
 
 # package -> headrace packages that it may import, besides itself
 MAY_IMPORT = {
@@ -25,12 +25,16 @@ MAY_IMPORT = {
     "worker": {"protos", "common"},
     "cli": {"protos", "common"},
     "sim": {"protos", "common", "router", "worker"},
-    "bench": {"protos", "common", "gateway"},
+    "bench": {"protos", "common", "gateway", "sim"},
+    "plan": {"protos", "common", "sim", "bench"},
     "client": {"protos", "common"},
 }
 
 # modules of the gateway that the benchmark client may import: its tokenizer, which counts tokens
 BENCH_MAY_IMPORT = {"gateway.text.tokenizer", "gateway.upstream.bundle"}
+
+# modules of the simulator that the benchmark client may import: the costs of steps, which it measures
+BENCH_MAY_IMPORT_OF_SIM = {"sim.step_cost", "sim.step_logs"}
 
 # modules of router and worker that the simulator may import: those that do no I/O and start nothing
 SIM_MAY_IMPORT = {
@@ -160,9 +164,10 @@ TIERS = {
         ("__main__",),
     ),
     "bench": (
-        ("record", "lengths", "arrivals", "target", "apis"),
-        ("connection", "stream", "checks"),
-        ("tokens", "sender"),
+        ("record", "lengths", "arrivals", "target", "apis", "calibration", "serving"),
+        ("connection", "stream", "checks", "machine"),
+        ("tokens", "sender", "fleet"),
+        ("calibrating",),
         ("texts",),
         ("datasets",),
         ("workload", "load"),
@@ -172,7 +177,14 @@ TIERS = {
         ("report",),
         ("telling",),
         ("options",),
-        ("serve", "study"),
+        ("serve", "study", "calibrate"),
+        ("__main__",),
+    ),
+    "plan": (
+        ("objectives", "load", "fleet"),
+        ("search", "start"),
+        ("answer",),
+        ("planning", "page"),
         ("__main__",),
     ),
     "cli": (
@@ -250,12 +262,14 @@ def test_the_simulator_imports_only_the_pure_parts_of_router_and_worker() -> Non
                 assert module in SIM_MAY_IMPORT, f"{path.name} imports {name}"
 
 
-def test_the_benchmark_client_imports_only_the_tokenizer_of_the_gateway() -> None:
+def test_the_benchmark_client_imports_only_a_tokenizer_and_costs_of_steps() -> None:
     for path in modules("bench"):
         for name in imported(path):
             parts = name.split(".")
             if parts[0] == "headrace" and parts[1] == "gateway":
                 assert ".".join(parts[1:4]) in BENCH_MAY_IMPORT, f"{path.name} imports {name}"
+            if parts[0] == "headrace" and parts[1] == "sim":
+                assert ".".join(parts[1:3]) in BENCH_MAY_IMPORT_OF_SIM, f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize("distribution", ONLY_IN)

@@ -222,6 +222,7 @@ FOLDERS = (
     "docs",
     "examples",
     "gateway",
+    "plan",
     "protos",
     "router",
     "sim",

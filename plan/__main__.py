@@ -1,0 +1,389 @@
+"""`python -m headrace.plan`: sizes a fleet for a load, by simulation.
+
+If the flags are wrong, it prints one sentence on standard error and exits with status 2; if no fleet meets the
+objectives, or the running one cannot be asked, with status 1.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import click
+import msgspec
+
+from headrace.bench import calibration as files
+from headrace.bench.lengths import SHAPES
+from headrace.common.flags import FiniteRange
+from headrace.plan.fleet import Fleet, Kind, Memory
+from headrace.plan.load import Load, Requests, lengths
+from headrace.plan.objectives import Limit, Objectives
+
+_DEFAULT_MODEL = "smollm2-135m"
+_CURVE = (0.25, 0.5, 0.75)
+_RUN_S = 180.0
+_LEAST_REQUESTS, _MOST_REQUESTS = 300, 3000
+
+
+class UsageError(click.ClickException):
+    """The flags cannot be used. The message says what to change."""
+
+    exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Write the message to `file`, or to standard error."""
+        click.echo(f"error: {self.format_message()}", file=file, err=file is None)
+
+
+class Failed(UsageError):
+    """There is no plan."""
+
+    exit_code = 1
+
+
+class LimitType(click.ParamType[Limit]):
+    """[pN:]TIME."""
+
+    name = "[pN:]time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Limit:
+        """The limit."""
+        if isinstance(value, Limit):
+            return value
+        try:
+            return Limit.of(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Seconds(click.ParamType[float]):
+    """A time such as 25, 25s, 500ms or 2m, in seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The seconds."""
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)?", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a time; write one such as 25s, 500ms or 2m", param, ctx)
+        return float(match[1]) * {"ms": 0.001, "s": 1.0, "m": 60.0, None: 1.0}[match[2]]
+
+
+class Factor(click.ParamType[float]):
+    """A multiple of a load, such as 2x."""
+
+    name = "nx"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*x?", str(value).strip().lower())
+        if match is None or not float(match[1]):
+            self.fail(f"{value!r} is not a multiple of a load; write one such as 2x or 1.5x", param, ctx)
+        return float(match[1])
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.argument("model", required=False)
+@click.option(
+    "--calibration",
+    "calibrations",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    help="File of `headrace bench calibrate`; repeat it to compare kinds of hosts.  [default: MODEL's in the cache]",
+)
+@click.option(
+    "--url", help="Take costs and load from a running fleet: the URL of its gateway. Is it enough for --load?"
+)
+@click.option("--users", type=click.IntRange(1), help="Load: so many users, with --think-time or --every.")
+@click.option("--think-time", type=Seconds(), help="Mean time between an answer and a user's next request: 30s.")
+@click.option("--every", type=Seconds(), help="Each user sends a request so often, whether or not answers come: 25s.")
+@click.option("--rate", type=FiniteRange(0, min_open=True), help="Load: so many requests a second, at random.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Load: the requests of a trace in Mooncake's format, at its own times.",
+)
+@click.option("--load", "factor", type=Factor(), default="1x", help="Plan for so many times the load, such as 2x.")
+@click.option("--prompt", type=FiniteRange(1), default=512.0, help="Mean tokens of a prompt, without --shared-prefix.")
+@click.option("--answer", type=FiniteRange(1), default=128.0, help="Mean tokens of an answer.")
+@click.option("--prompt-dist", type=click.Choice(SHAPES), default="lognormal", help="Distribution of prompts.")
+@click.option("--answer-dist", type=click.Choice(SHAPES), default="exponential", help="Distribution of answers.")
+@click.option(
+    "--shared-prefix", type=click.IntRange(0), default=0, help="Tokens that prompts share at their beginning."
+)
+@click.option(
+    "--prefixes",
+    type=click.IntRange(1),
+    default=1,
+    help="Number of such prefixes, as of shared documents; each prompt has one of them.",
+)
+@click.option("--turns", type=FiniteRange(1), default=1.0, help="Mean turns of a conversation.")
+@click.option("--ttft", type=LimitType(), help="Objective: time to the first token, such as p95:2s.")
+@click.option("--tpot", type=LimitType(), help="Objective: time of each later token, such as p95:100ms.")
+@click.option("--spare-hosts", type=click.IntRange(0), default=0, help="Hosts that may fail while the rest carry all.")
+@click.option("--max-hosts", type=click.IntRange(1), default=64, help="Most hosts to consider.")
+@click.option("--hosts", type=click.IntRange(1), help="Do not search: say how so many hosts do, without --spare-hosts.")
+@click.option(
+    "--cost-per-host",
+    "costs",
+    multiple=True,
+    metavar="[NAME=]NUMBER",
+    help="What a host costs; NAME is that of the calibration's file without .json. Sorts several calibrations.",
+)
+@click.option("--kv-cache-gb", type=FiniteRange(0, min_open=True), help="KV cache of each worker.  [default: measured]")
+@click.option("--kv-disk-gb", type=FiniteRange(0), default=0.0, help="Disk of each host for prefixes, in GiB; 0: none.")
+@click.option("--disk-gb-per-s", type=FiniteRange(0, min_open=True), default=1.5, help="GB a second it reads.")
+@click.option(
+    "--peer-gbit-per-s",
+    type=FiniteRange(0),
+    default=0.0,
+    help="Workers fetch prefixes from each other at so many Gbit a second; 0: never.",
+)
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of a worker.  [default: measured]")
+@click.option("--requests", type=click.IntRange(20), help="Requests to simulate.  [default: those of three minutes]")
+@click.option("--seeds", type=click.IntRange(1, 20), default=3, help="Simulations of each fleet, with other arrivals.")
+@click.option("--html", "page_file", type=click.Path(path_type=Path), help="Write a page with charts to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--ca-file", type=click.Path(path_type=Path), help="With --url: certificates of the server's authority.")
+@click.pass_context
+def main(context: click.Context, /, **flags: Any) -> None:
+    """Plan a fleet for MODEL: workers, hosts and memory for a load, what breaks first, and how to start it.
+
+    First run `headrace bench calibrate MODEL` on a host of the kind that you will use. Then say the load and what you
+    want to hold:
+
+    \b
+      headrace plan MODEL --users 50 --every 25s --tpot p95:100ms
+      headrace plan MODEL --rate 4 --prompt 1200 --answer 250 --shared-prefix 800 --ttft p95:2s --spare-hosts 1
+      headrace plan --url http://127.0.0.1:8000 --load 2x --ttft p95:2s
+
+    The real scheduler, KV cache and router are simulated, with the costs of steps that were measured. Without an
+    objective, p95:5s for the first token and p95:200ms for each later one hold.
+    """
+    given = {
+        name
+        for name in context.params
+        if context.get_parameter_source(name)
+        in (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
+    }
+    check(flags, given)
+    objectives = Objectives(flags["ttft"], flags["tpot"])
+    if objectives == Objectives(None, None):
+        objectives = Objectives(Limit(95.0, 5.0), Limit(95.0, 0.2))
+    kinds, load, running = of_url(flags) if flags["url"] else of_files(flags)
+    context.exit(
+        planned(kinds, load.scaled(flags["factor"]) if flags["factor"] != 1 else load, objectives, running, flags)
+    )
+
+
+def check(flags: Mapping[str, Any], given: set[str]) -> None:
+    """Raise UsageError if the flags contradict each other."""
+    loads = [name for name in ("users", "rate", "trace", "url") if flags[name] is not None]
+    if len(loads) != 1:
+        said = "which load? give" if not loads else f"--{' and --'.join(loads)} are several loads; give one of"
+        raise UsageError(f"{said} --users with --every or --think-time, --rate, --trace, or --url of a running fleet")
+    if flags["users"] is not None and (flags["think_time"] is None) == (flags["every"] is None):
+        raise UsageError("--users needs either --every (from request to request) or --think-time (after each answer)")
+    if flags["users"] is None and flags["every"] is not None:
+        raise UsageError("--every is how often a user asks; say how many there are with --users")
+    if flags["every"] == 0:
+        raise UsageError("--every must be above 0")
+    if flags["think_time"] is not None and flags["users"] is None and not (flags["rate"] and flags["turns"] > 1):
+        raise UsageError("--think-time is for --users, or for --rate with --turns of more than one")
+    if flags["url"] and flags["calibrations"]:
+        raise UsageError("--url brings costs and load of the running fleet; leave --calibration or --url out")
+    of_requests = {"prompt", "answer", "prompt_dist", "answer_dist", "shared_prefix", "prefixes", "turns"} & given
+    if of_requests and flags["trace"] is not None:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(of_requests))
+        raise UsageError(f"a trace has its own requests; leave out {names}")
+    if flags["prefixes"] > 1 and not flags["shared_prefix"]:
+        raise UsageError("--prefixes needs their length; give it with --shared-prefix")
+    if flags["hosts"] and flags["spare_hosts"]:
+        raise UsageError("--hosts asks about a fleet that is there; leave --spare-hosts out")
+
+
+def requests_of(flags: Mapping[str, Any], most: int) -> Requests:
+    """The requests that the flags describe; none longer than `most` tokens. Raises UsageError."""
+    prefix = flags["shared_prefix"]
+    if prefix + flags["prompt"] + flags["answer"] > most:
+        raise UsageError(
+            f"--shared-prefix, --prompt and --answer are {prefix + flags['prompt'] + flags['answer']:,.0f} tokens "
+            f"together, and the model takes {most:,}; give shorter ones"
+        )
+    return Requests(
+        prompt=lengths(flags["prompt_dist"], flags["prompt"], most),
+        answer=lengths(flags["answer_dist"], flags["answer"], most),
+        mean_prompt=flags["prompt"],
+        mean_answer=flags["answer"],
+        prefix=prefix,
+        num_prefixes=flags["prefixes"],
+        turns=flags["turns"],
+        most=most,
+    )
+
+
+def of_files(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
+    """The kinds of hosts of the calibrations, and the load that the flags describe. Raises UsageError."""
+    paths = flags["calibrations"] or (files.usual_path(flags["model"] or _DEFAULT_MODEL),)
+    kinds = kinds_of(paths, flags["costs"], flags["model"])
+    most = min(kind.calibration.model.max_context_tokens for kind in kinds)
+    if flags["trace"] is not None:
+        return kinds, _of_trace(flags["trace"]), None
+    requests = requests_of(flags, most)
+    users, every_s, think_s = flags["users"], flags["every"], flags["think_time"]
+    if users is None:
+        return kinds, Load(requests, per_s=flags["rate"], think_s=think_s or 0.0), None
+    if every_s is not None:
+        name = f"{users} users, each with a request every {every_s:g} s ({users / every_s:.3g} requests/s)"
+        return kinds, Load(requests, per_s=users / every_s, name=name), None
+    return kinds, Load(requests, users=float(users), think_s=think_s), None
+
+
+def _of_trace(path: Path) -> Load:
+    from headrace.sim import trace
+
+    try:
+        jobs = trace.read(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read --trace: {error}") from None
+    if len(jobs) < 2:
+        raise UsageError(f"{path} has fewer than two requests")
+    return Load(trace=tuple(jobs), name=f"{len(jobs)} requests of {path.name}")
+
+
+def kinds_of(paths: Sequence[Path], costs: Sequence[str], model: str | None) -> list[Kind]:
+    """The calibrations in these files. Raises UsageError if one cannot be used, or if they are of several models."""
+    try:
+        kinds = [Kind(path.stem, files.read(path)) for path in paths]
+    except files.CalibrationError as error:
+        raise UsageError(str(error)) from None
+    names = sorted({kind.calibration.model.name for kind in kinds})
+    if len(names) > 1:
+        raise UsageError(f"the calibrations are of several models: {', '.join(names)}; compare hosts with one model")
+    if model is not None and names[0] != model:
+        raise UsageError(f"the calibration is of {names[0]}, not of {model}; calibrate {model}, or leave MODEL out")
+    stems = [kind.name for kind in kinds]
+    if len(set(stems)) < len(stems):
+        raise UsageError("two calibrations have the same file name; rename one, because names tell them apart")
+    prices = dict(_price(cost, stems) for cost in costs)
+    if prices and set(prices) != set(stems):
+        missing = ", ".join(sorted(set(stems) - set(prices)))
+        raise UsageError(f"--cost-per-host is missing for {missing}; give NAME=NUMBER for each calibration")
+    return [replace(kind, cost=prices.get(kind.name)) for kind in kinds]
+
+
+def _price(text: str, names: Sequence[str]) -> tuple[str, float]:
+    name, mark, number = text.rpartition("=")
+    try:
+        price = float(number)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise UsageError(f"--cost-per-host {text!r} is not [NAME=]NUMBER, such as {names[0]}=350")
+    if not mark:
+        if len(names) > 1:
+            raise UsageError(f"--cost-per-host {text!r}: of which host? Write {names[0]}={number} and so on")
+        return names[0], price
+    if name not in names:
+        raise UsageError(f"--cost-per-host {text!r}: no calibration is called {name!r}; there is {', '.join(names)}")
+    return name, price
+
+
+def of_url(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
+    """The kind of host of a running fleet, its load, and the number of its hosts. Raises UsageError."""
+    import asyncio
+
+    from headrace.bench.calibrating import CalibrateError, learned_of
+    from headrace.bench.connection import Client, ExchangeError
+    from headrace.bench.fleet import Fleet as Running
+    from headrace.bench.fleet import fleet_of
+    from headrace.bench.target import key_header, target_of
+
+    async def ask() -> Running:
+        client = Client(target_of(flags["url"], key_header(), flags["ca_file"], False), 15.0)
+        try:
+            return await fleet_of(client, flags["model"])
+        finally:
+            client.close()
+
+    try:
+        running = asyncio.run(ask())
+        found = learned_of(running)
+    except (ExchangeError, CalibrateError) as error:
+        raise Failed(str(error)) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if running.load is None:
+        raise Failed("the gateway has answered no request in its last minutes; ask again under load, or give the load")
+    recent = running.load
+    prompt, cached, answer = max(1.0, recent.prompt - recent.cached), round(recent.cached), max(1.0, recent.answer)
+    most = found.model.max_context_tokens
+    requests = Requests(
+        lengths("lognormal", prompt, most), lengths("exponential", answer, most), prompt, answer, cached, 1, 1.0, most
+    )
+    name = f"{recent.per_s:.3g} requests/s, as in the last {recent.seconds:.0f} s"
+    return [Kind("running", found)], Load(requests, per_s=recent.per_s, name=name), running.num_hosts
+
+
+def planned(
+    kinds: Sequence[Kind], load: Load, objectives: Objectives, running: int | None, flags: Mapping[str, Any]
+) -> int:
+    """Plan for each kind of host, and print it; the exit status."""
+    from headrace.plan.answer import comparison, rank, text, told
+    from headrace.plan.planning import Options, plan
+    from headrace.plan.search import DoesNotFitError
+
+    memory = Memory(
+        flags["kv_cache_gb"], flags["kv_disk_gb"], 1e9 * flags["disk_gb_per_s"], 1e9 / 8 * flags["peer_gbit_per_s"]
+    )
+    usual = round(min(max(_RUN_S * load.offered_per_s, _LEAST_REQUESTS), _MOST_REQUESTS))
+    options = Options(
+        seeds=tuple(range(1, flags["seeds"] + 1)),
+        count=flags["requests"] or usual,
+        spare=flags["spare_hosts"],
+        most_hosts=flags["max_hosts"],
+        hosts=flags["hosts"] or running,
+        curve=_CURVE,
+    )
+
+    def tell(line: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\r\033[K{line}", nl=False, err=True)
+
+    try:
+        answers = [
+            plan(Fleet(kind, 1, memory, max_num_seqs=flags["max_num_seqs"]), load, objectives, options, tell)
+            for kind in kinds
+        ]
+    except DoesNotFitError as error:
+        tell("")
+        raise UsageError(str(error)) from None
+    tell("")
+    answers.sort(key=rank)
+    if flags["as_json"]:
+        click.echo(msgspec.json.format(msgspec.json.encode([told(answer) for answer in answers]), indent=2).decode())
+    else:
+        if len(answers) > 1:
+            click.echo(comparison(answers) + "\n")
+        click.echo(text(answers[0]))
+    if flags["page_file"] is not None:
+        from headrace.plan.page import page
+
+        flags["page_file"].write_text(page(answers, "Plan of a fleet"), encoding="utf-8")
+        click.echo(f"wrote {flags['page_file']}", err=True)
+    return int(answers[0].trial is None)
+
+
+if __name__ == "__main__":
+    try:
+        main(prog_name="headrace plan", auto_envvar_prefix="HEADRACE_PLAN")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,102 @@
+"""The fleet of a plan: hosts of one calibration, and what the simulator needs to know of them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headrace.bench.calibration import Calibration
+from headrace.sim.simulation import FleetSettings
+from headrace.sim.tiers import TierSettings
+from headrace.sim.worker import WorkerSettings
+
+GIB = 1 << 30
+# The reports of a worker reach a router on another host after about this time.
+_REPORT_DELAY_S = 0.02
+# A gateway or router may use this share of a core, so that it has room for bursts.
+FRONT_SHARE = 0.7
+# Requests are refused if they would wait longer for others; the default of --max-ttft.
+MAX_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of host: its calibration, the file's name, and what one costs, in any unit; None if that is not given."""
+
+    name: str
+    calibration: Calibration
+    cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What each worker has for blocks: GiB of KV cache (None: as in the calibration), GiB of the disk of its host (0:
+    none) with the bytes a second that it reads, and bytes a second from other workers (0: none)."""
+
+    kv_gb: float | None = None
+    disk_gb: float = 0.0
+    disk_bytes_per_s: float = 1.5e9
+    peer_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Hosts of one kind. None means as in the calibration."""
+
+    kind: Kind
+    hosts: int
+    memory: Memory = Memory()
+    kv_tokens: int | None = None
+    max_num_seqs: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """All workers."""
+        return self.hosts * self.kind.calibration.layout.workers
+
+    @property
+    def kv_tokens_of_worker(self) -> int:
+        """Tokens of a worker's KV cache."""
+        if self.kv_tokens is not None:
+            return self.kv_tokens
+        calibration = self.kind.calibration
+        if self.memory.kv_gb is None:
+            return calibration.layout.kv_tokens
+        return int(self.memory.kv_gb * GIB / calibration.model.kv_token_bytes)
+
+    def with_hosts(self, hosts: int) -> Fleet:
+        """The same with so many hosts."""
+        return replace(self, hosts=hosts)
+
+    def settings(self, seed: int) -> FleetSettings:
+        """For the simulator."""
+        found, memory = self.kind.calibration, self.memory
+        layout, token_bytes = found.layout, found.model.kv_token_bytes
+        # The simulator has one disk for all workers or one for each.
+        is_shared = bool(memory.disk_gb) and self.hosts == 1 and layout.workers > 1
+        of_disk = memory.disk_gb * GIB / token_bytes
+        tiers = TierSettings(
+            disk_tokens=int(of_disk if is_shared else of_disk / layout.workers),
+            disk_rate=memory.disk_bytes_per_s / token_bytes,
+            peer_rate=memory.peer_bytes_per_s / token_bytes,
+            is_disk_shared=is_shared,
+        )
+        worker = WorkerSettings(
+            cost=found.steps,
+            kv_tokens=self.kv_tokens_of_worker,
+            block_size=found.model.block_tokens,
+            max_num_seqs=self.max_num_seqs or layout.max_num_seqs,
+            max_num_batched_tokens=layout.max_num_batched_tokens,
+            least_decode=layout.least_decode,
+            tiers=tiers,
+            skips_steps=not found.slowdown or layout.workers == 1,
+        )
+        front = found.front
+        return FleetSettings(
+            worker,
+            self.workers,
+            report_delay_s=_REPORT_DELAY_S,
+            hop_s=(front.inward_s + front.outward_s) / 4,
+            seed=seed,
+            workers_per_host=layout.workers,
+            slowdown=found.slowdown,
+        )

@@ -1,0 +1,121 @@
+"""The command: plans from files, and flags that are refused with the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.bench.calibration import encoded
+from headrace.plan.__main__ import main
+from tests.plan.calibrations import calibration
+
+QUICK = ["--prompt", "64", "--answer", "8", "--answer-dist", "fixed", "--seeds", "1", "--requests", "60"]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.json"
+    path.write_bytes(encoded(calibration()))
+    return path
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+def test_a_plan_says_what_to_start_what_breaks_first_and_draws_it(small: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = run("--calibration", small, "--rate", 4, "--tpot", "p95:100ms", *QUICK, "--html", page)
+    assert result.exit_code == 0, result.output
+    assert "1 host with 1 worker" in result.stdout
+    assert "headrace serve small --workers 1 --threads 2 --kv-cache-gb" in result.stdout
+    assert "what breaks first" in result.stdout
+    drawn = page.read_text()
+    assert drawn.count("<svg") == 4
+    assert "http" not in drawn.replace("http://HOST", "")
+
+
+def test_json_has_the_plan_the_limit_and_the_commands(small: Path) -> None:
+    result = run("--calibration", small, "--rate", 4, *QUICK, "--json")
+    (answer,) = json.loads(result.stdout)
+    assert (answer["host"], answer["hosts"], answer["workers"], answer["cost"]) == ("small", 1, 1, None)
+    assert answer["limit"] >= 1
+    assert answer["breaks_first"]
+    assert answer["plan"]["meets_objectives"]
+    assert answer["curve"][-1]["meets_objectives"] is False
+    assert answer["start"][0].startswith("headrace serve small")
+
+
+def test_several_kinds_of_hosts_are_sorted_by_what_they_cost(small: Path, tmp_path: Path) -> None:
+    quick = tmp_path / "quick.json"
+    quick.write_bytes(encoded(calibration(speed=4)))
+    files = ("--calibration", small, "--calibration", quick)
+    load = ("--rate", 60, "--ttft", "200ms", *QUICK, "--json")
+    cheap_small = json.loads(run(*files, *load, "--cost-per-host", "small=1", "--cost-per-host", "quick=90").stdout)
+    assert [answer["host"] for answer in cheap_small] == ["small", "quick"]
+    assert cheap_small[0]["cost"] == cheap_small[0]["hosts"] > 1
+    cheap_quick = json.loads(run(*files, *load, "--cost-per-host", "small=9", "--cost-per-host", "quick=10").stdout)
+    assert [answer["host"] for answer in cheap_quick] == ["quick", "small"]
+
+
+def test_a_spare_host_is_added(small: Path) -> None:
+    (answer,) = json.loads(run("--calibration", small, "--rate", 2, *QUICK, "--spare-hosts", 1, "--json").stdout)
+    assert (answer["hosts"], answer["spare_hosts"]) == (2, 1)
+    assert any(line.startswith("headrace router") for line in answer["start"])
+
+
+def test_without_a_plan_the_status_is_1_and_it_says_why(small: Path) -> None:
+    result = run("--calibration", small, "--rate", 2, "--tpot", "p95:2ms", *QUICK, "--max-hosts", 2)
+    assert result.exit_code == 1
+    assert "none: 2 hosts do not meet the objectives" in result.stdout
+    assert "more hosts do not" in result.stdout
+
+
+def test_the_calibration_of_the_model_in_the_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    result = run("small", "--rate", 2, *QUICK)
+    assert result.exit_code == 2
+    assert "small.json does not exist; make one with `headrace bench calibrate MODEL`" in result.stderr
+    (tmp_path / "calibrations").mkdir()
+    (tmp_path / "calibrations" / "small.json").write_bytes(encoded(calibration()))
+    assert run("small", "--rate", 2, *QUICK).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ([], "which load? give --users with --every or --think-time, --rate, --trace, or --url"),
+        (["--rate", "2", "--users", "5"], "--users and --rate are several loads"),
+        (["--users", "5"], "--users needs either --every"),
+        (["--users", "5", "--every", "2s", "--think-time", "3s"], "--users needs either --every"),
+        (["--rate", "2", "--every", "5s"], "say how many there are with --users"),
+        (["--users", "2", "--every", "0"], "--every must be above 0"),
+        (["--rate", "2", "--think-time", "5s"], "--think-time is for --users"),
+        (["--rate", "nan"], "not a finite number"),
+        (["--users", "5", "--every", "soon"], "write one such as 25s"),
+        (["--rate", "2", "--ttft", "2"], "write one such as p95:2s"),
+        (["--rate", "2", "--load", "much"], "write one such as 2x"),
+        (["--rate", "2", "--prefixes", "3"], "give it with --shared-prefix"),
+        (["--rate", "2", "--hosts", "2", "--spare-hosts", "1"], "leave --spare-hosts out"),
+        (["--rate", "2", "--prompt", "9000"], "the model takes 8,192; give shorter ones"),
+        (["--rate", "2", "--cost-per-host", "cheap"], "is not [NAME=]NUMBER, such as small=350"),
+        (["--rate", "2", "--cost-per-host", "other=3"], "no calibration is called 'other'; there is small"),
+        (["--trace", "none.jsonl"], "cannot read --trace"),
+        (["--trace", "none.jsonl", "--answer", "3"], "a trace has its own requests; leave out --answer"),
+        (["other", "--rate", "2"], "the calibration is of small, not of other"),
+    ],
+)
+def test_wrong_flags_are_refused_with_the_remedy(small: Path, flags: list[str], problem: str) -> None:
+    result = run("--calibration", small, *flags)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.stderr.split())
+
+
+def test_a_fleet_that_cannot_be_asked_is_named() -> None:
+    result = run("--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "cannot connect to http://127.0.0.1:9" in result.stderr
+    assert run("--url", "localhost").exit_code == 2
