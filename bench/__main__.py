@@ -52,6 +52,10 @@ def report(files: tuple[Path, ...], output: Path, title: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(prog_name="headrace bench", auto_envvar_prefix="HEADRACE_BENCH")
-    except KeyboardInterrupt:
-        sys.exit(130)
+        status = main.main(prog_name="headrace bench", auto_envvar_prefix="HEADRACE_BENCH", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except click.Abort:  # Ctrl-C before or after the load
+        status = 130
+    sys.exit(status)

@@ -1,6 +1,6 @@
 """The APIs that the client speaks: how a request is written, and what a line of the stream says.
 
-OpenAI's two come in server-sent events, as do TGI's and KServe's; Ollama's lines are JSON. A line is decoded into the
+OpenAI's three come in server-sent events, as do TGI's and KServe's; Ollama's lines are JSON. A line is decoded into the
 few fields that count, which costs about a microsecond.
 """
 
@@ -31,12 +31,18 @@ class Prompt(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What every request has. `sampling` goes where the API has its parameters, `extra` into the body at its top."""
+    """What every request has. `sampling` goes where the API has its parameters, in the words of the API, and `extra`
+    into the body at its top."""
 
     model: str
     ignore_eos: bool = False
     sampling: Mapping[str, Any] = {}
     extra: Mapping[str, Any] = {}
+
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+"""Parameters of sampling, in OpenAI's and vLLM's words."""
+_OWN_WORDS: Mapping[str, str] = {name: name for name in SAMPLING}
 
 
 class Piece(NamedTuple):
@@ -69,6 +75,8 @@ class Api(Protocol):
     """Whether the protocol marks the end of a stream."""
     ignores_eos: bool
     """Whether it can be told to continue after the end of an answer."""
+    sampling: Mapping[str, str]
+    """Its words for those of SAMPLING that it has."""
 
     def path(self, model: str) -> str:
         """Where requests go."""
@@ -125,6 +133,7 @@ class _OpenAI:
     has_prefix = True
     marks_end = True
     ignores_eos = True
+    sampling: Mapping[str, str] = _OWN_WORDS
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -189,6 +198,66 @@ def _encoded(head: Mapping[str, Any], options: Options) -> bytes:
     return msgspec.json.encode({**body, **options.sampling, **options.extra})
 
 
+class _ResponseUsage(msgspec.Struct):
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class _Incomplete(msgspec.Struct):
+    reason: str = ""
+
+
+class _Response(msgspec.Struct):
+    usage: _ResponseUsage | None = None
+    incomplete_details: _Incomplete | None = None
+    error: Any = None
+
+
+class _ResponseEvent(msgspec.Struct):
+    type: str = ""
+    delta: Any = None
+    response: _Response | None = None
+    message: str | None = None
+
+
+_OF_RESPONSE_EVENT = msgspec.json.Decoder(_ResponseEvent)
+_NOTHING = Piece(is_of_answer=False)
+
+
+class Responses(_OpenAI):
+    """POST /v1/responses. Responses are not stored."""
+
+    _reasons = {"max_output_tokens": "length"}  # noqa: RUF012
+    _deltas = frozenset({"response.output_text.delta", "response.reasoning_text.delta"})
+
+    def body(self, prompt: Prompt, options: Options) -> bytes:
+        """Messages as the input."""
+        head = {"model": options.model, "input": prompt.messages, "max_output_tokens": prompt.max_tokens}
+        fields = {**head, "stream": True, "store": False, **options.sampling}
+        if options.ignore_eos:
+            fields["ignore_eos"] = True
+        return msgspec.json.encode({**fields, **options.extra})
+
+    def read(self, payload: bytes) -> Piece | str:
+        """An event. The last one has the whole response."""
+        if payload == b"[DONE]":
+            return _NOTHING
+        event = _OF_RESPONSE_EVENT.decode(payload)
+        if event.type in self._deltas:
+            return event.delta if isinstance(event.delta, str) and event.delta else _NOTHING
+        response = event.response
+        match event.type:
+            case "error":
+                return Piece(error=event.message or "an error without a message")
+            case "response.failed":
+                return Piece(error=_message(response.error if response is not None else None))
+            case "response.completed" | "response.incomplete" if response is not None:
+                details, usage = response.incomplete_details, response.usage or _ResponseUsage()
+                reason = self._reasons.get(details.reason, details.reason) if details is not None else "stop"
+                return Piece("", False, reason, usage.input_tokens, usage.output_tokens, is_last=True)
+        return _NOTHING
+
+
 class _OllamaChunk(msgspec.Struct):
     message: _Delta | None = None
     done: bool = False
@@ -213,6 +282,7 @@ class Ollama:
     has_prefix = False
     marks_end = True
     ignores_eos = False
+    sampling: Mapping[str, str] = {**_OWN_WORDS, "repetition_penalty": "repeat_penalty"}
     _of_chunk = msgspec.json.Decoder(_OllamaChunk)
 
     def path(self, model: str) -> str:
@@ -267,6 +337,9 @@ class Tgi:
     has_prefix = True
     marks_end = True
     ignores_eos = False
+    sampling: Mapping[str, str] = {
+        name: name for name in ("temperature", "top_p", "top_k", "frequency_penalty", "repetition_penalty")
+    }
     _of_chunk = msgspec.json.Decoder(_TgiChunk)
     _reasons = {"eos_token": "stop", "stop_sequence": "stop"}  # noqa: RUF012
 
@@ -312,6 +385,7 @@ class KServe:
     has_prefix = True
     marks_end = False
     ignores_eos = True
+    sampling: Mapping[str, str] = _OWN_WORDS
     _of_chunk = msgspec.json.Decoder(_KserveChunk)
 
     def path(self, model: str) -> str:
@@ -357,12 +431,12 @@ def error_text(raw: bytes) -> str:
     return str(decoded)[:500]
 
 
-BACKENDS = ("openai", "openai-chat", "vllm", "ollama", "tgi", "kserve")
+BACKENDS = ("openai", "openai-chat", "openai-responses", "vllm", "ollama", "tgi", "kserve")
 """Names of APIs, as --backend has them. `vllm` is vllm bench serve's word for `openai`."""
 
 
 def api_of(backend: str, endpoint: str | None) -> Api:
-    """The API of a name. An endpoint of chats makes it OpenAI's chat."""
+    """The API of a name. An endpoint of chats makes it OpenAI's chat, and one of responses OpenAI's responses."""
     match backend:
         case "ollama":
             return Ollama()
@@ -370,6 +444,8 @@ def api_of(backend: str, endpoint: str | None) -> Api:
             return Tgi()
         case "kserve":
             return KServe()
+    if backend == "openai-responses" or (endpoint or "").endswith("/responses"):
+        return Responses(endpoint or "/v1/responses")
     if backend == "openai-chat" or (endpoint or "").endswith("chat/completions"):
         return Chat(endpoint or "/v1/chat/completions")
     return Completions(endpoint or "/v1/completions")

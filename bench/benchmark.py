@@ -6,8 +6,10 @@ import asyncio
 import datetime
 import gc
 import random
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +21,7 @@ from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.datasets import Conversation
 from headrace.bench.display import Display
 from headrace.bench.load import Load, each_at_once
+from headrace.bench.probes import Probes
 from headrace.bench.record import Record
 from headrace.bench.results import Result, Setup
 from headrace.bench.sender import HttpSender
@@ -55,6 +58,12 @@ class Plan:
     metadata: Mapping[str, str]
     seed: int
     shows_progress: bool
+    probe_rate: float = 0.0
+    """Small requests per second beside the load."""
+    is_profiled: bool = False
+    """Whether the server's profiler runs during the load."""
+    keeps_part: bool = False
+    """Whether Ctrl-C ends the load with a partial result, instead of the whole command."""
 
 
 class Benchmark:
@@ -98,16 +107,22 @@ class Benchmark:
         rng = random.Random(f"arrivals {plan.seed}")
         gc.collect()
         gc.freeze()  # what exists need not be looked at while the load runs
+        probes = Probes(self._sender, plan.probe_rate, time.perf_counter)
+        if plan.is_profiled:
+            await self._profiler("start_profile")
         cpu_s = time.process_time()
-        async with Display(load.progress, title, plan.shows_progress):
-            if plan.num_users is not None:
-                run = await load.users(conversations, plan.num_users, plan.think_s, rng)
-            elif plan.is_self_timed:
-                run = await load.open_loop(conversations, [conversation.at_s or 0.0 for conversation in conversations])
-            else:
-                run = await load.open_loop(conversations, arrivals.times(len(conversations), rng))
+        async with Display(load.progress, title, plan.shows_progress), probes:
+            with _interrupts() if plan.keeps_part else nullcontext() as stop:
+                if plan.num_users is not None:
+                    run = await load.users(conversations, plan.num_users, plan.think_s, rng, stop)
+                elif plan.is_self_timed:
+                    run = await load.open_loop(conversations, [each.at_s or 0.0 for each in conversations], stop)
+                else:
+                    run = await load.open_loop(conversations, arrivals.times(len(conversations), rng), stop)
         cpu_s = time.process_time() - cpu_s
         gc.unfreeze()
+        if plan.is_profiled:
+            await self._profiler("stop_profile")
         counted_by = await self._count(run.records)
         checked = checks.check(
             run.records,
@@ -135,7 +150,17 @@ class Benchmark:
             metadata=plan.metadata,
             seed=plan.seed,
         )
-        return Result.of(setup, run, checked, cpu_s)
+        return Result.of(setup, run, checked, cpu_s, probes.figures())
+
+    async def _profiler(self, verb: str) -> None:
+        """Tell the server's profiler what to do. Raises BenchmarkError."""
+        try:
+            status, raw = await self._client.call("POST", f"/{verb}", b"{}")
+        except ExchangeError as error:
+            raise BenchmarkError(str(error)) from None
+        if status != 200:
+            remedy = "start vLLM with --profiler-config, or leave --profile out"
+            raise BenchmarkError(f"POST /{verb} answered {status} ({error_text(raw)}): no profiler; {remedy}")
 
     async def _once(self, request: bytes, max_tokens: int) -> Record:
         record = Record(0, 0, max_tokens)
@@ -165,6 +190,23 @@ class Benchmark:
             for record in rest:
                 record.output_tokens = len(record.times)
         return " and ".join(names) or "nothing"
+
+
+@contextmanager
+def _interrupts() -> Iterator[asyncio.Event]:
+    """Sets an event at Ctrl-C instead of ending the process. A second Ctrl-C ends it."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def interrupted() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    try:
+        yield stop
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def _prompt_source(records: Sequence[Record], counter: Counter) -> str:

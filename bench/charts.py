@@ -6,9 +6,12 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 COLOURS = ("#2a78d6", "#e07b00", "#1a9850", "#c0392b", "#8e44ad", "#00868b", "#7f6a00", "#d6418f")
+FAILED = COLOURS[3]
 _WIDTH, _HEIGHT = 560, 320
+_BINS = 40
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 44
 
 
@@ -33,6 +36,22 @@ class Axis:
     least: float | None = None
     most: float | None = None
     names: Mapping[float, str] | None = None
+
+
+class Segment(NamedTuple):
+    """A part of a bar, in the units of its axis."""
+
+    begin: float
+    end: float
+    colour: str
+    opacity: float = 1.0
+
+
+class Row(NamedTuple):
+    """A bar. `label` is shown when the pointer is over it."""
+
+    segments: Sequence[Segment]
+    label: str = ""
 
 
 class _Scale:
@@ -101,22 +120,40 @@ def line_chart(series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
     return _svg(parts, _HEIGHT)
 
 
-def span_chart(spans: Sequence[tuple[float, float, float, bool]], colour: str, x_axis: Axis, rows: int) -> str:
-    """Requests as bars: begin, first content, end, and whether each failed; pale until the first content."""
-    ends = [end for _, _, end, _ in spans]
+def span_chart(rows: Sequence[Row], x_axis: Axis, height: int = _HEIGHT) -> str:
+    """Requests as bars, one above the other."""
+    ends = [segment.end for row in rows for segment in row.segments]
     x_scale = _Scale(x_axis, ends, _LEFT, _WIDTH - _RIGHT)
-    y_axis = Axis("request", least=0, most=rows)
-    y_scale = _Scale(y_axis, [], _HEIGHT - _BOTTOM, _TOP)
+    y_axis = Axis("request", least=0, most=max(len(rows), 1))
+    y_scale = _Scale(y_axis, [], height - _BOTTOM, _TOP)
+    parts = [_frame(x_scale, y_scale, x_axis, y_axis, height)]
+    thick = max(0.6, (height - _BOTTOM - _TOP) / max(len(rows), 1) * 0.8)
+    for number, row in enumerate(rows):
+        y = y_scale.at(number + 0.5)
+        bars = [
+            _bar(x_scale.at(segment.begin), x_scale.at(segment.end), y, thick, segment.colour, segment.opacity)
+            for segment in row.segments
+        ]
+        title = f"<title>{html.escape(row.label)}</title>" if row.label else ""
+        parts.append(f"<g>{title}{''.join(bars)}</g>" if title else "".join(bars))
+    return _svg(parts, height)
+
+
+def histogram(values: Sequence[float], colour: str, x_axis: Axis, y_axis: Axis) -> str:
+    """How many values are in each of equal intervals."""
+    x_scale = _Scale(x_axis, values, _LEFT, _WIDTH - _RIGHT)
+    counts = [0] * _BINS
+    least, most = min(0.0, *values), max(values) or 1.0
+    width = (most - least) / _BINS
+    for value in values:
+        counts[min(int((value - least) / width), _BINS - 1)] += 1
+    y_scale = _Scale(y_axis, counts, _HEIGHT - _BOTTOM, _TOP)
     parts = [_frame(x_scale, y_scale, x_axis, y_axis)]
-    thick = max(0.6, (_HEIGHT - _BOTTOM - _TOP) / max(rows, 1) * 0.8)
-    for row, (begin, first, end, failed) in enumerate(spans):
-        y = y_scale.at(row + 0.5)
-        left, middle, right = x_scale.at(begin), x_scale.at(first), x_scale.at(end)
-        if failed:
-            parts.append(_bar(left, max(right, left + 2), y, thick, "#c0392b", 1.0))
-            continue
-        parts.append(_bar(left, middle, y, thick, colour, 0.3))
-        parts.append(_bar(middle, right, y, thick, colour, 1.0))
+    for number, count in enumerate(counts):
+        if count:
+            left, right = x_scale.at(least + number * width), x_scale.at(least + (number + 1) * width)
+            top, bottom = y_scale.at(count), y_scale.at(0)
+            parts.append(_bar(left, right - 0.5, (top + bottom) / 2, bottom - top, colour, 1.0))
     return _svg(parts, _HEIGHT)
 
 
@@ -126,8 +163,8 @@ def _bar(left: float, right: float, y: float, thick: float, colour: str, opacity
     return f'<rect {place} fill="{colour}" fill-opacity="{opacity}"/>'
 
 
-def _frame(x_scale: _Scale, y_scale: _Scale, x_axis: Axis, y_axis: Axis) -> str:
-    bottom = _HEIGHT - _BOTTOM
+def _frame(x_scale: _Scale, y_scale: _Scale, x_axis: Axis, y_axis: Axis, height: int = _HEIGHT) -> str:
+    bottom = height - _BOTTOM
     parts = []
     for value in x_scale.ticks():
         x = x_scale.at(value)
@@ -138,7 +175,7 @@ def _frame(x_scale: _Scale, y_scale: _Scale, x_axis: Axis, y_axis: Axis) -> str:
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="grid"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{y_scale.name(value)}</text>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{html.escape(x_axis.title)}</text>')
+    parts.append(f'<text x="{middle}" y="{height - 8}" text-anchor="middle">{html.escape(x_axis.title)}</text>')
     turn = f"rotate(-90 14 {(_TOP + bottom) / 2})"
     y_title = html.escape(y_axis.title)
     parts.append(f'<text x="14" y="{(_TOP + bottom) / 2}" text-anchor="middle" transform="{turn}">{y_title}</text>')

@@ -5,12 +5,13 @@ A made-up prompt has exactly as many tokens as it should, if there is a tokenize
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import random
 from collections import Counter as Tally
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ async def sharegpt(
                 found.append(_single(question, prompt, answer))
         if len(found) >= count:
             return found[:count]
-    return _again(found, count, rng, path)
+    return found
 
 
 def is_sharegpt_pair(prompt_tokens: int, answer_tokens: int, has_own_length: bool = False) -> bool:
@@ -164,26 +165,83 @@ def is_sharegpt_pair(prompt_tokens: int, answer_tokens: int, has_own_length: boo
     )
 
 
-async def custom(
-    writer: Writer, rng: random.Random, path: Path, count: int, outputs: Lengths, is_shuffled: bool
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """Prompts of a file with one JSON object with `prompt` a line. `output_tokens` of a line is the length of its
+    answer, unless `is_fixed`: then all have `outputs`. `needs_own`: a line without a length is refused."""
+
+    path: Path
+    outputs: Lengths
+    is_fixed: bool
+    needs_own: bool
+
+    async def read(self, writer: Writer, rng: random.Random, count: int, is_shuffled: bool) -> list[Conversation]:
+        """At most `count` of them. Raises DatasetError."""
+        rows = list(_json_lines(self.path))
+        for number, row in enumerate(rows, 1):
+            place = f"{self.path}, line {number}"
+            if not isinstance(row.get("prompt"), str) or not row["prompt"]:
+                raise DatasetError(f'{place}: there is no text "prompt"')
+            if self.needs_own and "output_tokens" not in row:
+                raise DatasetError(
+                    f'{place}: there is no "output_tokens"; give --custom-output-len another value than -1'
+                )
+            if not isinstance(row.get("output_tokens", 1), int) or row.get("output_tokens", 1) < 1:
+                raise DatasetError(f'{place}: "output_tokens" is not a positive integer')
+        if is_shuffled:
+            rng.shuffle(rows)
+        return await _prompts(
+            writer,
+            [(row["prompt"], None if self.is_fixed else row.get("output_tokens")) for row in rows[:count]],
+            self.outputs,
+            rng,
+        )
+
+
+async def spec_bench(
+    writer: Writer,
+    rng: random.Random,
+    path: Path,
+    count: int,
+    category: str | None,
+    outputs: Lengths,
+    is_shuffled: bool,
 ) -> list[Conversation]:
-    """Prompts of a file with one JSON object with `prompt` a line; `output_tokens` may be there too. Raises
-    DatasetError."""
-    rows = list(_json_lines(path))
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("prompt"), str) or not row["prompt"]:
-            raise DatasetError(f'{path}, line {number}: there is no text "prompt"')
-        if not isinstance(row.get("output_tokens", 1), int) or row.get("output_tokens", 1) < 1:
-            raise DatasetError(f'{path}, line {number}: "output_tokens" is not a positive integer')
+    """The first turns of Spec-Bench's questions, of one category or of all. Raises DatasetError."""
+    found: list[tuple[str, int | None]] = []
+    categories = set()
+    for number, row in enumerate(_json_lines(path), 1):
+        turns = row.get("turns")
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise DatasetError(f'{path}, line {number}: there are no texts "turns"')
+        categories.add(str(row.get("category")))
+        if category is None or row.get("category") == category:
+            found.append((turns[0], None))
+    if not found and categories:
+        names = ", ".join(sorted(categories))
+        raise DatasetError(f"--spec-bench-category {category}: {path} has only {names}")
     if is_shuffled:
-        rng.shuffle(rows)
-    rows = rows[:count]
-    counts = await writer.counter.count([row["prompt"] for row in rows])
-    found = [
-        _single(row["prompt"], n, row.get("output_tokens") or outputs.draw(rng))
-        for row, n in zip(rows, counts, strict=True)
-    ]
-    return _again(found, count, rng, path)
+        rng.shuffle(found)
+    return await _prompts(writer, found[:count], outputs, rng)
+
+
+async def burstgpt(writer: Writer, rng: random.Random, path: Path, count: int, is_shuffled: bool) -> list[Conversation]:
+    """Random words with the lengths of BurstGPT's requests to GPT-4 that were answered. Raises DatasetError."""
+    try:
+        lengths = [
+            (int(row["Request tokens"]), int(row["Response tokens"]))
+            for row in csv.DictReader(_text(path).splitlines())
+            if row["Model"] == "GPT-4" and int(row["Response tokens"]) > 0
+        ]
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        columns = '"Model", "Request tokens" and "Response tokens"'
+        raise DatasetError(f"{path} is not BurstGPT's CSV with the columns {columns}: {error!r}") from None
+    if is_shuffled:
+        rng.shuffle(lengths)
+    taken = lengths[:count]
+    targets = [max(prompt, 1) for prompt, _ in taken]
+    texts = await writer.fitted([writer.prompt(rng, n) for n in targets], targets, rng)
+    return [_single(text, n, answer) for text, n, (_, answer) in zip(texts, targets, taken, strict=True)]
 
 
 async def sonnet(
@@ -219,6 +277,9 @@ class _TraceRow(msgspec.Struct):
     hash_ids: list[int] = []
 
 
+_TRACE_FIELDS = _TraceRow.__struct_fields__
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """A trace of arrivals with the blocks of their prompts, as Mooncake published one. `seconds` is the length of a
@@ -228,6 +289,8 @@ class Trace:
     seconds: float
     block_tokens: int | None
     most_tokens: int
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of the fields in the file, for those that have another one than Mooncake's."""
 
     def read(self, writer: Writer, count: int, seed: int) -> tuple[list[Conversation], int]:
         """The first `count` requests that fit into `most_tokens`, and how many did not. Equal blocks have equal words.
@@ -236,7 +299,9 @@ class Trace:
         num_dropped = 0
         for number, raw in enumerate(_lines(self.path), 1):
             try:
-                row = msgspec.json.decode(raw, type=_TraceRow)
+                fields = msgspec.json.decode(raw, type=dict[str, Any])
+                named = {name: self.names.get(name, name) for name in _TRACE_FIELDS}
+                row = msgspec.convert({name: fields[own] for name, own in named.items() if own in fields}, _TraceRow)
             except msgspec.DecodeError as error:
                 raise DatasetError(f"{self.path}, line {number}: {error}") from None
             if row.input_length < 1 or row.output_length < 1 or not math.isfinite(row.timestamp):
@@ -285,10 +350,16 @@ def _single(text: str, prompt_tokens: int, output_tokens: int) -> Conversation:
     return Conversation((Turn((text,), prompt_tokens, output_tokens),))
 
 
-def _again(found: list[Conversation], count: int, rng: random.Random, path: Path) -> list[Conversation]:
+async def _prompts(
+    writer: Writer, rows: Sequence[tuple[str, int | None]], outputs: Lengths, rng: random.Random
+) -> list[Conversation]:
+    """Prompts with the lengths of their answers; None: drawn from `outputs`."""
+    counts = await writer.counter.count([prompt for prompt, _ in rows])
+    return [_single(prompt, n, length or outputs.draw(rng)) for (prompt, length), n in zip(rows, counts, strict=True)]
+
+
+def repeated(found: list[Conversation], count: int, rng: random.Random) -> list[Conversation]:
     """So many, some again if there are too few."""
-    if not found:
-        raise DatasetError(f"{path} has nothing that can be asked")
     return found + [rng.choice(found) for _ in range(count - len(found))]
 
 

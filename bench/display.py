@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
 import time
 from types import TracebackType
@@ -10,6 +11,7 @@ from types import TracebackType
 from headrace.bench.load import Progress
 
 _LIVE_S = 1.0
+_FIRST_S = 2.0
 _PLAIN_S = 10.0
 
 
@@ -56,8 +58,10 @@ class Display:
                 bar.refresh()
 
     async def _plain(self) -> None:
+        wait_s = _FIRST_S
         while True:
-            await asyncio.sleep(_PLAIN_S)
+            await asyncio.sleep(wait_s)
+            wait_s = _PLAIN_S
             done = f"{self._progress.done} of {self._progress.total} requests"
             print(f"{self._title}: {done}, {self._figures()}", file=sys.stderr, flush=True)
 
@@ -66,12 +70,15 @@ class Display:
         now_s = time.monotonic()
         before_s, tokens, done = self._last
         elapsed_s = max(now_s - before_s, 1e-9)
-        self._last = (now_s, progress.output_tokens, progress.done)
+        now_tokens = progress.tokens
+        self._last = (now_s, now_tokens, progress.done)
         words = [
             f"{progress.sent - progress.done} in flight",
             f"{(progress.done - done) / elapsed_s:.1f} req/s",
-            f"{(progress.output_tokens - tokens) / elapsed_s:.0f} tok/s",
+            f"{max(now_tokens - tokens, 0) / elapsed_s:.0f} tok/s",
         ]
+        for name, values in (("TTFT", progress.ttfts_s), ("ITL", progress.gaps_s)):
+            words += [f"{name} {1000 * statistics.median(values):.0f} ms"] if values else []
         words += [f"{progress.failed} failed"] if progress.failed else []
         words += [f"{progress.late} late"] if progress.late else []
         return ", ".join(words)

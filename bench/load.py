@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.bench.apis import Message, Prompt
 from headrace.bench.datasets import Conversation
@@ -20,6 +21,7 @@ from headrace.bench.record import Record
 LATE_S = 0.01
 """A request that is sent later than this after it was due is late."""
 _TICK_S = 0.05
+_RECENT = 100
 
 
 class Sender(Protocol):
@@ -42,6 +44,18 @@ class Progress:
     failed: int = 0
     late: int = 0
     output_tokens: int = 0
+    """Of answered requests."""
+    open: dict[int, Record] = field(default_factory=dict)
+    """Requests that have no whole answer yet, by number."""
+    ttfts_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Of the requests that were answered last."""
+    gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Their mean gaps between pieces."""
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens until now; a piece of an unfinished answer counts as one."""
+        return self.output_tokens + sum(len(record.times) for record in self.open.values())
 
 
 @dataclass(slots=True)
@@ -57,6 +71,10 @@ class Run:
     """Requests that were due at a time of their own, and so could be late."""
     lags_s: list[float] = field(default_factory=list)
     """How much too late each tick of the client came: it was busy."""
+    is_partial: bool = False
+    """Whether the run was stopped before its end. `records` are then those of finished requests."""
+    num_open: int = 0
+    """Requests that were sent or waited for their turn when a run was stopped; they are not in `records`."""
 
     @property
     def duration_s(self) -> float:
@@ -77,32 +95,62 @@ class Load:
         self._last_due_s = 0.0
         self.progress = Progress(0)
 
-    async def open_loop(self, conversations: Sequence[Conversation], starts_s: Sequence[float]) -> Run:
-        """Begin each conversation at its time after the beginning. All zero: all at once."""
-        are_timed = any(starts_s)
-        self._begin(conversations)
-        tasks = []
+    async def open_loop(
+        self, conversations: Sequence[Conversation], starts_s: Sequence[float], stop: asyncio.Event | None = None
+    ) -> Run:
+        """Begin each conversation at its time after the beginning. All zero: all at once. `stop` ends the run early."""
+        return await self._until_stopped(conversations, self._due(conversations, starts_s), stop)
+
+    async def users(
+        self,
+        conversations: Sequence[Conversation],
+        num_users: int,
+        think_s: float,
+        rng: random.Random,
+        stop: asyncio.Event | None = None,
+    ) -> Run:
+        """Users who have one conversation after the other. They begin within one time of thinking. `stop` ends the run
+        early."""
+        waiting = enumerate(conversations)
+        starts_s = sorted(rng.uniform(0.0, think_s) for _ in range(num_users))
+        everyone = _all([self._user(waiting, start_s, think_s, rng) for start_s in starts_s])
+        return await self._until_stopped(conversations, everyone, stop)
+
+    async def _until_stopped(
+        self, conversations: Sequence[Conversation], work: Coroutine[Any, Any, None], stop: asyncio.Event | None
+    ) -> Run:
+        self._records = []
+        self._num_timed = 0
+        self.progress.total = sum(len(conversation.turns) for conversation in conversations)
+        self._began_s = self._last_due_s = self._now()
         async with _Ticks(self._now) as ticks:
+            working = asyncio.create_task(work)
+            stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            is_partial = not working.done()
+            unfinished = self.progress.open if is_partial else {}
+            records = [record for record in self._records if record.number not in unfinished]
+            num_open = len(unfinished)
+            for task in (working, stopping):
+                task.cancel()
+            await asyncio.wait((working, stopping))
+            if not is_partial:
+                working.result()
+        ended_s = max((record.ended_s for record in records), default=self._began_s)
+        return Run(
+            records, self._began_s, ended_s, self._last_due_s, self._num_timed, ticks.lags_s, is_partial, num_open
+        )
+
+    async def _due(self, conversations: Sequence[Conversation], starts_s: Sequence[float]) -> None:
+        are_timed = any(starts_s)
+        async with asyncio.TaskGroup() as group:
             for number, (conversation, start_s) in enumerate(zip(conversations, starts_s, strict=True)):
                 due_s = self._began_s + start_s
                 first = self._first(number, conversation)
                 if are_timed:
                     await asyncio.sleep(max(0.0, due_s - self._now()))
-                tasks.append(asyncio.create_task(self._converse(number, conversation, first, due_s, are_timed)))
+                group.create_task(self._converse(number, conversation, first, due_s, are_timed))
                 await asyncio.sleep(0)  # it is sent before the next request is prepared
-            await asyncio.gather(*tasks)
-        return self._run(ticks)
-
-    async def users(
-        self, conversations: Sequence[Conversation], num_users: int, think_s: float, rng: random.Random
-    ) -> Run:
-        """Users who have one conversation after the other. They begin within one time of thinking."""
-        self._begin(conversations)
-        waiting = enumerate(conversations)
-        starts_s = sorted(rng.uniform(0.0, think_s) for _ in range(num_users))
-        async with _Ticks(self._now) as ticks:
-            await asyncio.gather(*(self._user(waiting, start_s, think_s, rng) for start_s in starts_s))
-        return self._run(ticks)
 
     async def _user(
         self, waiting: Iterator[tuple[int, Conversation]], start_s: float, think_s: float, rng: random.Random
@@ -143,6 +191,7 @@ class Load:
 
     async def _ask(self, request: bytes, record: Record, is_timed: bool) -> None:
         progress = self.progress
+        progress.open[record.number] = record
         self._last_due_s = max(self._last_due_s, record.planned_s)
         may_s = record.planned_s
         async with self._gate or nullcontext():
@@ -155,24 +204,19 @@ class Load:
                 progress.late += record.late_s > LATE_S
             progress.sent += 1
             await self._sender.send(request, record)
+        del progress.open[record.number]
         progress.done += 1
         progress.failed += not record.succeeded
         progress.output_tokens += record.usage_completion_tokens or len(record.times)
+        if record.succeeded and record.times:
+            progress.ttfts_s.append(record.ttft_s)
+            if len(record.times) > 1:
+                progress.gaps_s.append((record.times[-1] - record.times[0]) / (len(record.times) - 1))
 
     def _first(self, number: int, conversation: Conversation) -> bytes:
         turn = conversation.turns[0]
         said = [*_opening(conversation), {"role": "user", "content": turn.text}]
         return self._sender.prepared(Prompt(said, turn.output_tokens, number))
-
-    def _begin(self, conversations: Sequence[Conversation]) -> None:
-        self._records = []
-        self._num_timed = 0
-        self.progress.total = sum(len(conversation.turns) for conversation in conversations)
-        self._began_s = self._last_due_s = self._now()
-
-    def _run(self, ticks: _Ticks) -> Run:
-        ended_s = max((record.ended_s for record in self._records), default=self._began_s)
-        return Run(self._records, self._began_s, ended_s, self._last_due_s, self._num_timed, ticks.lags_s)
 
 
 def _opening(conversation: Conversation) -> list[Message]:
@@ -201,6 +245,12 @@ class _Ticks:
             due_s = self._now() + _TICK_S
             await asyncio.sleep(_TICK_S)
             self.lags_s.append(max(0.0, self._now() - due_s))
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for one in work:
+            group.create_task(one)
 
 
 async def each_at_once(count: int, at_once: int, one: Callable[[], Awaitable[None]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from headrace.bench.charts import COLOURS, Axis, Series, line_chart, span_chart
+from headrace.bench.charts import COLOURS, FAILED, Axis, Row, Segment, Series, line_chart, span_chart
 from headrace.bench.saved import SavedRun
 
 _MAX_TIMELINES = 4
@@ -166,7 +166,12 @@ def _seconds(coloured: Sequence[tuple[SavedRun, str]], what: str, unit: str) -> 
 
 
 def _timeline(run: SavedRun, colour: str) -> str:
-    spans = [(r.sent_s, r.first_s, max(r.ended_s, r.first_s), r.failed) for r in run.requests]
-    step = max(1, -(-len(spans) // _MAX_SPANS))
-    shown = sorted(spans)[::step]
-    return span_chart(shown, colour, Axis("seconds"), len(shown))
+    requests = sorted(run.requests, key=lambda request: request.sent_s)
+    step = max(1, -(-len(requests) // _MAX_SPANS))
+    rows = [
+        Row([Segment(each.sent_s, max(each.ended_s, each.sent_s), FAILED)])
+        if each.failed
+        else Row([Segment(each.sent_s, each.first_s, colour, 0.3), Segment(each.first_s, each.ended_s, colour)])
+        for each in requests[::step]
+    ]
+    return span_chart(rows, Axis("seconds"))

@@ -23,6 +23,13 @@ from headrace.bench.measures import METRICS, ClientHealth, Distribution, Timelin
 
 _WIDTH = 50
 _NUM_QUANTILES = 200
+_PROBES = {
+    "Probe requests completed:": "probe_completed",
+    "Probe requests failed:": "probe_failed",
+    "Median probe E2EL (ms):": "probe_median_e2el_ms",
+    "P99 probe E2EL (ms):": "probe_p99_e2el_ms",
+    "Max probe E2EL (ms):": "probe_max_e2el_ms",
+}
 _LATE_SHARE = 0.05
 """Of requests: from here on, late ones are warned of."""
 
@@ -62,9 +69,11 @@ class Result:
     health: ClientHealth
     checked: Checked
     timeline: Timeline
+    probes: Mapping[str, Any]
+    """Figures of small requests beside the load, by their keys; empty if there were none."""
 
     @classmethod
-    def of(cls, setup: Setup, run: Run, checked: Checked, cpu_s: float) -> Result:
+    def of(cls, setup: Setup, run: Run, checked: Checked, cpu_s: float, probes: Mapping[str, Any]) -> Result:
         """Compute all figures."""
         names = [name for name in METRICS if name in setup.metrics]
         return cls(
@@ -75,6 +84,7 @@ class Result:
             measures.health(run, cpu_s),
             checked,
             measures.timeline(run),
+            probes,
         )
 
 
@@ -110,6 +120,10 @@ def text_block(result: Result) -> str:
     say("Peak output token throughput (tok/s):", totals.peak_output_tokens_per_s)
     say("Peak concurrent requests:", float(totals.peak_concurrency))
     say("Total token throughput (tok/s):", totals.per_s(totals.input_tokens + totals.output_tokens))
+    if result.probes:
+        title("Probe Requests")
+        for line, key in _PROBES.items():
+            say(line, result.probes[key])
     for name, found in result.distributions.items():
         short, long = METRICS[name]
         title(long)
@@ -126,6 +140,8 @@ def text_block(result: Result) -> str:
 def _say_answers(result: Result, say: Any, title: Any) -> None:
     checked = result.checked
     title("Answers")
+    if result.run.is_partial:
+        say("STOPPED before the end, unfinished:", result.run.num_open)
     for reason, count in checked.finish_reasons.items():
         say(f"Finished ({reason}):", count)
     for kind, count in checked.errors.items():
@@ -151,10 +167,17 @@ def _say_client(result: Result, say: Any, title: Any) -> None:
 
 def warnings(result: Result) -> list[str]:
     """What a reader of the figures must know first; empty if all is well."""
-    found = [f"WRONG ANSWERS: {each.count} of {each.of} {each.sentence}." for each in result.checked.findings]
+    run = result.run
+    found = []
+    if run.is_partial:
+        found.append(
+            f"PARTIAL: stopped after {len(run.records)} of {result.setup.num_prompts} requests; {run.num_open} that "
+            "were under way are in no figure."
+        )
+    found += [f"WRONG ANSWERS: {each.count} of {each.of} {each.sentence}." for each in result.checked.findings]
     for kind, count in result.checked.errors.items():
         example = result.checked.error_examples[kind]
-        found.append(f"FAILED: {count} of {len(result.run.records)} requests ({kind}): {example}")
+        found.append(f"FAILED: {count} of {len(run.records)} requests ({kind}): {example}")
     health = result.health
     if health.timed_requests and health.late_requests > _LATE_SHARE * health.timed_requests:
         found.append(
@@ -196,6 +219,7 @@ def as_json(result: Result, *, is_detailed: bool) -> dict[str, Any]:
         "max_output_tokens_per_s": totals.peak_output_tokens_per_s,
         "max_concurrent_requests": totals.peak_concurrency,
         "rtfx": 0.0,
+        **result.probes,
     }
     if is_detailed:
         body |= _details(result.run)
@@ -229,6 +253,8 @@ def _additions(result: Result) -> dict[str, Any]:
         quantiles[name] = [round(float(v), 3) for v in np.percentile(values, shares) * 1000] if len(values) else []
     return {
         "url": setup.url,
+        "partial": result.run.is_partial,
+        "unfinished": result.run.num_open,
         "dataset": setup.dataset,
         "seed": setup.seed,
         "users": setup.num_users,

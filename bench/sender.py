@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from headrace.bench.apis import Api, Options, Prompt
@@ -11,25 +12,40 @@ from headrace.bench.stream import Stream
 
 
 class HttpSender:
-    """See `load.Sender`. Conversations ask `models` in turn, or the one of `options` if there are none. Requests carry
-    an id that begins with `id_prefix`, if it is not empty."""
+    """See `load.Sender`. Conversations ask one of `models`, in turn or at random, or the one of `options` if there are
+    none. Requests carry an id that begins with `id_prefix`, if it is not empty."""
 
     def __init__(
-        self, client: Client, api: Api, options: Options, models: Sequence[str] = (), id_prefix: str = ""
+        self,
+        client: Client,
+        api: Api,
+        options: Options,
+        models: Sequence[str] = (),
+        id_prefix: str = "",
+        chance: random.Random | None = None,
     ) -> None:
         self._client = client
         self._api = api
         self._options = [options._replace(model=model) for model in models] or [options]
         self._id_prefix = id_prefix
+        self._chance = chance
+        self._chosen: dict[int, Options] = {}
         self._num_prepared = 0
 
     def prepared(self, prompt: Prompt) -> bytes:
         """Head and body."""
-        options = self._options[prompt.number % len(self._options)]
+        options = self._options_of(prompt.number)
         headers = {"x-request-id": f"{self._id_prefix}{self._num_prepared}"} if self._id_prefix else {}
         self._num_prepared += 1
         body = self._api.body(prompt, options)
         return self._client.target.request("POST", self._api.path(options.model), body, headers)
+
+    def _options_of(self, conversation: int) -> Options:
+        if self._chance is None or len(self._options) == 1:
+            return self._options[conversation % len(self._options)]
+        if conversation not in self._chosen:
+            self._chosen[conversation] = self._chance.choice(self._options)
+        return self._chosen[conversation]
 
     async def send(self, request: bytes, record: Record) -> None:
         """Send it and read the whole answer."""

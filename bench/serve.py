@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,6 @@ from headrace.bench.sender import HttpSender
 from headrace.bench.sweep import sweep, table
 from headrace.bench.telling import Outputs
 
-_NUM_PROMPTS = 1000
 _SWEEP_PROBES = 3
 _SWEEP_FIRST_SHARE = 0.5
 _SWEEP_LEAST_PROMPTS = 20
@@ -42,7 +42,8 @@ def serve(context: click.Context, /, **flags: Any) -> None:
     Options, the text and the JSON are those of `vllm bench serve`. The server may be any with an OpenAI-compatible API,
     or one with Ollama's, TGI's or KServe's (--backend). OPENAI_API_KEY is sent as a bearer token if it is set.
 
-    Answers are checked too. If some are wrong, or all requests fail, the exit status is 1.
+    Answers are checked too. If some are wrong, or all requests fail, the exit status is 1. Ctrl-C ends the load; what
+    was finished until then is told and saved, marked as partial, and the exit status is 130.
     """
     context.exit(uvloop.run(_serve(flags)))
 
@@ -50,7 +51,7 @@ def serve(context: click.Context, /, **flags: Any) -> None:
 async def _serve(flags: Mapping[str, Any]) -> int:
     """Run it all; the exit status."""
     api = server.api(flags)
-    plan = _plan(flags)
+    plan = plan_of(flags)
     options = requests.request_options(flags, api, flags["served_model_name"] or flags["model"] or "")
     client = Client(server.target(flags), flags["request_timeout"])
     try:
@@ -59,7 +60,8 @@ async def _serve(flags: Mapping[str, Any]) -> int:
         writer = await writer_of(client, options.model, flags["tokenizer"])
         if not writer.counter.is_exact:
             click.echo("no tokenizer: lengths of prompts are guesses; see --tokenizer", err=True)
-        sender = HttpSender(client, api, options, flags["lora_modules"], flags["request_id_prefix"])
+        chance = random.Random(f"adapters {flags['seed']}") if flags["lora_assignment"] == "random" else None
+        sender = HttpSender(client, api, options, flags["lora_modules"], flags["request_id_prefix"], chance)
         bench = Benchmark(client, api, sender, options, writer)
         outputs = reporting.outputs(flags)
         if flags["is_sweep"]:
@@ -73,12 +75,12 @@ async def _serve(flags: Mapping[str, Any]) -> int:
         client.close()
 
 
-def _plan(flags: Mapping[str, Any]) -> Plan:
+def plan_of(flags: Mapping[str, Any]) -> Plan:
     """What to run. Raises UsageError for flags that contradict each other."""
     load.check_sweep(flags)
     return Plan(
         workload=dataset.workload(flags),
-        num_prompts=flags["num_prompts"] or _NUM_PROMPTS,
+        num_prompts=dataset.count(flags),
         arrivals=load.arrivals(flags),
         is_self_timed=load.is_self_timed(flags),
         max_concurrency=flags["max_concurrency"],
@@ -95,6 +97,9 @@ def _plan(flags: Mapping[str, Any]) -> Plan:
         metadata=dict(flags["metadata"]),
         seed=flags["seed"],
         shows_progress=not flags["disable_tqdm"],
+        probe_rate=flags["probe_request_rate"],
+        is_profiled=flags["profile"],
+        keeps_part=True,
     )
 
 
@@ -112,7 +117,7 @@ async def _swept(bench: Benchmark, plan: Plan, outputs: Outputs, seconds: float,
     await bench.warm_up(plan, probes.conversations)
     alone = dataclasses.replace(plan, max_concurrency=1, num_users=None)
     first = await bench.run(alone, probes.conversations, Arrivals(), "one after the other")
-    if not first.totals.completed:
+    if not first.totals.completed or first.run.is_partial:
         return outputs.tell([first])
     latency_s = statistics.median(record.latency_s for record in first.run.records if record.succeeded)
     results: list[Result] = []

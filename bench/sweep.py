@@ -50,18 +50,24 @@ class Sweep:
 
 
 async def sweep(first_rate: float, refinements: int, run: Callable[[float], Awaitable[Result]]) -> Sweep:
-    """Double the rate from `first_rate` until it is not held, then halve the interval `refinements` times."""
+    """Double the rate from `first_rate` until it is not held, then halve the interval `refinements` times. A run that
+    was stopped ends the sweep and is no step."""
     found = Sweep()
 
-    async def held(rate: float) -> bool:
+    async def held(rate: float) -> bool | None:
         result = await run(rate)
+        if result.run.is_partial:
+            return None
         reason = why_not_held(result, rate)
         found.steps.append(Step(rate, result, not reason, reason))
         return not reason
 
     low, high, rate = 0.0, math.inf, first_rate
     while len(found.steps) < _MAX_RATES:
-        if await held(rate):
+        is_held = await held(rate)
+        if is_held is None:
+            break
+        if is_held:
             low = rate
             if not math.isfinite(high):
                 rate *= _GROWTH

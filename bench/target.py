@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 _PORTS = {"http": 80, "https": 443}
-_SUFFIXES = ("/v1/chat/completions", "/v1/completions", "/v1")
+_SUFFIXES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ import click
 
 from headrace.bench import results as writing
 from headrace.bench import saved
+from headrace.bench.plots import dataset_page, timeline_page
 from headrace.bench.report import page
 from headrace.bench.results import Result
 
 _BAR = "!" * 78
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,14 @@ class Outputs:
     page: Path | None
     name: str
     """Of the run, in reports."""
+    timeline_ms: tuple[float, float] | None
+    """Gaps at which the timeline changes its colour; None: no timeline."""
+    has_lengths: bool
+    """Whether there is a page on the lengths of prompts and answers."""
 
     def tell(self, results: Sequence[Result], summary: str = "") -> int:
-        """Print and save results; the exit status. With a summary, it is printed in place of each result."""
+        """Print and save results; the exit status, 130 if the last one is partial. With a summary, it is printed in
+        place of each result."""
         status = 0
         for result in results:
             warnings = writing.warnings(result)
@@ -42,22 +49,33 @@ class Outputs:
             if not summary:
                 click.echo(writing.text_block(result))
                 _shout(warnings)
-            if result.checked.is_wrong or not result.totals.completed:
-                status = 1
+            if result.run.is_partial:
+                status = _INTERRUPTED
+            elif result.checked.is_wrong or not result.totals.completed:
+                status = status or 1
+            path = self._path(result)
             if self.is_saved:
-                self._save(result, is_one=len(results) == 1)
+                self._save(result, path, is_one=len(results) == 1)
+            if self.timeline_ms is not None:
+                _write(path.with_suffix(".timeline.html"), timeline_page(result.run.records, self.timeline_ms))
+            if self.has_lengths:
+                _write(path.with_suffix(".dataset_stats.html"), dataset_page(result.run.records))
         if summary:
             click.echo(summary)
         if self.page is not None:
             self._report(results, self.page)
         return status
 
-    def _save(self, result: Result, *, is_one: bool) -> None:
-        """Write a result to its file; those of a sweep become lines of one file if the file has a given name."""
+    def _path(self, result: Result) -> Path:
+        """The file of a result. Plots are beside it."""
         path = Path(self.filename or writing.file_name(result.setup))
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
             path = self.directory / path
+        return path
+
+    def _save(self, result: Result, path: Path, *, is_one: bool) -> None:
+        """Write a result to its file; those of a sweep become lines of one file if the file has a given name."""
         appends = self.appends or (not is_one and self.filename is not None)
         told: Mapping[str, Any] = writing.as_json(result, is_detailed=self.is_detailed)
         with path.open("a" if appends else "w", encoding="utf-8") as file:
@@ -70,8 +88,12 @@ class Outputs:
         detailed = [writing.as_json(result, is_detailed=True) for result in results]
         names = [f"{self.name} {one['request_rate']:.2f}/s" if len(detailed) > 1 else self.name for one in detailed]
         runs = [saved.of(name, one) for name, one in zip(names, detailed, strict=True)]
-        path.write_text(page(runs, f"Benchmark of {results[0].setup.model}"), encoding="utf-8")
-        click.echo(f"wrote {path}", err=True)
+        _write(path, page(runs, f"Benchmark of {results[0].setup.model}"))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    click.echo(f"wrote {path}", err=True)
 
 
 def _shout(warnings: Sequence[str]) -> None:

@@ -68,7 +68,8 @@ def _section(words: tuple[str, ...], command: click.Command) -> str:
     context = click.Context(command, info_name=title, **settings)
     usage = " ".join((title, *command.collect_usage_pieces(context)))
     options = sorted(
-        (option for option in command.params if isinstance(option, click.Option)), key=lambda o: o.opts[-1]
+        (option for option in command.params if isinstance(option, click.Option) and not option.hidden),
+        key=lambda option: option.opts[-1],
     )
     rows = [_row(option, context) for option in options]
     table = "\n| Option | Default | Variable | Meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n" if rows else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,32 @@ import click
 
 from headrace.bench.datasets import ManyTurns
 from headrace.bench.lengths import SHAPES, Lengths
+from headrace.bench.options import vllm
 from headrace.bench.options.parsing import UsageError, options
+from headrace.bench.options.values import OneOf, RangeRatio
 from headrace.bench.workload import NAMES, OF_FILES, Workload
 from headrace.common.flags import FiniteRange
 
+_NUM_PROMPTS = 1000
+_TRACE_FIELDS = {
+    "timestamp": "time of a request",
+    "input_length": "length of its prompt",
+    "output_length": "length of its answer",
+    "hash_ids": "ids of its blocks",
+}
+
 FLAGS = options(
-    click.option("--dataset-name", type=click.Choice(NAMES), default="random", help="What is asked."),
+    click.option("--dataset-name", type=OneOf(NAMES, vllm.DATASETS), default="random", help="What is asked."),
     click.option(
         "--dataset-path",
         type=click.Path(path_type=Path),
-        help="File of sharegpt (JSON), custom (JSONL with `prompt`), timed_trace (Mooncake's JSONL) or sonnet (text).",
+        help="File of sharegpt (JSON), custom (JSONL with `prompt`), timed_trace (Mooncake's JSONL), burstgpt (CSV), "
+        "spec_bench (JSONL) or sonnet (text).",
     ),
-    click.option("--num-prompts", type=click.IntRange(1), help="Number of requests. Default: 1000."),
+    click.option(
+        "--num-prompts", type=click.IntRange(-1), help="Number of requests; 0 or -1: all of a file. Default: 1000."
+    ),
+    click.option("--no-oversample", is_flag=True, help="Ask each prompt of a file once at most, even if it has fewer."),
     click.option("--seed", type=int, default=0, help="Seed of prompts, lengths and arrivals."),
     click.option(
         "--tokenizer",
@@ -55,9 +70,10 @@ FLAGS = options(
     click.option("--random-output-len", type=click.IntRange(1), default=128, help="random: tokens of an answer."),
     click.option(
         "--random-range-ratio",
-        type=FiniteRange(0, 1, max_open=True),
-        default=0.0,
-        help="random: lengths are uniform within this share around the given ones.",
+        type=RangeRatio(),
+        default="0.0",
+        help="random: lengths are uniform within this share around the given ones; also as JSON, such as "
+        '{"input": 0.3, "output": 0.5}.',
     ),
     click.option(
         "--random-prefix-len",
@@ -68,7 +84,15 @@ FLAGS = options(
     click.option(
         "--sharegpt-output-len", type=click.IntRange(1), help="sharegpt: tokens of answers. Default: as in the file."
     ),
-    click.option("--custom-output-len", type=click.IntRange(1), default=256, help="custom: tokens of an answer."),
+    click.option(
+        "--custom-output-len",
+        type=click.IntRange(-1),
+        help="custom: tokens of an answer. -1: `output_tokens` of each line. Default: these, else 256.",
+    ),
+    click.option(
+        "--spec-bench-output-len", type=click.IntRange(1), default=256, help="spec_bench: tokens of an answer."
+    ),
+    click.option("--spec-bench-category", help="spec_bench: the category to ask. Default: all."),
     click.option("--sonnet-input-len", type=click.IntRange(1), default=550, help="sonnet: most tokens of a prompt."),
     click.option("--sonnet-output-len", type=click.IntRange(1), default=150, help="sonnet: tokens of an answer."),
     click.option(
@@ -109,6 +133,12 @@ FLAGS = options(
         type=click.IntRange(1),
         help="timed_trace: tokens of a block in hash_ids. Default: as the lengths say, 512 for Mooncake's.",
     ),
+    *(
+        click.option(
+            f"--timed-trace-label-{name.replace('_', '-')}", default=name, help=f"timed_trace: field with the {what}."
+        )
+        for name, what in _TRACE_FIELDS.items()
+    ),
     click.option(
         "--self-timed/--no-self-timed", default=None, help="timed_trace: send at the trace's times. Default: yes."
     ),
@@ -138,6 +168,12 @@ FLAGS = options(
 )
 
 
+def count(flags: Mapping[str, Any]) -> int:
+    """How many requests there are; of a file all, if that is asked for."""
+    asked = flags["num_prompts"]
+    return _NUM_PROMPTS if asked is None else asked if asked > 0 else sys.maxsize
+
+
 def workload(flags: Mapping[str, Any]) -> Workload:
     """The dataset with its numbers. Raises UsageError."""
     name = flags["dataset_name"]
@@ -146,36 +182,50 @@ def workload(flags: Mapping[str, Any]) -> Workload:
     if name not in OF_FILES and flags["dataset_path"] is not None:
         names = ", ".join(sorted(OF_FILES))
         raise UsageError(f"--dataset-name {name} reads no file; name one of {names} for --dataset-path")
-    name, sigma = flags["dataset_name"], flags["lognormal_sigma"]
-    ratio = flags["random_range_ratio"] if name == "random" else 0.0
+    if name not in OF_FILES and flags["num_prompts"] is not None and flags["num_prompts"] < 1:
+        raise UsageError(f"--num-prompts {flags['num_prompts']}: {name} has no end; give a number of requests")
+    sigma = flags["lognormal_sigma"]
+    input_ratio, output_ratio = flags["random_range_ratio"] if name == "random" else (0.0, 0.0)
+    custom_len = flags["custom_output_len"]
+    if custom_len == 0:
+        raise UsageError("--custom-output-len 0: give a length, or -1 for those of the file")
     most = flags["max_total_len"] // 2
     is_many = name == "multi_turn"
 
-    def lengths(dist: str | None, usual: str, middle: int) -> Lengths:
-        shape = dist or usual
+    def lengths(dist: str | None, usual: str, middle: int, ratio: float = 0.0) -> Lengths:
+        shape = dist or ("uniform" if ratio else usual)
         return Lengths(shape, middle, sigma if shape == "lognormal" else ratio, most)  # type: ignore[arg-type]
 
-    usual = "uniform" if ratio else "fixed"
     output_len = flags["output_len"]
     outputs = {
         "random": flags["random_output_len"],
-        "custom": flags["custom_output_len"],
+        "custom": custom_len if custom_len is not None and custom_len > 0 else 256,
+        "spec_bench": flags["spec_bench_output_len"],
         "sonnet": flags["sonnet_output_len"],
         "prefix_repetition": flags["prefix_repetition_output_len"],
     }
-    output = lengths(flags["output_dist"], "exponential" if is_many else usual, output_len or outputs.get(name, 128))
+    output = lengths(
+        flags["output_dist"],
+        "exponential" if is_many else "fixed",
+        output_len or outputs.get(name, 128),
+        output_ratio,
+    )
     inputs = lengths(
         flags["input_dist"],
-        "lognormal" if is_many else usual,
+        "lognormal" if is_many else "fixed",
         flags["input_len"] or (128 if is_many else flags["random_input_len"]),
+        input_ratio,
     )
     return Workload(
         name=name,
         path=flags["dataset_path"],
         inputs=inputs,
         outputs=output,
-        output_len=output_len or flags["sharegpt_output_len"],
+        output_len=output_len or flags["sharegpt_output_len"] or (custom_len if custom_len != -1 else None),
+        needs_own_lengths=custom_len == -1 and output_len is None,
         is_shuffled=not flags["disable_shuffle"],
+        repeats=not flags["no_oversample"] and count(flags) != sys.maxsize,
+        category=flags["spec_bench_category"],
         random_prefix_len=flags["random_prefix_len"],
         num_prefixes=flags["prefix_repetition_num_prefixes"],
         prefix_len=flags["prefix_repetition_prefix_len"],
@@ -193,5 +243,6 @@ def workload(flags: Mapping[str, Any]) -> Workload:
         ),
         trace_seconds=flags["timed_trace_sec_multiplier"],
         trace_block=flags["timed_trace_chunk_hash_size"],
+        trace_names={name: flags[f"timed_trace_label_{name}"] for name in _TRACE_FIELDS},
         most_tokens=flags["max_total_len"],
     )

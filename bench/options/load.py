@@ -33,6 +33,12 @@ FLAGS = options(
     ),
     click.option("--ramp-up-start-rps", type=FiniteRange(0), help="Requests per second at the beginning of the ramp."),
     click.option("--ramp-up-end-rps", type=FiniteRange(0), help="Requests per second at its end."),
+    click.option(
+        "--probe-request-rate",
+        type=FiniteRange(0),
+        default=0.0,
+        help="Requests of one token per second beside the load, whose latency has a section of its own. 0: none.",
+    ),
     click.option("--num-warmups", type=click.IntRange(0), default=0, help="Requests before the first that counts."),
     click.option(
         "--ready-check-timeout-sec",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from headrace.bench.options.parsing import options
-from headrace.bench.options.values import MetricNames, Objective, Pair, Percentiles
+from headrace.bench.options.values import MetricNames, Objective, Pair, Percentiles, Thresholds
 from headrace.bench.telling import Outputs
 
 FLAGS = options(
@@ -36,6 +36,18 @@ FLAGS = options(
     click.option("--label", help="Begins names of files, and names the run in reports. Default: the backend."),
     click.option("--metadata", type=Pair(), multiple=True, help="NAME=VALUE to save with the result; may be repeated."),
     click.option("--html", type=click.Path(path_type=Path), help="Write a report with charts to this file."),
+    click.option(
+        "--plot-timeline", is_flag=True, help="Write a page with a bar for each request beside the result's file."
+    ),
+    click.option(
+        "--timeline-itl-thresholds",
+        type=Thresholds(),
+        default="25,50",
+        help="Two gaps between tokens in ms, with a comma, at which bars of --plot-timeline change their colour.",
+    ),
+    click.option(
+        "--plot-dataset-stats", is_flag=True, help="Write a page with the lengths of prompts and answers beside it."
+    ),
     click.option("--disable-tqdm", is_flag=True, help="Show no progress."),
 )
 
@@ -51,4 +63,6 @@ def outputs(flags: Mapping[str, Any]) -> Outputs:
         filename=flags["result_filename"],
         page=flags["html"],
         name=flags["label"] or flags["backend"],
+        timeline_ms=flags["timeline_itl_thresholds"] if flags["plot_timeline"] else None,
+        has_lengths=flags["plot_dataset_stats"],
     )

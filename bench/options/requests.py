@@ -7,12 +7,11 @@ from typing import Any
 
 import click
 
-from headrace.bench.apis import Api, Chat, Completions, Options
+from headrace.bench.apis import SAMPLING, Api, Chat, Completions, Options
 from headrace.bench.options.parsing import UsageError, options
 from headrace.bench.options.values import JsonObject
 from headrace.common.flags import FiniteRange
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _ENDLESS = ("random", "timed_trace")
 """Datasets whose answers would end anywhere."""
 
@@ -29,7 +28,13 @@ FLAGS = options(
     click.option(
         "--lora-modules",
         multiple=True,
-        help="Adapter to ask for instead of the model; may be repeated. Conversations ask them in turn.",
+        help="Adapter to ask for instead of the model; may be repeated.",
+    ),
+    click.option(
+        "--lora-assignment",
+        type=click.Choice(("random", "round-robin")),
+        default="random",
+        help="Which of --lora-modules a conversation asks.",
     ),
     click.option("--request-id-prefix", default="", help="Send x-request-id with this and a number."),
     *(
@@ -38,15 +43,47 @@ FLAGS = options(
             type=int if name == "top_k" else FiniteRange(),
             help="Of sampling; sent if given.",
         )
-        for name in _SAMPLING
+        for name in SAMPLING
+    ),
+    click.option(
+        "--chat-template-kwargs",
+        type=JsonObject(),
+        default="{}",
+        help='JSON object of variables of the chat template, such as {"enable_thinking": false}; for openai-chat.',
+    ),
+    click.option(
+        "--profile",
+        is_flag=True,
+        help="Start the server's profiler before the load, and stop it afterwards, as vLLM's.",
     ),
 )
 
 
 def request_options(flags: Mapping[str, Any], api: Api, model: str) -> Options:
     """What every request has. Raises UsageError for what the API does not have."""
-    sampling = {name: flags[name] for name in _SAMPLING if flags[name] is not None} | _logprobs(flags, api)
-    return Options(model, _ignores_eos(flags, api), sampling, flags["extra_body"])
+    fields = _sampling(flags, api) | _logprobs(flags, api)
+    return Options(model, _ignores_eos(flags, api), fields, _template(flags, api) | flags["extra_body"])
+
+
+def _sampling(flags: Mapping[str, Any], api: Api) -> dict[str, Any]:
+    given = {name: flags[name] for name in SAMPLING if flags[name] is not None}
+    for name in given:
+        if name not in api.sampling:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag}: the API {flags['backend']} has no such parameter; leave it out")
+    return {api.sampling[name]: value for name, value in given.items()}
+
+
+def _template(flags: Mapping[str, Any], api: Api) -> dict[str, Any]:
+    """The field with the variables of the chat template. Raises UsageError for an API without one."""
+    if not flags["chat_template_kwargs"]:
+        return {}
+    if not isinstance(api, Chat):
+        raise UsageError(
+            f"--chat-template-kwargs: the API {flags['backend']} has no field for them, and the server applies "
+            "templates; add --backend openai-chat"
+        )
+    return {"chat_template_kwargs": flags["chat_template_kwargs"]}
 
 
 def _ignores_eos(flags: Mapping[str, Any], api: Api) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from headrace.bench.apis import BACKENDS, Api, api_of
+from headrace.bench.options import vllm
 from headrace.bench.options.parsing import UsageError, options
-from headrace.bench.options.values import Pair
+from headrace.bench.options.values import OneOf, Pair
 from headrace.bench.target import Target, key_header, target_of
 from headrace.common.flags import FiniteRange
 
@@ -21,9 +22,12 @@ FLAGS = options(
     click.option("--port", type=click.IntRange(1, 65535), help="Port of the server, with --host. Default: 8000."),
     click.option(
         "--backend",
-        type=click.Choice(BACKENDS),
+        "--endpoint-type",
+        "backend",
+        type=OneOf(BACKENDS, vllm.BACKENDS),
         default="openai",
-        help="The server's API. openai: POST /v1/completions; openai-chat: POST /v1/chat/completions; vllm: as openai.",
+        help="The server's API. openai: POST /v1/completions; openai-chat: POST /v1/chat/completions; "
+        "openai-responses: POST /v1/responses; vllm: as openai. --endpoint-type is its older name.",
     ),
     click.option(
         "--endpoint", help="Path of the API, if it is not the usual one. One of chats makes the API openai-chat."

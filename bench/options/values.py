@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import click
 import msgspec
@@ -109,3 +110,74 @@ class Percentiles(click.ParamType[tuple[float, ...]]):
         if not all(0 <= number <= 100 for number in numbers):
             self.fail(f"{value!r} is not a list of numbers from 0 to 100, such as 50,95,99", param, ctx)
         return numbers
+
+
+class Thresholds(click.ParamType[tuple[float, float]]):
+    """Two rising numbers, with a comma."""
+
+    name = "low,high"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        """The numbers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            low, high = (float(part) for part in str(value).split(","))
+        except ValueError:
+            low = high = -1.0
+        if not 0 < low < high < float("inf"):
+            self.fail(f"{value!r} is not two rising numbers of milliseconds, such as 25,50", param, ctx)
+        return low, high
+
+
+class RangeRatio(click.ParamType[tuple[float, float]]):
+    """Shares from 0 to below 1, of prompts and of answers: one number, or an object in JSON."""
+
+    name = "ratio"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        """That of prompts and that of answers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = msgspec.json.decode(str(value), type=float | dict[str, float])
+        except msgspec.DecodeError:
+            found = -1.0
+        if isinstance(found, dict):
+            pair = (
+                (found.get("input", 0.0), found.get("output", 0.0)) if found.keys() <= {"input", "output"} else (-1, -1)
+            )
+        else:
+            pair = (found, found)
+        if not all(0 <= share < 1 for share in pair):
+            self.fail(
+                f'{value!r} is neither a number from 0 to below 1 nor such as {{"input": 0.3, "output": 0.5}}',
+                param,
+                ctx,
+            )
+        return pair
+
+
+class OneOf(click.Choice[str]):
+    """One of some names. `others` are names that `vllm bench serve` has: each with the name that it is here, or with
+    the reason and the remedy for its refusal."""
+
+    def __init__(self, names: Sequence[str], others: Mapping[str, Alias | str]) -> None:
+        super().__init__(names)
+        self.others = others
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name as it is here."""
+        other = self.others.get(str(value))
+        if isinstance(other, Alias):
+            return other.name
+        if other is not None:
+            self.fail(f"{value} is not measured here: {other}", param, ctx)
+        found: str = super().convert(value, param, ctx)
+        return found
+
+
+class Alias(NamedTuple):
+    """Another name of the same."""
+
+    name: str

@@ -28,8 +28,9 @@ class Script:
     `short` tokens less than asked for, `usage` 0: none is sent, `status` other than 200 refuses, `cut`: the connection
     is closed after so many pieces, `role` 1: a piece without content comes at once, `empty` 1: pieces have no text,
     `same` 1: all answers are the same, `bad` 1: one event is no JSON, `close` 1: no kept connections, `split` 1: events
-    come in two parts, `reason` 0: no finish reason, `seen`: prompt tokens in the usage (0: words of the prompt),
-    `stamp` 1: a piece's text is when its request came and when it is written, by `time.perf_counter`.
+    come in two parts, `reason` 0: no finish reason, `joined` 1: it comes with the last text instead of behind it,
+    `seen`: prompt tokens in the usage (0: words of the prompt), `stamp` 1: a piece's text is when its request came and
+    when it is written, by `time.perf_counter`.
     """
 
     ttft: float = 0.0
@@ -45,6 +46,7 @@ class Script:
     close: int = 0
     split: int = 0
     reason: int = 1
+    joined: int = 0
     seen: int = 0
     stamp: int = 0
 
@@ -57,6 +59,13 @@ class Script:
 
 
 _NUMBERS = itertools.count()
+_PROFILED: list[str] = []
+
+
+def _text(message: dict[str, Any]) -> str:
+    """The text of a message, whose content may be a list of parts."""
+    content = message["content"]
+    return content if isinstance(content, str) else " ".join(part["text"] for part in content)
 
 
 class _Answer(asyncio.Protocol):
@@ -97,11 +106,21 @@ class _Answer(asyncio.Protocol):
         if path == "/v1/models":
             self._whole(200, {"object": "list", "data": [{"id": "scripted", "object": "model"}]})
             return
+        if path == "/profiled":
+            self._whole(200, {"data": [{"id": name} for name in _PROFILED]})
+            return
         if path == "/tokenize":
             # One token around the text, one a word, and one more for a long word.
             words = json.loads(raw)["prompt"].split()
             tokens = 1 + sum(1 + (len(word) > 7) for word in words)
             self._whole(200, {"tokens": [0] * tokens, "count": tokens})
+            return
+        if method == "GET":
+            self._whole(404, {"error": {"message": "not found"}})
+            return
+        if path in ("/start_profile", "/stop_profile"):
+            _PROFILED.append(path)
+            self._whole(200, {})
             return
         body = json.loads(raw)
         script = Script.of(body["model"])
@@ -145,17 +164,17 @@ class _Answer(asyncio.Protocol):
                 text = f"{start_s!r} {time.perf_counter()!r} "
             if script.bad and place == 1:
                 write(b"data: {nonsense\n\n")
-            raw = event(text)
+            raw = event(text, "length" if script.joined and place == count - 1 else None)
             if script.split:
                 write(raw[:20])
                 await asyncio.sleep(0)
                 write(raw[20:])
             else:
                 write(raw)
-        if script.reason:
+        if script.reason and not script.joined:
             write(event("", "length" if count >= (body.get("max_tokens") or 0) else "stop"))
         if script.usage:
-            said = body["prompt"] if not chat else " ".join(message["content"] for message in body["messages"])
+            said = " ".join(map(_text, body["messages"])) if chat else body["prompt"]
             prompt = script.seen or 1 + sum(1 + (len(word) > 7) for word in said.split())
             usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
             write(b"data: %s\n\n" % json.dumps({"choices": [], "usage": usage}).encode())

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import datasets
-from headrace.bench.datasets import DatasetError, ManyTurns, Trace
+from headrace.bench.datasets import Custom, DatasetError, ManyTurns, Trace
 from headrace.bench.lengths import Lengths
+from headrace.bench.options import dataset
+from headrace.bench.serve import serve
 from headrace.bench.texts import Writer, writer_for
 from headrace.bench.tokens import WordCounter
 
@@ -132,21 +134,68 @@ async def test_sharegpt_takes_first_turns_of_conversations_with_two(tmp_path: Pa
     found = await datasets.sharegpt(await writer(), random.Random(0), path, 2, None, False)
     assert [(c.turns[0].prompt_tokens, c.turns[0].output_tokens) for c in found] == [(21, 31), (41, 51)]
     more = await datasets.sharegpt(await writer(), random.Random(0), path, 5, 7, True)
-    assert len(more) == 5  # with fewer entries, some are asked again
+    assert len(more) == 3  # a short answer counts if its length is another
     assert {c.turns[0].output_tokens for c in more} == {7}
 
 
 async def test_custom_prompts_are_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one two"}\n\n{"prompt": "three", "output_tokens": 9}\n')
-    found = await datasets.custom(await writer(), random.Random(0), path, 2, fixed(5), False)
+    found = await Custom(path, fixed(5), False, False).read(await writer(), random.Random(0), 2, False)
     assert [(c.turns[0].text, c.turns[0].prompt_tokens, c.turns[0].output_tokens) for c in found] == [
         ("one two", 3, 5),
         ("three", 2, 9),
     ]
+    found = await Custom(path, fixed(5), True, False).read(await writer(), random.Random(0), 9, False)
+    assert [c.turns[0].output_tokens for c in found] == [5, 5]
+    with pytest.raises(DatasetError, match='line 1: there is no "output_tokens"'):
+        await Custom(path, fixed(5), False, True).read(await writer(), random.Random(0), 2, False)
     path.write_text('{"prompt": "one"}\n{"text": "x"}\n')
     with pytest.raises(DatasetError, match=r'line 2: there is no text "prompt"'):
-        await datasets.custom(await writer(), random.Random(0), path, 2, fixed(5), False)
+        await Custom(path, fixed(5), False, False).read(await writer(), random.Random(0), 2, False)
+
+
+async def test_spec_bench_asks_the_first_turns_of_a_category(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    rows = [("qa", ["one", "two"]), ("math", ["three"]), ("qa", ["four"])]
+    path.write_text("".join(json.dumps({"category": name, "turns": turns}) + "\n" for name, turns in rows))
+    found = await datasets.spec_bench(await writer(), random.Random(0), path, 9, "qa", fixed(5), False)
+    assert [(c.turns[0].text, c.turns[0].output_tokens) for c in found] == [("one", 5), ("four", 5)]
+    with pytest.raises(DatasetError, match="has only math, qa"):
+        await datasets.spec_bench(await writer(), random.Random(0), path, 9, "poems", fixed(5), False)
+
+
+async def test_burstgpt_gives_the_lengths_of_answered_requests(tmp_path: Path) -> None:
+    path = tmp_path / "burst.csv"
+    head = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    lines = ["5,GPT-4,12,30,42,API log", "6,ChatGPT,99,9,108,API log", "7,GPT-4,50,0,50,API log", "8,GPT-4,7,2,9,x"]
+    path.write_text("\n".join((head, *lines)) + "\n")
+    found = await datasets.burstgpt(await writer(), random.Random(0), path, 9, False)
+    assert [(c.turns[0].prompt_tokens, c.turns[0].output_tokens) for c in found] == [(12, 30), (7, 2)]
+    assert await Syllables().count([c.turns[0].text for c in found]) == [12, 7]
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(DatasetError, match='not BurstGPT\'s CSV with the columns "Model"'):
+        await datasets.burstgpt(await writer(), random.Random(0), path, 9, False)
+
+
+@pytest.mark.parametrize(("repeats", "count"), [(True, 5), (False, 2)])
+async def test_a_short_file_is_asked_again_unless_that_is_turned_off(tmp_path: Path, repeats: bool, count: int) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    args = [
+        "http://a",
+        "--dataset-name",
+        "custom",
+        "--dataset-path",
+        str(path),
+        *([] if repeats else ["--no-oversample"]),
+    ]
+    drawn = await dataset.workload(serve.make_context("serve", args).params).draw(await writer(), 5, 0)
+    assert len(drawn.conversations) == count
+    assert ("2 prompts; some are asked again" in drawn.note) is repeats
+    everything = serve.make_context("serve", [*args, "--num-prompts", "-1"]).params
+    drawn = await dataset.workload(everything).draw(await writer(), dataset.count(everything), 0)
+    assert len(drawn.conversations) == 2
 
 
 async def test_sonnets_begin_alike_and_stay_within_their_length(tmp_path: Path) -> None:
@@ -174,6 +223,12 @@ async def test_a_trace_keeps_its_times_and_its_equal_blocks(tmp_path: Path) -> N
     assert second.text.startswith(third.text)
     again, _ = Trace(path, 0.001, 512, 8192).read(await writer(), 2, 0)
     assert again == found[:2]
+    renamed = [{"ts" if key == "timestamp" else key: value for key, value in row.items()} for row in MOONCAKE]
+    path.write_text("".join(json.dumps(row) + "\n" for row in renamed))
+    named, _ = Trace(path, 0.001, None, 8192, {"timestamp": "ts"}).read(await writer(), 10, 0)
+    assert named == found
+    with pytest.raises(DatasetError, match="line 1: Object missing required field `timestamp`"):
+        Trace(path, 0.001, None, 8192).read(await writer(), 10, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,9 +165,51 @@ def test_a_server_that_is_not_there_is_said_in_one_sentence() -> None:
     assert result.stderr.count("\n") == 1
 
 
+def test_probes_are_told_beside_the_load(url: str, tmp_path: Path) -> None:
+    args = ("--model", "ttft=30,gap=30", "--max-concurrency", "1", "--probe-request-rate", "200", "--save-result")
+    result = bench(url, *SMALL, *args, "--result-filename", str(tmp_path / "r.json"))
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["completed"] == 12
+    assert found["probe_completed"] > 0
+    assert found["probe_failed"] == 0
+    assert 30 <= found["probe_median_e2el_ms"] <= found["probe_p99_e2el_ms"] <= found["probe_max_e2el_ms"]
+    assert "------------------Probe Requests------------------" in result.stdout
+    assert "Probe requests completed:" in result.stdout
+
+
+def test_the_profiler_of_the_server_runs_during_the_load(url: str) -> None:
+    def profiled() -> list[str]:
+        with urllib.request.urlopen(f"{url}/profiled") as answer:
+            return [each["id"] for each in json.load(answer)["data"]]
+
+    before = len(profiled())
+    assert bench(url, *SMALL, "--profile").exit_code == 0
+    assert profiled()[before:] == ["/start_profile", "/stop_profile"]
+
+
+def test_plots_are_pages_beside_the_result(url: str, tmp_path: Path) -> None:
+    args = ("--plot-timeline", "--timeline-itl-thresholds", "1,2", "--plot-dataset-stats", "--model", "ttft=9,gap=9")
+    result = bench(url, *SMALL, *args, "--result-filename", str(tmp_path / "r.json"))
+    assert result.exit_code == 0, result.output
+    timeline = (tmp_path / "r.timeline.html").read_text()
+    assert timeline.count("<title>request ") == 12
+    assert "from 2 ms on" in timeline
+    assert "40 tokens in, 6 out" in timeline
+    lengths = (tmp_path / "r.dataset_stats.html").read_text()
+    assert "Tokens of prompts: mean 40.0, 40 to 40" in lengths
+    assert "Tokens of answers: mean 6.0" in lengths
+    assert lengths.count("<svg") == 3
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
+        (["http://a", "--backend", "tgi", "--min-p", "0.1"], "--min-p: the API tgi has no such parameter"),
+        (["http://a", "--chat-template-kwargs", '{"a": 1}'], "add --backend openai-chat"),
+        (["http://a", "--num-prompts", "-1"], "random has no end; give a number of requests"),
+        (["http://a", "--custom-output-len", "0"], "or -1 for those of the file"),
+        (["http://a", "--random-range-ratio", '{"in": 1}'], "neither a number from 0 to below 1"),
+        (["http://a", "--plot-timeline", "--timeline-itl-thresholds", "50,25"], "not two rising numbers"),
         (["serve"], "which server? Give its URL"),
         (["127.0.0.1:8000"], "did you mean http://127.0.0.1:8000?"),
         (["http://a", "--host", "b"], "the server is named twice"),

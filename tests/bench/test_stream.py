@@ -31,6 +31,15 @@ STREAMS = {
         '"usage":{"prompt_tokens":5,"completion_tokens":3}}',
         "data: [DONE]",
     ],
+    "openai-responses": [
+        'data: {"type":"response.created","response":{"status":"in_progress","usage":null}}',
+        'data: {"type":"response.reasoning_text.delta","delta":"a"}',
+        "event: response.output_text.delta",
+        'data: {"type":"response.output_text.delta","delta":"b"}',
+        'data: {"type":"response.output_text.done","text":"b"}',
+        'data: {"type":"response.incomplete","response":{"incomplete_details":{"reason":"max_output_tokens"},'
+        '"usage":{"input_tokens":5,"output_tokens":3,"total_tokens":8}}}',
+    ],
     "ollama": [
         '{"model":"m","message":{"role":"assistant","content":"a"},"done":false}',
         '{"model":"m","message":{"role":"assistant","content":"b"},"done":false}',
@@ -78,12 +87,13 @@ def test_a_stream_is_read_in_pieces_of_any_size(backend: str, size: int) -> None
 def test_each_event_has_the_time_at_which_it_came(backend: str) -> None:
     end = "\n" if backend == "ollama" else "\r\n\r\n"
     record = read(backend, [(line + end).encode() for line in STREAMS[backend]])
-    contents = {"openai": [0, 1], "openai-chat": [2, 3], "ollama": [0, 1], "tgi": [0, 1], "kserve": [0, 1]}
-    assert record.times == contents[backend]
-    assert record.ended_s == {"openai": 2, "openai-chat": 4, "ollama": 2, "tgi": 1, "kserve": 1}[backend]
+    contents = {"openai-chat": [2, 3], "openai-responses": [1, 3]}
+    assert record.times == contents.get(backend, [0, 1])
+    ends = {"openai": 2, "openai-chat": 4, "openai-responses": 5, "ollama": 2, "tgi": 1, "kserve": 1}
+    assert record.ended_s == ends[backend]
 
 
-@pytest.mark.parametrize("backend", ["openai", "openai-chat", "ollama", "tgi"])
+@pytest.mark.parametrize("backend", ["openai", "openai-chat", "openai-responses", "ollama", "tgi"])
 def test_a_stream_that_ends_too_early_is_broken_off(backend: str) -> None:
     end = "\n" if backend == "ollama" else "\n\n"
     assert read(backend, [(STREAMS[backend][0] + end).encode()]).error_kind == "broken off"
@@ -103,6 +113,18 @@ def test_an_event_that_is_an_error_or_nonsense_fails_the_request(event: str, kin
     assert said in record.error
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        '{"type":"response.failed","response":{"error":{"code":"server_error","message":"no room"}}}',
+        '{"type":"error","code":"x","message":"no room"}',
+    ],
+)
+def test_a_response_that_failed_is_an_error(event: str) -> None:
+    record = read("openai-responses", [f"data: {event}\n\n".encode()])
+    assert (record.error_kind, record.error) == ("error in the stream", "no room")
+
+
 def test_an_answer_that_is_no_stream_fails_with_what_it_says() -> None:
     record = read("openai", [b'{"error":{"message":"use POST"}}'], "application/json")
     assert (record.error_kind, record.error) == ("not a stream", "use POST")
@@ -118,6 +140,12 @@ def test_a_tool_call_is_content() -> None:
 BODIES: dict[str, dict[str, Any]] = {
     "openai": {"prompt": "be brief\nhello", "max_tokens": 9, "ignore_eos": True, "temperature": 0.5},
     "openai-chat": {"messages": list(PROMPT.messages), "max_completion_tokens": 9, "temperature": 0.5},
+    "openai-responses": {
+        "input": list(PROMPT.messages),
+        "max_output_tokens": 9,
+        "store": False,
+        "temperature": 0.5,
+    },
     "ollama": {"messages": list(PROMPT.messages), "options": {"num_predict": 9, "temperature": 0.5}},
     "tgi": {"inputs": "be brief\nhello", "parameters": {"max_new_tokens": 9, "details": True, "temperature": 0.5}},
     "kserve": {"text_input": "be brief\nhello"},

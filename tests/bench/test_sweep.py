@@ -64,7 +64,7 @@ async def measured(rate: float, slots: int, seconds: float, objectives: dict[str
         seed=0,
     )
     checked = check(done.records, ignores_eos=True, prompts_are_exact=False, has_marked_end=True)
-    return Result.of(setup, done, checked, 0.0)
+    return Result.of(setup, done, checked, 0.0, {})
 
 
 def swept(slots: int, seconds: float, objectives: dict[str, float] | None = None, first: float = 0.5) -> Sweep:

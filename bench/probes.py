@@ -1,0 +1,62 @@
+"""Small requests beside a load, one after the other: how much does the load delay others?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from headrace.bench.apis import Prompt
+from headrace.bench.load import Sender
+from headrace.bench.record import Record
+
+_PROMPT = Prompt([{"role": "user", "content": "Hi"}], 1)
+
+
+class Probes:
+    """Asks for one token `rate` times a second at most while the asynchronous context is open; never, if `rate` is 0.
+    --max-concurrency does not hold them back."""
+
+    def __init__(self, sender: Sender, rate: float, now: Callable[[], float]) -> None:
+        self._sender = sender
+        self._rate = rate
+        self._now = now
+        self._task: asyncio.Task[None] | None = None
+        self._records: list[Record] = []
+
+    async def __aenter__(self) -> Probes:
+        if self._rate:
+            self._task = asyncio.create_task(self._ask())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _ask(self) -> None:
+        request = self._sender.prepared(_PROMPT)
+        while True:
+            record = Record(len(self._records), 1, 1)
+            record.sent_s = record.ended_s = self._now()
+            await self._sender.send(request, record)
+            self._records.append(record)
+            await asyncio.sleep(1 / self._rate)
+
+    def figures(self) -> dict[str, Any]:
+        """Counts and latencies, by their keys in the JSON of `vllm bench serve`; empty if no probe was answered."""
+        took_s = np.array([record.latency_s for record in self._records if record.succeeded])
+        if not len(took_s):
+            return {}
+        return {
+            "probe_completed": len(took_s),
+            "probe_failed": len(self._records) - len(took_s),
+            "probe_median_e2el_ms": float(np.median(took_s)) * 1000,
+            "probe_p99_e2el_ms": float(np.percentile(took_s, 99)) * 1000,
+            "probe_max_e2el_ms": float(took_s.max()) * 1000,
+        }
