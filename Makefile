@@ -3,6 +3,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do command 
 ARGS ?=
 BIN := .venv/bin
 PROTOS := $(wildcard protos/*.proto)
+# An editable install knows the packages that there were when it was made.
+PACKAGES := $(wildcard */__init__.py)
 
 .PHONY: help serve test test-clients test-architectures test-avx2 test-numa check docs docs-walk dev protos release-protos lock image bench-peers clean
 .DEFAULT_GOAL := help
@@ -36,12 +38,12 @@ help:
 	@echo "making .venv with $(PYTHON)" >&2
 	@$(PYTHON) -m venv .venv >&2
 
-.venv/.serve: .venv/pyvenv.cfg pyproject.toml setup.py constraints.txt
+.venv/.serve: .venv/pyvenv.cfg pyproject.toml setup.py constraints.txt $(PACKAGES)
 	@echo "installing headrace and what it needs into .venv" >&2
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[encryption]' >&2
 	@touch $@
 
-.venv/.dev: .venv/pyvenv.cfg pyproject.toml setup.py constraints.txt
+.venv/.dev: .venv/pyvenv.cfg pyproject.toml setup.py constraints.txt $(PACKAGES)
 	@echo "installing headrace and what its development needs into .venv" >&2
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,encryption,otel]' >&2
 	@touch $@ .venv/.serve
