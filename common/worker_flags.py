@@ -115,6 +115,14 @@ MAX_IMAGES = WorkerFlag(
     of_serve="Maximum number of images of a request; 0 serves text only.",
     default=16,
 )
+IMAGE_CACHE_GB = WorkerFlag(
+    "--image-cache-gb",
+    FiniteRange(0),
+    of_worker="Memory for what images became when they were encoded, in GiB, so that the same image is not "
+    "encoded again.",
+    of_serve="Memory of each worker for encoded images, in GiB.",
+    default=1.0,
+)
 MAX_ADAPTERS = WorkerFlag(
     "--max-adapters",
     click.IntRange(0, 1024),
@@ -284,14 +292,7 @@ WORKER_FLAGS = (
         "many as --threads.",
         of_serve="Threads of each worker that encode images, at a lower priority.  [default: as many as compute]",
     ),
-    WorkerFlag(
-        "--image-cache-gb",
-        FiniteRange(0),
-        of_worker="Memory for what images became when they were encoded, in GiB, so that the same image is not "
-        "encoded again.",
-        of_serve="Memory of each worker for encoded images, in GiB.",
-        default=1.0,
-    ),
+    IMAGE_CACHE_GB,
 )
 """In the order of help texts."""
 

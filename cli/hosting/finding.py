@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.cli.errors import CommandError
@@ -86,15 +87,18 @@ def find_draft_model(model: str, *, offline: bool = False) -> Path:
     return path.absolute()
 
 
-def check_memory(kv_cache_gb: float | None, num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise CommandError if the requested KV caches do not fit into memory. Each worker also checks its own limits."""
+def check_memory(sizes: Mapping[str, float | None], num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise CommandError if what flags ask for does not fit into memory: the GiB of each worker, by the flag; None
+    without the flag. Each worker also checks its own limits."""
+    asked = {flag: size_gb for flag, size_gb in sizes.items() if size_gb}
     available = available_memory(meminfo)
-    if kv_cache_gb is None or available is None:
+    if not asked or available is None:
         return
-    available_gb = available / GIB
-    if num_workers * kv_cache_gb > available_gb:
-        of_each = f"{kv_cache_gb:g} GiB" if num_workers == 1 else f"{num_workers} times {kv_cache_gb:g} GiB"
+    each_gb, available_gb = sum(asked.values()), available / GIB
+    if num_workers * each_gb > available_gb:
+        of_each = f"{each_gb:g} GiB" if num_workers == 1 else f"{num_workers} times {each_gb:g} GiB"
+        flags, verb = (" and ".join(asked), "ask") if len(asked) > 1 else (next(iter(asked)), "asks")
         raise CommandError(
-            f"--kv-cache-gb asks for {of_each}, but only {available_gb:.1f} GiB of memory are available; choose a "
+            f"{flags} {verb} for {of_each}, but only {available_gb:.1f} GiB of memory are available; choose a "
             "smaller size, or omit the flag"
         )

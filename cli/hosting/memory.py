@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.cli.errors import CommandError
-from headrace.cli.models.requirements import PROCESS_BYTES, image_bytes, worker_bytes
+from headrace.cli.models.requirements import PROCESS_BYTES, worker_bytes
 from headrace.common.host_memory import GIB, available_bytes
 
 # The share of the available memory that models take together, if some are loaded on demand and no budget is given.
@@ -33,11 +33,10 @@ def kv_cache_gb(budget_bytes: int, kv_share: float, num_workers: int) -> float:
     return _KV_CACHE_SHARE * kv_share * budget_bytes / num_workers / GIB
 
 
-def weights_in_worker(weight_bytes: int, *, has_amx: bool, has_adapters: bool, vision_bytes: int = 0) -> int:
-    """An estimate of a worker's memory without its KV cache, with that of the process which encodes images; not below
-    the actual value."""
+def weights_in_worker(weight_bytes: int, *, has_amx: bool, has_adapters: bool) -> int:
+    """An estimate of a worker's memory without its KV cache and without images; not below the actual value."""
     copies = 1 + has_adapters + (has_amx and weight_bytes <= _SECOND_COPY_SHARE * available_bytes())
-    return copies * (worker_bytes(weight_bytes) - PROCESS_BYTES) + PROCESS_BYTES + image_bytes(vision_bytes)
+    return copies * (worker_bytes(weight_bytes) - PROCESS_BYTES) + PROCESS_BYTES
 
 
 def check_budget(sizes: Sequence[tuple[str, int, bool]], budget_bytes: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.cli.errors import CommandError
 from headrace.cli.models.shape import ModelShape
+from headrace.common.worker_flags import IMAGE_CACHE_GB
 
 GIB = 1 << 30
 # A worker's process without weights and KV cache, as in docs/how-to/sizing.md.
@@ -18,10 +19,8 @@ PROCESS_BYTES = GIB // 2
 # of more bits take a smaller multiple.
 _IN_MEMORY = 1.65
 # The process that encodes images: its weights with what it computes of a tile (docs/decisions/models.md), the rest.
-# The worker keeps states of images, up to the default of --image-cache-gb.
 _VISION_IN_MEMORY = 2.5
 _VISION_PROCESS_BYTES = GIB // 2
-_IMAGE_CACHE_BYTES = GIB
 USUAL_CONTEXT_TOKENS = 8192
 # A converted model beside its GGUF file, with tokenizers and the overhead of the file system.
 _CONVERTED_SHARE = 1.1
@@ -75,11 +74,13 @@ def worker_bytes(weight_bytes: int, vision_bytes: int = 0) -> int:
     return int(_IN_MEMORY * weight_bytes) + PROCESS_BYTES + image_bytes(vision_bytes)
 
 
-def image_bytes(vision_bytes: int) -> int:
-    """The memory for images, with weights of this size; 0 without any."""
+def image_bytes(vision_bytes: int, cache_gb: float | None = None) -> int:
+    """The memory for images, with weights of this size; 0 without any. The worker keeps `cache_gb` GiB of their states,
+    or the default of --image-cache-gb."""
     if not vision_bytes:
         return 0
-    return int(_VISION_IN_MEMORY * vision_bytes) + _VISION_PROCESS_BYTES + _IMAGE_CACHE_BYTES
+    cache_bytes = int((IMAGE_CACHE_GB.default if cache_gb is None else cache_gb) * GIB)
+    return int(_VISION_IN_MEMORY * vision_bytes) + _VISION_PROCESS_BYTES + cache_bytes
 
 
 def memory_sentence(weight_bytes: int, vision_bytes: int, shape: ModelShape | None) -> str:

@@ -11,6 +11,7 @@ from headrace.cli.errors import CommandError
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.hosting.memory import check_budget, kv_cache_gb, weights_in_worker
 from headrace.cli.hosting.settings import HostSettings, ModelSettings, kv_shares
+from headrace.cli.models.requirements import image_bytes
 from headrace.cli.serving.placement import WorkerPlace, place_workers, share_cores
 from headrace.cli.serving.plan import ModelPlan
 from headrace.cli.serving.topology import Topology
@@ -33,13 +34,15 @@ def places_of(topology: Topology, models: Sequence[ModelSettings]) -> list[tuple
 class Sizing:
     """How large models are: the memory budget of all together (None for no limit), the KV cache of each worker that
     has no size of its own, in GiB, whether the CPU has AMX, and whether flags give the models adapters or a draft
-    model."""
+    model. Workers keep `image_cache_gb` GiB of states of images, or the default; with `max_images` of 0, none."""
 
     budget_bytes: int | None
     kv_cache_gb: float | None = None
     has_amx: bool = False
     has_adapters: bool = False
     draft_model: Path | None = None
+    image_cache_gb: float | None = None
+    max_images: int | None = None
 
 
 def plan_models(
@@ -124,12 +127,10 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
         files += weights_in(draft_model) if heads_kind(draft_model) is None else heads_weights(draft_model)
     weight_bytes = sum(file.stat().st_size for file in files)
     has_adapters = bool(sizing.has_adapters or own.get("adapters") or own.get("max_adapters"))
-    base_bytes = weights_in_worker(
-        weight_bytes,
-        has_amx=sizing.has_amx,
-        has_adapters=has_adapters,
-        vision_bytes=sum(file.stat().st_size for file in vision_weights_in(plan.directory)),
-    )
+    base_bytes = weights_in_worker(weight_bytes, has_amx=sizing.has_amx, has_adapters=has_adapters)
+    if own.get("max_images", sizing.max_images) != 0:
+        vision_bytes = sum(file.stat().st_size for file in vision_weights_in(plan.directory))
+        base_bytes += image_bytes(vision_bytes, own.get("image_cache_gb", sizing.image_cache_gb))
     cache_bytes = int(each_gb * GIB)
     return replace(
         plan,

@@ -303,7 +303,8 @@ def planned(
 ) -> Sequence[ModelPlan]:
     """The plan of each model. Raises CommandError."""
     if sizing.budget_bytes is None:
-        check_memory(sizing.kv_cache_gb, sum(map(len, places)))
+        images_gb = sizing.image_cache_gb if sizing.max_images != 0 else None
+        check_memory({"--kv-cache-gb": sizing.kv_cache_gb, "--image-cache-gb": images_gb}, sum(map(len, places)))
     plans = plan_models(settings.models, places, sizing, offline=offline)
     check_names([(plan.name, one) for plan, one in zip(plans, settings.models, strict=True)], settings.aliases)
     return plans
@@ -318,6 +319,8 @@ def sizing_of(settings: HostSettings, memory_gb: float | None, topology: Topolog
         "amx_tile" in topology.cpu_flags,
         bool(given["adapters"] or given["max_adapters"]),
         given["draft_model"],
+        given["image_cache_gb"],
+        given["max_images"],
     )
 
 

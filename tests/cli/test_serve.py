@@ -227,16 +227,21 @@ def test_a_role_command_becomes_the_role() -> None:
     assert "--listen" in finished.stdout
 
 
-def test_an_impossible_kv_cache_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_impossible_caches_are_refused_before_anything_starts(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n")
-    check_memory(4.0, 2, meminfo)
-    check_memory(None, 64, meminfo)
+    kv, images = "--kv-cache-gb", "--image-cache-gb"
+    check_memory({kv: 4.0, images: None}, 2, meminfo)
+    check_memory({kv: None, images: 0.0}, 64, meminfo)
     with pytest.raises(CommandError, match=r"--kv-cache-gb asks for 2 times 4.5 GiB, but only 8.0 GiB"):
-        check_memory(4.5, 2, meminfo)
-    refused = CliRunner().invoke(cli, ["serve", "--kv-cache-gb", "1000000", "--port", "0"])
-    assert refused.exit_code == 2
-    assert refused.stderr.startswith("error: --kv-cache-gb asks for 1e+06 GiB")
+        check_memory({kv: 4.5, images: None}, 2, meminfo)
+    both = r"--kv-cache-gb and --image-cache-gb ask for 2 times 4.5 GiB, but only 8.0 GiB"
+    with pytest.raises(CommandError, match=both):
+        check_memory({kv: 4.0, images: 0.5}, 2, meminfo)
+    for flag in (kv, images):
+        refused = CliRunner().invoke(cli, ["serve", flag, "1000000", "--port", "0"])
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith(f"error: {flag} asks for 1e+06 GiB")
 
 
 def test_a_disk_that_takes_no_record_stops_no_supervision(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

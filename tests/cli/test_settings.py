@@ -26,6 +26,7 @@ from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan
 from headrace.cli.serving.plan import ModelPlan
 from headrace.cli.serving.topology import Core, Node, Topology
 from headrace.common.host_memory import GIB, available_bytes
+from tests.e2e.shapes import MODEL as SHAPES
 
 CORES = tuple(Core((number, number + 8), 0, 0, 0) for number in range(8))
 MACHINE = Topology(CORES, (Node(0, 1 << 34, {0: 10}),), None)
@@ -258,6 +259,19 @@ def test_within_a_budget_every_model_has_a_size(cache: Path, model_folder: Path)
     assert first.kv_cache_bytes == pytest.approx(2 * GIB, abs=2)
     assert first.num_bytes == pytest.approx(3 * GIB + 2 * 1.65 * (1 << 20), abs=4)
     assert (second.is_pinned, second.idle_s, second.kv_cache_bytes) == (False, 9.0, GIB)
+
+
+def test_within_a_budget_the_store_of_images_counts_as_it_is_given(cache: Path, tmp_path: Path) -> None:
+    models = [ModelSettings(str(SHAPES), workers=2, kv_cache_gb=1.0)]
+
+    def num_bytes(**given: float) -> int:
+        (plan,) = plan_models(models, places_of(MACHINE, models), Sizing(90 * GIB, **given), offline=True)
+        return plan.num_bytes
+
+    usual = num_bytes()
+    assert num_bytes(image_cache_gb=3.5) - usual == 2 * int(2.5 * GIB)
+    assert num_bytes(image_cache_gb=0.0) == usual - 2 * GIB
+    assert num_bytes(max_images=0, image_cache_gb=3.5) < usual - 2 * GIB, "nor is there a process for images"
 
 
 def test_an_encoder_beside_other_models_needs_no_kv_cache(cache: Path, model_folder: Path, tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.common.host_memory import GIB, available_bytes
 from headrace.common.vision.bounds import DEFAULT_MAX_IMAGE_PIXELS, MAX_PIXELS
 from headrace.common.vision.families.known import family_in
 from headrace.common.vision.family import FamilyError, ImageFamily
 from headrace.protos.worker_pb2 import ImageLimits
-from headrace.worker.config import WorkerConfig
+from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.multimodal.image_inputs import ImageInputs
 from headrace.worker.vision.encoder import Setting, UnsupportedModelError
 from headrace.worker.vision.process import EncoderProcess
@@ -19,11 +20,10 @@ from headrace.worker.vision.states import StateStore
 
 log = logging.getLogger("headrace.worker")
 
-_GIB = 1 << 30
 # Files of images are sent in messages of at most 16 MiB, beside a prompt.
 MAX_IMAGE_BYTES = 12 << 20
 # What decoding and encoding an image may allocate beside the tower.
-MEMORY_BYTES = 4 * _GIB
+MEMORY_BYTES = 4 * GIB
 
 
 class Vision(NamedTuple):
@@ -40,10 +40,16 @@ def vision_for(
 ) -> Vision | None:
     """The images of a model whose graph has these inputs for them; None if it serves text only, which the log then
     explains. `on_ended` is called by any thread when images have ended. ConfigurationError if the process that encodes
-    images does not start."""
+    images does not start, or if the flags ask for more memory than there is."""
     family = _family(config, inputs)
     if family is None or inputs is None:
         return None
+    cache_bytes = int(config.image_cache_gb * GIB)
+    if cache_bytes > available_bytes():
+        raise ConfigurationError(
+            f"--image-cache-gb asks for {config.image_cache_gb:.1f} GiB, but only {available_bytes() / GIB:.1f} GiB of "
+            "memory are available to this process; choose a smaller size"
+        )
     view_pixels = config.max_image_pixels or DEFAULT_MAX_IMAGE_PIXELS
     setting = Setting(
         str(Path(config.model_dir).absolute()),
@@ -65,7 +71,7 @@ def vision_for(
     log.info(
         "up to %d images in a request; their states are kept in %.2f GiB", config.max_images, config.image_cache_gb
     )
-    return Vision(family, limits, encoder, StateStore(int(config.image_cache_gb * _GIB)))
+    return Vision(family, limits, encoder, StateStore(cache_bytes))
 
 
 def _family(config: WorkerConfig, inputs: ImageInputs | None) -> ImageFamily | None:

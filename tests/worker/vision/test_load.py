@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from headrace.protos.status import Reason
+from headrace.worker.config import ConfigurationError
 from headrace.worker.multimodal.image_inputs import ImageInputs
 from headrace.worker.vision.load import vision_for
 from headrace.worker.vision.process import EncodeJob
@@ -64,6 +65,11 @@ def test_the_process_decodes_and_encodes() -> None:
 
 def test_a_model_serves_text_only_when_it_is_told_to() -> None:
     assert vision_for(replace(CONFIG, max_images=0), INPUTS, 1, nothing) is None
+
+
+def test_a_store_of_states_that_does_not_fit_into_memory_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"--image-cache-gb asks for 1000000\.0 GiB, but only"):
+        vision_for(replace(CONFIG, image_cache_gb=1e6), INPUTS, 1, nothing)
 
 
 def test_a_model_without_networks_for_images_says_why_it_serves_text_only(caplog: pytest.LogCaptureFixture) -> None:
