@@ -5,7 +5,8 @@ again.
     engine thread   take_ended    <--  [ ended ]  <--
 
 An image that ends the process is tried once more, alone, because somebody else may have ended it. If it ends it again,
-or if the process hangs, the image fails, and the others continue in a new process.
+the image fails, and the others continue in a new process. So does an image at which the process hangs, without a second
+try, which would take as long.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ ENDED_TWICE = (
     "the image ended the process that reads images twice; save it again in another format, make it smaller, or ask for "
     "a lower detail"
 )
-HANGS = "the image took too long to encode; make it smaller, or ask for a lower detail"
+HANGS = (
+    "the image was given up, because it took far longer to encode than others; the worker's log has more. Make it "
+    "smaller, or ask for a lower detail"
+)
 NOT_STARTED = (
     "the image cannot be encoded now, because the worker's process that encodes images does not start; try again later"
 )
@@ -82,10 +86,6 @@ class EncodeJob:
     def fail(self, reason: Reason, problem: str) -> None:
         """End it without states."""
         self.reason, self.problem = reason, problem
-
-
-class _Hangs(Exception):
-    """The process has not answered in time."""
 
 
 class EncoderProcess:
@@ -209,9 +209,18 @@ class EncoderProcess:
         try:
             self._ask(batch)
         except TimeoutError:
-            log.error("the process %d for images hangs; it is ended and started again", self.pid)
+            num_tokens = sum(job.num_tokens for job in batch)
+            log.error(
+                "the process %d for images hangs: %d images of %d tokens took over %.0f s; it is started again",
+                self.pid,
+                len(batch),
+                num_tokens,
+                self._limit_s(num_tokens),
+            )
             self._restart()
-            self._try_again(batch, Reason.DEADLINE, HANGS)
+            # The image may be at fault, or this host: the caller gets what other faults inside give, without a time to
+            # try again.
+            self._try_again(batch, Reason.INTERNAL, HANGS)
         except OSError as error:
             if not self._is_closed:
                 log.error("the process %d for images has ended (%s); it is started again", self.pid, error)
@@ -221,7 +230,7 @@ class EncoderProcess:
     def _try_again(self, batch: list[EncodeJob], reason: Reason, problem: str) -> None:
         """After a failure: queue images again, each alone, in front of others. One that was alone and hung, or that has
         been tried before, fails."""
-        is_last = len(batch) == 1 and (reason is Reason.DEADLINE or batch[0].num_tries > 0)
+        is_last = len(batch) == 1 and (reason is Reason.INTERNAL or batch[0].num_tries > 0)
         for job in batch:
             job.num_tries += 1
         if is_last:

@@ -131,7 +131,7 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path) -> None:
         run.wait(*run.ask("see 4"))
         hanging, next_one = run.ask("hang 300", "see 4")
         run.wait(hanging, next_one)
-        assert (hanging.reason, hanging.problem) == (Reason.DEADLINE, HANGS)
+        assert (hanging.reason, hanging.problem) == (Reason.INTERNAL, HANGS)
         assert next_one.states is not None
         assert run.process.num_restarts == 1
 
