@@ -3,6 +3,7 @@
     worker                                 this process
     where the model is       ----------->  reads and compiles its tower
                              <-----------  opened
+                                           encodes an image of its own
     files of images          ----------->  decodes, resizes, encodes
                              <-----------  states, or what is wrong
 
@@ -63,6 +64,8 @@ def serve(link: socket.socket, open_encoder: Callable[[Setting], ImageEncoder]) 
         return
     _bound_memory(setting.memory_bytes)
     send(link, Opened())
+    if setting.warms_up:
+        _warm_up(encoder)
     while True:
         wanted = receive(link, Encode).images
         files = [ImageFile(receive_bytes(link, image.num_bytes), image.detail) for image in wanted]
@@ -78,6 +81,17 @@ def serve(link: socket.socket, open_encoder: Callable[[Setting], ImageEncoder]) 
             else:
                 results.append(entry)
         send(link, Encoded(results, seconds), payloads)
+
+
+def _warm_up(encoder: ImageEncoder) -> None:
+    """Within the bound on memory, and for the time of one small image. The worker is ready meanwhile."""
+    start = time.perf_counter()
+    try:
+        encoder.warm_up()
+    except Exception:
+        log.exception("no image could be encoded at the start")
+    else:
+        log.info("the first image was encoded in %.1f s", time.perf_counter() - start)
 
 
 def _encode(encoder: ImageEncoder, files: Sequence[ImageFile]) -> list[ImageStates | Result]:

@@ -13,7 +13,7 @@ from headrace.worker.request.images import ImageStates
 class Setting(msgspec.Struct, frozen=True):
     """What to serve: the model's directory, the most pixels that a tower reads, threads, precision, the bytes that
     encoding may take beside the tower, and what states the engine takes: their size, and the number of layers that get
-    more of them."""
+    more of them. `warms_up`: before the first image comes."""
 
     model_dir: str
     max_view_pixels: int
@@ -22,6 +22,7 @@ class Setting(msgspec.Struct, frozen=True):
     memory_bytes: int
     hidden_size: int
     num_layers: int
+    warms_up: bool = False
 
 
 class UnsupportedModelError(Exception):
@@ -45,4 +46,9 @@ class ImageEncoder(Protocol):
 
     def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
         """The states of each image, or what is wrong with its file."""
+        ...
+
+    def warm_up(self) -> None:
+        """Encode an image of a usual shape and of the fewest tokens: the first image of a process also pays for kernels
+        and for the order of weights in memory."""
         ...

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.request.images import ImageStates
@@ -115,7 +117,7 @@ class EncoderProcess:
         self._ended: deque[EncodeJob] = deque()
         self._is_closed = False
         try:
-            self._open()
+            self._open(warms_up=True)
         except UnsupportedModelError:
             self._end_process()
             raise
@@ -197,7 +199,7 @@ class EncoderProcess:
         """Have the process encode a batch. Images that are to be tried again leave the batch for the queue."""
         try:
             if self._link is None:
-                self._open()
+                self._open(warms_up=False)  # an image waits
         except (OSError, UnsupportedModelError):
             log.exception("the process that encodes images could not be started")
             self._end_process()
@@ -250,7 +252,6 @@ class EncoderProcess:
         answer = receive(link, Encoded)
         if len(answer.results) != len(batch):
             raise BrokenFrameError("it answered for other images")
-        # The first image in a new process also pays for its kernels.
         if all(not result.problem for result in answer.results):
             self.rate.observe(num_tokens, answer.seconds)
         self.encode_s += answer.seconds
@@ -286,7 +287,7 @@ class EncoderProcess:
         if not self._is_closed:
             self._on_ended()
 
-    def _open(self) -> None:
+    def _open(self, *, warms_up: bool) -> None:
         """Start the process, and wait until it is ready. OSError; UnsupportedModelError."""
         ours, theirs = socket.socketpair()
         self._link = ours
@@ -294,7 +295,7 @@ class EncoderProcess:
             command = [sys.executable, "-m", self._module, str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         ours.settimeout(_OPEN_S)
-        send(ours, self._setting)
+        send(ours, msgspec.structs.replace(self._setting, warms_up=warms_up))
         problem = receive(ours, Opened).problem
         if problem:
             raise UnsupportedModelError(problem)

@@ -6,6 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
 
 from headrace.common.vision.bounds import check_size
 from headrace.common.vision.decode import decode
@@ -18,6 +21,16 @@ from headrace.worker.request.images import ImageStates
 from headrace.worker.vision.encoder import BadImageError, ImageFile, Setting, UnsupportedModelError
 
 log = logging.getLogger("headrace.worker.vision")
+
+
+_USUAL_SIZE = (1024, 768)
+
+
+class _Read(NamedTuple):
+    """An image that was read from its file: its number of tokens, and its pixels."""
+
+    num_tokens: int
+    pixels: Pixels
 
 
 class TowerEncoder:
@@ -41,32 +54,31 @@ class TowerEncoder:
 
     def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
         """See `ImageEncoder`."""
-        found: list[ImageStates | BadImageError | Pixels] = [self._pixels(image) for image in images]
-        pixels = [entry for entry in found if isinstance(entry, dict)]
+        read = [self._read(image) for image in images]
+        pixels = [entry.pixels for entry in read if isinstance(entry, _Read)]
         states = iter(self._tower.encode(pixels) if pixels else ())
-        return [
-            entry if isinstance(entry, BadImageError) else self._checked(next(states), self._num_tokens(image))
-            for entry, image in zip(found, images, strict=True)
-        ]
+        return [entry if isinstance(entry, BadImageError) else self._checked(next(states), entry) for entry in read]
 
-    def _pixels(self, image: ImageFile) -> Pixels | BadImageError:
+    def warm_up(self) -> None:
+        """See `ImageEncoder`."""
+        family = self._family
+        layout = family.layout(*_USUAL_SIZE, Detail.LOW)
+        self._tower.encode([family.pixels(Image.new("RGB", _USUAL_SIZE), layout)])
+
+    def _read(self, image: ImageFile) -> _Read | BadImageError:
         family = self._family
         try:
             header = read_header(image.data)
             check_size(header)
             layout = family.layout(header.width, header.height, Detail(image.detail))
             picture = decode(image.data, header, white_under_alpha=family.white_under_alpha)
-            return dict(family.pixels(picture, layout))
+            return _Read(layout.num_image_tokens, family.pixels(picture, layout))
         except ImageError as error:
             return BadImageError(str(error))
 
-    def _num_tokens(self, image: ImageFile) -> int:
-        header = read_header(image.data)
-        return self._family.layout(header.width, header.height, Detail(image.detail)).num_image_tokens
-
-    def _checked(self, states: ImageStates, num_tokens: int) -> ImageStates:
-        """TowerError if the language model does not take these states for an image of so many tokens."""
-        if not states.fits(num_tokens, self._setting.hidden_size, self._setting.num_layers):
+    def _checked(self, states: ImageStates, read: _Read) -> ImageStates:
+        """TowerError if the language model does not take these states for such an image."""
+        if not states.fits(read.num_tokens, self._setting.hidden_size, self._setting.num_layers):
             shapes = [array.shape for array in states if array is not None]
-            raise TowerError(f"its tower's states {shapes} are not those of an image with {num_tokens} tokens")
+            raise TowerError(f"its tower's states {shapes} are not those of an image with {read.num_tokens} tokens")
         return states

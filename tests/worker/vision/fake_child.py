@@ -18,7 +18,17 @@ HIDDEN_SIZE, NUM_LAYERS = 3, 2
 
 
 class ObedientEncoder:
-    """Files are a verb, a number of tokens, and what the verb needs."""
+    """Files are a verb, a number of tokens, and what the verb needs. Each warm-up is a line of the file `warm` in the
+    model's directory, if that exists."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+
+    def warm_up(self) -> None:
+        if self._model_dir.is_dir():
+            with (self._model_dir / "warm").open("a") as file:
+                file.write("warm\n")
+            raise MemoryError("once is enough")
 
     def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
         return [self._encode(*image.data.decode().split(" ", 2)) for image in images]
@@ -56,7 +66,7 @@ def open_encoder(setting: Setting) -> ImageEncoder:
         raise FileNotFoundError("there is no tower")
     if setting.model_dir == "strange tower":
         raise UnsupportedModelError("its tower is of an unknown form")
-    return ObedientEncoder()
+    return ObedientEncoder(Path(setting.model_dir))
 
 
 if __name__ == "__main__":

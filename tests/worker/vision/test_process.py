@@ -30,9 +30,9 @@ SETTING = Setting("model", 1 << 20, 1, "performance", 1 << 30, HIDDEN_SIZE, NUM_
 class Run:
     """A process, and the jobs that have ended."""
 
-    def __init__(self, **options: float) -> None:
+    def __init__(self, setting: Setting = SETTING, **options: float) -> None:
         self.bell = threading.Event()
-        self.process = EncoderProcess(SETTING, self.bell.set, module=MODULE, **options)  # type: ignore[arg-type]
+        self.process = EncoderProcess(setting, self.bell.set, module=MODULE, **options)  # type: ignore[arg-type]
         self.ended: list[EncodeJob] = []
 
     def ask(self, *files: str) -> list[EncodeJob]:
@@ -51,8 +51,8 @@ class Run:
 
 
 @contextmanager
-def running(**options: float) -> Iterator[Run]:
-    run = Run(**options)
+def running(setting: Setting = SETTING, **options: float) -> Iterator[Run]:
+    run = Run(setting, **options)
     try:
         yield run
     finally:
@@ -134,6 +134,18 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path) -> None:
         assert (hanging.reason, hanging.problem) == (Reason.INTERNAL, HANGS)
         assert next_one.states is not None
         assert run.process.num_restarts == 1
+
+
+def test_a_process_warms_up_at_the_start_and_not_when_an_image_waits(tmp_path: Path) -> None:
+    """Nothing depends on it: here it fails."""
+    with running(msgspec.structs.replace(SETTING, model_dir=str(tmp_path))) as run:
+        run.wait(*run.ask("see 4"))
+        assert (tmp_path / "warm").read_text() == "warm\n"
+        (job,) = run.ask(f"die_once 4 {tmp_path / 'died'}")
+        run.wait(job)
+        assert job.states is not None
+        assert run.process.num_restarts == 1
+        assert (tmp_path / "warm").read_text() == "warm\n"
 
 
 def test_a_dropped_image_is_not_encoded(run: Run, tmp_path: Path) -> None:

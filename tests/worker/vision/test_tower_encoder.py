@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from headrace.worker.multimodal.towers.network import Network
 from headrace.worker.multimodal.towers.tower import TowerError
 from headrace.worker.request.images import ImageStates
 from headrace.worker.vision.encoder import BadImageError, ImageFile, Setting
@@ -24,6 +26,24 @@ def test_images_are_encoded_and_a_broken_file_ends_alone() -> None:
     assert isinstance(again, ImageStates)
     assert good.states.shape == (TOKENS_PER_PICTURE, 96)
     assert (good.states == again.states).all()
+
+
+def test_warming_up_encodes_one_image_and_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    plain = Network.__call__
+
+    def counted(network: Network, **inputs: np.ndarray) -> list[np.ndarray]:
+        calls.append(inputs["pixel_values"].shape)
+        return plain(network, **inputs)
+
+    monkeypatch.setattr(Network, "__call__", counted)
+    warm, cold = encoder(96), encoder(96)
+    warm.warm_up()
+    assert calls == [(1, 3, 56, 56)]
+    (first,), (other,) = (found.encode([ImageFile(PICTURE, "auto")]) for found in (warm, cold))
+    assert isinstance(first, ImageStates)
+    assert isinstance(other, ImageStates)
+    assert (first.states == other.states).all()
 
 
 @pytest.mark.parametrize(("hidden_size", "num_layers"), [(64, 0), (192, 0), (96, 2)])
