@@ -92,6 +92,7 @@ ONLY_IN = {
         "worker/multimodal/image_graph.py",
         "worker/multimodal/joining.py",
         "worker/multimodal/towers/attention.py",
+        "worker/multimodal/towers/gemma4.py",
         "worker/multimodal/towers/network.py",
         "worker/model/positions.py",
         "worker/model/runner.py",

@@ -22,7 +22,7 @@ MERGER_NETWORK = "openvino_vision_embeddings_merger_model.xml"
 PLACES_NETWORK = "openvino_vision_embeddings_pos_model.xml"
 PROJECTOR_NETWORK = "openvino_multi_modal_projector_model.xml"
 _OF_TYPE: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llava", "llava_next", "gemma3", "idefics3", "smolvlm"), (VISION_NETWORK,)),
+    **dict.fromkeys(("llava", "llava_next", "gemma3", "gemma4", "idefics3", "smolvlm"), (VISION_NETWORK,)),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (VISION_NETWORK, MERGER_NETWORK)),
     **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), (VISION_NETWORK, MERGER_NETWORK, PLACES_NETWORK)),
     "mistral3": (VISION_NETWORK, PROJECTOR_NETWORK),

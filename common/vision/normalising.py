@@ -28,10 +28,13 @@ class Normalising:
     std: tuple[float, ...]
 
     @classmethod
-    def read(cls, fields: Fields, mean: tuple[float, ...], std: tuple[float, ...]) -> Normalising:
-        """The settings of an image processor; `mean` and `std` are the defaults of its class."""
+    def read(
+        cls, fields: Fields, mean: tuple[float, ...], std: tuple[float, ...], *, usual: bool = True
+    ) -> Normalising:
+        """The settings of an image processor. `mean`, `std` and `usual`, whether it normalises at all, are the defaults
+        of its class."""
         scale = fields.number("rescale_factor", 1 / 255) if fields.flag("do_rescale", True) else 1.0
-        if not fields.flag("do_normalize", True):
+        if not fields.flag("do_normalize", usual):
             return cls(scale, (0.0,) * 3, (1.0,) * 3)
         found = cls(scale, fields.numbers("image_mean", mean), fields.numbers("image_std", std))
         if not all(found.std):

@@ -45,7 +45,7 @@ from transformers import (
 )
 
 from tests.architectures.families import FAMILIES, VOCABULARY, Family, directory_name
-from tests.architectures.image_export import write_files, write_image_references
+from tests.architectures.image_export import needs_cache, write_files, write_image_references
 from tests.architectures.image_processing import PROCESSING
 from tests.architectures.packed_checkpoints import FORMATS, write_packed
 
@@ -90,7 +90,7 @@ def _deviation(name: str, length: int) -> float:
 def log_probabilities(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     """Log-probabilities after each token: f32 [tokens, vocabulary]."""
     with torch.no_grad():
-        logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].double()
+        logits = model(torch.from_numpy(tokens)[None], use_cache=needs_cache(model)).logits[0].double()
     return torch.log_softmax(logits, -1).float().numpy()
 
 

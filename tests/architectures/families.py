@@ -107,6 +107,31 @@ _QWEN_IMAGES = {
     for index, name in enumerate(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))
 }
 
+_GEMMA4 = {
+    **_SLIDING,
+    "model_type": "gemma4_text",
+    "global_head_dim": 64,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": False,
+}
+_GEMMA4_VISION = {
+    **_VISION,
+    "model_type": "gemma4_vision",
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "position_embedding_size": 512,
+}
+_GEMMA4_IMAGES = {
+    **{
+        name: VOCABULARY + index
+        for index, name in enumerate(
+            ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id")
+        )
+    },
+    "audio_config": None,
+    "tie_word_embeddings": False,
+}
+
 _GATED_DELTA = {
     **_GROUPED,
     "head_dim": 32,
@@ -180,6 +205,38 @@ FAMILIES: Mapping[str, Family] = {
             "eoi_token_index": VOCABULARY + 2,
             "tie_word_embeddings": False,
         },
+    ),
+    # As the small ones: layers have embeddings of their own, and the last ones use others' keys and values.
+    "gemma4": Family(
+        "gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY + _NUM_SPECIAL,
+            "num_kv_shared_layers": 2,
+        },
+        transformers="5.5.4",
+        vision=_GEMMA4_VISION,
+        around=_GEMMA4_IMAGES,
+    ),
+    # As the large ones: tokens of an image see each other in layers with a window; values are keys.
+    "gemma4-both-directions": Family(
+        "gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 80,
+            "use_bidirectional_attention": "vision",
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        transformers="5.5.4",
+        vision={**_GEMMA4_VISION, "standardize": True},
+        around=_GEMMA4_IMAGES,
     ),
     "phi": Family("phi"),
     "phi3": Family("phi3", {"sliding_window": None}),

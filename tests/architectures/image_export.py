@@ -31,7 +31,7 @@ _PIXELS_LAST = "channels_last"
 # Families whose reference puts white, not black, under transparent pixels.
 _ON_WHITE = ("PixtralImageProcessor", "Idefics3ImageProcessor", "SmolVLMImageProcessor")
 # Inputs of a model that have a number for each token, and what a generated token has there.
-_OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0}
+_OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
 
 
 def write_files(model: PreTrainedModel, processing: Processing, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -112,7 +112,8 @@ def _inputs(
         # The class ignores it.
         size = settings.pop("size")
         settings |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
-    pixels_of = getattr(transformers, kind)(**settings)
+    # From 5.4 on, that of the usual name computes with torchvision.
+    pixels_of = (getattr(transformers, f"{kind}Pil", None) or getattr(transformers, kind))(**settings)
     name = str(processing.preprocessor["processor_class"])
     if name in _BY_HAND:
         made = _BY_HAND[name](processing, pixels_of, text, images)
@@ -122,6 +123,8 @@ def _inputs(
         return dict(processor(images=images, text=text, return_tensors="pt", input_data_format=_PIXELS_LAST))
     expanded, tensors = made
     ids = tokenizer(expanded, return_tensors="pt", return_token_type_ids=False)
+    if name == "Gemma4Processor":
+        tensors["mm_token_type_ids"] = (ids["input_ids"] == tokenizer.image_token_id).long()
     return {**ids, **tensors}
 
 
@@ -159,7 +162,20 @@ def _smolvlm(
     return expanded, dict(found)
 
 
+def _gemma4(
+    _processing: Processing, pixels_of: Any, text: str, images: Sequence[Image.Image]
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """The expansion: the processor needs torchvision for videos."""
+    found = pixels_of(images, return_tensors="pt", input_data_format=_PIXELS_LAST)
+    pieces = text.split("<|image|>")
+    expanded = pieces[0]
+    for count, piece in zip(found.pop("num_soft_tokens_per_image"), pieces[1:], strict=True):
+        expanded += "<|image>" + "<|image|>" * int(count) + "<image|>" + piece
+    return expanded, dict(found)
+
+
 _BY_HAND = {
+    "Gemma4Processor": _gemma4,
     "Qwen2VLProcessor": _qwen,
     "Qwen2_5_VLProcessor": _qwen,
     "Qwen3VLProcessor": _qwen,
@@ -167,9 +183,15 @@ _BY_HAND = {
 }
 
 
+def needs_cache(model: PreTrainedModel) -> bool:
+    """Whether transformers computes another model without a cache: layers that take keys and values of others find them
+    in it (Gemma 4)."""
+    return bool(getattr(model.config.get_text_config(), "num_kv_shared_layers", 0))
+
+
 def _logprobs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> np.ndarray:
     with torch.no_grad():
-        logits = model(**inputs, use_cache=False).logits[0].double()
+        logits = model(**inputs, use_cache=needs_cache(model)).logits[0].double()
     return torch.log_softmax(logits, -1).float().numpy()
 
 

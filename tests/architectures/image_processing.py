@@ -113,6 +113,28 @@ _TILE_TOKENS = (
     "<end_of_utterance>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )
+_GEMMA4 = Processing(
+    ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"),
+    "\n\n<|image|>\n\n",
+    {
+        "do_convert_rgb": True,
+        "do_normalize": False,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.0] * 3,
+        "image_std": [1.0] * 3,
+        "image_processor_type": "Gemma4ImageProcessor",
+        "image_seq_length": 70,
+        "max_soft_tokens": 70,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "resample": _BICUBIC,
+        "rescale_factor": 1 / 255,
+        "processor_class": "Gemma4Processor",
+    },
+    {"image_seq_length": 70, "processor_class": "Gemma4Processor"},
+    {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+)
 
 PROCESSING: Mapping[str, Processing] = {
     "llava": Processing(
@@ -156,6 +178,8 @@ PROCESSING: Mapping[str, Processing] = {
         {"image_seq_length": 16, "processor_class": "Gemma3Processor"},
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
+    "gemma4": _GEMMA4,
+    "gemma4-both-directions": _GEMMA4,
     "qwen2_vl": Processing(_QWEN_TOKENS, _QWEN_PLACEHOLDER, {**_QWEN2, "processor_class": "Qwen2VLProcessor"}),
     "qwen2_5_vl": Processing(_QWEN_TOKENS, _QWEN_PLACEHOLDER, {**_QWEN2, "processor_class": "Qwen2_5_VLProcessor"}),
     "qwen3_vl": Processing(_QWEN_TOKENS, _QWEN_PLACEHOLDER, _QWEN3),

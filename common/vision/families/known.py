@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.common.vision.bounds import DEFAULT_MAX_IMAGE_PIXELS
 from headrace.common.vision.families.gemma3 import Gemma3
+from headrace.common.vision.families.gemma4 import Gemma4
 from headrace.common.vision.families.idefics3 import Idefics3
 from headrace.common.vision.families.llava import Llava
 from headrace.common.vision.families.llava_next import LlavaNext
@@ -28,6 +29,7 @@ def _llava(files: ModelFiles, max_image_pixels: int) -> ImageFamily:
 # By model_type. They read the files of a model, with the greatest number of pixels that its tower may read.
 _FAMILIES: Mapping[str, _Read] = {
     "gemma3": lambda files, _: Gemma3.read(files),
+    "gemma4": lambda files, _: Gemma4.read(files),
     "idefics3": lambda files, _: Idefics3.read(files),
     "llava": _llava,
     "llava_next": lambda files, _: LlavaNext.read(files),

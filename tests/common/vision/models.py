@@ -88,6 +88,28 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_seq_length": 256},
     ),
+    "gemma4": (
+        {
+            "model_type": "gemma4",
+            "image_token_id": 258880,
+            "boi_token_id": 255999,
+            "eoi_token_id": 258882,
+            "text_config": {"sliding_window": 1024, "use_bidirectional_attention": "vision", "pad_token_id": 0},
+            "vision_config": {"model_type": "gemma4_vision", "patch_size": 16, "pooling_kernel_size": 3},
+        },
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "do_normalize": False,
+            "image_mean": [0.0, 0.0, 0.0],
+            "image_std": [1.0, 1.0, 1.0],
+            "max_soft_tokens": 280,
+            "patch_size": 16,
+            "pooling_kernel_size": 3,
+            "resample": 3,
+            "rescale_factor": 1 / 255,
+        },
+        {"image_seq_length": 280},
+    ),
     "qwen2-vl": (
         {"model_type": "qwen2_vl", "vision_config": {"patch_size": 14, "spatial_merge_size": 2}, **QWEN_IDS},
         {

@@ -26,7 +26,7 @@ REFERENCES: dict[str, dict[str, dict[str, dict[str, str]]]] = json.loads(
     (Path(__file__).parent / "references.json").read_text()
 )
 # The words of write_references.py's tokenizer: special tokens, runs of line ends, and what lies between them.
-WORDS = re.compile(r"<\|[a-z_]+\|>|<[a-z0-9_-]+>|\[[A-Z_]+\]|\n+|[^\n<\[]+")
+WORDS = re.compile(r"<\|[a-z_]+\|?>|<[a-z]+\|>|<[a-z0-9_-]+>|\[[A-Z_]+\]|\n+|[^\n<\[]+")
 UNBOUNDED = 10**9
 
 
@@ -118,6 +118,7 @@ def test_references_cover_all_models_with_both_versions() -> None:
     for name in MODELS:
         assert {"1x1", "3x5", "5x3", "2x9", "2000x30"} <= set(expected("pixels", name)) or name == "smolvlm"
         assert len(expected("layouts", name)) >= 13
+    assert {name for name in MODELS if name not in REFERENCES["4.57.6"]["pixels"]} == {"gemma4"}
     assert {MODELS[name][0]["model_type"] for name in MODELS} >= FAMILIES - {"qwen2_5_vl", "qwen3_5", "qwen3_5_moe"}
 
 
@@ -140,6 +141,7 @@ def test_low_detail_of_each_family() -> None:
     assert found["llava-next"] == 24 * 24 + 1
     assert found["llava"] == 576
     assert found["gemma3"] == 256
+    assert found["gemma4"] == 63  # 9 columns and 7 rows of at most 70
     assert all(200 < found[name] <= 270 for name in ("qwen2-vl", "qwen3-vl", "mistral3", "pixtral"))
 
 
@@ -212,8 +214,34 @@ def test_reserved_tokens_are_those_of_the_config() -> None:
         assert {family.image_token_id, family.placeholder_token_id} <= family.reserved_token_ids
 
 
-def test_only_gemma_3_keeps_images_whole() -> None:
-    assert [name for name in MODELS if family_named(name).keeps_images_whole] == ["gemma3"]
+def test_only_gemma_keeps_images_whole() -> None:
+    assert [name for name in MODELS if family_named(name).keeps_images_whole] == ["gemma3", "gemma4"]
+    small = family_of(changed("gemma4", lambda config, _: config["text_config"].pop("use_bidirectional_attention")))
+    assert small is not None
+    assert not small.keeps_images_whole
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"pad_token_id": 5}, "config.json: text_config: pad_token_id is not 0"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is all, which is not supported"),
+        ({"sliding_window": 100}, "sliding_window is less than the 280 tokens of an image"),
+    ],
+)
+def test_attention_of_gemma_4_that_is_not_supported_is_refused_by_name(edit: dict[str, Any], message: str) -> None:
+    with pytest.raises(FamilyError, match=re.escape(message)):
+        family_of(changed("gemma4", lambda config, _: config["text_config"].update(edit)))
+
+
+def test_patches_of_gemma_4_come_with_their_column_and_row() -> None:
+    family = family_named("gemma4")
+    layout = family.layout(3, 2, Detail.LOW)
+    found = family.pixels(Image.fromarray(picture(3, 2)), layout)
+    places = found["image_position_ids"]
+    assert places.shape == (1, 9 * layout.num_image_tokens, 2)
+    assert places[0, :2].tolist() == [[0, 0], [1, 0]]
+    assert (places.max(1) + 1).prod() == places.shape[1]
 
 
 def files(config: dict[str, Any], preprocessor: dict[str, Any] | None = None) -> dict[str, bytes]:
@@ -234,9 +262,11 @@ def test_a_text_model_has_no_family() -> None:
 
 
 def test_an_unknown_family_is_refused_by_name_and_the_known_ones_are_named() -> None:
-    with pytest.raises(FamilyError, match="'internvl' are not supported; those of gemma3, idefics3, .*smolvlm are"):
+    with pytest.raises(
+        FamilyError, match="'internvl' are not supported; those of gemma3, gemma4, idefics3, .*smolvlm are"
+    ):
         family_of(files({"model_type": "internvl", "vision_config": {"image_size": 448}}))
-    assert len(FAMILIES) == 11
+    assert len(FAMILIES) == 12
 
 
 @pytest.mark.parametrize(
@@ -251,6 +281,8 @@ def test_an_unknown_family_is_refused_by_name_and_the_known_ones_are_named() -> 
         ("llava", {"size": {"shortest_edge": 10**9}}, "shortest_edge is 1000000000, more than 8192"),
         ("llava-next", {"image_grid_pinpoints": [[336, 672]]}, "differs from that of config.json"),
         ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan is true, which is not supported"),
+        ("gemma4", {"pooling_kernel_size": 2}, "pooling_kernel_size is not 3, as in the model's vision_config"),
+        ("gemma4", {"max_soft_tokens": 300}, "max_soft_tokens is 300, and is one of (70, 140, 280, 560, 1120)"),
         ("qwen2-vl", {"patch_size": 16}, "patch_size is not 14, as in the model's vision_config"),
         ("smolvlm", {"max_image_size": {"longest_edge": 500}}, "max_image_size does not fit the model's patch_size"),
         ("pixtral", {"resample": 9}, "resample is 9"),

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.common.model_files.config import config_in
 from headrace.common.model_files.vision_networks import vision_networks_in
 from headrace.worker.multimodal.towers.attention import see_all, see_all_and_windows
+from headrace.worker.multimodal.towers.gemma4 import Gemma4, look_up_places
 from headrace.worker.multimodal.towers.idefics3 import Places as PlacesInTile
 from headrace.worker.multimodal.towers.llava_next import Packing
 from headrace.worker.multimodal.towers.mistral3 import Mistral3
@@ -36,6 +37,10 @@ def _tiled(networks: Sequence[Path], config: Config, settings: Settings) -> Towe
 
 def _llava_next(networks: Sequence[Path], config: Config, settings: Settings) -> Tower:
     return Tiled(Network(networks[0], settings), packed=Packing(config))
+
+
+def _gemma4(networks: Sequence[Path], config: Config, settings: Settings) -> Tower:
+    return Gemma4(Network(networks[0], settings, look_up_places))
 
 
 def _idefics3(networks: Sequence[Path], config: Config, settings: Settings) -> Tower:
@@ -82,6 +87,7 @@ _TOWERS: Mapping[str, Callable[[Sequence[Path], Config, Settings], Tower]] = {
     "llava": _tiled,
     "llava_next": _llava_next,
     "gemma3": _tiled,
+    "gemma4": _gemma4,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "mistral3": _mistral3,
