@@ -93,6 +93,7 @@ ONLY_IN = {
         "worker/multimodal/joining.py",
         "worker/multimodal/towers/attention.py",
         "worker/multimodal/towers/gemma4.py",
+        "worker/multimodal/towers/integer_products.py",
         "worker/multimodal/towers/network.py",
         "worker/model/positions.py",
         "worker/model/runner.py",

@@ -62,6 +62,22 @@ def see_all_and_windows(model: ov.Model) -> None:
     _remove(model, WINDOW_MASK)
 
 
+def attend_in_bfloat16(model: ov.Model) -> None:
+    """Compute attention in bfloat16 in a graph that is compiled for float32: it takes half of the time."""
+    for attention in model.get_ops():
+        if attention.get_type_name() != _ATTENTION:
+            continue
+        for port in attention.inputs():
+            if port.get_element_type() == ov.Type.f32:
+                port.replace_source_output(opset13.convert(port.get_source_output(), "bf16").output(0))
+        readers = list(attention.output(0).get_target_inputs())
+        attention.validate_and_infer_types()
+        seen = opset13.convert(attention.output(0), "f32")
+        for reader in readers:
+            reader.replace_source_output(seen.output(0))
+    model.validate_nodes_and_infer_types()
+
+
 def window_inputs(sizes: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
     """The inputs for windows of these numbers of patches, which follow each other."""
     most, ends = int(sizes.max()), np.cumsum(sizes)

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
+from headrace.worker.multimodal.towers.attention import attend_in_bfloat16
+from headrace.worker.multimodal.towers.integer_products import integer_products
 from headrace.worker.multimodal.towers.tower import TowerError
 
 FloatArray = npt.NDArray[np.float32]
@@ -27,7 +29,7 @@ class Network:
 
     def __init__(self, path: Path, settings: Settings, change: Callable[[ov.Model], None] = lambda _: None) -> None:
         """Read and compile a network; `change` changes its graph before. TowerError if that is not possible."""
-        properties = {
+        properties: dict[str, object] = {
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
             "INFERENCE_NUM_THREADS": settings.threads,
@@ -37,6 +39,10 @@ class Network:
         try:
             model = core.read_model(path)
             change(model)
+            in_integers = integer_products(core, model, settings.execution_mode)
+            if in_integers:
+                properties |= in_integers
+                attend_in_bfloat16(model)
             self._request = core.compile_model(model, "CPU", properties).create_infer_request()
         except RuntimeError as error:
             raise TowerError(f"{path.name} cannot be compiled ({str(error).strip().splitlines()[-1][:300]})") from error

@@ -9,7 +9,14 @@ import openvino as ov
 import pytest
 from openvino import opset13
 
-from headrace.worker.multimodal.towers.attention import MASK, WINDOW_MASK, see_all, see_all_and_windows, window_inputs
+from headrace.worker.multimodal.towers.attention import (
+    MASK,
+    WINDOW_MASK,
+    attend_in_bfloat16,
+    see_all,
+    see_all_and_windows,
+    window_inputs,
+)
 from headrace.worker.multimodal.towers.tower import TowerError
 
 HEADS, SIZE = 2, 8
@@ -69,3 +76,18 @@ def test_windows_are_filled_up_with_what_nobody_sees() -> None:
 def test_a_mask_that_is_used_in_another_way_is_refused() -> None:
     with pytest.raises(TowerError, match="uses attention_mask in an unknown way"):
         see_all(merger(has_windows=False, scaled=True))
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_attention_in_bfloat16_stays_close_and_leaves_other_operations(has_windows: bool) -> None:
+    states = 0.1 * np.random.default_rng(1).normal(size=(PATCHES, HEADS * SIZE)).astype(np.float32)
+    plain, changed = (merger(has_windows=has_windows) for _ in range(2))
+    for model in (plain, changed):
+        (see_all_and_windows if has_windows else see_all)(model)
+    attend_in_bfloat16(changed)
+    types = {(node.get_type_name(), node.get_output_element_type(0)) for node in changed.get_ops()}
+    assert ("ScaledDotProductAttention", ov.Type.bf16) in types
+    assert {kind for name, kind in types if name in {"MatMul", "Add"}} == {ov.Type.f32}
+    inputs = {"hidden_states": states, **(dict(window_inputs(SIZES)) if has_windows else {})}
+    expected = computed(plain, inputs)
+    assert 0 < np.abs(computed(changed, inputs) - expected).mean() < 0.05 * np.abs(expected).mean()
