@@ -4,7 +4,9 @@ of neighbours stay those of the reference."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +66,20 @@ async def test_hostile_requests_beside_pictures(system: Serve) -> None:
 
     async with httpx.AsyncClient(base_url=system.base_url, timeout=patience(120)) as http:
 
+        async def post(path: str, body: object) -> httpx.Response:
+            start_s = time.monotonic()
+            try:
+                return await http.post(path, json=body)
+            except httpx.TransportError as error:
+                waited_s, num_bytes = time.monotonic() - start_s, len(json.dumps(body))
+                running = [(row["name"], row["pid"]) for row in system.status()]
+                raise AssertionError(
+                    f"{error!r} at {path} after {waited_s:.1f} s, with {num_bytes} bytes, behind {statuses}; "
+                    f"now there are {running}\n{system.tail()}"
+                ) from error
+
         async def send(path: str, body: object) -> None:
-            answer = await http.post(path, json=body)
+            answer = await post(path, body)
             statuses[answer.status_code] += 1
             assert answer.status_code < 500, answer.text
             assert not [word for word in ("0x7", "PIL", "Pillow", "Traceback") if word in answer.text], answer.text
@@ -74,7 +88,7 @@ async def test_hostile_requests_beside_pictures(system: Serve) -> None:
             parts = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in question.pictures]
             content = [*parts, {"type": "text", "text": question.text}]
             body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
-            answer = await http.post("/v1/chat/completions", json=body)
+            answer = await post("/v1/chat/completions", body)
             return str(answer.json()["choices"][0]["message"]["content"]).strip()
 
         async def neighbour() -> int:
