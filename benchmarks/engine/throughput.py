@@ -22,11 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Generic, TypeVar
 from zlib import crc32
 
 import numpy as np
 
 from benchmarks.engine.sides import EngineSettings, Job, JobTimes, side_process
+
+Run = tuple[float, list[JobTimes]]
+"""The seconds of a workload, and the times of its jobs."""
+_Run = TypeVar("_Run")
 
 VOCAB = (100, 49_000)
 NAMES = ("headrace", "openvino-genai")
@@ -44,10 +49,10 @@ class Peers:
             self._pipes[name] = pipe
             assert pipe.recv() == "ready"
 
-    def run(self, name: str, jobs: Sequence[Job]) -> tuple[float, list[JobTimes]]:
+    def run(self, name: str, jobs: Sequence[Job]) -> Run:
         """Run a workload on one side while the other is idle."""
         self._pipes[name].send(jobs)
-        answer: tuple[float, list[JobTimes]] = self._pipes[name].recv()
+        answer: Run = self._pipes[name].recv()
         return answer
 
     def close(self) -> None:
@@ -57,14 +62,16 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(Generic[_Run]):
     """The two outcomes of one workload."""
 
-    ours: tuple[float, list[JobTimes]]
-    theirs: tuple[float, list[JobTimes]]
+    ours: _Run
+    theirs: _Run
 
 
-def pairs_of(peers: Peers, case: str, make: Callable[[np.random.Generator, int], list[Job]], count: int) -> list[Pair]:
+def pairs_of(
+    peers: Peers, case: str, make: Callable[[np.random.Generator, int], list[Job]], count: int
+) -> list[Pair[Run]]:
     """`count` pairs after a warm-up pair. Each run gets fresh tokens, so that it cannot use the cache of an earlier
     one. `make` also gets the number of the pair, so that each pair may have its own load, the same for both sides."""
     pairs = []
@@ -91,24 +98,24 @@ def conversation(index: int) -> tuple[int, int]:
     return prompt, int(np.clip(shape.exponential(128), 4, 600))
 
 
-def rate(run: tuple[float, list[JobTimes]]) -> float:
+def rate(run: Run) -> float:
     """Output tokens per second."""
     return sum(times.num_tokens for times in run[1]) / run[0]
 
 
-def p95_ttft(run: tuple[float, list[JobTimes]]) -> float:
+def p95_ttft(run: Run) -> float:
     """The 95th percentile of the time to the first token, in milliseconds."""
     return 1000 * float(np.percentile([times.ttft_s for times in run[1]], 95))
 
 
-def tpot(run: tuple[float, list[JobTimes]]) -> float:
+def tpot(run: Run) -> float:
     """Mean time per output token after the first, in milliseconds."""
     return 1000 * statistics.fmean(
         (times.total_s - times.ttft_s) / (times.num_tokens - 1) for times in run[1] if times.num_tokens > 1
     )
 
 
-def report(name: str, unit: str, pairs: list[Pair], figure: Callable[[tuple[float, list[JobTimes]]], float]) -> float:
+def report(name: str, unit: str, pairs: Sequence[Pair[_Run]], figure: Callable[[_Run], float]) -> float:
     """Print medians and the ratio ours/theirs with its spread. Returns the median of theirs."""
     ours = [figure(pair.ours) for pair in pairs]
     theirs = [figure(pair.theirs) for pair in pairs]

@@ -57,7 +57,7 @@ class Serving:
         url = urlsplit(self._process.stdout.readline().removeprefix("ready: ").strip())
         if url.hostname is None or url.port is None:
             raise RuntimeError("headrace serve did not become ready; run it by hand to see why")
-        self.host, self.port = url.hostname, url.port
+        self.host, self.port, self.pid = url.hostname, url.port, self._process.pid
 
     def run(self, prompts: list[list[int]], output: int) -> tuple[float, list[Answer]]:
         """Run all prompts at once. Returns the seconds and the answers."""

@@ -8,6 +8,8 @@ peer gets decoded pixels; headrace gets JPEG files as data URLs, and does all of
 
     closed  N chats at once, each with its own picture and a question      output tokens/s, p95 TTFT
     turns   one chat of several turns over one picture; each repeats all that was said before, as clients do     seconds
+
+Both cases also report the CPU seconds of a side's processes, which depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import asyncio
 import base64
 import io
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,17 +26,18 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from benchmarks.engine import throughput
 from benchmarks.engine.sides import JobTimes
 from benchmarks.engine.throughput import Pair, p95_ttft, rate, report
 from benchmarks.gateway.http_load import CHAT, closed_loop
 from benchmarks.gateway.http_throughput import Serving
 
-Run = tuple[float, list[JobTimes]]
 _WORDS = ("what", "is", "in", "this", "picture", "tell", "me", "more", "about", "its", "colours")
 # Blocks of 32 tokens: room for 32 chats of 1,500 tokens.
 _NUM_BLOCKS = 1600
@@ -47,6 +51,22 @@ class Chat:
     questions: Sequence[str]
     answers: Sequence[str]
     output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What chats took: seconds and the times of each, and the CPU seconds of all processes of the side."""
+
+    timed: throughput.Run
+    cpu_s: float
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of all that it started and that still run."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return own + sum(cpu_seconds(int(child)) for child in children)
 
 
 def picture(rng: np.random.Generator, width: int, height: int) -> npt.NDArray[np.uint8]:
@@ -76,11 +96,12 @@ class Ours:
     def run(self, chats: Sequence[Chat]) -> Run:
         """Send all chats at once."""
         bodies = [self._body(chat) for chat in chats]
-        start = time.perf_counter()
+        start, start_cpu_s = time.perf_counter(), cpu_seconds(self._serving.pid)
         host, port = self._serving.host, self._serving.port
         answers = asyncio.run(closed_loop(host, port, bodies, len(bodies), CHAT))
         seconds = time.perf_counter() - start
-        return seconds, [JobTimes(answer.ttft_s, answer.total_s, answer.num_tokens) for answer in answers]
+        times = [JobTimes(answer.ttft_s, answer.total_s, answer.num_tokens) for answer in answers]
+        return Run((seconds, times), cpu_seconds(self._serving.pid) - start_cpu_s)
 
     def _body(self, chat: Chat) -> dict[str, object]:
         image = {"type": "image_url", "image_url": {"url": jpeg_url(chat.pixels)}}
@@ -103,14 +124,18 @@ class Theirs:
     def __init__(self, model_dir: Path, budget: int) -> None:
         context = get_context("spawn")
         self._pipe, other_end = context.Pipe()
-        context.Process(target=_serve_peer, args=(other_end, model_dir, budget), daemon=True).start()
+        self._process = context.Process(target=_serve_peer, args=(other_end, model_dir, budget), daemon=True)
+        self._process.start()
         assert self._pipe.recv() == "ready"
 
     def run(self, chats: Sequence[Chat]) -> Run:
         """Add all chats at once, and step until they have ended."""
+        pid = self._process.pid
+        assert pid is not None
+        start_cpu_s = cpu_seconds(pid)
         self._pipe.send(chats)
-        answer: Run = self._pipe.recv()
-        return answer
+        timed: throughput.Run = self._pipe.recv()
+        return Run(timed, cpu_seconds(pid) - start_cpu_s)
 
     def close(self) -> None:
         """End the process."""
@@ -175,24 +200,22 @@ def run_turns(side: Ours | Theirs, rng: np.random.Generator, size: tuple[int, in
     pixels = picture(rng, *size)
     questions = [question(rng) for _ in range(turns)]
     answers = [question(rng, output) for _ in range(turns - 1)]
-    seconds, times = 0.0, []
-    for turn in range(turns):
-        turn_s, found = side.run([Chat(pixels, questions[: turn + 1], answers[:turn], output)])
-        seconds += turn_s
-        times += found
-    return seconds, times
+    runs = [side.run([Chat(pixels, questions[: turn + 1], answers[:turn], output)]) for turn in range(turns)]
+    times = [one for run in runs for one in run.timed[1]]
+    return Run((sum(run.timed[0] for run in runs), times), sum(run.cpu_s for run in runs))
 
 
 def pairs_of(
-    ours: Ours, theirs: Theirs, run: Callable[[Ours | Theirs, np.random.Generator], Run], num: int
-) -> list[Pair]:
-    """`num` pairs after a warm-up pair, in turns."""
+    case: str, ours: Ours, theirs: Theirs, run: Callable[[Ours | Theirs, np.random.Generator], Run], num: int
+) -> list[Pair[Run]]:
+    """`num` pairs, in turns. The pictures are those of no other case."""
     pairs = []
-    for number in range(num + 1):
-        sides: list[Ours | Theirs] = [ours, theirs] if number % 2 else [theirs, ours]
-        runs = {side: run(side, np.random.default_rng([number, sides.index(side)])) for side in sides}
-        if number:
-            pairs.append(Pair(runs[ours], runs[theirs]))
+    for number in range(num):
+        sides: list[Ours | Theirs] = [theirs, ours] if number % 2 else [ours, theirs]
+        runs = {
+            side: run(side, np.random.default_rng([crc32(case.encode()), number, sides.index(side)])) for side in sides
+        }
+        pairs.append(Pair(runs[ours], runs[theirs]))
     return pairs
 
 
@@ -216,17 +239,25 @@ def main() -> None:
     ours = Ours(args.model_dir, args.serve_argument)
     size, output = (width, height), args.output
     try:
+        for side in (ours, theirs):  # the first steps arrange the weights for the kernels
+            side.run(closed_chats(np.random.default_rng(args.pairs), 2, size, output))
         if "closed" in args.case:
             for num in args.requests:
-                pairs = pairs_of(
-                    ours, theirs, lambda side, rng, num=num: side.run(closed_chats(rng, num, size, output)), args.pairs
-                )
-                report(f"{num} chats, throughput", "output tokens/s", pairs, rate)
-                report(f"{num} chats, p95 TTFT", "ms", pairs, p95_ttft)
+
+                def run(side: Ours | Theirs, rng: np.random.Generator, num: int = num) -> Run:
+                    return side.run(closed_chats(rng, num, size, output))
+
+                pairs = pairs_of(f"closed {num}", ours, theirs, run, args.pairs)
+                report(f"{num} chats, throughput", "output tokens/s", pairs, lambda run: rate(run.timed))
+                report(f"{num} chats, p95 TTFT", "ms", pairs, lambda run: p95_ttft(run.timed))
+                report(f"{num} chats, CPU", "s", pairs, lambda run: run.cpu_s)
         if "turns" in args.case:
-            pairs = pairs_of(ours, theirs, lambda side, rng: run_turns(side, rng, size, output, args.turns), args.pairs)
-            report(f"{args.turns} turns over one picture", "s", pairs, lambda run: run[0])
-            ttfts = [1000 * statistics.median(times.ttft_s for times in pair.ours[1][1:]) for pair in pairs]
+            pairs = pairs_of(
+                "turns", ours, theirs, lambda side, rng: run_turns(side, rng, size, output, args.turns), args.pairs
+            )
+            report(f"{args.turns} turns over one picture", "s", pairs, lambda run: run.timed[0])
+            report(f"{args.turns} turns, CPU", "s", pairs, lambda run: run.cpu_s)
+            ttfts = [1000 * statistics.median(times.ttft_s for times in pair.ours.timed[1][1:]) for pair in pairs]
             print(f"TTFT of later turns: headrace {statistics.median(ttfts):.0f} ms")
     finally:
         ours.close()

@@ -3,7 +3,8 @@
     .make/architectures/bin/python -m benchmarks.images.vision_model SHAPE DIRECTORY [--layers 8]
 
 Its answers are noise, but its cost is that of the real model with so many layers in its language model. The vision
-tower is whole. Weights have 8 bits, as optimum-intel compresses vision-language models by default.
+tower is whole. Weights have 8 bits, as optimum-intel compresses vision-language models by default. Layers share their
+weights until they are compressed, so that the export needs little memory.
 
     llava-1.5    CLIP ViT-L/14 of 336 pixels, 576 tokens an image; Llama 2 7B
     qwen2-vl     Qwen2-VL's vision tower; Qwen2 1.5B
@@ -13,6 +14,7 @@ tower is whole. Weights have 8 bits, as optimum-intel compresses vision-language
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import nncf
+import numpy as np
 import openvino as ov
 import torch
 import transformers
+from openvino import opset13
 from openvino_tokenizers import convert_tokenizer
 from optimum.exporters.openvino import export_from_model
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -187,7 +191,7 @@ def main() -> None:
     shape, directory = SHAPES[args.shape], args.directory
     tokenizer = _tokenizer(shape)
     model = _model(shape, args.layers)
-    export_from_model(model, output=directory, task="image-text-to-text", stateful=True)
+    export_from_model(model, output=directory, task="image-text-to-text", stateful=True, patch_16bit_model=True)
     config = model.config
     del model
     config.save_pretrained(directory)
@@ -218,7 +222,32 @@ def _model(shape: Shape, layers: int) -> Any:
         given = {"text_config": text, "vision_config": dict(shape.vision), name: image_token_id, **shape.around}
         config = transformers.AutoConfig.for_model(shape.model_type, **given)
     torch.manual_seed(0)
-    return transformers.AutoModelForImageTextToText.from_config(config).eval()
+    depth = "depth" if "depth" in shape.vision else "num_hidden_layers"
+    config.text_config.num_hidden_layers = 1
+    setattr(config.vision_config, depth, 1)
+    # As published weights: 16 bits, which also halves the memory of the export.
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float16).eval()
+    text_layers = model.get_decoder().layers
+    for module in list(model.modules()):
+        if isinstance(module, torch.nn.ModuleList):
+            _repeat(module, layers if module is text_layers else shape.vision[depth])
+    config = model.config
+    config.text_config.num_hidden_layers = layers
+    if getattr(config.text_config, "layer_types", None):
+        config.text_config.layer_types = config.text_config.layer_types[:1] * layers
+    setattr(config.vision_config, depth, shape.vision[depth])
+    return model
+
+
+def _repeat(layers: torch.nn.ModuleList, number: int) -> None:
+    """So many layers with the weights of the only one."""
+    weights = {id(parameter): parameter for parameter in layers[0].parameters()}
+    for index in range(1, number):
+        layer = copy.deepcopy(layers[0], dict(weights))
+        attention = getattr(layer, "self_attn", None)
+        if hasattr(attention, "layer_idx"):
+            attention.layer_idx = index
+        layers.append(layer)
 
 
 def _tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
@@ -239,11 +268,38 @@ def _tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
 def _compress(path: Path) -> None:
     """Give a network weights of 8 bits."""
     graph = nncf.compress_weights(ov.Core().read_model(path), mode=nncf.CompressWeightsMode.INT8_ASYM)
+    _tell_apart(graph)
     whole = path.with_name(f"compressed_{path.name}")
     ov.save_model(graph, whole, compress_to_fp16=False)
     del graph
     for made in (whole, whole.with_suffix(".bin")):
         made.replace(path.with_suffix(made.suffix))
+
+
+def _tell_apart(graph: ov.Model) -> None:
+    """Give products that share weights weights of their own: the same rows in another order."""
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() != "MatMul":
+            continue
+        sharing = [port for port in node.input_value(1).get_target_inputs() if port.get_index() == 1]
+        for number, port in enumerate(sharing[1:], 1):
+            port.replace_source_output(_in_other_order(port.get_source_output(), number))
+
+
+def _in_other_order(weights: ov.Output, shift: int) -> ov.Output:
+    """Decompressed weights `[outputs, inputs]` with their rows shifted."""
+    node = weights.get_node()
+    parts = [_in_other_order(value, shift) for value in node.input_values()]
+    match node.get_type_name():
+        case "Constant":
+            return opset13.constant(np.roll(node.data, shift, axis=0)).output(0)
+        case "Convert":
+            return opset13.convert(parts[0], weights.get_element_type().to_string()).output(0)
+        case "Subtract":
+            return opset13.subtract(*parts).output(0)
+        case "Multiply":
+            return opset13.multiply(*parts).output(0)
+    raise ValueError(f"weights in an unknown form: {node}")
 
 
 if __name__ == "__main__":
