@@ -50,6 +50,17 @@ def is_one_of(value: object, values: Iterable[object]) -> bool:
     return any(value == one and isinstance(one, bool) is is_bool for one in values)
 
 
+def texts_or_tokens(name: str, given: str | list[Any]) -> list[str | list[int]]:
+    """The prompts or texts of a field, each a text or its tokens. Raises `StatusError`."""
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(entry, int) for entry in given):
+        return [given]
+    if all(isinstance(entry, str) for entry in given) or all(isinstance(entry, list) for entry in given):
+        return given
+    raise invalid(name, f"{name} must be a text, a list of texts, a list of tokens or a list of lists of tokens")
+
+
 def json_of(name: str, text: str) -> Any:
     """The value of a field that is JSON text. Raises `StatusError`."""
     try:

@@ -34,10 +34,10 @@ class Setup:
 class OpenProtocol:
     """A running protocol. Subclasses override what they need."""
 
-    endpoints: Sequence[Endpoint] = ()
-    """Its HTTP endpoints."""
-    grpc_services: Sequence[GrpcService] = ()
-    """Its gRPC services, for a gateway with a gRPC port."""
+    def __init__(self, endpoints: Sequence[Endpoint] = (), grpc_services: Sequence[GrpcService] = ()) -> None:
+        """A gateway with a gRPC port serves the gRPC services."""
+        self.endpoints = endpoints
+        self.grpc_services = grpc_services
 
     def redis_states(self) -> Mapping[str, RedisState]:
         """The state of each Redis that it uses, by purpose. Health endpoints show them."""

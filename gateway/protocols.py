@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Sequence
 
 from headrace.gateway.edge.endpoint import Endpoint
-from headrace.gateway.operations import model_server_endpoints, openapi_endpoints, state_endpoints
+from headrace.gateway.operations import endpoints as operations
 from headrace.gateway.protocol import OpenProtocol, Protocol
 from headrace.gateway.services import Services
 
@@ -39,9 +39,5 @@ PROTOCOLS = {name: _load(name) for name in NAMES}
 
 def endpoints(services: Services, opened: Sequence[OpenProtocol]) -> Sequence[Endpoint]:
     """All HTTP endpoints of the open protocols and for operators."""
-    found = [
-        *(endpoint for protocol in opened for endpoint in protocol.endpoints),
-        *state_endpoints.endpoints(services, [protocol.redis_states for protocol in opened]),
-        *model_server_endpoints.endpoints(services),
-    ]
-    return [*found, *openapi_endpoints.endpoints(found)]
+    own = [endpoint for protocol in opened for endpoint in protocol.endpoints]
+    return operations.endpoints(services, [protocol.redis_states for protocol in opened], own)

@@ -1,32 +1,84 @@
-"""The endpoints for adapters. They are for operators: each call needs the admin key."""
+"""The endpoints for adapters and for the models of a host. They are for operators: each call needs the admin key."""
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Sequence
+from pathlib import Path
 
-from headrace.gateway.adapters.admin_key import AdminKey, for_operators
-from headrace.gateway.adapters.types import AdapterInfo, AdapterInfos, LoadRequest, UnloadRequest
-from headrace.gateway.edge.endpoint import Endpoint, Operation
+from headrace.gateway.adapters.types import (
+    AdapterInfo,
+    AdapterInfos,
+    LoadModelRequest,
+    LoadRequest,
+    ModelState,
+    UnloadModelRequest,
+    UnloadRequest,
+)
+from headrace.gateway.edge.endpoint import API, Endpoint, Handler, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.services import Services
+from headrace.protos.host_pb2 import HostedModel, HostedModelState
 from headrace.protos.router_pb2 import RouterLoadAdapterRequest, ServedAdapter
+from headrace.protos.status import Reason, StatusError
+
+_MIN_KEY_CHARS = 16
+
+
+class AdminKey:
+    """The key that operators send as `Authorization: Bearer KEY`."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Without a key file, no caller is an operator. Raises ValueError with a readable message if the file has no
+        key."""
+        self._key = b""
+        if path is None:
+            return
+        try:
+            self._key = path.read_bytes().strip()
+        except OSError as error:
+            raise ValueError(f"--admin-key-file {path} cannot be read: {error.strerror}") from None
+        if len(self._key) < _MIN_KEY_CHARS:
+            raise ValueError(f"--admin-key-file {path} must have a key of at least {_MIN_KEY_CHARS} characters")
+
+    def check(self, exchange: Exchange) -> None:
+        """Raise StatusError unless the caller is an operator."""
+        if not self._key:
+            raise StatusError(
+                Reason.PERMISSION_DENIED,
+                "models and adapters cannot be changed over HTTP here: start the gateway with --admin-key-file, or use "
+                "`headrace models` and `headrace adapters`",
+            )
+        scheme, _, key = exchange.header("authorization").partition(" ")
+        # The bytes as they were sent.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1").strip(), self._key):
+            raise StatusError(Reason.UNAUTHENTICATED, "this needs the admin key, as Authorization: Bearer KEY")
 
 
 def endpoints(services: Services, admin_key: AdminKey) -> Sequence[Endpoint]:
-    """POST load_lora_adapter and unload_lora_adapter, GET lora_adapters."""
-    own = _Adapters(services, admin_key)
+    """All endpoints. They need no API key, because none replaces the operators' key."""
+    own = _Operating(services, admin_key)
+
+    def for_operators(method: str, path: str, name: str, handler: Handler, operation: Operation) -> Endpoint:
+        return Endpoint(method, path, name, handler, operation, is_open=True, makes_work=False)
+
     load = Operation("Load a LoRA adapter", requests=(LoadRequest,))
     unload = Operation("Unload a LoRA adapter", requests=(UnloadRequest,))
     listed = Operation("The LoRA adapters and where they are", AdapterInfos)
-    return for_operators(
-        Endpoint("POST", "/load_lora_adapter", "adapters", own.load, load),
-        Endpoint("POST", "/unload_lora_adapter", "adapters", own.unload, unload),
-        Endpoint("GET", "/lora_adapters", "adapters", own.list, listed),
+    load_model = Operation("Load a model of the host", ModelState, (LoadModelRequest,))
+    unload_model = Operation("Unload a model of the host", ModelState, (UnloadModelRequest,))
+    return under(
+        API,
+        for_operators("POST", "/load_lora_adapter", "adapters", own.load, load),
+        for_operators("POST", "/unload_lora_adapter", "adapters", own.unload, unload),
+        for_operators("GET", "/lora_adapters", "adapters", own.list, listed),
+        for_operators("POST", "/load_model", "model_host", own.load_model, load_model),
+        for_operators("POST", "/unload_model", "model_host", own.unload_model, unload_model),
     )
 
 
-class _Adapters:
+class _Operating:
     def __init__(self, services: Services, admin_key: AdminKey) -> None:
         self._services = services
         self._admin_key = admin_key
@@ -56,6 +108,18 @@ class _Adapters:
         adapters = await self._services.upstream.list_adapters()
         await exchange.respond(encode(AdapterInfos(object="list", data=[_info(adapter) for adapter in adapters])))
 
+    async def load_model(self, exchange: Exchange) -> None:
+        self._admin_key.check(exchange)
+        request = decode_body(await exchange.body(), LoadModelRequest)
+        hosted = await self._services.host.load_by_operator(request.model, request.path or "")
+        await self._services.models.refresh()
+        await exchange.respond(encode(_state_of(hosted)))
+
+    async def unload_model(self, exchange: Exchange) -> None:
+        self._admin_key.check(exchange)
+        request = decode_body(await exchange.body(), UnloadModelRequest)
+        await exchange.respond(encode(_state_of(await self._services.host.unload(request.model))))
+
 
 async def _told(exchange: Exchange, text: str) -> None:
     await exchange.respond(text.encode(), content_type=b"text/plain; charset=utf-8")
@@ -74,3 +138,8 @@ def _info(served: ServedAdapter) -> AdapterInfo:
         workers=served.num_workers,
         in_memory=served.num_in_memory,
     )
+
+
+def _state_of(model: HostedModel) -> ModelState:
+    state = HostedModelState.Name(model.state).removeprefix("HOSTED_MODEL_STATE_").lower()
+    return ModelState(id=model.name, state=state)

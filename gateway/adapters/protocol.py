@@ -6,9 +6,7 @@ from pathlib import Path
 
 import click
 
-from headrace.gateway.adapters import model_endpoints
-from headrace.gateway.adapters.admin_key import AdminKey
-from headrace.gateway.adapters.endpoints import endpoints
+from headrace.gateway.adapters.endpoints import AdminKey, endpoints
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol, Setup
 
 _OPTIONS = (
@@ -22,14 +20,12 @@ _OPTIONS = (
 )
 
 
-class _Adapters(OpenProtocol):
-    def __init__(self, setup: Setup) -> None:
-        try:
-            admin_key = AdminKey(setup.flags["admin_key_file"])
-        except ValueError as error:
-            raise CannotServeError(str(error)) from None
-        services = setup.services
-        self.endpoints = [*endpoints(services, admin_key), *model_endpoints.endpoints(services, admin_key)]
+def _opened(setup: Setup) -> OpenProtocol:
+    try:
+        admin_key = AdminKey(setup.flags["admin_key_file"])
+    except ValueError as error:
+        raise CannotServeError(str(error)) from None
+    return OpenProtocol(endpoints(setup.services, admin_key))
 
 
-PROTOCOL = Protocol(_Adapters, options=_OPTIONS)
+PROTOCOL = Protocol(_opened, options=_OPTIONS)

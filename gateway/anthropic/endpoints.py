@@ -29,6 +29,7 @@ from headrace.gateway.chat.request import AnswerFields, Chat
 from headrace.gateway.chat.sampling import ContextTooLongError
 from headrace.gateway.edge.endpoint import API, EVENTS, Endpoint, Handler, Operation, under
 from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.requests import request_of
 from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.services import Services
@@ -99,9 +100,7 @@ class _Messages:
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """POST messages/count_tokens."""
-        body = await exchange.body()
-        request = decode_body(body, PromptFields)
-        COUNT_TOKENS.check(body)
+        request = await request_of(exchange, PromptFields, COUNT_TOKENS)
         chat_request, names, _ = await self._chat(exchange, request)
         with names.in_callers_terms(), _in_providers_words():
             count = await self._services.chats.count(chat_request)

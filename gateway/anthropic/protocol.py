@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.gateway.anthropic import endpoints
+from headrace.gateway.anthropic.endpoints import endpoints
 from headrace.gateway.anthropic.fields import TABLES
-from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
+from headrace.gateway.protocol import OpenProtocol, Protocol
 
-
-class _Anthropic(OpenProtocol):
-    def __init__(self, setup: Setup) -> None:
-        self.endpoints = endpoints.endpoints(setup.services)
-
-
-PROTOCOL = Protocol(_Anthropic, fields=TABLES)
+PROTOCOL = Protocol(lambda setup: OpenProtocol(endpoints(setup.services)), fields=TABLES)

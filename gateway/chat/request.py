@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.gateway.cache_eviction import CacheEvictionFields, eviction_rule
 from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, Sampling
-from headrace.gateway.checks import check_range, invalid, unsupported
+from headrace.gateway.checks import check_range, invalid, texts_or_tokens, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.structure.fields import ConstraintFields
 from headrace.protos.sampling_fields import numbers_of
@@ -263,15 +263,9 @@ def _stop_of(request: Chat | Completion) -> Sequence[str]:
 
 def prompts_of(request: Completion) -> Sequence[str | list[int]]:
     """The prompts of a completion, each a text or its tokens. Raises `StatusError`."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
+    prompts = texts_or_tokens("prompt", request.prompt)
+    if not prompts:
         raise invalid("prompt", "prompt must not be empty")
-    if all(isinstance(entry, int) for entry in prompt):
-        return [prompt]  # type: ignore[list-item]
-    if len(prompt) > MAX_PROMPTS:
+    if len(prompts) > MAX_PROMPTS:
         raise invalid("prompt", f"prompt takes at most {MAX_PROMPTS} prompts")
-    if all(isinstance(entry, str) for entry in prompt) or all(isinstance(entry, list) for entry in prompt):
-        return prompt  # type: ignore[return-value]
-    raise invalid("prompt", "prompt must be a text, a list of texts, a list of tokens or a list of lists of tokens")
+    return prompts

@@ -19,7 +19,7 @@ from typing import Any
 from headrace.common.version import headrace_version
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
-from headrace.gateway.edge.query import query_of
+from headrace.gateway.edge.requests import query_of
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.services import Services
 from headrace.gateway.telemetry.recent import FAULTS, INTERVAL_S, NUM_INTERVALS, Interval, Recent, percentile

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import click
 
-from headrace.gateway.console import endpoints
-from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
-
-
-class _Console(OpenProtocol):
-    def __init__(self, setup: Setup) -> None:
-        if setup.flags["console"]:
-            self.endpoints = endpoints.endpoints(setup.services)
-
+from headrace.gateway.console.endpoints import endpoints
+from headrace.gateway.protocol import OpenProtocol, Protocol
 
 PROTOCOL = Protocol(
-    _Console,
+    lambda setup: OpenProtocol(endpoints(setup.services) if setup.flags["console"] else ()),
     options=(click.Option(["--console/--no-console"], default=True, help="Serve the web console at /."),),
 )

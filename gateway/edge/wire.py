@@ -75,13 +75,13 @@ def _nested_too_deeply() -> StatusError:
     return StatusError(Reason.INVALID_FIELD, f"the body is nested too deeply, more than {MAX_NESTING} levels")
 
 
-def convert(value: object, kind: type[_T], name: str = "") -> _T:
-    """Convert a JSON value to this type; numbers and booleans may be texts. `name` is its field.
+def convert(value: object, kind: type[_T], name: str = "", *, strict: bool = False) -> _T:
+    """Convert a JSON value to this type. Unless `strict`, numbers and booleans may be texts. `name` is its field.
 
     Raises `StatusError` with the field of a wrong type.
     """
     try:
-        return msgspec.convert(value, kind, strict=False)
+        return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         found = _wrong_type(str(error))
         raise invalid(name, f"{name}: {found.message}") if name and found.field is None else found from error

@@ -13,7 +13,8 @@ from headrace.protos.text_pb2_grpc import add_TextServicer_to_server
 class _GrpcText(OpenProtocol):
     def __init__(self, setup: Setup) -> None:
         self._service = TextService(setup.services)
-        self.grpc_services = [GrpcService(SERVICE_NAME, self._add, uncounted=frozenset({"ListModels"}))]
+        grpc_service = GrpcService(SERVICE_NAME, self._add, uncounted=frozenset({"ListModels"}))
+        super().__init__(grpc_services=[grpc_service])
 
     def _add(self, server: grpc.aio.Server) -> None:
         add_TextServicer_to_server(self._service, server)

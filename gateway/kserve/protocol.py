@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from headrace.gateway.edge.grpc_edge import GrpcService
-from headrace.gateway.kserve import endpoints
+from headrace.gateway.kserve.endpoints import endpoints
 from headrace.gateway.kserve.service import SERVICE_NAME, KserveService
 from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 from headrace.protos.kserve_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -16,9 +16,9 @@ _READING = frozenset({"ModelReady", "ModelMetadata"})
 
 class _Kserve(OpenProtocol):
     def __init__(self, setup: Setup) -> None:
-        self.endpoints = endpoints.endpoints(setup.services)
         self._service = KserveService(setup.services)
-        self.grpc_services = [GrpcService(SERVICE_NAME, self._add, uncounted=_OPEN | _READING, is_open=_OPEN)]
+        grpc_service = GrpcService(SERVICE_NAME, self._add, uncounted=_OPEN | _READING, is_open=_OPEN)
+        super().__init__(endpoints(setup.services), [grpc_service])
 
     def _add(self, server: grpc.aio.Server) -> None:
         add_GRPCInferenceServiceServicer_to_server(self._service, server)

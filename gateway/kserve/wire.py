@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.checks import invalid, unsupported
-from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.edge.wire import convert, decode_body, encode
 from headrace.gateway.kserve.answers import KserveInferAnswer, KserveResult
 from headrace.gateway.kserve.requests import (
     SAMPLING,
@@ -96,9 +96,10 @@ def infer_of(body: bytes, header: str) -> Infer:
 
 def generate_of(body: bytes, streams: bool) -> tuple[Inference, str | None]:
     """The request of `generate` in a body, and its id. Raises `StatusError`."""
-    request = decode_body(body, KserveGenerate)
-    beside = {name: value for name, value in decode_body(body, dict[str, Any]).items() if name != "parameters"}
-    beside.pop("id", None)
+    beside = decode_body(body, dict[str, Any])
+    request = convert(beside, KserveGenerate, strict=True)
+    for name in ("id", "parameters"):
+        beside.pop(name, None)
     values = merged(beside, parameters_of(request.parameters or {}))
     if isinstance(values.get(SAMPLING), str):
         text = Tensor(SAMPLING, "BYTES", (1,), [values.pop(SAMPLING)])

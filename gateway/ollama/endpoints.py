@@ -1,31 +1,46 @@
-"""Ollama's endpoints for chats and prompts. docs/reference/http-api.md has every field."""
+"""Ollama's endpoints: chats, prompts, embeddings, models. docs/reference/http-api.md has every field."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from headrace.gateway.chat.generation import Plan, plan_job
 from headrace.gateway.chat.logprobs import ChatLogprobs
 from headrace.gateway.chat.output import ChatChoice
+from headrace.gateway.chat.sampling import shortest
 from headrace.gateway.checks import invalid
-from headrace.gateway.edge.endpoint import Endpoint, Operation
+from headrace.gateway.edge.endpoint import Endpoint, Handler, Operation
 from headrace.gateway.edge.exchange import Exchange
-from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.edge.requests import request_of
+from headrace.gateway.edge.wire import encode
+from headrace.gateway.encoding.planning import TextsToEmbed
+from headrace.gateway.encoding.vectors import check_dimensions, floats_of, shortened
 from headrace.gateway.hints import ignored
 from headrace.gateway.ollama.answers import (
     KEEP_ALIVE,
     NDJSON,
     OLLAMA_ERRORS,
     OllamaAnswer,
+    OllamaDetails,
+    OllamaEmbedded,
+    OllamaEmbedding,
+    OllamaList,
+    OllamaListed,
     OllamaReply,
+    OllamaRunning,
+    OllamaRunningList,
+    OllamaShown,
+    OllamaStatus,
+    OllamaVersion,
     Stopwatch,
     line,
     loaded,
+    time_of,
 )
-from headrace.gateway.ollama.fields import CHAT, GENERATE
-from headrace.gateway.ollama.names import find
+from headrace.gateway.ollama.fields import CHAT, EMBED, EMBEDDINGS, GENERATE, PULL, SHOW
 from headrace.gateway.ollama.turns import (
     CHAT_NAMES,
     chat_of,
@@ -35,23 +50,94 @@ from headrace.gateway.ollama.turns import (
     is_zero,
     prompted_chat_of,
 )
-from headrace.gateway.ollama.types import OllamaChat, OllamaGenerate
+from headrace.gateway.ollama.types import (
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaGenerate,
+    OllamaPull,
+    OllamaShow,
+)
 from headrace.gateway.services import Services
-from headrace.gateway.text.models import Model
+from headrace.gateway.text.listing import ListedModel
+from headrace.gateway.text.models import Model, Models
 from headrace.protos.cache_eviction import longest_context
+from headrace.protos.inference_pb2 import TASK_EMBED
 from headrace.protos.status import Reason, StatusError
+from headrace.protos.worker_pb2 import ModelCard
+
+API_VERSION = "0.13.4"
+"""The version of Ollama whose API is served. Clients compare it with the minimum that they need."""
+_NEVER = "9999-12-31T23:59:59Z"
+_MOST_IDLE_MS = 1000 * 366 * 24 * 3600 * 1000
+# Default of the card -> name of Ollama's parameter.
+_PARAMETERS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "max_tokens": "num_predict",
+}
+# What only an operator does -> its method.
+_MANAGED = {"create": "POST", "copy": "POST", "push": "POST", "delete": "DELETE"}
+_LATEST = ":latest"
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
-    """POST /api/chat and /api/generate."""
-    own = _Generations(services)
+    """All endpoints, and refusals of what only an operator may do."""
+    own, models = _Generations(services), _Models(services)
     lines = NDJSON.decode()
-    chat = Operation("Answer a conversation, for Ollama's clients", OllamaReply, (OllamaChat,), True, lines)
-    generate = Operation("Answer a prompt, for Ollama's clients", OllamaReply, (OllamaGenerate,), True, lines)
+
+    def generating(
+        path: str, name: str, handler: Handler, summary: str, answer: Any, request: Any, stream_type: str = ""
+    ) -> Endpoint:
+        operation = Operation(f"{summary}, for Ollama's clients", answer, (request,), True, stream_type)
+        return Endpoint("POST", path, name, handler, operation, OLLAMA_ERRORS)
+
+    def reading(
+        method: str, path: str, name: str, handler: Handler, operation: Operation, is_open: bool = False
+    ) -> Endpoint:
+        return Endpoint(method, path, name, handler, operation, OLLAMA_ERRORS, is_open=is_open, makes_work=False)
+
+    chat = "Answer a conversation"
+    prompt = "Answer a prompt"
+    texts = "Turn texts into vectors"
+    text = "Turn a text into a vector"
+    tags = Operation("List the models", OllamaList)
+    running = Operation("List the models, as those that run", OllamaRunningList)
+    version = Operation("The version of Ollama's API", OllamaVersion)
+    show = Operation("Describe a model", OllamaShown, (OllamaShow,))
+    served = "Tell whether a model is served, as a pull that has ended"
+    pull = Operation(served, OllamaStatus, (OllamaPull,), stream_type=lines)
+    refused = Operation("Refused: a model's operator manages it", is_refused=True)
     return [
-        Endpoint("POST", "/api/chat", "ollama_chat", own.chat, chat, OLLAMA_ERRORS),
-        Endpoint("POST", "/api/generate", "ollama_generate", own.generate, generate, OLLAMA_ERRORS),
+        generating("/api/chat", "ollama_chat", own.chat, chat, OllamaReply, OllamaChat, lines),
+        generating("/api/generate", "ollama_generate", own.generate, prompt, OllamaReply, OllamaGenerate, lines),
+        generating("/api/embed", "ollama_embed", own.embed, texts, OllamaEmbedded, OllamaEmbed),
+        generating("/api/embeddings", "ollama_embed", own.embeddings, text, OllamaEmbedding, OllamaEmbeddings),
+        reading("GET", "/api/tags", "ollama_models", models.tags, tags),
+        reading("GET", "/api/ps", "ollama_models", models.running, running),
+        reading("GET", "/api/version", "ollama_version", models.version, version, is_open=True),
+        reading("POST", "/api/show", "ollama_models", models.show, show),
+        reading("POST", "/api/pull", "ollama_pull", models.pull, pull),
+        *(
+            reading(method, f"/api/{verb}", "ollama_manage", _refusing(verb), refused)
+            for verb, method in _MANAGED.items()
+        ),
     ]
+
+
+async def find(models: Models, name: str | None, *, loads: bool = True) -> Model:
+    """The model of this name, with or without `:latest`. Raises `StatusError`."""
+    try:
+        return await models.find(name or "", loads=loads)
+    except StatusError as error:
+        if error.reason is not Reason.MODEL_NOT_FOUND or not (name or "").endswith(_LATEST):
+            raise
+        return await models.find((name or "").removesuffix(_LATEST), loads=loads)
 
 
 class _Generations:
@@ -60,11 +146,8 @@ class _Generations:
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /api/chat."""
-        body = await exchange.body()
-        request = decode_body(body, OllamaChat)
-        CHAT.check(body)
+        request = await request_of(exchange, OllamaChat, CHAT)
         check_fields(request)
-        del body  # the answer may take long, and images are large
         model = await find(self._services.models, request.model)
         if not request.messages:
             await _load(exchange, request, model)
@@ -85,18 +168,44 @@ class _Generations:
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /api/generate."""
-        body = await exchange.body()
-        request = decode_body(body, OllamaGenerate)
-        GENERATE.check(body)
+        request = await request_of(exchange, OllamaGenerate, GENERATE)
         check_fields(request)
         model = await find(self._services.models, request.model)
-        del body  # the answer may take long, and images are large
         if not request.prompt and not request.images:
             await _load(exchange, request, model)
         elif request.raw or model.text.own_template is None:
             await self._continue(exchange, request, model)
         else:
             await self._prompted(exchange, request, model)
+
+    async def embed(self, exchange: Exchange) -> None:
+        """POST /api/embed: one or many texts, as vectors of length 1."""
+        request = await request_of(exchange, OllamaEmbed, EMBED)
+        check_fields(request)
+        model = await find(self._services.models, request.model)
+        texts = [request.input] if isinstance(request.input, str) else request.input
+        keep = None if request.truncate is False else -1
+        plan = await self._services.encodings.plan(TextsToEmbed(model.asked_as, texts, keep))
+        check_dimensions(request.dimensions, model.card.dimensions)
+        planned_s = time.monotonic()
+        vectors = await self._services.encoding_runner.run(plan, exchange.caller)
+        answer = OllamaEmbedded(
+            model=model.name,
+            embeddings=[floats_of(shortened(vector, request.dimensions)) for vector in vectors],
+            total_duration=round(1e9 * (time.monotonic() - exchange.caller.arrived_s)),
+            load_duration=round(1e9 * (planned_s - exchange.caller.arrived_s)),
+            prompt_eval_count=plan.num_tokens,
+        )
+        await exchange.respond(encode(answer))
+
+    async def embeddings(self, exchange: Exchange) -> None:
+        """POST /api/embeddings: one text."""
+        request = await request_of(exchange, OllamaEmbeddings, EMBEDDINGS)
+        check_fields(request)
+        model = await find(self._services.models, request.model)
+        plan = await self._services.encodings.plan(TextsToEmbed(model.asked_as, [request.prompt], -1, field="prompt"))
+        (vector,) = await self._services.encoding_runner.run(plan, exchange.caller)
+        await exchange.respond(encode(OllamaEmbedding(floats_of(vector))))
 
     async def _continue(self, exchange: Exchange, request: OllamaGenerate, model: Model) -> None:
         """Continue a prompt without a template."""
@@ -195,3 +304,121 @@ def _within(plan: Plan, request: OllamaChat | OllamaGenerate) -> Plan:
 
 def _watch(exchange: Exchange) -> Stopwatch:
     return Stopwatch(exchange.caller.arrived_s, time.monotonic())
+
+
+class _Models:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def tags(self, exchange: Exchange) -> None:
+        models = await self._services.models.overview()
+        listed = [OllamaListed(**_identity(model), modified_at=time_of(_card(model).created_s)) for model in models]
+        await exchange.respond(encode(OllamaList(listed)))
+
+    async def running(self, exchange: Exchange) -> None:
+        models = await self._services.models.overview()
+        running = [
+            OllamaRunning(
+                **_identity(model),
+                expires_at=_expires_at(model),
+                context_length=_card(model).max_context_tokens,
+            )
+            for model in models
+            if model.state == "loaded"
+        ]
+        await exchange.respond(encode(OllamaRunningList(running)))
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.respond(encode(OllamaVersion(API_VERSION)))
+
+    async def show(self, exchange: Exchange) -> None:
+        request = await request_of(exchange, OllamaShow, SHOW)
+        model = await find(self._services.models, request.model or request.name, loads=False)
+        template = model.text.own_template
+        shown = OllamaShown(
+            modelfile=f"FROM {model.name}\n",
+            parameters="\n".join(_parameters(model.card)),
+            template="" if template is None else template.source,
+            details=OllamaDetails(),
+            model_info={
+                "general.architecture": "openvino",
+                "openvino.context_length": model.card.max_context_tokens,
+                "openvino.vocab_size": model.card.vocab_size,
+            },
+            capabilities=self._capabilities(model),
+            modified_at=time_of(model.card.created_s),
+        )
+        await exchange.respond(encode(shown))
+
+    def _capabilities(self, model: Model) -> list[str]:
+        if model.card.task:
+            return ["embedding"] if model.card.task == TASK_EMBED else []
+        chats = self._services.chats
+        found = ["completion"]
+        if model.text.template is not None:
+            found += ["vision"] * (model.images is not None)
+            found += ["tools"] * chats.calls_tools(model) + ["thinking"] * chats.reasons(model)
+        return found
+
+    async def pull(self, exchange: Exchange) -> None:
+        """Report success if the model is served. Clients cannot pull other models."""
+        request = await request_of(exchange, OllamaPull, PULL)
+        name = request.model or request.name
+        try:
+            model = await find(self._services.models, name, loads=False)
+        except StatusError as error:
+            if error.reason is not Reason.MODEL_NOT_FOUND:
+                raise
+            remedy = "a gateway pulls no models: ask its operator to serve this one (headrace pull, headrace serve)"
+            raise StatusError(error.reason, f"{error.message}; {remedy}", field=error.field) from error
+        if request.stream is False:
+            await exchange.respond(encode(OllamaStatus("success")))
+            return
+        exchange.stream_type = NDJSON
+        statuses = (f"the model '{model.name}' is served already", "success")
+        await exchange.write(b"".join(line(OllamaStatus(status)) for status in statuses), last=True)
+
+
+def _refusing(verb: str) -> Handler:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.body()
+        problem = f"a gateway does not {verb} models; its operator does (headrace pull, headrace serve)"
+        raise StatusError(Reason.UNSUPPORTED, problem)
+
+    return refuse
+
+
+def _identity(model: ListedModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "model": model.name,
+        "digest": _card(model).fingerprint,
+        "details": OllamaDetails(),
+        "size": _size(model),
+    }
+
+
+def _size(model: ListedModel) -> int:
+    """Bytes of memory that the model takes; 0 if they are not known."""
+    return 0 if model.hosted is None else model.hosted.num_bytes
+
+
+def _expires_at(model: ListedModel) -> str:
+    """When the model will be unloaded if it gets no more requests."""
+    idle_ms = 0 if model.hosted is None else model.hosted.idle_ms
+    # More than a thousand years means never.
+    return time_of(int(time.time() + idle_ms / 1000)) if 0 < idle_ms < _MOST_IDLE_MS else _NEVER
+
+
+def _card(model: ListedModel) -> ModelCard:
+    """The model's card; empty if it was not loaded yet."""
+    return model.card or ModelCard()
+
+
+def _parameters(card: ModelCard) -> list[str]:
+    """The defaults of a model's sampling, as lines of a Modelfile."""
+    found = []
+    for field, name in _PARAMETERS.items():
+        if card.default_sampling.HasField(field):
+            found.append(f"{name:<30} {shortest(getattr(card.default_sampling, field)):g}")
+    return found

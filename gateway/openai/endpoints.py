@@ -1,31 +1,58 @@
-"""Chats and completions of the OpenAI API. docs/reference/http-api.md has every field."""
+"""The OpenAI API: chats, completions, embeddings, models and their tokenizers.
+
+docs/reference/http-api.md has every field.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headrace.gateway.chat.choice import WholeChoice, best_of
 from headrace.gateway.chat.generation import Plan
-from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs
+from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs, token_bytes_of
 from headrace.gateway.chat.output import WholeChat
-from headrace.gateway.edge.endpoint import BARE_API, EVENTS, Endpoint, Operation, under
+from headrace.gateway.checks import invalid, texts_or_tokens
+from headrace.gateway.edge.endpoint import API, BARE_API, EVENTS, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
-from headrace.gateway.edge.wire import decode_body
+from headrace.gateway.edge.requests import number_of, query_of, request_of
+from headrace.gateway.edge.wire import encode
+from headrace.gateway.encoding.planning import TextsToEmbed
+from headrace.gateway.encoding.vectors import base64_of, check_dimensions, floats_of, shortened
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.openai.answers import (
     ChatCompletion,
     Completion,
+    DetokenizedText,
+    Embedding,
+    EmbeddingList,
+    EmbeddingUsage,
+    ModelCard,
+    ModelList,
     Shown,
+    Tokens,
+    card_of,
     identity,
     whole_chat,
     whole_completion,
 )
-from headrace.gateway.openai.fields import CHAT, COMPLETION
-from headrace.gateway.openai.images import take_images
+from headrace.gateway.openai.fields import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, TOKENIZE
 from headrace.gateway.openai.streams import ChatStream, CompletionStream
-from headrace.gateway.openai.types import ChatRequest, CompletionRequest, check_chat_body, check_completion_body
+from headrace.gateway.openai.types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    check_chat_body,
+    check_completion_body,
+    take_images,
+)
 from headrace.gateway.services import Services
+from headrace.gateway.text.detokenizer import detokenize
+from headrace.gateway.text.models import Model
+from headrace.protos.status import Reason, StatusError
 
 _OF_THINKING = FieldNames([("reasoning_effort", "thinking")])
 """Disabled thinking means an effort of none."""
@@ -33,31 +60,54 @@ _OF_REASONING = FieldNames([("reasoning_effort", "reasoning.effort")])
 _AS_THEY_ARE = FieldNames([])
 
 
+MAX_PAGE = 1000
+"""The most models of a page."""
+
+
 def endpoints(services: Services) -> Sequence[Endpoint]:
-    """POST chat/completions and completions."""
-    own = _Completions(services)
+    """All endpoints."""
+    own, models = _Generations(services), _Models(services)
     chat = Operation("Answer a conversation", ChatCompletion, (ChatRequest,), generates=True, stream_type=EVENTS)
     completion = Operation(
         "Continue one or more prompts", Completion, (CompletionRequest,), generates=True, stream_type=EVENTS
     )
-    return under(
-        BARE_API,
-        Endpoint("POST", "/chat/completions", "chat", own.chat, chat),
-        Endpoint("POST", "/completions", "completions", own.completions, completion),
-    )
+    vectors = Operation("Turn texts into vectors", EmbeddingList, (EmbeddingRequest,), generates=True)
+    page = {
+        "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+        "after_id": {"type": "string"},
+        "before_id": {"type": "string"},
+    }
+    listed = Operation("List the models", ModelList, query=page)
+    found = Operation("Look a model up", ModelCard)
+    info = Operation("Describe a model's tokenizer", dict[str, Any], query={"model": {"type": "string"}})
+    tokens = Operation("Turn text into tokens", Tokens, (TokenizeRequest,))
+    text = Operation("Turn tokens into text", DetokenizedText, (DetokenizeRequest,))
+    return [
+        *under(
+            BARE_API,
+            Endpoint("POST", "/chat/completions", "chat", own.chat, chat),
+            Endpoint("POST", "/completions", "completions", own.completions, completion),
+        ),
+        *under(API, Endpoint("POST", "/embeddings", "embeddings", own.embeddings, vectors)),
+        *under(
+            BARE_API,
+            Endpoint("GET", "/models", "models", models.list_models, listed),
+            Endpoint("GET", "/models/{name:path}", "models", models.get_model, found),
+        ),
+        Endpoint("GET", "/tokenizer_info", "tokenize", models.tokenizer_info, info),
+        Endpoint("POST", "/tokenize", "tokenize", models.tokenize, tokens),
+        Endpoint("POST", "/detokenize", "detokenize", models.detokenize, text),
+    ]
 
 
-class _Completions:
+class _Generations:
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def chat(self, exchange: Exchange) -> None:
-        body = await exchange.body()
-        request = decode_body(body, ChatRequest)
-        CHAT.check(body)
+        request = await request_of(exchange, ChatRequest, CHAT)
         check_chat_body(request)
         take_images(request.messages)
-        del body  # the answer may take long, and images are large
         exchange.name_request(request.request_id)
         names = _OF_THINKING if request.thinking else _OF_REASONING if request.reasoning else _AS_THEY_ARE
         with names.in_callers_terms():
@@ -77,9 +127,7 @@ class _Completions:
             await exchange.respond(whole_chat(who, best, logprobs, usage, shown, token_bytes))
 
     async def completions(self, exchange: Exchange) -> None:
-        body = await exchange.body()
-        request = decode_body(body, CompletionRequest)
-        COMPLETION.check(body)
+        request = await request_of(exchange, CompletionRequest, COMPLETION)
         check_completion_body(request)
         exchange.name_request(request.request_id)
         completion = await self._services.chats.plan_completion(request)
@@ -100,6 +148,22 @@ class _Completions:
             best = [choices[i] for i in best_of(choices, num_each, n)]
             await exchange.respond(whole_completion(who, best, logprobs, usage, shown, token_bytes))
 
+    async def embeddings(self, exchange: Exchange) -> None:
+        request = await request_of(exchange, EmbeddingRequest, EMBEDDING)
+        texts = texts_or_tokens("input", request.input)
+        plan = await self._services.encodings.plan(
+            TextsToEmbed(request.model or "", texts, request.truncate_prompt_tokens, request.priority or 0)
+        )
+        check_dimensions(request.dimensions, plan.model.card.dimensions)
+        vectors = await self._services.encoding_runner.run(plan, exchange.caller)
+        shown = base64_of if request.encoding_format == "base64" else floats_of
+        data = [
+            Embedding(index=index, embedding=shown(shortened(vector, request.dimensions)))
+            for index, vector in enumerate(vectors)
+        ]
+        usage = EmbeddingUsage(plan.num_tokens, plan.num_tokens)
+        await exchange.respond(encode(EmbeddingList(data=data, model=plan.model.name, usage=usage)))
+
 
 def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echoes: Sequence[str] = ()) -> Shown:
     """The options for the answer to these plans. `echoes` are the texts of the prompts if they are echoed."""
@@ -116,3 +180,78 @@ def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echo
         prompt_logprobs=request.prompt_logprobs,
         reasoning=not isinstance(request, ChatRequest) or request.include_reasoning is not False,
     )
+
+
+class _Models:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def list_models(self, exchange: Exchange) -> None:
+        cards = [card_of(model) for model in await self._services.models.overview()]
+        page, has_more = _page_of(cards, query_of(exchange))
+        first, last = (page[0].id, page[-1].id) if page else (None, None)
+        await exchange.respond(encode(ModelList(data=page, has_more=has_more, first_id=first, last_id=last)))
+
+    async def get_model(self, exchange: Exchange) -> None:
+        await exchange.respond(
+            encode(card_of(await self._services.models.look_up(exchange.scope["path_params"]["name"])))
+        )
+
+    async def tokenizer_info(self, exchange: Exchange) -> None:
+        """What clients that render prompts by themselves need, such as lm-eval."""
+        model = await self._services.models.find(query_of(exchange).get("model", ""))
+        text = model.text
+        before, after = text.tokenizer.special_around
+        answer: dict[str, Any] = {
+            **text.special_tokens,
+            "add_bos_token": bool(before),
+            "add_eos_token": bool(after),
+            "chat_template": None if text.own_template is None else text.own_template.source,
+            "model_max_length": model.card.max_context_tokens,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": model.card.vocab_size,
+        }
+        await exchange.respond(encode(answer))
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        request = await request_of(exchange, TokenizeRequest, TOKENIZE)
+        take_images(request.messages or ())
+        model, token_ids = await self._services.chats.tokenize(request)
+        answer = Tokens(count=len(token_ids), max_model_len=model.card.max_context_tokens, tokens=token_ids)
+        if request.return_token_strs:
+            table = _table(model)
+            answer.token_strs = [token_bytes_of(table, i).decode(errors="replace") for i in token_ids]
+        await exchange.respond(encode(answer))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        request = await request_of(exchange, DetokenizeRequest, DETOKENIZE)
+        model = await self._services.models.find(request.model or "")
+        if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < model.card.vocab_size:
+            raise invalid("tokens", f"tokens must be from 0 to {model.card.vocab_size - 1}")
+        await exchange.respond(encode(DetokenizedText(detokenize(request.tokens, _table(model)))))
+
+
+def _table(model: Model) -> Sequence[bytes]:
+    """The bytes of the model's tokens. Raises `StatusError` for encoders that come without a detokenizer."""
+    if not model.text.tokenizer.token_bytes:
+        problem = f"the model '{model.name}' has no detokenizer; convert its tokenizer again with one"
+        raise StatusError(Reason.UNSUPPORTED, problem, field="model")
+    return model.text.tokenizer.token_bytes
+
+
+def _page_of(cards: list[ModelCard], query: Mapping[str, str]) -> tuple[list[ModelCard], bool]:
+    """The page of models that Anthropic's query parameters ask for, and whether more follow in the same direction.
+    Without `limit`, these are all models. Raises `StatusError`."""
+    limit = number_of(query, "limit", max(1, len(cards)), 1, MAX_PAGE)
+    places = {card.id: place for place, card in enumerate(cards)}
+    for name in ("after_id", "before_id"):
+        if name in query and query[name] not in places:
+            raise invalid(name, f"{name}: there is no model of this id")
+    if "before_id" in query and "after_id" in query:
+        raise invalid("before_id", "before_id does not go with after_id")
+    if "before_id" in query:
+        cards = cards[: places[query["before_id"]]]
+        return cards[-limit:], len(cards) > limit
+    if "after_id" in query:
+        cards = cards[places[query["after_id"]] + 1 :]
+    return cards[:limit], len(cards) > limit

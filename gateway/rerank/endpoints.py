@@ -9,7 +9,8 @@ from msgspec import UNSET
 
 from headrace.gateway.edge.endpoint import BARE_API, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
-from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.edge.requests import request_of
+from headrace.gateway.edge.wire import encode
 from headrace.gateway.encoding.planning import EncodingPlan, PairsToScore, paired
 from headrace.gateway.encoding.vectors import best_first, floats_of
 from headrace.gateway.rerank.answers import Reranked, RerankedText, RerankResult, RerankUsage, Score, ScoreList
@@ -35,9 +36,7 @@ class _Ranking:
 
     async def rerank(self, exchange: Exchange) -> None:
         """Order documents by their score, best first. Of equal scores, the earlier document comes first."""
-        body = await exchange.body()
-        request = decode_body(body, RerankRequest)
-        RERANK.check(body)
+        request = await request_of(exchange, RerankRequest, RERANK)
         texts = [document if isinstance(document, str) else document.text for document in request.documents]
         pairs = PairsToScore(
             request.model or "",
@@ -60,9 +59,7 @@ class _Ranking:
 
     async def score(self, exchange: Exchange) -> None:
         """Score each pair: of one text with many, or of two lists of the same length."""
-        body = await exchange.body()
-        request = decode_body(body, ScoreRequest)
-        SCORE.check(body)
+        request = await request_of(exchange, ScoreRequest, SCORE)
         first, second = request.text_1, request.text_2
         firsts = [first] if isinstance(first, str) else first
         seconds = [second] if isinstance(second, str) else second

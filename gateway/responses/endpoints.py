@@ -16,8 +16,8 @@ from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.edge.endpoint import API, EVENTS, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.failures import HttpError
-from headrace.gateway.edge.query import flag_of, number_of, query_of
-from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.edge.requests import flag_of, number_of, query_of, request_of
+from headrace.gateway.edge.wire import encode
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.responses.answers import ResponseAnswer, ending_event, response_head
 from headrace.gateway.responses.background import ResponseRun, ResponseRuns
@@ -107,9 +107,7 @@ class _Responses:
 
     async def create(self, exchange: Exchange) -> None:
         """POST responses."""
-        body = await exchange.body()
-        request = decode_body(body, ResponsesRequest)
-        FIELDS.check(body)
+        request = await request_of(exchange, ResponsesRequest, FIELDS)
         check_response(request)
         exchange.name_request(request.request_id)
         planned = await self._planned(exchange, request)

@@ -27,7 +27,7 @@ class OpenResponses(OpenProtocol):
         self._store = store
         self.runs = ResponseRuns(store)
         """The responses that are generated in the background."""
-        self.endpoints = endpoints(services, self.runs)
+        super().__init__(endpoints(services, self.runs))
 
     def redis_states(self) -> Mapping[str, RedisState]:
         """The state of the store's Redis; unspecified without one."""

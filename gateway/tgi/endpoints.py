@@ -13,8 +13,8 @@ from headrace.gateway.chat.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_S
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.endpoint import EVENTS, Endpoint, Handler, Operation
 from headrace.gateway.edge.exchange import Exchange
-from headrace.gateway.edge.query import query_of
-from headrace.gateway.edge.wire import decode_body, encode
+from headrace.gateway.edge.requests import query_of, request_of
+from headrace.gateway.edge.wire import encode
 from headrace.gateway.services import Services
 from headrace.gateway.tgi.answers import TGI_ERRORS, Shown, TgiAnswer, TgiChoice, TgiInfo, TgiStream, whole
 from headrace.gateway.tgi.fields import REQUEST
@@ -38,35 +38,27 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     ]
 
 
-async def _request(exchange: Exchange) -> TgiRequest:
-    """The body, checked. Raises `StatusError`."""
-    body = await exchange.body()
-    request = decode_body(body, TgiRequest)
-    REQUEST.check(body)
-    return request
-
-
 class _Generations:
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /generate."""
-        request = await _request(exchange)
+        request = await request_of(exchange, TgiRequest, REQUEST)
         if request.stream:
             raise invalid("stream", "stream: /generate answers as a whole; use /generate_stream")
         await exchange.respond(encode(await self._whole(exchange, request)))
 
     async def generate_stream(self, exchange: Exchange) -> None:
         """POST /generate_stream."""
-        request = await _request(exchange)
+        request = await request_of(exchange, TgiRequest, REQUEST)
         if request.stream is False:
             raise invalid("stream", "stream: /generate_stream answers with a stream; use /generate")
         await self._stream(exchange, request)
 
     async def either(self, exchange: Exchange) -> None:
         """POST /: like one of the others, depending on `stream`. A whole answer is in a list."""
-        request = await _request(exchange)
+        request = await request_of(exchange, TgiRequest, REQUEST)
         if request.stream:
             await self._stream(exchange, request)
         else:

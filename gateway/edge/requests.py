@@ -1,15 +1,28 @@
-"""The parameters in the query of a request's URL."""
+"""What a request asks for: its body, and the parameters in the query of its URL."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 from urllib.parse import parse_qs
 
 from headrace.gateway.checks import invalid
 from headrace.gateway.edge.exchange import Exchange
+from headrace.gateway.edge.wire import decode_body
+from headrace.gateway.fields import FieldTable
 from headrace.protos.status import Reason, StatusError
 
 _MAX_PARAMETERS = 32
+_T = TypeVar("_T")
+
+
+async def request_of(exchange: Exchange, kind: type[_T], table: FieldTable) -> _T:
+    """The request in the body, after `table` has checked its fields. The body itself is not kept: the answer may take
+    long, and images are large. Raises `StatusError`."""
+    body = await exchange.body()
+    request = decode_body(body, kind)
+    table.check(body)
+    return request
 
 
 def query_of(exchange: Exchange) -> dict[str, str]:
