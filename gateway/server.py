@@ -30,14 +30,13 @@ from headrace.gateway.edge.grpc_edge import GrpcService, start_grpc_server
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.encoding.planning import Encodings
-from headrace.gateway.encoding.running import EncodingRunner
-from headrace.gateway.encoding.shadowing import EncodingCopies
+from headrace.gateway.encoding.running import EncodingCopies, EncodingRunner
 from headrace.gateway.images.loading import ImageLoader
 from headrace.gateway.images.sources import ImageSources
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
-from headrace.gateway.structure.constraints import Constraints
+from headrace.gateway.structure.fields import Constraints
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.gateway.text.models import Models
 from headrace.gateway.upstream.model_host import ModelHost

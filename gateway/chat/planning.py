@@ -27,8 +27,7 @@ from headrace.gateway.chat.tool_grammar import can_be_held
 from headrace.gateway.chat.tools import ToolUse, functions_of
 from headrace.gateway.checks import invalid
 from headrace.gateway.images.refusal import ImageRefusal, Why
-from headrace.gateway.structure.constraints import Constraints
-from headrace.gateway.structure.fields import structure_of
+from headrace.gateway.structure.fields import Constraints, structure_of
 from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.image_tokens import PromptImage, shown
 from headrace.gateway.text.models import Model, Models

@@ -13,17 +13,17 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.common.telemetry.logs import request_id_var
 from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller, authorization_var, deadline_var
-from headrace.gateway.edge.bodies import Bodies
 from headrace.gateway.edge.failures import ErrorShape, Headers, HttpError, failure_of
 from headrace.gateway.hints import Hints, hints_var
 from headrace.protos.status import Reason, StatusError
 
+MAX_BODY_BYTES = 16 * 1024 * 1024
 # Bytes beyond the limit that are read and discarded, so that the client receives the refusal.
 MAX_DISCARDED_BYTES = 48 * 1024 * 1024
 KEEP_ALIVE_S = 15.0
@@ -37,6 +37,28 @@ _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[\
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Bodies:
+    """Bounds of request bodies: the size of each, the size of all together, and the time for one to arrive; and the
+    bytes that all requests hold now. For one event loop."""
+
+    max_bytes: int = MAX_BODY_BYTES
+    timeout_s: float = 60.0
+    max_total_bytes: int = 1024 * 1024 * 1024
+    num_bytes: int = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes that are kept until `give_back`. Raises StatusError (QUEUE_FULL)."""
+        if self.num_bytes + num_bytes > self.max_total_bytes:
+            problem = f"the requests at the gateway have {self.max_total_bytes} bytes in their bodies, the maximum"
+            raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Note that the bytes are no longer kept."""
+        self.num_bytes -= num_bytes
 
 
 class Exchange:

@@ -21,11 +21,10 @@ from starlette.routing import Route, Router
 
 from headrace.common.telemetry.logs import request_id_var
 from headrace.gateway.access.admission import AdmissionControl
-from headrace.gateway.edge.bodies import Bodies
 from headrace.gateway.edge.connections import ConnectionBounds, connections_within
 from headrace.gateway.edge.cors import Application
 from headrace.gateway.edge.endpoint import Endpoint
-from headrace.gateway.edge.exchange import Exchange, Message, Receive, Send
+from headrace.gateway.edge.exchange import Bodies, Exchange, Message, Receive, Send
 from headrace.gateway.edge.failures import HttpError, draining
 from headrace.gateway.edge.spans import begin_request, end_request
 from headrace.gateway.edge.tls import EdgeTls

@@ -19,8 +19,8 @@ from headrace.gateway.access.admission import AdmissionBounds, AdmissionControl,
 from headrace.gateway.access.keys import KeyFile, KeyRing, KeysError, KeyTable
 from headrace.gateway.access.limits import LocalLimits
 from headrace.gateway.access.quota import SharedLimits
-from headrace.gateway.edge.bodies import Bodies
 from headrace.gateway.edge.connections import ConnectionBounds
+from headrace.gateway.edge.exchange import Bodies
 from headrace.gateway.edge.tls import EdgeTls, TlsError
 
 _MIB = 1024 * 1024

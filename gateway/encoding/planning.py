@@ -67,7 +67,7 @@ class EncodingPlan:
 
 
 class Copies(Protocol):
-    """Copies requests to a model on trial; see `headrace.gateway.encoding.shadowing`."""
+    """Copies requests to a model on trial; see `headrace.gateway.encoding.running`."""
 
     def offer(self, request: TextsToEmbed | PairsToScore, encodings: Encodings) -> None:
         """Copy a planned request, if it has a shadow. `encodings` plans the copy."""

@@ -1,4 +1,6 @@
-"""Runs encodings. Each text is one call to a router, and a request has a bounded number of calls at a time.
+"""Runs encodings, and copies of them on a model on trial.
+
+Each text is one call to a router, and a request has a bounded number of calls at a time.
 
 The longest texts go first, so that a worker has texts of about the same length at a time, and batches with little
 padding. The first failure ends the request.
@@ -10,12 +12,14 @@ import asyncio
 import secrets
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from headrace.common.tasks import end_tasks
 from headrace.gateway.access.admission import Authorization
-from headrace.gateway.access.caller import Caller
-from headrace.gateway.encoding.planning import EncodingPlan
+from headrace.gateway.access.caller import Caller, authorization_var
+from headrace.gateway.chat.shadowing import LOWEST_PRIORITY, Shadows
+from headrace.gateway.encoding.planning import EncodingPlan, Encodings, PairsToScore, TextsToEmbed
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.gateway.telemetry.spans import describe_generation
 from headrace.gateway.upstream.routers import Upstream
@@ -116,3 +120,24 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks)
     finally:
         await end_tasks(*tasks)
+
+
+class EncodingCopies:
+    """Copies embeddings, rerank and scores to a model on trial, and drops its answers."""
+
+    def __init__(self, shadows: Shadows, runner: EncodingRunner) -> None:
+        self._shadows = shadows
+        self._runner = runner
+
+    def offer(self, request: TextsToEmbed | PairsToScore, encodings: Encodings) -> None:
+        """Copy a request that was planned, if it has a shadow. `encodings` plans the copy."""
+
+        async def copy(model: str, caller: Caller) -> None:
+            if isinstance(request, TextsToEmbed):
+                plan = await encodings.plan(replace(request, model=model, priority=LOWEST_PRIORITY))
+            else:
+                plan = await encodings.plan_pairs(replace(request, model=model, priority=LOWEST_PRIORITY))
+            authorization = authorization_var.get()
+            await self._runner.run_copy(plan, caller, authorization.key.tenant if authorization is not None else "")
+
+        self._shadows.offer(request.model, "", copy)

@@ -24,7 +24,7 @@ from headrace.gateway.grpc_text.encoding import (
 from headrace.gateway.grpc_text.values import FIELD_NAMES, Answers, chat_request, completion_request, tokenize_request
 from headrace.gateway.services import Services
 from headrace.gateway.text.detokenizer import detokenize
-from headrace.gateway.text.listing import ListedModel
+from headrace.gateway.text.models import ListedModel
 from headrace.protos.text_pb2 import ChatRequest as TextChatRequest
 from headrace.protos.text_pb2 import (
     ChatResponse,

@@ -59,8 +59,7 @@ from headrace.gateway.ollama.types import (
     OllamaShow,
 )
 from headrace.gateway.services import Services
-from headrace.gateway.text.listing import ListedModel
-from headrace.gateway.text.models import Model, Models
+from headrace.gateway.text.models import ListedModel, Model, Models
 from headrace.protos.cache_eviction import longest_context
 from headrace.protos.inference_pb2 import TASK_EMBED
 from headrace.protos.status import Reason, StatusError

@@ -26,7 +26,7 @@ from headrace.gateway.chat.logprobs import (
 from headrace.gateway.chat.output import ToolCall, WholeChat
 from headrace.gateway.edge.failures import ErrorDetail, detail_of, failure_of
 from headrace.gateway.edge.wire import Shape, encode
-from headrace.gateway.text.listing import ListedModel, ModelState
+from headrace.gateway.text.models import ListedModel, ModelState
 from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
 from headrace.protos.tasks import NAMES, TaskName

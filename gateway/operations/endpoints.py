@@ -27,7 +27,7 @@ from headrace.gateway.operations.answers import (
 from headrace.gateway.operations.openapi import document
 from headrace.gateway.services import Services
 from headrace.gateway.telemetry.metrics import CONTENT_TYPE
-from headrace.gateway.text.listing import ListedModel
+from headrace.gateway.text.models import ListedModel
 from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
 from headrace.protos.status import Reason, StatusError
 

@@ -1,15 +1,17 @@
-"""Reads the constraint on an answer from the fields of a request. Pure.
+"""Reads the constraint on an answer from the fields of a request.
 
 `response_format` is OpenAI's; the other fields are those of other open-model servers. All of them result in one
-Constraint. GBNF grammars still need translation (`constraints`). Only the worker compiles schemas, expressions and
-grammars, so only it can tell whether they are usable.
+Constraint. GBNF grammars are translated in a thread, because that takes up to a second. Only the worker compiles
+schemas, expressions and grammars, so only it can tell whether they are usable.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,6 +26,7 @@ from headrace.protos.inference_pb2 import Choices, Constraint, JsonObject
 from headrace.protos.sampling_fields import SamplingNumbers
 from headrace.protos.status import Reason, StatusError
 
+MAX_PENDING = 32
 # The place of a fault, as workers write it.
 _RULE = re.compile(r"\b(\w+)( at #)")
 _GUIDED = ("json", "regex", "choice", "grammar")
@@ -229,3 +232,26 @@ def _json_schema(value: Any, field: str) -> Structure:
         ignored(f"{field}:{keyword}", "no grammar can express it; the answer is checked at its end")
     constraint = Constraint(json_schema=msgspec.json.encode(found.schema).decode())
     return Structure(constraint, field, checker(schema, field))
+
+
+class Constraints:
+    """Reads constraints. At most `MAX_PENDING` grammars wait for the threads; more are refused."""
+
+    def __init__(self, executor: Executor) -> None:
+        """`executor` translates grammars."""
+        self._executor = executor
+        self._num_pending = 0
+
+    async def of(self, request: ConstraintFields) -> Structure | None:
+        """The constraint that a request sets for its answer; None for any text. Raises `StatusError`."""
+        found = structure_of(request)
+        return await self._translated(found) if isinstance(found, Gbnf) else found
+
+    async def _translated(self, gbnf: Gbnf) -> Structure:
+        if self._num_pending >= MAX_PENDING:
+            raise StatusError(Reason.QUEUE_FULL, "too many grammars are being translated", retry_after_s=1.0)
+        self._num_pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, gbnf.translated)
+        finally:
+            self._num_pending -= 1

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from headrace.common.aliases import Aliases
 from headrace.common.telemetry.logs import request_id_var
@@ -30,8 +30,6 @@ from headrace.gateway.access.caller import authorization_var, deadline_var
 from headrace.gateway.text.chat_template import ChatTemplate, NoTemplate
 from headrace.gateway.text.control_text import ControlTexts
 from headrace.gateway.text.image_tokens import ImageTokens
-from headrace.gateway.text.listing import ListedModel, word_for
-from headrace.gateway.text.outage import Outage
 from headrace.gateway.text.plain_encoding import PlainEncoding
 from headrace.gateway.upstream import bundle
 from headrace.gateway.upstream.bundle import BundleError
@@ -41,8 +39,10 @@ from headrace.protos.host_pb2 import (
     HOSTED_MODEL_STATE_FAILED,
     HOSTED_MODEL_STATE_LOADED,
     HostedModel,
+    HostedModelState,
     ServingRules,
 )
+from headrace.protos.inference_pb2 import Task
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -56,9 +56,13 @@ MIN_FORCED_INTERVAL_S = 0.2
 FORGET_AFTER_S = 600.0
 RETRY_BUNDLE_AFTER_S = 30.0
 SETTLE_S = 10.0
+GRACE_S = 5.0
+"""For which an outage of the list is not logged."""
 _MAX_ECHO_CHARS = 100
 
 _LOG = logging.getLogger(__name__)
+
+ModelState: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,53 @@ class Model:
             problem = f"the model cannot chat: {self.text.template_problem}; it can complete texts"
             raise StatusError(Reason.UNSUPPORTED, problem, field="messages")
         return self.text.template
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model in the list for callers: its name, its state in a word, its task, why it could not be loaded, and its
+    card, if it is known. `alias_of` is the model that the name stands for, if it is an alias. `hosted` is what the
+    model's host reports."""
+
+    name: str
+    state: ModelState
+    task: Task
+    problem: str = ""
+    card: ModelCard | None = None
+    alias_of: str = ""
+    hosted: HostedModel | None = None
+
+
+def word_for(state: HostedModelState) -> ModelState:
+    """The state of a model that has no live worker. One that was loaded has a worker that is restarting."""
+    if state == HOSTED_MODEL_STATE_LOADED:
+        return "loading"
+    return cast(ModelState, HostedModelState.Name(state).removeprefix("HOSTED_MODEL_STATE_").lower())
+
+
+@dataclass(slots=True)
+class Outage:
+    """The time for which every attempt to list the models has failed. Processes of a fleet start in any order, so short
+    outages are not logged."""
+
+    clock: Callable[[], float]
+    _since_s: float | None = None
+    _is_logged: bool = False
+
+    def failed(self, problem: str) -> None:
+        """Record a failed attempt."""
+        if self._since_s is None:
+            self._since_s = self.clock()
+        lasts_s = self.clock() - self._since_s
+        if not self._is_logged and lasts_s >= GRACE_S:
+            _LOG.warning("no router answers, so no model is known to be ready; still trying: %s", problem)
+            self._is_logged = True
+
+    def over(self) -> None:
+        """Record a successful attempt."""
+        if self._is_logged and self._since_s is not None:
+            _LOG.info("a router answers again after %.0f s", self.clock() - self._since_s)
+        self._since_s, self._is_logged = None, False
 
 
 @dataclass(slots=True)

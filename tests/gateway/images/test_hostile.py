@@ -14,9 +14,8 @@ import httpcore
 import pytest
 
 from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
-from headrace.gateway.images.addresses import is_public
 from headrace.gateway.images.loading import ImageLoader
-from headrace.gateway.images.remote import RemoteImages, resolved
+from headrace.gateway.images.remote import RemoteImages, is_public, resolved
 from headrace.gateway.images.urls import Domains
 from tests.gateway.image_model import RED, image_part
 from tests.hostile_images import requests

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.images.addresses import is_public
 from headrace.gateway.images.refusal import ImageRefusal, Why
-from headrace.gateway.images.remote import RemoteImages
+from headrace.gateway.images.remote import RemoteImages, is_public
 from headrace.gateway.images.urls import Domains, target_of
 from tests.gateway.image_model import RED
 

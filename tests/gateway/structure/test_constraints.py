@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace.gateway.structure import constraints
 from headrace.gateway.structure import fields as structure
 from headrace.protos import text_pb2, text_pb2_grpc
 from tests.patience import patience
@@ -121,7 +120,7 @@ async def test_others_are_answered_while_a_grammar_is_translated(gateway: Any, t
 async def test_more_grammars_than_may_wait_are_refused(
     gateway: Any, translation: Translation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constraints, "MAX_PENDING", 1)
+    monkeypatch.setattr(structure, "MAX_PENDING", 1)
     held = await held_in_translation(gateway, translation)
     response = await gateway.http.post(COMPLETIONS, json=WITH_GRAMMAR)
     assert response.status_code == 429
@@ -135,7 +134,7 @@ async def test_more_grammars_than_may_wait_are_refused(
 async def test_a_client_that_leaves_makes_room(
     gateway: Any, translation: Translation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constraints, "MAX_PENDING", 1)
+    monkeypatch.setattr(structure, "MAX_PENDING", 1)
     held = await held_in_translation(gateway, translation)
     held.cancel()
     with suppress(asyncio.CancelledError):

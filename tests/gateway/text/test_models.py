@@ -180,7 +180,7 @@ async def test_routers_that_do_not_answer_are_in_the_log_once_and_when_they_do_a
     parts: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     upstream, clock, models = parts
-    caplog.set_level("INFO", "headrace.gateway.text.outage")
+    caplog.set_level("INFO", "headrace.gateway.text.models")
     upstream.cards = StatusError(Reason.UNAUTHENTICATED, "the join token is not valid")
     for _ in range(10):
         await failure(models, "a")
