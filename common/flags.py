@@ -1,11 +1,15 @@
-"""Types of the flags of all commands."""
+"""Types of the flags of all commands, and flags that several roles have, each declared once."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
+
+from headrace.common.telemetry.logs import FORMATS, LEVELS
 
 
 class FiniteRange(click.FloatRange):
@@ -21,3 +25,51 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_OBSERVATION = (
+    click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Minimum level of log lines."),
+    click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Format of log lines."),
+    click.option(
+        "--otlp-endpoint", help="Send traces by OTLP to this endpoint, such as http://HOST:4317. Needs headrace[otel]."
+    ),
+)
+_MEMBERSHIP = (
+    click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics at this address."),
+    click.option(
+        "--tls-dir",
+        envvar="HEADRACE_TLS_DIR",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Use mutual TLS, with ca.pem, cert.pem and key.pem from this directory. Changed files are reloaded.",
+    ),
+    click.option(
+        "--join-token-file",
+        envvar="HEADRACE_JOIN_TOKEN_FILE",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="File with a secret that every caller must present.",
+    ),
+    click.option(
+        "--insecure",
+        is_flag=True,
+        envvar="HEADRACE_INSECURE",
+        help="Allow other hosts to connect without TLS and join token. Anyone who reaches the port can do anything.",
+    ),
+    click.option("--probe", metavar="HOST:PORT", help="Additional address for gRPC health checks, without TLS."),
+)
+
+
+def observation_options(command: _Command) -> _Command:
+    """The decorator for logs and traces, which gateways, routers and workers have."""
+    for option in reversed(_OBSERVATION):
+        command = option(command)
+    return command
+
+
+def membership_options(command: _Command) -> _Command:
+    """The decorator for the address of metrics, probes, and who may connect, which routers and workers have."""
+    for option in reversed(_MEMBERSHIP):
+        command = option(command)
+    return command

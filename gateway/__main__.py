@@ -11,7 +11,7 @@ import click
 import uvloop
 
 from headrace.common.aliases import Aliases, parse_aliases
-from headrace.common.flags import FiniteRange
+from headrace.common.flags import FiniteRange, observation_options
 from headrace.common.parser_names import (
     AUTO,
     NONE,
@@ -20,7 +20,6 @@ from headrace.common.parser_names import (
     reasoning_parser_named,
     tool_parser_named,
 )
-from headrace.common.role_flags import observation_options
 from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.gateway.chat.formats import parse_parsers

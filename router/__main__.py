@@ -21,8 +21,7 @@ from typing import Any
 import click
 import uvloop
 
-from headrace.common.flags import FiniteRange
-from headrace.common.role_flags import membership_options, observation_options
+from headrace.common.flags import FiniteRange, membership_options, observation_options
 from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.common.transport.channels import Transport, TransportError

@@ -13,10 +13,9 @@ from typing import Any
 import click
 import uvloop
 
-from headrace.common.flags import FiniteRange
+from headrace.common.flags import FiniteRange, membership_options, observation_options
 from headrace.common.host_memory import GIB
 from headrace.common.model_files.cache import find_directory
-from headrace.common.role_flags import membership_options, observation_options
 from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.common.worker_flags import DEFAULT_KV_DISK_GB, DEFAULT_MAX_ADAPTERS, worker_options

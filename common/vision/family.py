@@ -94,10 +94,6 @@ class ImageFamily(Protocol):
         """Whether an image's tokens attend to each other in both directions, so that one step must compute them all."""
 
     @property
-    def has_grid_positions(self) -> bool:
-        """Whether the positions of tokens have three parts: time, row and column."""
-
-    @property
     def white_under_alpha(self) -> bool:
         """Whether white, not black, is under transparent pixels."""
 
@@ -112,6 +108,22 @@ class ImageFamily(Protocol):
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
         """The inputs for the vision tower, by name, bit for bit those of transformers. `image` is in mode RGB and has
         the size of the layout."""
+
+
+class UsualFamily:
+    """What those families have in common whose templates write an image as one image token."""
+
+    text_around = ""
+    keeps_images_whole = False
+    white_under_alpha = False
+
+    @property
+    def placeholder_token_id(self: ImageFamily) -> int:
+        return self.image_token_id
+
+    def settings(self, detail: Detail) -> bytes:
+        """All fields, and whether it is low detail."""
+        return canonical(self, detail is Detail.LOW)
 
 
 def canonical(family: Any, *more: object) -> bytes:

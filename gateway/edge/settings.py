@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +31,88 @@ class EdgeSettingsError(ValueError):
     """The flags are wrong. The message is a sentence with the remedy."""
 
 
+def _flag(flag: str = "", *, default: Any = None, **option: Any) -> Any:
+    """A field with its flag, which by default has the field's name."""
+    return field(default=default, metadata={"flag": flag, "option": {**option, "default": default}})
+
+
 @dataclass(frozen=True, slots=True)
 class EdgeSettings:
-    """The values of the command line. Sizes in MiB or KiB as named, times in seconds."""
+    """The values of the command line, each with its flag. Sizes in MiB or KiB as named, times in seconds."""
 
-    api_keys: Path | None = None
-    api_keys_redis: bool = False
-    redis_url: str | None = None
-    open_metrics: bool = False
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    tls_dir: Path | None = None
-    join_token_file: Path | None = None
-    cors_origins: tuple[str, ...] = ()
-    max_requests: int = 4096
-    request_timeout: float = 3600.0
-    early_headers: float | None = None
-    max_connections: int = 10_000
-    head_timeout: float = 15.0
-    max_head_kb: int = 64
-    body_timeout: float = 60.0
-    max_body_mb: int = 16
-    max_bodies_mb: int = 1024
-    send_timeout: float = 60.0
+    api_keys: Path | None = _flag(
+        type=_FILE, metavar="FILE", help="Require one of the API keys in this file; see headrace keys."
+    )
+    api_keys_redis: bool = _flag(
+        default=False, is_flag=True, help="Require one of the API keys in the Redis of --redis."
+    )
+    redis_url: str | None = _flag(
+        "--redis",
+        envvar="HEADRACE_GATEWAY_REDIS",
+        metavar="URL",
+        help="Redis that gateways share: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
+    )
+    open_metrics: bool = _flag(default=False, is_flag=True, help="Serve metrics without a key.")
+    tls_cert: Path | None = _flag(
+        type=_FILE, metavar="FILE", help="Serve HTTPS, and gRPC over TLS, with this certificate chain."
+    )
+    tls_key: Path | None = _flag(type=_FILE, metavar="FILE", help="The private key of --tls-cert.")
+    tls_client_ca: Path | None = _flag(
+        type=_FILE, metavar="FILE", help="Require client certificates signed by this authority."
+    )
+    tls_dir: Path | None = _flag(
+        type=_FILE,
+        envvar="HEADRACE_TLS_DIR",
+        metavar="DIR",
+        help="Mutual TLS with routers: directory with ca.pem, cert.pem, key.pem, read again when they change.",
+    )
+    join_token_file: Path | None = _flag(
+        type=_FILE, envvar="HEADRACE_JOIN_TOKEN_FILE", metavar="FILE", help="Secret to present to routers."
+    )
+    cors_origins: tuple[str, ...] = _flag(
+        "--cors-origin",
+        default=(),
+        multiple=True,
+        envvar="HEADRACE_GATEWAY_CORS_ORIGIN",
+        metavar="ORIGIN",
+        help="Allow pages of this origin to use the API, such as https://chat.example; * for all; may be repeated.",
+    )
+    max_requests: int = _flag(default=4096, type=click.IntRange(min=1), help="Maximum number of concurrent requests.")
+    request_timeout: float = _flag(
+        default=3600.0,
+        type=FiniteRange(min=0, min_open=True),
+        help="Maximum seconds from the arrival of a request to the end of its answer.",
+    )
+    early_headers: float | None = _flag(
+        type=FiniteRange(min=0, min_open=True),
+        help="Begin the response to a streaming request after this many seconds even without a token, for proxies that "
+        "close silent connections. Later errors are events. Default: never; earlier errors are statuses.",
+    )
+    max_connections: int = _flag(default=10_000, type=click.IntRange(min=1), help="Maximum number of HTTP connections.")
+    head_timeout: float = _flag(
+        default=15.0,
+        type=FiniteRange(min=0, min_open=True),
+        help="Maximum seconds until the headers of a request are complete.",
+    )
+    max_head_kb: int = _flag(
+        default=64, type=click.IntRange(min=1), help="Maximum size of the headers of a request, in KiB."
+    )
+    body_timeout: float = _flag(
+        default=60.0,
+        type=FiniteRange(min=0, min_open=True),
+        help="Maximum seconds until the body of a request is complete.",
+    )
+    max_body_mb: int = _flag(
+        default=16, type=click.IntRange(min=1), help="Maximum size of the body of a request, in MiB."
+    )
+    max_bodies_mb: int = _flag(
+        default=1024, type=click.IntRange(min=1), help="Maximum size of all bodies together, in MiB."
+    )
+    send_timeout: float = _flag(
+        default=60.0,
+        type=FiniteRange(min=0.001, max=2_000_000),
+        help="Maximum seconds for which a client reads nothing of an answer; then its connection ends.",
+    )
 
 
 class EdgeControls:
@@ -156,119 +214,14 @@ def _check(settings: EdgeSettings) -> None:
 
 def edge_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options to a command, which gets their values as `controls`."""
-    names = [field.name for field in fields(EdgeSettings)]
+    flags = fields(EdgeSettings)
 
     @functools.wraps(command)
     def with_settings(**options: Any) -> None:
-        command(controls=EdgeSettings(**{name: options.pop(name) for name in names}), **options)
+        command(controls=EdgeSettings(**{flag.name: options.pop(flag.name) for flag in flags}), **options)
 
     wrapped: Callable[..., None] = with_settings
-    for option in reversed(_OPTIONS):
-        wrapped = option(wrapped)
+    for flag in reversed(flags):
+        name = flag.metadata["flag"] or f"--{flag.name.replace('_', '-')}"
+        wrapped = click.option(name, flag.name, **flag.metadata["option"])(wrapped)
     return wrapped
-
-
-_DEFAULTS = EdgeSettings()
-_OPTIONS = (
-    click.option(
-        "--api-keys", type=_FILE, metavar="FILE", help="Require one of the API keys in this file; see headrace keys."
-    ),
-    click.option("--api-keys-redis", is_flag=True, help="Require one of the API keys in the Redis of --redis."),
-    click.option(
-        "--redis",
-        "redis_url",
-        envvar="HEADRACE_GATEWAY_REDIS",
-        metavar="URL",
-        help="Redis that gateways share: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
-    ),
-    click.option("--open-metrics", is_flag=True, help="Serve metrics without a key."),
-    click.option(
-        "--tls-cert", type=_FILE, metavar="FILE", help="Serve HTTPS, and gRPC over TLS, with this certificate chain."
-    ),
-    click.option("--tls-key", type=_FILE, metavar="FILE", help="The private key of --tls-cert."),
-    click.option(
-        "--tls-client-ca", type=_FILE, metavar="FILE", help="Require client certificates signed by this authority."
-    ),
-    click.option(
-        "--tls-dir",
-        envvar="HEADRACE_TLS_DIR",
-        type=_FILE,
-        metavar="DIR",
-        help="Mutual TLS with routers: directory with ca.pem, cert.pem, key.pem, read again when they change.",
-    ),
-    click.option(
-        "--join-token-file",
-        envvar="HEADRACE_JOIN_TOKEN_FILE",
-        type=_FILE,
-        metavar="FILE",
-        help="Secret to present to routers.",
-    ),
-    click.option(
-        "--cors-origin",
-        "cors_origins",
-        multiple=True,
-        envvar="HEADRACE_GATEWAY_CORS_ORIGIN",
-        metavar="ORIGIN",
-        help="Allow pages of this origin to use the API, such as https://chat.example; * for all; may be repeated.",
-    ),
-    click.option(
-        "--max-requests",
-        default=_DEFAULTS.max_requests,
-        type=click.IntRange(min=1),
-        help="Maximum number of concurrent requests.",
-    ),
-    click.option(
-        "--request-timeout",
-        default=_DEFAULTS.request_timeout,
-        type=FiniteRange(min=0, min_open=True),
-        help="Maximum seconds from the arrival of a request to the end of its answer.",
-    ),
-    click.option(
-        "--early-headers",
-        type=FiniteRange(min=0, min_open=True),
-        help="Begin the response to a streaming request after this many seconds even without a token, for proxies that "
-        "close silent connections. Later errors are events. Default: never; earlier errors are statuses.",
-    ),
-    click.option(
-        "--max-connections",
-        default=_DEFAULTS.max_connections,
-        type=click.IntRange(min=1),
-        help="Maximum number of HTTP connections.",
-    ),
-    click.option(
-        "--head-timeout",
-        default=_DEFAULTS.head_timeout,
-        type=FiniteRange(min=0, min_open=True),
-        help="Maximum seconds until the headers of a request are complete.",
-    ),
-    click.option(
-        "--max-head-kb",
-        default=_DEFAULTS.max_head_kb,
-        type=click.IntRange(min=1),
-        help="Maximum size of the headers of a request, in KiB.",
-    ),
-    click.option(
-        "--body-timeout",
-        default=_DEFAULTS.body_timeout,
-        type=FiniteRange(min=0, min_open=True),
-        help="Maximum seconds until the body of a request is complete.",
-    ),
-    click.option(
-        "--max-body-mb",
-        default=_DEFAULTS.max_body_mb,
-        type=click.IntRange(min=1),
-        help="Maximum size of the body of a request, in MiB.",
-    ),
-    click.option(
-        "--max-bodies-mb",
-        default=_DEFAULTS.max_bodies_mb,
-        type=click.IntRange(min=1),
-        help="Maximum size of all bodies together, in MiB.",
-    ),
-    click.option(
-        "--send-timeout",
-        default=_DEFAULTS.send_timeout,
-        type=FiniteRange(min=0.001, max=2_000_000),
-        help="Maximum seconds for which a client reads nothing of an answer; then its connection ends.",
-    ),
-)

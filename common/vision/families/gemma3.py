@@ -29,7 +29,6 @@ class Gemma3:
     placeholder = "<start_of_image>"
     text_around = "\n\n"
     keeps_images_whole = True
-    has_grid_positions = False
     white_under_alpha = False
 
     @classmethod

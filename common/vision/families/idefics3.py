@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from headrace.common.vision.family import Detail, ImageLayout, canonical
+from headrace.common.vision.family import Detail, ImageLayout, UsualFamily, canonical
 from headrace.common.vision.files import ModelFiles
 from headrace.common.vision.normalising import HALF, Normalising
 
@@ -24,7 +24,7 @@ _LONGEST = 4096
 
 
 @dataclass(frozen=True)
-class Idefics3:
+class Idefics3(UsualFamily):
     """The images of one Idefics3 or SmolVLM model."""
 
     image_token_id: int
@@ -40,9 +40,6 @@ class Idefics3:
     normalising: Normalising
 
     placeholder = "<image>"
-    text_around = ""
-    keeps_images_whole = False
-    has_grid_positions = False
     white_under_alpha = True
 
     @classmethod
@@ -64,11 +61,6 @@ class Idefics3:
             resample=settings.resample(Image.Resampling.LANCZOS),
             normalising=Normalising.read(settings, HALF, HALF),
         )
-
-    @property
-    def placeholder_token_id(self) -> int:
-        """The template writes one image token."""
-        return self.image_token_id
 
     @property
     def reserved_token_ids(self) -> frozenset[int]:

@@ -10,12 +10,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from headrace.common.vision.families.one_size import OneSize
-from headrace.common.vision.family import Detail, FamilyError, ImageLayout, canonical
+from headrace.common.vision.family import Detail, FamilyError, ImageLayout, UsualFamily, canonical
 from headrace.common.vision.files import Fields, ModelFiles
 
 
 @dataclass(frozen=True)
-class Llava:
+class Llava(UsualFamily):
     """The images of one LLaVA model."""
 
     image_token_id: int
@@ -24,10 +24,6 @@ class Llava:
     size: OneSize
 
     placeholder = "<image>"
-    text_around = ""
-    keeps_images_whole = False
-    has_grid_positions = False
-    white_under_alpha = False
 
     @classmethod
     def read(cls, files: ModelFiles) -> Llava:
@@ -37,10 +33,6 @@ class Llava:
             num_image_tokens=tower_tokens(files.config, size.height, size.width),
             size=size,
         )
-
-    @property
-    def placeholder_token_id(self) -> int:
-        return self.image_token_id
 
     @property
     def reserved_token_ids(self) -> frozenset[int]:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from headrace.common.vision.families.llava import tower_tokens
 from headrace.common.vision.families.one_size import processor_kind
-from headrace.common.vision.family import Detail, ImageLayout, canonical
+from headrace.common.vision.family import Detail, ImageLayout, UsualFamily
 from headrace.common.vision.files import ModelFiles
 from headrace.common.vision.normalising import CLIP_MEAN, CLIP_STD, Normalising
 
@@ -25,7 +25,7 @@ _SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 
 
 @dataclass(frozen=True)
-class LlavaNext:
+class LlavaNext(UsualFamily):
     """The images of one LLaVA-NeXT model."""
 
     image_token_id: int
@@ -39,10 +39,6 @@ class LlavaNext:
     normalising: Normalising
 
     placeholder = "<image>"
-    text_around = ""
-    keeps_images_whole = False
-    has_grid_positions = False
-    white_under_alpha = False
 
     @classmethod
     def read(cls, files: ModelFiles) -> LlavaNext:
@@ -78,18 +74,9 @@ class LlavaNext:
         )
 
     @property
-    def placeholder_token_id(self) -> int:
-        """The template writes one image token."""
-        return self.image_token_id
-
-    @property
     def reserved_token_ids(self) -> frozenset[int]:
         """The image token."""
         return frozenset({self.image_token_id})
-
-    def settings(self, detail: Detail) -> bytes:
-        """All fields, and whether there are tiles."""
-        return canonical(self, detail is Detail.LOW)
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
         """The whole image and, but at low detail, the grid of the tiles. Each of the grid's rows has one more token;

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from headrace.common.vision.family import Detail, ImageLayout, canonical
+from headrace.common.vision.family import Detail, ImageLayout, UsualFamily
 from headrace.common.vision.files import ModelFiles
 from headrace.common.vision.normalising import CLIP_MEAN, CLIP_STD, Normalising
 
@@ -19,7 +19,7 @@ _LOW_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Pixtral:
+class Pixtral(UsualFamily):
     """The images of one model with a Pixtral tower."""
 
     image_token_id: int
@@ -34,9 +34,6 @@ class Pixtral:
     resample: Image.Resampling
     normalising: Normalising
 
-    text_around = ""
-    keeps_images_whole = False
-    has_grid_positions = False
     white_under_alpha = True
 
     @classmethod
@@ -66,18 +63,9 @@ class Pixtral:
         )
 
     @property
-    def placeholder_token_id(self) -> int:
-        """The template writes one image token."""
-        return self.image_token_id
-
-    @property
     def reserved_token_ids(self) -> frozenset[int]:
         """The image token; config.json does not name the marks."""
         return frozenset({self.image_token_id})
-
-    def settings(self, detail: Detail) -> bytes:
-        """All fields; at low detail with its own bound."""
-        return canonical(self, detail is Detail.LOW)
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
         """At low detail, about 256 tokens at most."""

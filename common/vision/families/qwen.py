@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from headrace.common.vision.bounds import check_ratio
-from headrace.common.vision.family import Detail, ImageLayout, canonical
+from headrace.common.vision.family import Detail, ImageLayout, UsualFamily
 from headrace.common.vision.files import ModelFiles
 from headrace.common.vision.normalising import CLIP_MEAN, CLIP_STD, Normalising
 
@@ -28,7 +28,7 @@ _PATCHES = {"qwen2_vl": 14, "qwen2_5_vl": 14}
 
 
 @dataclass(frozen=True)
-class Qwen:
+class Qwen(UsualFamily):
     """The images of one model of Qwen's."""
 
     image_token_id: int
@@ -45,10 +45,6 @@ class Qwen:
     normalising: Normalising
 
     placeholder = "<|image_pad|>"
-    text_around = ""
-    keeps_images_whole = False
-    has_grid_positions = True
-    white_under_alpha = False
 
     @classmethod
     def read(cls, files: ModelFiles, max_image_pixels: int) -> Qwen:
@@ -83,15 +79,6 @@ class Qwen:
             resample=settings.resample(Image.Resampling.BICUBIC),
             normalising=Normalising.read(settings, CLIP_MEAN, CLIP_STD),
         )
-
-    @property
-    def placeholder_token_id(self) -> int:
-        """The template writes one image token."""
-        return self.image_token_id
-
-    def settings(self, detail: Detail) -> bytes:
-        """All fields; at low detail with its own bound."""
-        return canonical(self, detail is Detail.LOW)
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
         """At low detail, at most 256 tokens."""
