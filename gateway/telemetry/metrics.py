@@ -51,11 +51,11 @@ class Metrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self.recent = Recent()
-        self._requests = Counter(
-            "headrace_requests",
+        self._requests = self._counter(
+            "requests",
             "Requests by endpoint and outcome: ok, or the reason of the error in lower case.",
-            ("endpoint", "outcome"),
-            registry=self._registry,
+            "endpoint",
+            "outcome",
         )
         self.in_flight = Gauge("headrace_requests_in_flight", "Requests being answered.", registry=self._registry)
         self._ttft = self._histogram("time_to_first_token", "Arrival of a request to its first token.", _TTFT_BUCKETS)
@@ -65,10 +65,8 @@ class Metrics:
         self._request = self._histogram(
             "request_duration", "Arrival of a request to its end.", _REQUEST_BUCKETS, ("endpoint",)
         )
-        self._prompt = Counter("headrace_prompt_tokens", "Prompt tokens of answered requests.", registry=self._registry)
-        self._cached = Counter(
-            "headrace_prompt_tokens_cached", "Prompt tokens found in a prefix cache.", registry=self._registry
-        )
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self._cached = self._counter("prompt_tokens_cached", "Prompt tokens found in a prefix cache.")
         self._parting = Histogram(
             "headrace_prompt_parting_tokens",
             "Position of the first difference in prompts that repeat much of a recent one of their tenant behind it.",
@@ -76,38 +74,34 @@ class Metrics:
             buckets=_POSITION_BUCKETS,
             registry=self._registry,
         )
-        self._repeated = Counter(
-            "headrace_prompt_tokens_behind_difference",
+        self._repeated = self._counter(
+            "prompt_tokens_behind_difference",
             "Prompt tokens that a recent prompt had too, but behind a difference, where no cache helps (about).",
-            ("model",),
-            registry=self._registry,
+            "model",
         )
-        self._images = Counter("headrace_images", "Images in prompts of answered requests.", registry=self._registry)
-        self._image_tokens = Counter(
-            "headrace_prompt_tokens_of_images", "Prompt tokens that stand for images.", registry=self._registry
+        self._images = self._counter("images", "Images in prompts of answered requests.")
+        self._image_tokens = self._counter("prompt_tokens_of_images", "Prompt tokens that stand for images.")
+        self._image_refusals = self._counter(
+            "image_refusals", "Requests that were refused because of an image, by reason.", "reason"
         )
-        self._image_refusals = Counter(
-            "headrace_image_refusals",
-            "Requests that were refused because of an image, by reason.",
-            ("reason",),
-            registry=self._registry,
-        )
-        self._generated = Counter("headrace_generated_tokens", "Tokens delivered.", registry=self._registry)
+        self._generated = self._counter("generated_tokens", "Tokens delivered.")
         self._queue = self._histogram("queue", "Arrival at a worker to the first step there.", _TTFT_BUCKETS)
         self._prefill = self._histogram("prefill", "First step at a worker to the first token.", _TTFT_BUCKETS)
         self._decode = self._histogram("decode", "First token at a worker to the last.", _REQUEST_BUCKETS)
-        self._retries = Counter(
-            "headrace_upstream_retries",
+        self._retries = self._counter(
+            "upstream_retries",
             "Attempts that followed a failed one, through the same router or another, by the reason of the failure.",
-            ("reason",),
-            registry=self._registry,
+            "reason",
         )
-        self._shadowed = Counter(
-            "headrace_shadow_requests",
+        self._shadowed = self._counter(
+            "shadow_requests",
             "Copies of requests for the shadow of an alias, by model and outcome; left_out if too many were running.",
-            ("model", "outcome"),
-            registry=self._registry,
+            "model",
+            "outcome",
         )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"headrace_{name}", text, labels, registry=self._registry)
 
     def _histogram(
         self, name: str, description: str, buckets: Sequence[float], labels: Sequence[str] = ()
@@ -199,22 +193,23 @@ class _Fleet:
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("headrace_worker_up", "1 while the worker takes requests.", labels=["worker"])
+        up = _gauge("up", "1 while the worker takes requests.")
         for worker in self._workers:
             up.add_metric([worker.worker_id], float(worker.state == WORKER_STATE_READY))
         yield up
-        info = GaugeMetricFamily(
-            "headrace_worker_info",
+        info = _gauge(
+            "info",
             "1; the model of the worker, its address, its NUMA node (empty: not on one).",
-            labels=["worker", "model", "address", "numa_node"],
+            "model",
+            "address",
+            "numa_node",
         )
         for worker in self._workers:
-            node = str(worker.load.numa_node) if worker.load.HasField("numa_node") else ""
-            info.add_metric([worker.worker_id, worker.model, worker.address, node], 1.0)
+            info.add_metric([worker.worker_id, worker.model, worker.address, _node_of(worker)], 1.0)
         yield info
         reporting = [worker for worker in self._workers if worker.HasField("load")]
         for field, (name, description) in _LOAD_GAUGES.items():
-            gauge = GaugeMetricFamily(f"headrace_worker_{name}", description, labels=["worker"])
+            gauge = _gauge(name, description)
             for worker in reporting:
                 gauge.add_metric([worker.worker_id], getattr(worker.load, field))
             yield gauge
@@ -230,31 +225,33 @@ class _Fleet:
 
 def binding_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
     """Metrics of the workers that report their NUMA binding."""
-    reporting = [worker for worker in workers if worker.load.HasField("binding")]
-    info = GaugeMetricFamily(
-        "headrace_worker_binding_info",
+    info = _gauge(
+        "binding_info",
         "1; NUMA node (empty: not on one), CPUs that threads may run on, memory policy in force.",
-        labels=["worker", "numa_node", "cpus_allowed", "memory_policy"],
+        "numa_node",
+        "cpus_allowed",
+        "memory_policy",
     )
-    resident = GaugeMetricFamily(
-        "headrace_worker_resident_bytes", "Resident memory by NUMA node.", labels=["worker", "node"]
-    )
-    anonymous = GaugeMetricFamily(
-        "headrace_worker_anonymous_bytes",
-        "Resident memory by NUMA node, without that of files.",
-        labels=["worker", "node"],
-    )
-    kv_resident = GaugeMetricFamily(
-        "headrace_worker_kv_resident_bytes", "Resident memory of the KV cache by NUMA node.", labels=["worker", "node"]
-    )
-    kv_huge = GaugeMetricFamily("headrace_worker_kv_huge_bytes", "KV cache in huge pages.", labels=["worker"])
-    for worker in reporting:
+    resident = _gauge("resident_bytes", "Resident memory by NUMA node.", "node")
+    anonymous = _gauge("anonymous_bytes", "Resident memory by NUMA node, without that of files.", "node")
+    kv_resident = _gauge("kv_resident_bytes", "Resident memory of the KV cache by NUMA node.", "node")
+    kv_huge = _gauge("kv_huge_bytes", "KV cache in huge pages.")
+    for worker in workers:
+        if not worker.load.HasField("binding"):
+            continue
         name, binding = worker.worker_id, worker.load.binding
-        node = str(worker.load.numa_node) if worker.load.HasField("numa_node") else ""
-        info.add_metric([name, node, binding.cpus_allowed, binding.memory_policy], 1)
+        info.add_metric([name, _node_of(worker), binding.cpus_allowed, binding.memory_policy], 1)
         for memory in binding.memory:
             resident.add_metric([name, str(memory.node)], memory.resident_bytes)
             anonymous.add_metric([name, str(memory.node)], memory.anonymous_bytes)
             kv_resident.add_metric([name, str(memory.node)], memory.kv_bytes)
         kv_huge.add_metric([name], binding.kv_huge_bytes)
     yield from (info, resident, anonymous, kv_resident, kv_huge)
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"headrace_worker_{name}", text, labels=["worker", *labels])
+
+
+def _node_of(worker: WorkerInfo) -> str:
+    return str(worker.load.numa_node) if worker.load.HasField("numa_node") else ""
