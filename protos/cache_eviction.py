@@ -15,11 +15,13 @@ from headrace.protos.inference_pb2 import (
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
-OFF, ON_REQUEST = "off", "on-request"
+OFF = "off"
+ON_REQUEST = "on-request"
 AGGREGATION_MODES = {"sum": AGGREGATION_MODE_SUM, "norm_sum": AGGREGATION_MODE_NORM_SUM}
 SIZES = ("start_size", "recent_size", "max_cache_size")
 # The defaults of a rule: blocks of the beginning, and of the end.
-_START_BLOCKS, _RECENT_BLOCKS = 1, 4
+_START_BLOCKS = 1
+_RECENT_BLOCKS = 4
 _EXAMPLE = "max_cache_size=8192,start_size=32,recent_size=1024,aggregation_mode=norm_sum"
 
 

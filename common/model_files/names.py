@@ -23,6 +23,7 @@ BUNDLE_FILES = (
     "tokenizer_config.json",
 )
 """The files of the tokenizer bundle, which a worker serves as far as they exist."""
-PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
 IMAGE_FILES = (PREPROCESSOR, PROCESSOR)
 """The files that say how images become pixels and tokens. They are in the bundle of a model whose images are served."""

@@ -275,7 +275,9 @@ class MessageAnswer:
         """The body of the answer."""
         message = self._message(usage)
         stop = self._stop()
-        message.content, message.stop_reason, message.stop_sequence = self._blocks, stop.stop_reason, stop.stop_sequence
+        message.content = self._blocks
+        message.stop_reason = stop.stop_reason
+        message.stop_sequence = stop.stop_sequence
         if self._showing.context_management:
             message.context_management = AppliedEdits()
         return encode(message)
@@ -300,7 +302,8 @@ class MessageAnswer:
         if self._ending.reason == "length" or not self._showing.anything:
             reason = self._showing.length_reason
         elif isinstance(self._ending.stop_reason, str):
-            reason, sequence = "stop_sequence", self._ending.stop_reason
+            reason = "stop_sequence"
+            sequence = self._ending.stop_reason
         elif any(isinstance(block, ToolUseBlock) for block in self._blocks):
             reason = "tool_use"
         return MessageEnd(reason, sequence)
@@ -310,7 +313,8 @@ class MessageAnswer:
             case ReasoningDelta() if not self._showing.thoughts:
                 return b""
             case ReasoningDelta(text):
-                opening, more = self._into("thinking"), self._text(text)
+                opening = self._into("thinking")
+                more = self._text(text)
                 return opening + more if self._showing.thinking else opening
             case ContentDelta(text):
                 return self._into("text") + self._text(text)

@@ -91,7 +91,9 @@ class _Messages:
                     context_management=request.context_management is not None,
                 ),
             )
-            answering, plans, readers = self._services.answering, [chat.plan], chat.choices()
+            answering = self._services.answering
+            plans = [chat.plan]
+            readers = chat.choices()
             if request.stream:
                 await answering.stream(exchange, plans, answer, readers)
             else:

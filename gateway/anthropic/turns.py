@@ -64,7 +64,8 @@ def turns_of(
     last_user = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     for position, message in enumerate(messages):
         where = f"messages[{position}]"
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         if role not in _ROLES:
             raise invalid(f"{where}.role", f"{where}.role must be user, assistant or system")
         if role == "system" and _is_over(where, message, position < last_user):
@@ -171,7 +172,8 @@ class _Reader:
             _fill(self.turns[-1], self._pieces)
         if self._thoughts:
             self.turns[-1].message.reasoning_content = "".join(self._thoughts)
-        self._pieces, self._thoughts = [], []
+        self._pieces = []
+        self._thoughts = []
 
     def _tool_result(self, where: str, block: Mapping[str, Any]) -> None:
         call_id = _string(where, block, "tool_use_id")
@@ -180,7 +182,8 @@ class _Reader:
             # Clients find the cause by these words of the provider.
             problem = f"{field}: unexpected `tool_use_id` found in `tool_result` blocks: {call_id[:_MAX_ECHO_CHARS]}"
             raise invalid(field, f"{problem}; there is no `tool_use` of this id before")
-        content, is_error = block.get("content"), block.get("is_error")
+        content = block.get("content")
+        is_error = block.get("is_error")
         pieces = [] if content is None else self._result(f"{where}.content", content)
         if not isinstance(is_error, bool | None):
             raise invalid(f"{where}.is_error", f"{where}.is_error must be true or false")
@@ -218,7 +221,8 @@ class _Reader:
         return pieces
 
     def _tool_use(self, where: str, block: Mapping[str, Any]) -> None:
-        call_id, name = _string(where, block, "id"), _string(where, block, "name")
+        call_id = _string(where, block, "id")
+        name = _string(where, block, "name")
         arguments = block.get("input")
         if isinstance(arguments, str | None):
             arguments = input_of(arguments or "")  # what some clients store of an input that was cut off

@@ -202,14 +202,16 @@ def chat_of(request: PromptFields, effort: str | None, answer: AnswerFields | No
 
 def _names(turns: Sequence[Turn], tools: Sequence[str]) -> FieldNames:
     def part(found: re.Match[str]) -> str:
-        number, position = int(found[1]), int(found[2])
+        number = int(found[1])
+        position = int(found[2])
         if number >= len(turns):
             return found[0]
         turn = turns[number]
         return turn.images[position] if position < len(turn.images) else turn.place
 
     def tool(found: re.Match[str]) -> str:
-        number, member = int(found[1]), found[2] or ""
+        number = int(found[1])
+        member = found[2] or ""
         place = tools[number] if number < len(tools) else f"tools[{number}]"
         return place + member.replace(".function", "").replace(".parameters", ".input_schema")
 
@@ -247,9 +249,11 @@ def _chat_tool_choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str,
 
 
 def _response_format(request: PromptFields) -> dict[str, Any] | None:
-    name, wanted = "output_format", request.output_format
+    name = "output_format"
+    wanted = request.output_format
     if request.output_config is not None and request.output_config.format is not None:
-        name, wanted = "output_config.format", request.output_config.format
+        name = "output_config.format"
+        wanted = request.output_config.format
     if wanted is None:
         return None
     if wanted.get("type") != "json_schema" or "schema" not in wanted:

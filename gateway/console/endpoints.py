@@ -84,7 +84,8 @@ class _File:
         body = self._compressed if compressed else self._plain
         status = 200
         if etag in (tag.strip().removeprefix(b"W/") for tag in asked.get(b"if-none-match", b"").split(b",")):
-            body, status = b"", 304
+            body = b""
+            status = 304
         await exchange.respond(body, status=status, content_type=self._content_type, headers=headers)
 
 

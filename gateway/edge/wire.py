@@ -18,7 +18,8 @@ _PADDED_CHARS = 32
 _T = TypeVar("_T")
 _AT_FIELD = re.compile(r" - at (?P<key>`key` in )?`(?P<path>[^`]*)`$")
 # A message may have the whole value of a caller: its end names the field, its beginning says what is wrong.
-_MAX_PATH_CHARS, _MAX_WHAT_CHARS = 4096, 4096
+_MAX_PATH_CHARS = 4096
+_MAX_WHAT_CHARS = 4096
 _FLOAT_FOR_INT = "Expected `int"
 _BYTE = re.compile(r"\(byte (\d+)\)")
 

@@ -41,7 +41,8 @@ def pairs_to_score(message: text_pb2.RerankRequest) -> PairsToScore:
 
 def pairs_of_texts(message: text_pb2.ScoreRequest) -> PairsToScore:
     """The pairs of a message. Raises `StatusError`."""
-    firsts, seconds = message.first_texts, message.second_texts
+    firsts = message.first_texts
+    seconds = message.second_texts
     pairs = paired(firsts, seconds, "first_texts", "second_texts")
     return PairsToScore(
         message.model,

@@ -153,7 +153,8 @@ class TextService(TextServicer):
             chat = await self._chats.plan(chat_request(request))
         token_bytes = chat.model.text.tokenizer.token_bytes
         answers = Answers(caller.request_id, request.params, token_bytes, chat.reading.num_id_chars)
-        account, readers = Account([chat.plan]), chat.choices()
+        account = Account([chat.plan])
+        readers = chat.choices()
         async with aclosing(self._pieces([chat.plan], caller)) as pieces:
             async for index, piece in pieces:
                 read = readers[index].push(piece)

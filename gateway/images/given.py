@@ -15,7 +15,8 @@ _MAX_HEAD_CHARS = 256
 _DATA = "data:"
 _MAX_ECHO_CHARS = 64
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
-_REMOTE, _LOCAL = ("http", "https"), "file"
+_REMOTE = ("http", "https")
+_LOCAL = "file"
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -10,7 +10,8 @@ from headrace.gateway.kserve.requests import VERSION, Inference, inference_of, m
 from headrace.gateway.kserve.tensors import Tensor, check_type, checked, decoded, encoded, text_of
 from headrace.protos.kserve_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 
-FINAL_ASKED, FINAL = "triton_enable_empty_final_response", "triton_final_response"
+FINAL_ASKED = "triton_enable_empty_final_response"
+FINAL = "triton_final_response"
 # Datatype -> the list of `InferTensorContents` that has its elements.
 _CONTENTS = {
     "BOOL": "bool_contents",

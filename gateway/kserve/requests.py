@@ -22,7 +22,8 @@ from headrace.gateway.kserve.tensors import Tensor
 from headrace.protos.status import Reason, StatusError
 
 VERSION = "1"
-TEXT_INPUT, TEXT_OUTPUT = "text_input", "text_output"
+TEXT_INPUT = "text_input"
+TEXT_OUTPUT = "text_output"
 IMAGE_INPUT = "image"
 SAMPLING = "sampling_parameters"
 # Outputs besides the text, and the input that asks for each.

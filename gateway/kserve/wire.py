@@ -24,7 +24,9 @@ from headrace.gateway.kserve.tensors import Tensor, checked, decoded, encoded
 LENGTH_HEADER = "inference-header-content-length"
 MAX_NESTING = 8
 _MOST_DIGITS = 18
-_SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
+_SIZE = "binary_data_size"
+_BINARY = "binary_data"
+_ALL_BINARY = "binary_data_output"
 
 
 class KserveInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +111,8 @@ def generate_of(body: bytes, streams: bool) -> tuple[Inference, str | None]:
 
 def answer_of(model: str, infer: Infer, tensors: Sequence[Tensor]) -> tuple[bytes, int | None]:
     """The body of an answer, and the length of its JSON if bytes follow."""
-    described, tail = [], []
+    described = []
+    tail = []
     for tensor in tensors:
         value = KserveResult(tensor.name, tensor.datatype, tensor.shape)
         if infer.binary is None or tensor.name in infer.binary:

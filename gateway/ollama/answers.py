@@ -369,7 +369,9 @@ def _reply(
     if is_chat:
         reply.message = OllamaAnswerMessage(content=text, thinking=thinking, tool_calls=calls)
     else:
-        reply.response, reply.thinking, reply.tool_calls = text, thinking, calls
+        reply.response = text
+        reply.thinking = thinking
+        reply.tool_calls = calls
     return reply
 
 

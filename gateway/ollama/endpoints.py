@@ -87,7 +87,8 @@ _LATEST = ":latest"
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """All endpoints, and refusals of what only an operator may do."""
-    own, models = _Generations(services), _Models(services)
+    own = _Generations(services)
+    models = _Models(services)
     lines = NDJSON.decode()
 
     def generating(
@@ -257,7 +258,8 @@ class _Generations:
             usage = await self._services.answering.gather(exchange.caller, [plan], [answer], readers)
             await exchange.respond(answer.whole(usage))
         else:
-            exchange.stream_type, exchange.keep_alive_event = NDJSON, KEEP_ALIVE
+            exchange.stream_type = NDJSON
+            exchange.keep_alive_event = KEEP_ALIVE
             await self._services.answering.stream(exchange, [plan], answer, readers)
 
 

@@ -137,7 +137,9 @@ def _common(request: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
     repeat_penalty = options.repeat_penalty
     if options.repeat_last_n == 0:  # no token counts as a repetition
-        repeat_penalty, fields["presence_penalty"], fields["frequency_penalty"] = 1.0, 0.0, 0.0
+        repeat_penalty = 1.0
+        fields["presence_penalty"] = 0.0
+        fields["frequency_penalty"] = 0.0
     if options.repeat_last_n == _REPEAT_LAST_N:
         ignored("options.repeat_last_n", "penalties consider the whole prompt and answer")
     unlimited = options.num_predict is not None and options.num_predict <= 0

@@ -66,7 +66,8 @@ MAX_PAGE = 1000
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """All endpoints."""
-    own, models = _Generations(services), _Models(services)
+    own = _Generations(services)
+    models = _Models(services)
     chat = Operation("Answer a conversation", ChatCompletion, (ChatRequest,), generates=True, stream_type=EVENTS)
     completion = Operation(
         "Continue one or more prompts", Completion, (CompletionRequest,), generates=True, stream_type=EVENTS
@@ -112,7 +113,9 @@ class _Generations:
         names = _OF_THINKING if request.thinking else _OF_REASONING if request.reasoning else _AS_THEY_ARE
         with names.in_callers_terms():
             chat = await self._services.chats.plan(request)
-        model, plan, reading = chat.model, chat.plan, chat.reading
+        model = chat.model
+        plan = chat.plan
+        reading = chat.reading
         token_bytes = model.text.tokenizer.token_bytes
         who = identity("chatcmpl", "chat.completion", plan.requests[0].request_id, int(time.time()), model.card)
         logprobs = ChatLogprobs(token_bytes, bool(request.return_tokens_as_token_ids)) if request.logprobs else None
@@ -131,7 +134,8 @@ class _Generations:
         check_completion_body(request)
         exchange.name_request(request.request_id)
         completion = await self._services.chats.plan_completion(request)
-        model, plans = completion.model, completion.plans
+        model = completion.model
+        plans = completion.plans
         token_bytes = model.text.tokenizer.token_bytes
         shown = _shown(request, plans, completion.echoes)
         who = identity("cmpl", "text_completion", plans[0].requests[0].request_id, int(time.time()), model.card)
@@ -144,7 +148,8 @@ class _Generations:
         else:
             choices = [WholeChoice() for plan in plans for _ in plan.requests]
             usage = await self._services.answering.gather(exchange.caller, plans, choices)
-            num_each, n = plans[0].job.num_choices, request.n or 1
+            num_each = plans[0].job.num_choices
+            n = request.n or 1
             best = [choices[i] for i in best_of(choices, num_each, n)]
             await exchange.respond(whole_completion(who, best, logprobs, usage, shown, token_bytes))
 

@@ -107,7 +107,8 @@ class ChatStream:
         for delta in deltas:
             # The first event has the log-probabilities and tokens of all events.
             events += self._events.padded(head + delta + b"}" + self._events.tail(logprobs, token_ids), len(delta))
-            logprobs, token_ids = _NO_LOGPROBS, ()
+            logprobs = _NO_LOGPROBS
+            token_ids = ()
         if piece.ending is None:
             return events
         return events + self._events.last(LastDelta(index=index, **end_of(piece.ending)))

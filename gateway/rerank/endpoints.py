@@ -60,7 +60,8 @@ class _Ranking:
     async def score(self, exchange: Exchange) -> None:
         """Score each pair: of one text with many, or of two lists of the same length."""
         request = await request_of(exchange, ScoreRequest, SCORE)
-        first, second = request.text_1, request.text_2
+        first = request.text_1
+        second = request.text_2
         firsts = [first] if isinstance(first, str) else first
         seconds = [second] if isinstance(second, str) else second
         together = paired(firsts, seconds, "text_1", "text_2")

@@ -57,7 +57,8 @@ _ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_erro
 
 def response_head(request: ResponsesRequest, response_id: str, model: str, params: SamplingParams) -> Response:
     """The fields of a response that are known before it is generated."""
-    reasoning, text = request.reasoning, request.text or TextFields()
+    reasoning = request.reasoning
+    text = request.text or TextFields()
     tools = [
         {"strict": False, "parameters": None, "description": None, **tool} if tool.get("type") == "function" else tool
         for tool in request.tools or ()
@@ -320,11 +321,13 @@ class ResponseAnswer(ErrorShape):
         done = ResponseEvent(type=f"{_KINDS[item.kind][1]}.done", item_id=item.item_id, output_index=item.index)
         match shown:
             case FunctionCall():
-                done.arguments, done.name = item.text, shown.name
+                done.arguments = item.text
+                done.name = shown.name
             case CustomToolCall():
                 done.input = item.text
             case _:
-                done.text, done.content_index = item.text, 0
+                done.text = item.text
+                done.content_index = 0
                 if item.kind == "message":
                     done.logprobs = item.logprobs
         events = self._event(done) + self._part_event(item, "done")
@@ -335,7 +338,8 @@ class ResponseAnswer(ErrorShape):
     def _item(self, item: _OpenItem, status: Status) -> Item:
         """The item as the response shows it."""
         if item.name is not None:
-            name, namespace = item.name.name, UNSET if item.name.namespace is None else item.name.namespace
+            name = item.name.name
+            namespace = UNSET if item.name.namespace is None else item.name.namespace
             ids = {"id": item.item_id, "call_id": item.call_id, "name": name}
             if item.kind == "function_call":
                 return FunctionCall(**ids, status=status, arguments=item.text, namespace=namespace)

@@ -69,7 +69,8 @@ class ResponseRun:
         """Its events from this number on, to the last one."""
         events = self.answer.events
         while True:
-            changed, ended = self._changed, self.ended
+            changed = self._changed
+            ended = self.ended
             if position < len(events):
                 yield b"".join(events[position:])
                 position = len(events)

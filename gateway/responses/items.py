@@ -394,7 +394,8 @@ def _output_parts(where: str, output: Any) -> list[dict[str, Any]]:
 
 def _reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     """An item of reasoning, with its texts if this server can read them."""
-    content, encrypted = item.get("content"), item.get("encrypted_content")
+    content = item.get("content")
+    encrypted = item.get("encrypted_content")
     texts = _thoughts(f"{where}.content", content)
     if not texts and encrypted is not None:
         try:

@@ -48,7 +48,9 @@ class OpenResponses(OpenProtocol):
 
 def _store(flags: Mapping[str, Any], shared_redis_url: str | None) -> Store:
     """The store for responses: a Redis that gateways share, or this process's memory."""
-    url, ttl_s, tenant_bytes = flags["response_redis_url"], flags["response_ttl_s"], flags["response_tenant_mb"] << 20
+    url = flags["response_redis_url"]
+    ttl_s = flags["response_ttl_s"]
+    tenant_bytes = flags["response_tenant_mb"] << 20
     if url is None:
         return MemoryStore(ttl_s, tenant_bytes=tenant_bytes)
     if shared_redis_url is not None and server_of(url) == server_of(shared_redis_url):

@@ -48,7 +48,9 @@ async def _items(
     as a stored response, so that a short request cannot have a huge conversation."""
     items: dict[int, dict[str, Any]] = {}
     output: Sequence[dict[str, Any]] = ()
-    num_bytes, response_id, used = 0, "", set()
+    num_bytes = 0
+    response_id = ""
+    used = set()
     for position, reference in places.items():
         field = f"input[{position}].id"
         item_id = reference.get("id")

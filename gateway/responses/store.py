@@ -95,7 +95,8 @@ async def packed(stored: StoredResponse) -> bytes:
     try:
         plain = _ENCODER.encode(stored)
     except OverflowError:  # an integer of more than 64 bits, as schemas and arguments may have
-        response, items = msgspec.json.encode(stored.response), msgspec.json.encode(stored.items)
+        response = msgspec.json.encode(stored.response)
+        items = msgspec.json.encode(stored.items)
         plain = _ENCODER.encode(_Kept(stored.owner, response, items, stored.events))
     if len(plain) > MAX_PLAIN_BYTES:
         raise StoreError(f"a response of {len(plain)} bytes is too large to be kept")
@@ -109,7 +110,8 @@ async def unpacked(value: bytes) -> StoredResponse:
     """Decode a response."""
     is_short = len(value) <= MAX_INLINE_BYTES // 8
     kept = _DECODER.decode(zlib.decompress(value) if is_short else await asyncio.to_thread(zlib.decompress, value))
-    response, items = kept.response, kept.items
+    response = kept.response
+    items = kept.items
     return StoredResponse(
         kept.owner,
         msgspec.json.decode(response, type=Response) if isinstance(response, bytes) else response,

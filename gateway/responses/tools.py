@@ -123,7 +123,8 @@ def is_hosted(kind: str) -> bool:
 
 def _in_namespace(where: str, namespace: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """The tools of a namespace, with their places and its name. The first one has its description."""
-    name, tools = namespace.get("name"), namespace.get("tools")
+    name = namespace.get("name")
+    tools = namespace.get("tools")
     if not isinstance(name, str):
         raise invalid(f"{where}.name", f"{where}.name must be a text")
     if not isinstance(tools, list):
@@ -184,7 +185,8 @@ def _choice(choice: str | Mapping[str, Any] | None, offer: Offer) -> str | dict[
 
 
 def _named(where: str, choice: Mapping[str, Any], offer: Offer) -> dict[str, Any]:
-    name, namespace = choice.get("name"), choice.get("namespace")
+    name = choice.get("name")
+    namespace = choice.get("namespace")
     if not isinstance(name, str):
         raise invalid(f"{where}.name", f'{where} must be like {{"type": "function", "name": ...}}')
     known = CallName(namespace if isinstance(namespace, str) else None, name).known

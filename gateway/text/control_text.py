@@ -26,7 +26,8 @@ import msgspec
 from headrace.gateway.text.content import text_of
 from headrace.protos.status import Reason, StatusError
 
-_FIRST_PRIVATE, _LAST_PRIVATE = 0xE000, 0xF8FF
+_FIRST_PRIVATE = 0xE000
+_LAST_PRIVATE = 0xF8FF
 # Random, so that no caller knows them; few, because a template is compiled for each.
 _MARKS = tuple(map(chr, random.SystemRandom().sample(range(_FIRST_PRIVATE, _LAST_PRIVATE + 1), 16)))
 _T = TypeVar("_T")

@@ -108,7 +108,8 @@ def _plan(completion: CompletionPlan) -> Plan:
 
 def _shown(request: TgiRequest, completion: CompletionPlan) -> Shown:
     parameters = request.parameters or TgiParameters()
-    plan, tokenizer = _plan(completion), completion.model.text.tokenizer
+    plan = _plan(completion)
+    tokenizer = completion.model.text.tokenizer
     return Shown(
         token_bytes=tokenizer.token_bytes,
         special_ids=tokenizer.special_ids,

@@ -108,7 +108,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 # Formats that are not supported although their markup contains that of a supported one.
 _UNKNOWN_SIGNS = ("<|tool_calls_section_begin|>",)
 
-_THINK, _BRACKETS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
+_THINK = ("<think>", "</think>")
+_BRACKETS = ("[THINK]", "[/THINK]")
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     one.name: one
     for one in (

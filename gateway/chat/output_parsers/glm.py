@@ -18,9 +18,12 @@ from headrace.gateway.chat.output_parsers.output import Output, Tools, attempt
 from headrace.gateway.chat.output_parsers.source import Source, Steps, expect, literal, matching, skip, text_until
 from headrace.gateway.chat.output_parsers.tagged_values import quoted, schemas_of, value
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
-KEY, KEY_END = "<arg_key>", "</arg_key>"
-VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
+KEY = "<arg_key>"
+KEY_END = "</arg_key>"
+VALUE = "<arg_value>"
+VALUE_END = "</arg_value>"
 _NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 _KEY_NAME = re.compile(r"[^<>\n]+")
 

@@ -24,8 +24,13 @@ from headrace.gateway.chat.output_parsers.source import (
     text_until,
 )
 
-START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
+END = "<|end|>"
+CALL = "<|call|>"
+RETURN = "<|return|>"
 MAX_HEADER_CHARS = 512
 _FUNCTIONS = "functions."
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

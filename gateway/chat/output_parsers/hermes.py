@@ -6,7 +6,8 @@ from headrace.gateway.chat.output_parsers.json_text import json_calls
 from headrace.gateway.chat.output_parsers.output import Output, Tools
 from headrace.gateway.chat.output_parsers.source import SPACE, Source, Steps, closed_by, expect, skip, text_until
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
 
 
 def hermes(source: Source, output: Output, tools: Tools) -> Steps[None]:

@@ -20,7 +20,9 @@ from headrace.gateway.chat.output_parsers.source import (
     text_until,
 )
 
-OPENING, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+OPENING = "[TOOL_CALLS]"
+CALL_ID = "[CALL_ID]"
+ARGUMENTS = "[ARGS]"
 _NAME = re.compile(r"[\w.-]+")
 
 

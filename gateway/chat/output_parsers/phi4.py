@@ -6,7 +6,9 @@ from headrace.gateway.chat.output_parsers.json_text import json_calls
 from headrace.gateway.chat.output_parsers.output import Output, Tools
 from headrace.gateway.chat.output_parsers.source import Source, Steps, closed_by, expect, skip, text_until
 
-WORD, OPENING, CLOSING = "functools", "<|tool_call|>", "<|/tool_call|>"
+WORD = "functools"
+OPENING = "<|tool_call|>"
+CLOSING = "<|/tool_call|>"
 
 
 def phi4(source: Source, output: Output, tools: Tools) -> Steps[None]:

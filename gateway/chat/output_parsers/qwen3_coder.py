@@ -27,9 +27,12 @@ from headrace.gateway.chat.output_parsers.source import (
 )
 from headrace.gateway.chat.output_parsers.tagged_values import quoted, schemas_of, value
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
+FUNCTION = "<function="
+FUNCTION_END = "</function>"
+PARAMETER = "<parameter="
+PARAMETER_END = "</parameter>"
 _NAME = re.compile(r"[^<>\n]+")
 
 
