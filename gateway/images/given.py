@@ -55,16 +55,16 @@ def image_of_url(name: str, url: object, detail: Detail = Detail.AUTO) -> GivenI
     return GivenImage(url=url, detail=detail)
 
 
-def image_of_base64(name: str, text: object, detail: Detail = Detail.AUTO) -> GivenImage:
+def image_of_base64(name: str, text: object) -> GivenImage:
     """The image in a text of base64. A data URL around it is tolerated. Raises `StatusError`."""
     if not isinstance(text, str) or not text:
         raise invalid(name, f"{name} must be a text: the file of an image as base64")
     if text[: len(_DATA)].lower() == _DATA:
-        return GivenImage(base64=_base64_of(name, text), detail=detail)
+        return GivenImage(base64=_base64_of(name, text))
     if (found := _SCHEME.match(text)) is not None:
         problem = f"{name} must be the file of an image as base64, not a URL ({found[1][:_MAX_ECHO_CHARS]}:)"
         raise invalid(name, problem)
-    return GivenImage(base64=text, detail=detail)
+    return GivenImage(base64=text)
 
 
 def detail_of(name: str, value: Any) -> Detail:

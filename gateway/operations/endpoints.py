@@ -6,30 +6,60 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from headrace.common.stores.redis_link import word_for
 from headrace.common.version import headrace_version
 from headrace.gateway.edge.endpoint import Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
-from headrace.gateway.edge.wire import encode
-from headrace.gateway.operations.answers import (
-    Config,
-    Document,
-    Health,
-    ModelStatus,
-    Version,
-    VersionError,
-    VersionStatus,
-)
+from headrace.gateway.edge.wire import Shape, encode
 from headrace.gateway.operations.openapi import document
 from headrace.gateway.services import Services
 from headrace.gateway.telemetry.metrics import CONTENT_TYPE
 from headrace.gateway.text.models import ListedModel
 from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
 from headrace.protos.status import Reason, StatusError
+
+
+class Health(Shape):
+    """The state in a word or two, and that of each Redis that is used."""
+
+    status: str
+    redis: dict[str, str] | UnsetType = UNSET
+
+
+class Version(Shape):
+    """The version of the gateway."""
+
+    version: str
+
+
+class VersionError(Shape):
+    """The error of a version of a model; there is never one."""
+
+    error_code: str
+    error_message: str
+
+
+class VersionStatus(Shape, kw_only=True):
+    """The state of a version."""
+
+    version: str = "1"
+    state: str
+    status: VersionError
+
+
+class ModelStatus(Shape):
+    """The versions of a model; here there is one."""
+
+    model_version_status: list[VersionStatus]
+
+
+Config = dict[str, ModelStatus]
+Document = dict[str, Any]
+
 
 # The statuses of OpenVINO Model Server.
 _UNCHANGED = 200

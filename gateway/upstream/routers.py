@@ -25,14 +25,13 @@ from typing import Any, TypeVar
 import grpc
 
 from headrace.common.ledger import FencedError, Ledger
-from headrace.common.retries import AT_ROUTERS, Verdict, verdict_of
+from headrace.common.retries import AT_ROUTERS, Attempts, Verdict, verdict_of
 from headrace.common.telemetry.span import Span
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.silence import Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.gateway.telemetry.spans import begin_attempt
 from headrace.gateway.upstream.address import Address, best_of, connect
-from headrace.gateway.upstream.backoff import Backoff
 from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
 from headrace.gateway.upstream.served_adapters import (
     AdapterCards,
@@ -55,6 +54,10 @@ from headrace.protos.router_pb2 import (
 from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
 from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest, ModelCard
 
+# A generation fails after this many lost attempts in a row without a token.
+MAX_IN_VAIN = 12
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.5
 LIST_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
 # The longest attempt. A generation that takes longer is resumed, until its own time limit.
@@ -72,6 +75,50 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 Metadata = tuple[tuple[str, str], ...]
+
+
+class Backoff:
+    """The pauses between the attempts of one generation at several addresses."""
+
+    def __init__(self, num_addresses: int, number: int = 0) -> None:
+        """`number` is the number of the first attempt."""
+        self.attempts = Attempts(MAX_IN_VAIN, number=number)
+        self._num_addresses = num_addresses
+        self._num_waits = 0
+        self._num_unknown = 0  # addresses that did not know the model, since the last one that did
+
+    def after(
+        self, verdict: Verdict, *, progressed: bool = False, has_begun: bool = True, was_connected: bool = True
+    ) -> float | None:
+        """Seconds from the beginning of the failed attempt to the next one; None to give up.
+
+        `was_connected`: there was a connection when the attempt began. `progressed`: this attempt delivered tokens;
+        `has_begun`: any attempt has. An answer that has begun waits for room and is never refused.
+        """
+        if progressed:
+            self._num_waits = 0
+        if verdict not in (Verdict.LOST, Verdict.UNKNOWN_MODEL):
+            self._num_unknown = 0  # this address knows the model, and may only be waiting for its worker
+        is_nobody_there = verdict is Verdict.NO_WORKER or (verdict is Verdict.LOST and not was_connected)
+        if is_nobody_there or (has_begun and verdict in (Verdict.FULL, Verdict.DRAINING)):
+            self._num_waits += 1
+            self.attempts.waited(progressed=progressed, has_begun=has_begun)
+            return self._pause_s(self._num_waits)
+        if verdict is Verdict.UNKNOWN_MODEL and self._num_unknown + 1 < self._num_addresses:
+            self._num_unknown += 1
+            return 0.0  # routers may know different workers
+        if verdict not in (Verdict.LOST, Verdict.DRAINING):
+            return None
+        self._num_waits = 0
+        self.attempts.lost(progressed=progressed)
+        return self._pause_s(self.attempts.num_in_vain) if self.attempts.are_left else None
+
+    def _pause_s(self, number: int) -> float:
+        """Seconds to wait after `number` failed attempts."""
+        rounds, position = divmod(number, self._num_addresses)
+        if position:  # an address that has not been tried in this round
+            return 0.0
+        return min(FIRST_BACKOFF_S * 2.0 ** min(rounds - 1, 16), MAX_BACKOFF_S)
 
 
 class Upstream:

@@ -16,7 +16,6 @@ from headrace.common.retries import MAX_FAILED
 from headrace.gateway.edge import exchange
 from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.upstream import address, routers
-from headrace.gateway.upstream import backoff as upstream
 from headrace.protos.status import Reason, StatusError
 from tests.patience import patience
 
@@ -32,8 +31,8 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(upstream, "MAX_BACKOFF_S", 0.2)
+    monkeypatch.setattr(routers, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(routers, "MAX_BACKOFF_S", 0.2)
 
 
 async def two_routers(stack: AsyncExitStack, kit: Any, bundle: bytes) -> tuple[Any, Any, Any]:
@@ -376,14 +375,14 @@ async def test_attempts_are_bounded(stack: AsyncExitStack, kit: Any, tiny_bundle
     response = await gateway.http.post(CHAT, json=BODY)
     assert response.status_code == 503
     assert 4 <= int(response.headers["retry-after"]) <= 6
-    assert len(first.streams) + len(second.streams) == upstream.MAX_IN_VAIN
+    assert len(first.streams) + len(second.streams) == routers.MAX_IN_VAIN
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
 async def test_requests_wait_for_a_worker_that_is_away_as_long_as_their_clients_do(
     pair: Any, kit: Any, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    monkeypatch.setattr(upstream, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(routers, "MAX_BACKOFF_S", 0.01)
     router, gateway = pair
     num_refusals = 2 * MAX_FAILED
 
@@ -405,7 +404,7 @@ async def test_requests_wait_for_a_worker_that_is_away_as_long_as_their_clients_
 
 async def test_an_operator_may_bound_how_long_new_requests_wait(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     router, gateway = pair
-    monkeypatch.setattr(upstream, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(routers, "MAX_BACKOFF_S", 0.01)
     monkeypatch.setattr(gateway.upstream, "_worker_wait_s", 1.0)
 
     async def away(own: Any, stream: Any, send: Any) -> None:
@@ -420,7 +419,7 @@ async def test_an_operator_may_bound_how_long_new_requests_wait(pair: Any, monke
 async def test_an_answer_that_has_begun_is_not_refused_for_want_of_room(
     pair: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(routers, "MAX_BACKOFF_S", 0.01)
     router, gateway = pair
 
     async def full_for_long(own: Any, stream: Any, send: Any) -> None:
@@ -448,7 +447,7 @@ async def test_an_answer_that_has_begun_is_not_refused_for_want_of_room(
 async def test_a_lone_router_may_be_away_for_any_number_of_attempts(
     stack: AsyncExitStack, kit: Any, tiny_bundle: bytes, monkeypatch: pytest.MonkeyPatch, has_begun: bool
 ) -> None:
-    monkeypatch.setattr(upstream, "MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(routers, "MAX_BACKOFF_S", 0.01)
     router = kit.FakeRouter(tiny_bundle)
     address, server = await stack.enter_async_context(kit.serving_router(router))
     gateway = await stack.enter_async_context(kit.serving_gateway(address))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.upstream import backoff
+from headrace.gateway.upstream import routers
 from headrace.protos.status import Reason, StatusError
 from tests.patience import patience
 
@@ -55,7 +55,7 @@ STREAMS: dict[str, tuple[dict[str, Any], Callable[[str], str]]] = {
 
 @pytest.fixture(autouse=True)
 def _fresh(router: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(routers, "FIRST_BACKOFF_S", 0.01)
     router.reset()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.common.retries import MAX_FAILED, Verdict
-from headrace.gateway.upstream.backoff import FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_IN_VAIN, Backoff
+from headrace.gateway.upstream.routers import FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_IN_VAIN, Backoff
 
 
 def pauses(backoff: Backoff, *, progressed: bool = False) -> list[float]:
