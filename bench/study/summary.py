@@ -183,8 +183,8 @@ def lines_of(table: Table) -> list[list[str]]:
     ]
 
 
-def legend(found: Sequence[Table], repetitions: int) -> list[str]:
-    """What the marks and the numbers in brackets mean, as far as there are any."""
+def head_of(found: Sequence[Table], finished: Sequence[Finished], repetitions: int) -> list[str]:
+    """What a reader needs to know first: the servers with their flags, and what brackets and marks mean."""
     marks = "".join(row.marks for table in found for row in table.rows)
     words = []
     if repetitions > 1:
@@ -193,7 +193,12 @@ def legend(found: Sequence[Table], repetitions: int) -> list[str]:
         words.append("!: some answers were wrong, or requests failed; see the run's JSON.")
     if "*" in marks:
         words.append("*: other programs took more than a tenth of a core during a run.")
-    return words
+    last = {each.run.server: each.server for each in finished}
+    return words + [
+        f"{server} {last[server]['version']}: {last[server]['command']}"
+        for server in (OURS, *recipes.PEERS)
+        if server in last
+    ]
 
 
 def as_text(found: Sequence[Table], head: Sequence[str], left_out: Sequence[str]) -> str:
@@ -213,9 +218,9 @@ def as_text(found: Sequence[Table], head: Sequence[str], left_out: Sequence[str]
     return "\n".join(lines) + "\n"
 
 
-def as_markdown(found: Sequence[Table], head: Sequence[str], left_out: Sequence[str]) -> str:
+def as_markdown(found: Sequence[Table], title: str, head: Sequence[str], left_out: Sequence[str]) -> str:
     """The tables for a document."""
-    lines = ["# Study", "", *head]
+    lines = [f"# {title}", "", *(f"- {words}" for words in head)]
     for table in found:
         lines += ["", f"## {table.experiment.name}. {table.experiment.title}", "", table.experiment.explanation, ""]
         titles = heads(table)

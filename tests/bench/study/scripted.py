@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.bench.study.conduct import Study
-from headrace.bench.study.directory import StudyDirectory
+from headrace.bench.study.directory import Settings, StudyDirectory
 from headrace.bench.study.kinds import Kind, MissingError
 from headrace.bench.study.model import StudiedModel
 from headrace.bench.study.processes import Command, ServerError
 from headrace.bench.study.recipes import OURS, Run, Scale
 from tests.bench.scripted_server import served
 
-TINY = Scale("quick", 2, 0.01, 12, (2, 4), (2, 4), (0.5,), (0.6,), (4096, 32_768), (500.0,))
+# No seconds: each run has as few requests as there may be, however fast this machine is.
+TINY = Scale("quick", 2, 0.0, 12, (2, 4), (2, 4), (0.5,), (0.6,), (4096, 32_768), (500.0,))
 
 
 def model(directory: Path, name: str = "scripted") -> StudiedModel:
@@ -75,7 +76,7 @@ def study(
     """A study, its directory, and what it says."""
     said: list[str] = []
     directory = StudyDirectory(path)
-    directory.open({"scale": scale.name, "seed": 0, "model": models[0], "machine": "a machine"})
+    directory.open(Settings(scale.name, 0, models[0], "a machine"))
 
     @contextlib.asynccontextmanager
     async def launch(

@@ -13,7 +13,7 @@ from headrace.bench import benchmark
 from headrace.bench.lengths import Lengths
 from headrace.bench.study import recipes
 from headrace.bench.study.conduct import counted
-from headrace.bench.study.directory import DirectoryError, StudyDirectory
+from headrace.bench.study.directory import DirectoryError, Settings, StudyDirectory
 from headrace.bench.study.processes import ServerError
 from headrace.bench.study.recipes import EXPERIMENTS, GENAI, LLAMA_CPP, OURS, VLLM, Experiment
 from headrace.bench.tokens import WordCounter
@@ -103,7 +103,7 @@ def test_a_file_that_was_cut_off_is_named_with_the_remedy(tmp_path: Path) -> Non
 def test_a_directory_of_another_study_is_refused(tmp_path: Path) -> None:
     study(tmp_path, ScriptedKind())
     with pytest.raises(DirectoryError, match="has a study with seed 0, not 1; continue it with its settings"):
-        StudyDirectory(tmp_path).open({"seed": 1})
+        StudyDirectory(tmp_path).open(Settings("quick", 1, "scripted", "a machine"))
 
 
 def test_peers_that_cannot_take_part_are_left_out_with_a_sentence(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from xml.etree import ElementTree
 
 from headrace.bench.study.directory import Finished
-from headrace.bench.study.pages import page
+from headrace.bench.study.pages import page, pictures
 from headrace.bench.study.recipes import GENAI, LLAMA_CPP, OURS, Run
-from headrace.bench.study.summary import Table, as_markdown, as_text, legend, tables
+from headrace.bench.study.summary import Table, as_markdown, as_text, head_of, tables
 
 
 def finished(
@@ -22,7 +23,9 @@ def finished(
         "headrace": {"answers_are_right": not wrong},
     }
     run = Run("3", server, "m", rate, 30, 64, 32_768, repetition)
-    return Finished(run, result, {"preemptions": None}, {"cores_of_others": others})
+    return Finished(
+        run, result, {"preemptions": None, "version": "1.2", "command": f"{server} --flag"}, {"cores_of_others": others}
+    )
 
 
 RUNS = [
@@ -60,9 +63,11 @@ def test_verdicts_compare_runs_of_one_repetition_with_the_best_peer_of_each_figu
     ]
 
 
-def test_marks_are_explained_only_if_they_are_there() -> None:
-    assert len(legend([third()], 2)) == 3
-    assert legend(tables(RUNS[:2]), 1) == []
+def test_marks_are_explained_only_if_they_are_there_and_each_server_has_its_command() -> None:
+    head = head_of([third()], RUNS, 2)
+    assert [words[:2] for words in head[:3]] == ["Fi", "!:", "*:"]
+    assert head[3:] == [f"{server} 1.2: {server} --flag" for server in (OURS, GENAI, LLAMA_CPP)]
+    assert head_of(tables(RUNS[:2]), RUNS[:2], 1) == [f"{OURS} 1.2: {OURS} --flag"]
 
 
 def test_text_and_markdown_have_every_cell() -> None:
@@ -70,7 +75,7 @@ def test_text_and_markdown_have_every_cell() -> None:
     assert "3. Servers side by side\n=======================" in text
     assert "630.0 (600.0 to 660.0)" in text
     assert text.endswith("Left out: vllm: not installed\n")
-    markdown = as_markdown([third()], ["a machine"], [])
+    markdown = as_markdown([third()], "Study of m", ["a machine"], [])
     assert (
         "| inf | openvino-genai! | 550.0 (500.0 to 600.0) | 150 (100 to 200) | 300 (200 to 400) | 20.0 (20.0 to 20.0) |"
         in (markdown)
@@ -87,3 +92,12 @@ def test_the_page_has_a_chart_for_each_figure_and_needs_no_other_file() -> None:
     assert ">inf</text>" in made
     assert "http" not in made
     assert "<script" not in made
+
+
+def test_each_chart_is_a_picture_with_its_own_key() -> None:
+    made = dict(pictures([third()]))
+    assert set(made) == {f"3-{name}" for name in third().figures}
+    for picture in made.values():
+        root = ElementTree.fromstring(picture)
+        texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert {OURS, GENAI, LLAMA_CPP, "inf", "0.5"} <= set(texts)
