@@ -241,6 +241,7 @@ class ToldTrial(msgspec.Struct):
     busy: float
     hit_share: float
     kv_used: float
+    refused_share: float
     meets_objectives: bool
     broken: tuple[str, ...]
 
@@ -300,6 +301,7 @@ def _told_trial(trial: Trial) -> ToldTrial:
         busy=round(trial.busy, 4),
         hit_share=round(trial.hit_share, 4),
         kv_used=round(trial.kv_used, 4),
+        refused_share=round(trial.refused_share, 4),
         meets_objectives=trial.is_good,
         broken=trial.broken,
     )

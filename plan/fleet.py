@@ -86,8 +86,10 @@ class Fleet:
             block_size=found.model.block_tokens,
             max_num_seqs=self.max_num_seqs or layout.max_num_seqs,
             max_num_batched_tokens=layout.max_num_batched_tokens,
+            max_num_mixed_tokens=layout.max_num_mixed_tokens,
             least_decode=layout.least_decode,
             tiers=tiers,
+            max_wait_s=MAX_WAIT_S,
             skips_steps=not found.slowdown or layout.workers == 1,
         )
         front = found.front

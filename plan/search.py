@@ -26,6 +26,8 @@ _BEHIND = 0.05
 # The knee is found to this share of the load.
 _KNEE_WIDTH = 0.04
 _MAX_FACTOR = 64.0
+# A larger share of refused requests misses the objectives.
+_REFUSED = 0.01
 # A KV cache that is fuller than this counts as full, and workers that are busier as fully busy.
 _FULL, _BUSY = 0.95, 0.9
 
@@ -71,8 +73,8 @@ class Trial:
     batch: int
     """Largest number of requests in a worker's batch."""
     preemptions: int
-    overdue_share: float
-    """Share of the requests that waited so long that a server would have refused them."""
+    refused_share: float
+    """Share of the requests that were refused, because they would have waited too long."""
     num_requests: int
     broken: tuple[str, ...]
     """What misses the objectives, as sentences; empty if the fleet meets them."""
@@ -193,12 +195,13 @@ class Search:
     def _simulated(self, fleet: Fleet, factor: float) -> Trial:
         load = self._load.scaled(factor) if factor != 1.0 else self._load
         runs = [_run(fleet, load, self._count, seed) for seed in self._seeds]
-        records = [record for run in runs for record in run.records]
+        all_records = [record for run in runs for record in run.records]
+        records = [record for record in all_records if not record.is_refused]
+        refused = 1 - len(records) / len(all_records)
         ttfts = [record.first_token_s - record.arrived_s for record in records]
         tpots = [_tpot_s(record) for record in records if record.num_tokens > 1]
         limits = self._objectives
         ttft, tpot = Figures.of(ttfts, limits.ttft), Figures.of(tpots, limits.tpot)
-        overdue = sum(value > MAX_WAIT_S for value in ttfts) / len(records)
         broken = []
         if limits.ttft is not None and ttft.of_limit > limits.ttft.seconds:
             broken.append(_missed("time to the first token", ttft.of_limit, limits.ttft))
@@ -206,8 +209,8 @@ class Search:
             broken.append(_missed("time a token", tpot.of_limit, limits.tpot))
         if 2 * sum(run.grows for run in runs) > len(runs):
             broken.append("the queue grows: requests come faster than they are answered")
-        elif overdue > 0.01:
-            broken.append(f"{overdue:.0%} of the requests would wait for more than {MAX_WAIT_S:g} s and be refused")
+        if refused > _REFUSED:
+            broken.append(f"{refused:.0%} of the requests would wait for more than {MAX_WAIT_S:g} s and are refused")
         prompt_tokens = sum(record.job.num_prompt_tokens for record in records)
         cached = sum(record.cached_tokens for record in records)
         num_tokens = sum(record.num_tokens for record in records)
@@ -220,15 +223,15 @@ class Search:
             tokens_per_s=num_tokens / span_s if span_s else 0.0,
             ttft=ttft,
             tpot=tpot,
-            good_share=sum(_is_good(record, limits) for record in records) / len(records),
+            good_share=sum(_is_good(record, limits) for record in records) / len(all_records),
             busy=busy,
             prompt_share=_prompt_share(fleet, prompt_tokens - cached, busy * span_s * fleet.workers),
-            hit_share=cached / prompt_tokens,
+            hit_share=cached / max(prompt_tokens, 1),
             kv_used=max(run.kv_used for run in runs),
             batch=max(run.batch for run in runs),
             preemptions=sum(run.preemptions for run in runs),
-            overdue_share=overdue,
-            num_requests=len(records),
+            refused_share=refused,
+            num_requests=len(all_records),
             broken=tuple(broken),
         )
 

@@ -21,7 +21,7 @@ from headrace.router.placement import policy as placement_policy
 from headrace.router.placement.answer_lengths import AnswerLengths
 from headrace.router.placement.bookings import Booking
 from headrace.router.placement.candidates import Places
-from headrace.router.placement.policy import LONG_PROMPT_MS, RequestFacts, belief_message, is_long
+from headrace.router.placement.policy import LONG_PROMPT_MS, RequestFacts, belief_message, is_long, predicted_wait_ms
 from headrace.router.placement.predictions import Predictions
 from headrace.router.placement.prefix_index import Depths
 from headrace.router.placement.rates import Priors
@@ -187,6 +187,7 @@ class SimulatedRouter:
         self.num_in_flight = 0
         """Number of requests that are placed and have not ended."""
         self._policy = policy
+        self._answer_lengths = AnswerLengths()
         self._rank = rank
         self._num_routers = num_routers
 
@@ -204,6 +205,18 @@ class SimulatedRouter:
         self.view.booked(choice.worker)
         self.num_in_flight += 1
         return PlacedJob(job, choice.worker, booking, choice)
+
+    def has_room(self, now_s: float) -> bool:
+        """Whether a worker takes another request, by what the router knows of it."""
+        view = self.view
+        view.reported.advance(now_s)
+        return any(view.load(worker).has_room(own.num_pending) for worker, own in enumerate(view.bookings))
+
+    def predicted_wait_s(self, num_ahead: int, now_s: float) -> float:
+        """How long a request would wait for room behind `num_ahead` others."""
+        self.view.reported.advance(now_s)
+        priors = self._answer_lengths.priors("")
+        return predicted_wait_ms(num_ahead, self.view.candidates(), priors) / 1000
 
     def belief(self, placed: PlacedJob, *, may_be_given_back: bool) -> Belief:
         """The belief to send to the worker; see `PlacedRequest.belief`."""
@@ -242,6 +255,7 @@ class SimulatedRouter:
     def ended(self, placed: PlacedJob) -> None:
         """Release the booking of a request that has ended."""
         self._policy.ended(placed.job)
+        self._answer_lengths.ended("", placed.job.num_output_tokens)
         self._release(placed)
 
     def _release(self, placed: PlacedJob) -> None:

@@ -12,6 +12,7 @@ numbers come from one seed.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from functools import partial
 
 from headrace.protos.inference_pb2 import Belief
 from headrace.router.placement.policy import MAX_GIVEN_BACK
+from headrace.sim.admission import SimulatedAdmission
 from headrace.sim.clock import VirtualClock
 from headrace.sim.decode_run import DecodeRun
 from headrace.sim.reports import WATCH_INTERVAL_S, ReportedFleet
@@ -74,6 +76,8 @@ class JobRecord:
     prefill_worker: int = -1
     """The worker that computed its prompt, if the answer continued at another one."""
     num_given_back: int = 0
+    is_refused: bool = False
+    """Whether router or worker refused it, because it would have waited too long. It then has no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,11 @@ class Simulation:
         self.routers = [
             SimulatedRouter(kind.make(shape, random.Random(rng.random())), self._reported, rank, num_routers)
             for rank in range(num_routers)
+        ]
+        max_wait_s = settings.worker.max_wait_s
+        self._admissions = [
+            SimulatedAdmission(router, max_wait_s, partial(self._admit, router), self._refuse)
+            for router in (self.routers if math.isfinite(max_wait_s) else ())
         ]
         self._records: list[JobRecord] = []
         self._busy_s: list[float] = []
@@ -178,7 +187,41 @@ class Simulation:
         self._records.append(record)
         if len(self._records) == self._num_jobs:
             self._busy_s = [worker.busy_s for worker in self.workers]
-        self._after_hop(partial(self._place, record, router))
+        if self._admissions:
+            self._after_hop(partial(self._come, len(self._records) - 1, self.routers.index(router)))
+        else:
+            self._after_hop(partial(self._place, record, router))
+
+    def _come(self, number: int, rank: int) -> None:
+        """A request has come to a router, which admits it."""
+        admission = self._admissions[rank]
+        had_waiting = admission.has_waiting
+        admission.arrived(number, self.clock.now_s)
+        if admission.has_waiting and not had_waiting:
+            self.clock.at(self.clock.now_s + WATCH_INTERVAL_S, partial(self._look, admission))
+
+    def _look(self, admission: SimulatedAdmission) -> None:
+        admission.look(self.clock.now_s)
+        if admission.has_waiting:
+            self.clock.at(self.clock.now_s + WATCH_INTERVAL_S, partial(self._look, admission))
+
+    def _admit(self, router: SimulatedRouter, number: int) -> None:
+        self._place(self._records[number], router)
+
+    def _refuse(self, number: int) -> None:
+        """A router refuses a request."""
+        record = self._records[number]
+        record.is_refused = True
+        record.ended_s = self.clock.now_s + self._settings.hop_s
+        self._end_of(record)
+
+    def _end_refused(self, number: int) -> None:
+        """End the requests that a worker has refused."""
+        for output in self.workers[number].take_refused():
+            record, _, _ = self._in_flight[output.request.request_id]
+            record.is_refused = True
+            record.ended_s = self.clock.now_s + 2 * self._settings.hop_s
+            self._after_hop(partial(self._end, output.request.request_id))
 
     def _after_hop(self, action: Callable[[], None]) -> None:
         """Call `action` when a message has arrived at the next process."""
@@ -226,6 +269,7 @@ class Simulation:
             self.clock.at(run.end_s, partial(self._end_run, number, run))
             return
         milliseconds = worker.begin_step(self._stretch(number))
+        self._end_refused(number)
         if milliseconds is not None:
             self.clock.at(self.clock.now_s + milliseconds / 1000, partial(self._end_step, number))
 
@@ -283,7 +327,14 @@ class Simulation:
     def _end(self, request_id: str) -> None:
         """The router has the last token of a request."""
         record, placed, router = self._in_flight.pop(request_id)
-        router.ended(placed)
+        if record.is_refused:
+            router.moved(placed)
+        else:
+            router.ended(placed)
+        self._end_of(record)
+
+    def _end_of(self, record: JobRecord) -> None:
+        """The client has the end of a request."""
         self._on_end()
         for job in self._followers.get(record.job.number, ()):
             self.clock.at(record.ended_s + job.think_s, partial(self._arrive, job))

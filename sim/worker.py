@@ -9,6 +9,7 @@ Pure: the caller passes the time.
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from headrace.sim.trace import Job
 from headrace.worker.engine.build import build_scheduler, build_speculation
 from headrace.worker.engine.engine import EngineStats
 from headrace.worker.engine.fetching import Fetching
+from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepCosts, StepRates, StepShape
 from headrace.worker.engine.step_meter import StepMeter, StepSize
@@ -52,6 +54,8 @@ class WorkerSettings:
     max_num_batched_tokens: int = 1024
     max_num_mixed_tokens: int | None = None
     target_step_ms: float | None = None
+    max_wait_s: float = math.inf
+    """Requests that would wait longer for others are refused, as with --max-ttft; infinite: none."""
     least_decode: int = 1
     """Fewest tokens of a decode step, padding included."""
     acceptance: float | None = None
@@ -135,6 +139,10 @@ class SimulatedWorker:
             clock=clock,
         )
         self.fetching = Fetching(self.scheduler, self._disk, self._peers, clock) if settings.tiers.are_any else None
+        self._forecast: Forecast | None = None
+        if math.isfinite(settings.max_wait_s):
+            self._forecast = Forecast(self.scheduler, settings.max_wait_s, clock)
+        self._refused: list[RequestOutput] = []
         self._meter = StepMeter(self.scheduler)
         self._learning = Learning(costs.decode)
         self._stats = EngineStats()
@@ -296,7 +304,13 @@ class SimulatedWorker:
         assert not self.is_stepping, "a step is running"
         self._commands_came = bool(self._arrived)
         self._num_taken += len(self._arrived)
+        if self._forecast is not None and self._arrived and not self.scheduler.has_requests:
+            self._forecast.begin()
         for request in self._arrived:
+            error = None if self._forecast is None else self._forecast.refusal(request)
+            if error is not None:
+                self._refused.append(self.scheduler.refuse(request, error))
+                continue
             if self.fetching is None or not self.fetching.begin(request):
                 self.scheduler.add(request)
         self._arrived.clear()
@@ -324,6 +338,15 @@ class SimulatedWorker:
             self._step_ms += self._draft_ms
         return self._step_ms
 
+    def take_refused(self) -> list[RequestOutput]:
+        """The requests that were refused since the last call, with their errors."""
+        if self._forecast is not None:
+            self._refused += [self.scheduler.give_back(request, error) for request, error in self._forecast.overdue()]
+        refused, self._refused = self._refused, []
+        for output in refused:
+            del self._answers[output.request]
+        return refused
+
     def end_step(self, now_s: float, *, hands_on: bool = False) -> tuple[list[RequestOutput], Report | None]:
         """End the current step. Returns its outputs, and a report if one is due. With `hands_on`, answers that have
         begun continue elsewhere."""
@@ -340,6 +363,8 @@ class SimulatedWorker:
             draft_s = self._draft_ms / 1000
             self._meter.observe(self._size, step_s, 1.0 + num_more / max(1, len(sampled)), draft_s)
         outputs = self.scheduler.update(output, sampled)
+        if self._forecast is not None:
+            self._forecast.observe()
         self._stats.infer_s += self._step_ms / 1000
         self._stats.num_steps += 1
         for given in outputs:

@@ -49,6 +49,7 @@ SIM_MAY_IMPORT = {
     "worker.kv.block_pool",
     "worker.kv.fetch",
     "worker.engine.fetching",
+    "worker.engine.forecast",
     "worker.engine.build",
     "worker.engine.engine",
     "worker.engine.thread",
