@@ -1,0 +1,1 @@
+"""Plans of fleets beside what the fleets do."""
