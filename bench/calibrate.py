@@ -12,6 +12,8 @@ from headrace.bench.options.parsing import Failed, UsageError
 from headrace.bench.target import key_header
 from headrace.common.flags import FiniteRange
 
+_LARGE_ERROR = 0.12
+
 
 @click.command(context_settings={"show_default": True})
 @click.argument("model", required=False)
@@ -19,9 +21,7 @@ from headrace.common.flags import FiniteRange
 @click.option("--url", help="Take the costs that the workers of a running fleet have learned; the URL of its gateway.")
 @click.option("--workers", type=click.IntRange(1, 256), help="Workers of this host.  [default: one for each NUMA node]")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
-@click.option(
-    "--seconds", type=FiniteRange(10), default=300.0, help="How long to measure, with the start of the server."
-)
+@click.option("--seconds", type=FiniteRange(5), default=270.0, help="How long to measure, once the server is ready.")
 @click.option(
     "--output",
     "-o",
@@ -81,4 +81,7 @@ def calibrate(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(calibration.encoded(found))
     click.echo(calibration.described(found))
+    steps = found.steps
+    if found.source == "measured" and max(steps.decode.median_error, steps.prompts.median_error) > _LARGE_ERROR:
+        click.echo("the error is large: was something else running? Stop it, and calibrate again", err=True)
     click.echo(f"wrote {path}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -36,6 +37,8 @@ from headrace.sim.step_logs import LoggedStep
 
 FRONT_ROLES = ("gateway", "router")
 _FIRST_TOKEN = 100
+# What a worker logs when it starts.
+_LIMITS = re.compile(r"steps of up to (\d+) tokens, (\d+) with running streams")
 _REQUEST_TIMEOUT_S, _CALL_TIMEOUT_S = 600.0, 15.0
 # The default of workers, which fleets do not tell.
 _USUAL_BATCHED_TOKENS = 1024
@@ -43,6 +46,8 @@ _USUAL_BATCHED_TOKENS = 1024
 _CELLS_SHARE, _LIVE_SHARE = 0.72, 0.18
 # A cell that takes a larger share of the cells' time is left out.
 _LARGEST_CELL = 0.2
+# Requests without which there are too few steps for a fit, in cells of at most so much work.
+_LEAST_REQUESTS, _SMALL_WORK = 96, 2500
 _BURST, _BURST_TOKENS = 48, 48
 # The rate of requests that arrive at random, as a share of what a cell of eight requests reached.
 _LIVE_LOAD = 0.7
@@ -151,8 +156,8 @@ class Measured(NamedTuple):
 
 
 async def measured(model: str | None, flags: Sequence[str], seconds: float, tell: Callable[[str], None]) -> Calibration:
-    """Start a server of `model` with these `flags` of `headrace serve`, measure it for about `seconds`, and stop it.
-    `tell` gets a line now and then. Raises CalibrateError."""
+    """Start a server of `model` with these `flags` of `headrace serve`, measure it for about `seconds`, or longer if it
+    is slow, and stop it. `tell` gets a line now and then. Raises CalibrateError."""
     began_s = time.perf_counter()
     serve = [*([model] if model else []), *flags]
     with tempfile.TemporaryDirectory() as directory:
@@ -160,14 +165,15 @@ async def measured(model: str | None, flags: Sequence[str], seconds: float, tell
         try:
             threads = await threads_of_workers(serve)
             tell("starting a server")
-            quiet = ("--port", "0", "--grpc-port", "0", "--log-level", "warning")
+            quiet = ("--port", "0", "--grpc-port", "0", "--log-level", "info")
             async with Serving((*serve, *quiet), {"HEADRACE_WORKER_STEP_LOG": str(log)}) as serving:
                 client = Client(target_of(serving.url, {}, None, False), _REQUEST_TIMEOUT_S)
                 try:
                     fleet = await fleet_of(client)
+                    limits = serving.logged(_LIMITS)
                     since_s = time.perf_counter()
                     loader = Loader(client, fleet.model.name, fleet.vocabulary)
-                    found = await _measure(loader, serving, fleet, began_s + seconds, tell)
+                    found = await _measure(loader, serving, fleet, since_s + seconds, tell)
                 finally:
                     client.close()
             steps = step_logs.read(log.read_bytes())
@@ -180,7 +186,8 @@ async def measured(model: str | None, flags: Sequence[str], seconds: float, tell
         threads=min(threads),
         kv_tokens=fleet.kv_tokens,
         max_num_seqs=fleet.max_num_seqs,
-        max_num_batched_tokens=max(step.tokens for step in steps),
+        max_num_batched_tokens=int(limits[1]) if limits else _USUAL_BATCHED_TOKENS,
+        max_num_mixed_tokens=int(limits[2]) if limits else _USUAL_BATCHED_TOKENS,
         least_decode=min((step.tokens for step in steps if not step.prompt_tokens), default=1),
         serve_flags=_without(flags, "--workers", "--threads"),
     )
@@ -226,8 +233,6 @@ async def _measure(
 ) -> Measured:
     """Put the load on until about `until_s`."""
     seconds = until_s - time.perf_counter()
-    if seconds <= 0:
-        raise CalibrateError("the server needed all of the time to start; give more --seconds")
     await loader.run(CELLS[0], fleet.num_workers)  # kernels of the first sizes are built
     cpu_s, num_requests, num_tokens = serving.cpu_s(FRONT_ROLES), loader.num_requests, loader.num_tokens
     alone, per_s = await _cells(loader, fleet, _CELLS_SHARE * seconds, tell)
@@ -254,6 +259,7 @@ async def _cells(
         and cell.kv_tokens <= fleet.kv_tokens
         and cell.batch <= fleet.max_num_seqs
     ]
+    small = [cell for cell in cells if cell.work <= _SMALL_WORK]
     alone: list[Record] = []
     work_per_s = 0.0
     rates: list[float] = []
@@ -277,6 +283,11 @@ async def _cells(
         tell(f"{num_run} cells of load, round {num_rounds}")
         if not num_run:
             break
+    number = 0
+    while loader.num_requests < _LEAST_REQUESTS:  # a slow host needs longer
+        records = await loader.run(small[number % len(small)], fleet.num_workers)
+        alone += records if len(records) == 1 else []
+        number += 1
     return alone, statistics.median(rates)
 
 
@@ -356,6 +367,7 @@ def learned_of(fleet: Fleet) -> Calibration:
         kv_tokens=fleet.kv_tokens,
         max_num_seqs=fleet.max_num_seqs,
         max_num_batched_tokens=_USUAL_BATCHED_TOKENS,
+        max_num_mixed_tokens=_USUAL_BATCHED_TOKENS,
         least_decode=1,
     )
     return Calibration(

@@ -57,6 +57,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens that the KV cache of each worker holds."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int
     least_decode: int
     """Fewest tokens of a decode step, padding included."""
     serve_flags: tuple[str, ...] = ()
@@ -138,6 +139,7 @@ def decoded(raw: bytes, name: str) -> Calibration:
         ("layout.kv_tokens", layout.kv_tokens),
         ("layout.max_num_seqs", layout.max_num_seqs),
         ("layout.max_num_batched_tokens", layout.max_num_batched_tokens),
+        ("layout.max_num_mixed_tokens", layout.max_num_mixed_tokens),
         ("layout.least_decode", layout.least_decode),
         ("model.block_tokens", model.block_tokens),
     ):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 _STOP_S = 20.0
-_KEPT_LINES = 40
+_KEPT_LINES = 1000
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -80,6 +80,10 @@ class Serving:
         assert self._process.stderr is not None
         while line := await self._process.stderr.readline():
             self._lines.append(line.decode(errors="replace").strip())
+
+    def logged(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """The first of the latest lines of its log that has this pattern."""
+        return next((match for line in self._lines if (match := pattern.search(line))), None)
 
     def cpu_s(self, roles: Sequence[str]) -> float:
         """CPU seconds that its processes of these roles have used so far."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from headrace.sim.step_cost import StepCost, place_among
+from headrace.sim.step_cost import StepCost
 from headrace.worker.engine.step_cost import StepShape
 
 
@@ -19,17 +20,19 @@ class Sample(NamedTuple):
 
 
 def features(shape: StepShape, knots: tuple[int, ...]) -> list[float]:
-    """The factors of the coefficients: those of `base`, then the others in the order of StepCost."""
-    base = [0.0] * len(knots)
-    left, share = place_among(knots, shape.tokens)
-    base[left], base[left + 1] = 1.0 - share, share
+    """The factors of the coefficients: 1 for the cost of `knots[0]` tokens, for each segment between two knots the part
+    of it that is below the shape's tokens, and the others in the order of StepCost. So coefficients that are not
+    negative make a `base` that never falls. The last segment has no end."""
+    lengths = [
+        max(0, min(shape.tokens, high) - low) for low, high in zip(knots[:-1], (*knots[1:-1], sys.maxsize), strict=True)
+    ]
     others = shape.attended, shape.reread, shape.context, shape.sequences, shape.changed
-    return [*base, *map(float, others)]
+    return [1.0, *map(float, lengths), *map(float, others)]
 
 
 def fitted(samples: Sequence[Sample], knots: tuple[int, ...]) -> StepCost:
     """Coefficients that are not negative: the worst negative one is left out until there is none. Those that no sample
-    tells anything about are 0."""
+    tells anything about are 0. No sample has fewer than `knots[0]` tokens."""
     all_features = np.array([features(sample.shape, knots) for sample in samples])
     milliseconds = np.array([sample.ms for sample in samples])
     used = [column for column in range(all_features.shape[1]) if all_features[:, column].any()]
@@ -42,9 +45,10 @@ def fitted(samples: Sequence[Sample], knots: tuple[int, ...]) -> StepCost:
         del used[int(np.argmin(solution))]
     coefficients = np.zeros(all_features.shape[1])
     coefficients[used] = solution
-    values = [float(value) for value in coefficients]
-    attended, reread, context, sequence, change = values[len(knots) :]
-    return StepCost(knots, tuple(values[: len(knots)]), attended, reread, context, sequence, change)
+    first, slopes, rest = coefficients[0], coefficients[1 : len(knots)], coefficients[len(knots) :]
+    base = first + np.concatenate(((0.0,), np.cumsum(slopes * np.diff(knots))))
+    attended, reread, context, sequence, change = map(float, rest)
+    return StepCost(knots, tuple(map(float, base)), attended, reread, context, sequence, change)
 
 
 def errors_of(cost: StepCost, samples: Sequence[Sample]) -> list[float]:

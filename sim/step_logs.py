@@ -154,10 +154,10 @@ def _alone(steps: Sequence[Timed], slowdown: float) -> list[Sample]:
 
 
 def _knots(samples: Sequence[Sample], knots: tuple[int, ...]) -> tuple[int, ...]:
-    """The knots that the samples reach, and at least two."""
-    sizes = [sample.shape.tokens for sample in samples]
-    least, most = min(sizes), max(sizes)
-    inner = [knot for knot in knots if least < knot < most]
+    """The first knot, those between sizes of samples, and the largest size."""
+    sizes = sorted(sample.shape.tokens for sample in samples)
+    least, most = min(knots[0], sizes[0]), sizes[-1]
+    inner = [knot for knot in knots if max(least, sizes[0]) < knot < most]
     return tuple(sorted({least, *inner, max(most, least + 1)}))
 
 

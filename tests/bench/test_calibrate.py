@@ -143,7 +143,7 @@ def test_workers_that_have_learned_nothing_are_named_with_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("args", "status", "problem"),
     [
-        (["--seconds", "3"], 2, "is not in the range x>=10"),
+        (["--seconds", "3"], 2, "is not in the range x>=5"),
         (["--url", "http://127.0.0.1:9", "--workers", "2"], 2, "--url measures nothing here"),
         (["--url", "localhost:9"], 2, "did you mean http://localhost:9?"),
         (["--url", "http://127.0.0.1:9"], 1, "cannot connect to http://127.0.0.1:9"),

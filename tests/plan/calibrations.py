@@ -20,7 +20,7 @@ def calibration(*, speed: float = 1.0, workers: int = 1, kv_tokens: int = 64_000
         num_steps=1000,
         host=Host("a host", 2, 2, 1, 16 << 30),
         model=Model(model, "0123", 8192, 32, 12_960.0, "u8"),
-        layout=Layout(workers, 2 // workers or 1, kv_tokens, 128, 1024, 1),
+        layout=Layout(workers, 2 // workers or 1, kv_tokens, 128, 1024, 1024, 1),
         steps=StepCostPair(prompts, decode),
         slowdown=0.0,
         front=Front(0.002, 0.002, 0.004, 0.0002),

@@ -21,7 +21,9 @@ def trial_of() -> dict[int, Trial]:
     """Trials by the number of users, on two cores of an EPYC with the demo model, whose costs are committed."""
     cost = default()
     small = calibration()
-    host = msgspec.structs.replace(small, steps=StepCostPair(cost, cost), layout=Layout(1, 2, 200_000, 128, 1024, 1))
+    host = msgspec.structs.replace(
+        small, steps=StepCostPair(cost, cost), layout=Layout(1, 2, 200_000, 128, 1024, 1024, 1)
+    )
     asked = Requests(lengths("lognormal", 256, MOST), lengths("exponential", 128, MOST), 256, 128, most=MOST)
     objectives = Objectives(None, Limit(95, 0.1))
     found = {}
