@@ -27,6 +27,8 @@ class Prompt(NamedTuple):
     @property
     def text(self) -> str:
         """The messages as one text, for APIs without messages."""
+        if len(self.messages) == 1:
+            return self.messages[0]["content"]
         return "\n".join(message["content"] for message in self.messages)
 
 
@@ -191,11 +193,13 @@ class Chat(_OpenAI):
         return _encoded(head, options)
 
 
+_STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+_ENDLESS: Mapping[str, Any] = {"ignore_eos": True}
+
+
 def _encoded(head: Mapping[str, Any], options: Options) -> bytes:
-    body = {**head, "stream": True, "stream_options": {"include_usage": True}}
-    if options.ignore_eos:
-        body["ignore_eos"] = True
-    return msgspec.json.encode({**body, **options.sampling, **options.extra})
+    endless = _ENDLESS if options.ignore_eos else {}
+    return msgspec.json.encode({**head, **_STREAMED, **endless, **options.sampling, **options.extra})
 
 
 class _ResponseUsage(msgspec.Struct):

@@ -17,6 +17,10 @@ import httptools
 from headrace.bench.target import Target
 
 _MAX_BODY_BYTES = 64 << 20
+_WATCH_S = 1.0
+_CONTENT_TYPE = b"content-type"
+_FRAMING = (b"content-length", b"transfer-encoding")
+_LENGTHS = frozenset(map(len, (_CONTENT_TYPE, *_FRAMING)))
 
 
 class Listener(Protocol):
@@ -113,11 +117,12 @@ class _Connection(asyncio.Protocol):
     # httptools' side
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        lower = name.lower()
-        if lower == b"content-type":
-            self._content_type = value.decode("latin-1").lower()
-        elif lower in (b"content-length", b"transfer-encoding"):
-            self._has_length = True
+        if len(name) in _LENGTHS:
+            lower = name.lower()
+            if lower == _CONTENT_TYPE:
+                self._content_type = value.decode("latin-1").lower()
+            elif lower in _FRAMING:
+                self._has_length = True
 
     def on_headers_complete(self) -> None:
         self._has_head = True
@@ -152,6 +157,8 @@ class Client:
         self._timeout_s = timeout_s
         self._idle: list[_Connection] = []
         self._address: tuple[str, int] | None = None
+        self._deadlines_s: dict[asyncio.Future[None], float] = {}
+        self._is_watching = False
 
     async def exchange(self, request: bytes, listener: Listener) -> None:
         """Send a request and hand its answer to `listener`. Raises ExchangeError."""
@@ -159,7 +166,7 @@ class Client:
             kept = self._kept()
             connection = kept or await self._connect()
             done = connection.start(request, listener)
-            timer = asyncio.get_running_loop().call_later(self._timeout_s, _expire, done, self._timeout_s)
+            self._watch(done)
             is_whole = False
             try:
                 await done
@@ -170,7 +177,7 @@ class Client:
                     continue
                 raise
             finally:
-                timer.cancel()
+                del self._deadlines_s[done]
                 if is_whole and connection.is_open:
                     self._idle.append(connection)
                 else:
@@ -187,6 +194,24 @@ class Client:
         """Close all idle connections."""
         while self._idle:
             self._idle.pop().close()
+
+    def _watch(self, done: asyncio.Future[None]) -> None:
+        """Fail an exchange soon after its time is over. One timer watches all: a timer of each would cost more."""
+        loop = asyncio.get_running_loop()
+        self._deadlines_s[done] = loop.time() + self._timeout_s
+        if not self._is_watching:
+            self._is_watching = True
+            loop.call_later(min(_WATCH_S, self._timeout_s), self._expire)
+
+    def _expire(self) -> None:
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        for done, deadline_s in self._deadlines_s.items():
+            if deadline_s <= now_s and not done.done():
+                done.set_exception(ExchangeError("timeout", f"no whole answer within {self._timeout_s:g} s"))
+        self._is_watching = bool(self._deadlines_s)
+        if self._is_watching:
+            loop.call_later(min(_WATCH_S, self._timeout_s), self._expire)
 
     def _kept(self) -> _Connection | None:
         while self._idle:
@@ -218,8 +243,3 @@ class Client:
         except (OSError, ssl.SSLError) as error:
             raise ExchangeError("connect", f"cannot connect to {target.url}: {error}") from None
         return connection
-
-
-def _expire(done: asyncio.Future[None], timeout_s: float) -> None:
-    if not done.done():
-        done.set_exception(ExchangeError("timeout", f"no whole answer within {timeout_s:g} s"))

@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -143,14 +142,23 @@ class Load:
 
     async def _due(self, conversations: Sequence[Conversation], starts_s: Sequence[float]) -> None:
         are_timed = any(starts_s)
-        async with asyncio.TaskGroup() as group:
+        loop = asyncio.get_running_loop()
+        tasks = []
+        try:
             for number, (conversation, start_s) in enumerate(zip(conversations, starts_s, strict=True)):
                 due_s = self._began_s + start_s
                 first = self._first(number, conversation)
-                if are_timed:
-                    await asyncio.sleep(max(0.0, due_s - self._now()))
-                group.create_task(self._converse(number, conversation, first, due_s, are_timed))
+                if are_timed and (wait_s := due_s - self._now()) > 0:
+                    await asyncio.sleep(wait_s)
+                tasks.append(loop.create_task(self._converse(number, conversation, first, due_s, are_timed)))
                 await asyncio.sleep(0)  # it is sent before the next request is prepared
+            for task in tasks:  # a callback of each, as groups of tasks have, would cost more
+                await task
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
 
     async def _user(
         self, waiting: Iterator[tuple[int, Conversation]], start_s: float, think_s: float, rng: random.Random
@@ -168,10 +176,13 @@ class Load:
     async def _converse(
         self, number: int, conversation: Conversation, first: bytes, due_s: float, is_timed: bool
     ) -> None:
-        said = _opening(conversation)
+        said: list[Message] = []
         before = conversation.system_tokens
+        last = len(conversation.turns) - 1
         for place, turn in enumerate(conversation.turns):
-            said.append({"role": "user", "content": turn.text})
+            if last:  # else nothing is asked after it
+                said = said or _opening(conversation)
+                said.append({"role": "user", "content": turn.text})
             request = first if place == 0 else self._sender.prepared(Prompt(said, turn.output_tokens, number))
             if place and turn.think_s:
                 due_s = self._now() + turn.think_s
@@ -183,8 +194,10 @@ class Load:
             )
             self._records.append(record)
             await self._ask(request, record, is_timed if place == 0 else bool(turn.think_s))
+            if place == last:
+                return
             if not record.succeeded:
-                self.progress.total -= len(conversation.turns) - place - 1
+                self.progress.total -= last - place
                 return
             said.append({"role": "assistant", "content": record.text})
             before = record.prompt_tokens + (record.usage_completion_tokens or len(record.times))
@@ -193,17 +206,13 @@ class Load:
         progress = self.progress
         progress.open[record.number] = record
         self._last_due_s = max(self._last_due_s, record.planned_s)
-        may_s = record.planned_s
-        async with self._gate or nullcontext():
-            record.sent_s = record.ended_s = self._now()
-            if self._gate is not None and self._gate.locked():
-                may_s = record.sent_s  # it may have waited for its turn
-            if is_timed:
-                self._num_timed += 1
-                record.late_s = max(0.0, record.sent_s - may_s)
-                progress.late += record.late_s > LATE_S
-            progress.sent += 1
-            await self._sender.send(request, record)
+        if self._gate is None:
+            await self._send(request, record, is_timed, record.planned_s)
+        else:
+            async with self._gate:
+                # If the gate is closed now, it may have waited for its turn.
+                may_s = self._now() if self._gate.locked() else record.planned_s
+                await self._send(request, record, is_timed, may_s)
         del progress.open[record.number]
         progress.done += 1
         progress.failed += not record.succeeded
@@ -212,6 +221,16 @@ class Load:
             progress.ttfts_s.append(record.ttft_s)
             if len(record.times) > 1:
                 progress.gaps_s.append((record.times[-1] - record.times[0]) / (len(record.times) - 1))
+
+    async def _send(self, request: bytes, record: Record, is_timed: bool, may_s: float) -> None:
+        """Send a request that may be sent since `may_s`."""
+        record.sent_s = record.ended_s = self._now()
+        if is_timed:
+            self._num_timed += 1
+            record.late_s = max(0.0, record.sent_s - may_s)
+            self.progress.late += record.late_s > LATE_S
+        self.progress.sent += 1
+        await self._sender.send(request, record)
 
     def _first(self, number: int, conversation: Conversation) -> bytes:
         turn = conversation.turns[0]

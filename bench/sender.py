@@ -9,6 +9,7 @@ from headrace.bench.apis import Api, Options, Prompt
 from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.record import Record
 from headrace.bench.stream import Stream
+from headrace.bench.target import with_body
 
 
 class HttpSender:
@@ -31,14 +32,19 @@ class HttpSender:
         self._chance = chance
         self._chosen: dict[int, Options] = {}
         self._num_prepared = 0
+        self._heads: dict[str, bytes] = {}
+        """Heads of requests, by model."""
 
     def prepared(self, prompt: Prompt) -> bytes:
         """Head and body."""
         options = self._options_of(prompt.number)
-        headers = {"x-request-id": f"{self._id_prefix}{self._num_prepared}"} if self._id_prefix else {}
-        self._num_prepared += 1
-        body = self._api.body(prompt, options)
-        return self._client.target.request("POST", self._api.path(options.model), body, headers)
+        head = self._heads.get(options.model)
+        if head is None:
+            head = self._heads[options.model] = self._client.target.head("POST", self._api.path(options.model))
+        if self._id_prefix:
+            head = b"%bx-request-id: %b%d\r\n" % (head, self._id_prefix.encode(), self._num_prepared)
+            self._num_prepared += 1
+        return with_body(head, self._api.body(prompt, options))
 
     def _options_of(self, conversation: int) -> Options:
         if self._chance is None or len(self._options) == 1:

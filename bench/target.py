@@ -25,14 +25,23 @@ class Target:
     tls: ssl.SSLContext | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def request(self, method: str, path: str, body: bytes, more: Mapping[str, str] | None = None) -> bytes:
-        """A whole HTTP/1.1 request, with `more` headers."""
+    def head(self, method: str, path: str) -> bytes:
+        """The beginning of a request, which is the same for all with this path; lines of their own may follow."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.base_path}{path} HTTP/1.1", f"Host: {host}:{self.port}"]
-        lines += [f"{name}: {value}" for name, value in {**self.headers, **(more or {})}.items()]
-        if body:
-            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        return "\r\n".join((*lines, "", "")).encode() + body
+        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        return "\r\n".join((*lines, "")).encode()
+
+    def request(self, method: str, path: str, body: bytes) -> bytes:
+        """A whole HTTP/1.1 request."""
+        return with_body(self.head(method, path), body)
+
+
+def with_body(head: bytes, body: bytes) -> bytes:
+    """A whole request, from its head and a body in JSON."""
+    if not body:
+        return head + b"\r\n"
+    return b"%bContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (head, len(body), body)
 
 
 def key_header() -> dict[str, str]:

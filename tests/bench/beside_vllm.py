@@ -33,9 +33,9 @@ COUNTS = ("completed", "failed", "total_input_tokens", "total_output_tokens")
 LOADS: Mapping[str, Sequence[str]] = {
     "14 requests/s of 64 tokens": ("--request-rate", "14", "--output-len", "64", "--model", "ttft=500,gap=20,joined=1"),
     "25 requests/s of 8 tokens": ("--request-rate", "25", "--output-len", "8", "--model", "ttft=500,gap=40,joined=1"),
-    "8 at once, chat": (
-        *("--max-concurrency", "8", "--output-len", "32", "--model", "ttft=500,gap=25,joined=1"),
-        *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
+    "chats, 10 requests/s of 32 tokens": (
+        *("--request-rate", "10", "--output-len", "32", "--model", "ttft=500,gap=25,joined=1"),
+        *("--max-concurrency", "64", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
     ),
 }
 # Reads command lines as JSON and runs vLLM's client for each: importing vLLM takes longer than a run.
@@ -176,7 +176,7 @@ def main(vllm_python: str, pairs: int, seconds: int) -> None:
         with tempfile.TemporaryDirectory() as kept, scripted_server() as url, vllm_client(vllm_python) as client:
             directory = tokenizer(Path(kept))
             for title, more in LOADS.items():
-                count = seconds * (int(more[1]) if more[0] == "--request-rate" else 8)
+                count = seconds * int(more[1])
                 args = shared_args(url, prompts(directory / "prompts.jsonl", count), count, more)
                 found = []
                 for _ in range(pairs):
