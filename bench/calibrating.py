@@ -189,6 +189,7 @@ async def measured(model: str | None, flags: Sequence[str], seconds: float, tell
         max_num_batched_tokens=int(limits[1]) if limits else _USUAL_BATCHED_TOKENS,
         max_num_mixed_tokens=int(limits[2]) if limits else _USUAL_BATCHED_TOKENS,
         least_decode=min((step.tokens for step in steps if not step.prompt_tokens), default=1),
+        window_slots=fleet.window_slots,
         serve_flags=_without(flags, "--workers", "--threads"),
     )
     try:
@@ -369,6 +370,7 @@ def learned_of(fleet: Fleet) -> Calibration:
         max_num_batched_tokens=_USUAL_BATCHED_TOKENS,
         max_num_mixed_tokens=_USUAL_BATCHED_TOKENS,
         least_decode=1,
+        window_slots=fleet.window_slots,
     )
     return Calibration(
         version=VERSION,

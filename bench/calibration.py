@@ -37,7 +37,9 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model. `fingerprint` is that of its files, and `block_tokens` the tokens of a block of its KV cache."""
+    """The model. `fingerprint` is that of its files, and `block_tokens` the tokens of a block of its KV cache. Of the
+    bytes of a token, `window_token_bytes` are those of layers that keep only `window_tokens` tokens of a request (0:
+    all layers keep all)."""
 
     name: str
     fingerprint: str
@@ -45,6 +47,8 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_tokens: int
     kv_token_bytes: float
     kv_precision: str
+    window_tokens: int = 0
+    window_token_bytes: float = 0.0
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,6 +64,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_mixed_tokens: int
     least_decode: int
     """Fewest tokens of a decode step, padding included."""
+    window_slots: int = 0
+    """Blocks whose parts for layers with a window fit."""
     serve_flags: tuple[str, ...] = ()
 
 
@@ -94,6 +100,15 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slowdown: float
     """Each other busy worker of the host makes a step longer by this share of its time."""
     front: Front
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of the KV cache of each worker."""
+        model, layout = self.model, self.layout
+        whole = layout.kv_tokens * (model.kv_token_bytes - model.window_token_bytes)
+        if not model.window_tokens:
+            return layout.kv_tokens * model.kv_token_bytes
+        return whole + layout.window_slots * model.block_tokens * model.window_token_bytes
 
     @property
     def threads(self) -> int:

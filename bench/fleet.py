@@ -15,6 +15,7 @@ _PATH = "/console/fleet"
 
 class _Load(msgspec.Struct):
     num_blocks: int
+    num_window_slots: int
     max_num_seqs: int
     step_costs: dict[str, LearnedCost] = {}
     counters: dict[str, int] = {}
@@ -34,6 +35,8 @@ class _Model(msgspec.Struct):
     max_context_tokens: int
     block_size: int
     kv_block_bytes: int
+    kv_part_bytes: int
+    window_tokens: int
     kv_precision: str
     vocab_size: int
 
@@ -73,8 +76,8 @@ class RecentLoad(NamedTuple):
 
 
 class Fleet(NamedTuple):
-    """A fleet of one model. `kv_tokens` and `max_num_seqs` are those of its smallest worker; the costs are those of the
-    worker that has learned from the most steps, None while none has."""
+    """A fleet of one model. `kv_tokens`, `max_num_seqs` and `window_slots` are those of its smallest worker; the costs
+    are those of the worker that has learned from the most steps, None while none has."""
 
     model: Model
     vocabulary: int
@@ -82,6 +85,7 @@ class Fleet(NamedTuple):
     num_hosts: int
     kv_tokens: int
     max_num_seqs: int
+    window_slots: int
     prompts: LearnedCost | None
     decode: LearnedCost | None
     load: RecentLoad | None
@@ -130,12 +134,15 @@ def fleet_in(body: Any, model: str | None) -> Fleet:
             block_tokens=card.block_size,
             kv_token_bytes=card.kv_block_bytes / card.block_size,
             kv_precision=card.kv_precision,
+            window_tokens=card.window_tokens,
+            window_token_bytes=card.kv_part_bytes / card.block_size if card.window_tokens else 0.0,
         ),
         vocabulary=card.vocab_size,
         num_workers=len(workers),
         num_hosts=len({worker.host for worker, _ in workers}),
         kv_tokens=min(load.num_blocks for load in loads) * card.block_size,
         max_num_seqs=min(load.max_num_seqs for load in loads),
+        window_slots=min(load.num_window_slots for load in loads),
         prompts=None if best is None else best["prompt"],
         decode=None if best is None else best["decode"],
         load=_load_of(found.recent),

@@ -51,7 +51,7 @@ class Answer:
         """GiB of KV cache of each worker."""
         trial = self.least_kv or self.trial
         assert trial is not None
-        return kv_gb_of(trial.fleet, trial.fleet.kv_tokens_of_worker)
+        return kv_gb_of(trial.fleet)
 
     def front_cores(self) -> float:
         """Cores that gateways and routers use under the load."""
@@ -110,7 +110,7 @@ def _memory(answer: Answer) -> list[str]:
     assert trial is not None
     token_bytes = answer.fleet.kind.calibration.model.kv_token_bytes
     held = trial.kv_used * trial.fleet.kv_tokens_of_worker
-    has = trial.fleet.kv_tokens_of_worker * token_bytes / GIB
+    has = trial.fleet.kv_bytes_of_worker / GIB
     lines = [_row("KV cache", f"{answer.kv_gb:.2f} GiB for each worker; the host has {has:.2f} GiB for it")]
     if least is not None and least is not trial:
         lines[0] = _row("KV cache", f"{answer.kv_gb:.2f} GiB for each worker are enough, of {has:.2f} GiB")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from headrace.bench.calibration import Calibration
 from headrace.sim.simulation import FleetSettings
 from headrace.sim.tiers import TierSettings
+from headrace.sim.windows import WindowBudget, divided
 from headrace.sim.worker import WorkerSettings
 
 GIB = 1 << 30
@@ -45,7 +46,8 @@ class Fleet:
     kind: Kind
     hosts: int
     memory: Memory = Memory()
-    kv_tokens: int | None = None
+    kv_bytes: int | None = None
+    """Of the KV cache of each worker."""
     max_num_seqs: int | None = None
 
     @property
@@ -54,14 +56,34 @@ class Fleet:
         return self.hosts * self.kind.calibration.layout.workers
 
     @property
+    def kv_bytes_of_worker(self) -> int:
+        """Bytes of a worker's KV cache."""
+        if self.kv_bytes is not None:
+            return self.kv_bytes
+        gb = self.memory.kv_gb
+        return int(self.kind.calibration.kv_bytes if gb is None else gb * GIB)
+
+    @property
+    def batch(self) -> int:
+        """The largest batch of a worker."""
+        return self.max_num_seqs or self.kind.calibration.layout.max_num_seqs
+
+    def blocks(self) -> tuple[int, WindowBudget | None]:
+        """The number of blocks of a worker's KV cache, and what there is for layers with a window."""
+        model, layout = self.kind.calibration.model, self.kind.calibration.layout
+        size = model.block_tokens
+        if not model.window_tokens:
+            return int(self.kv_bytes_of_worker / model.kv_token_bytes) // size, None
+        part = round(model.window_token_bytes * size)
+        block = round(model.kv_token_bytes * size) - part
+        return divided(
+            self.kv_bytes_of_worker, block, part, size, model.window_tokens, self.batch, layout.max_num_batched_tokens
+        )
+
+    @property
     def kv_tokens_of_worker(self) -> int:
-        """Tokens of a worker's KV cache."""
-        if self.kv_tokens is not None:
-            return self.kv_tokens
-        calibration = self.kind.calibration
-        if self.memory.kv_gb is None:
-            return calibration.layout.kv_tokens
-        return int(self.memory.kv_gb * GIB / calibration.model.kv_token_bytes)
+        """Tokens that a worker's KV cache holds."""
+        return self.blocks()[0] * self.kind.calibration.model.block_tokens
 
     def with_hosts(self, hosts: int) -> Fleet:
         """The same with so many hosts."""
@@ -80,11 +102,13 @@ class Fleet:
             peer_rate=memory.peer_bytes_per_s / token_bytes,
             is_disk_shared=is_shared,
         )
+        num_blocks, window = self.blocks()
         worker = WorkerSettings(
             cost=found.steps,
-            kv_tokens=self.kv_tokens_of_worker,
+            kv_tokens=num_blocks * found.model.block_tokens,
             block_size=found.model.block_tokens,
-            max_num_seqs=self.max_num_seqs or layout.max_num_seqs,
+            window=window,
+            max_num_seqs=self.batch,
             max_num_batched_tokens=layout.max_num_batched_tokens,
             max_num_mixed_tokens=layout.max_num_mixed_tokens,
             least_decode=layout.least_decode,

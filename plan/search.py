@@ -86,7 +86,7 @@ class Trial:
 
     def why(self) -> str:
         """What the fleet lacks, if it misses an objective, as a sentence."""
-        most = self.fleet.max_num_seqs or self.fleet.kind.calibration.layout.max_num_seqs
+        most = self.fleet.batch
         if self.kv_used >= _FULL or self.preemptions:
             return f"the KV cache is full: running requests hold up to {self.kv_used:.0%} of it"
         if self.batch >= most:
@@ -174,15 +174,15 @@ class Search:
         """The trial of the smallest KV cache with which a fleet that meets the objectives still does, to a factor of
         the square root of two."""
         best = self.trial(fleet)
-        size = fleet.kv_tokens_of_worker
-        low, high = 0, size
+        low, high = 0, fleet.kv_bytes_of_worker
         factor = 2.0
         while True:
             smaller = int(high / factor)
-            if smaller <= low or smaller < 2 * fleet.kind.calibration.model.block_tokens:
+            less = replace(fleet, kv_bytes=smaller)
+            if smaller <= low or less.blocks()[0] < 2:
                 return best
             try:
-                tried = self.trial(replace(fleet, kv_tokens=smaller))
+                tried = self.trial(less)
             except DoesNotFitError:
                 tried = None
             if tried is not None and tried.is_good and not tried.preemptions:

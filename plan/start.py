@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 
@@ -19,10 +20,9 @@ def serve_flags(fleet: Fleet, kv_gb: float) -> list[str]:
     return flags
 
 
-def kv_gb_of(fleet: Fleet, kv_tokens: int) -> float:
-    """GiB of a KV cache of so many tokens, rounded up to a hundredth."""
-    size = kv_tokens * fleet.kind.calibration.model.kv_token_bytes / GIB
-    return max(0.01, -(-size * 100 // 1) / 100)
+def kv_gb_of(fleet: Fleet) -> float:
+    """GiB of the KV cache of each worker, rounded up to a hundredth."""
+    return max(0.01, math.ceil(100 * fleet.kv_bytes_of_worker / GIB) / 100)
 
 
 def commands(fleet: Fleet, kv_gb: float) -> list[str]:

@@ -33,6 +33,7 @@ from headrace.worker.engine.step_meter import StepMeter, StepSize
 from headrace.worker.engine.thread import REPORT_INTERVAL_S, load_of
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.fetch import Persistence
+from headrace.worker.kv.groups.window import WindowBudget
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput, Sampled
@@ -54,6 +55,8 @@ class WorkerSettings:
     max_num_batched_tokens: int = 1024
     max_num_mixed_tokens: int | None = None
     target_step_ms: float | None = None
+    window: WindowBudget | None = None
+    """What the memory has for layers that keep only a window of each request; None if all keep everything."""
     max_wait_s: float = math.inf
     """Requests that would wait longer for others are refused, as with --max-ttft; infinite: none."""
     least_decode: int = 1
@@ -131,7 +134,12 @@ class SimulatedWorker:
             )
         self._disk, self._peers = _tiers(settings, timer, cache_of, shared_disk)
         self.scheduler = build_scheduler(
-            KVCache(settings.num_blocks, settings.block_size, persistence=Persistence(spill=self._disk)),
+            KVCache(
+                settings.num_blocks,
+                settings.block_size,
+                () if settings.window is None else (settings.window,),
+                Persistence(spill=self._disk),
+            ),
             limits,
             target_step_ms=target_ms,
             step_costs=costs,
@@ -219,6 +227,7 @@ class SimulatedWorker:
         """How many of the next steps change nothing but the length of answers."""
         scheduler = self.scheduler
         is_plain = self.settings.skips_steps and self.fetching is None and scheduler.speculation is None
+        is_plain = is_plain and self.settings.window is None
         has_arrivals = self._arrivals.num_requests or scheduler.waiting
         if not is_plain or has_arrivals or not scheduler.running or not self._learning.is_steady:
             return 0

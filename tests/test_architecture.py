@@ -48,6 +48,7 @@ SIM_MAY_IMPORT = {
     "router.placement.transfers",
     "worker.kv.block_pool",
     "worker.kv.fetch",
+    "worker.kv.groups",
     "worker.engine.fetching",
     "worker.engine.forecast",
     "worker.engine.build",

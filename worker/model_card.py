@@ -35,6 +35,8 @@ def card_of(
         config, kv_cache, model_dir, fingerprint, kv_precision=runner.kv_precision, vocab_size=runner.vocab_size
     )
     card.kv_block_bytes = runner.block_bytes + runner.part_bytes
+    card.kv_part_bytes = runner.part_bytes
+    card.window_tokens = 0 if kv_cache.windows is None else kv_cache.windows.window
     card.state_interval_tokens = next((group.interval for group in groups if isinstance(group, StateBudget)), 0)
     if tiers.handover is not None:
         card.kv_layout = tiers.handover.source.layout

@@ -350,8 +350,7 @@ def main() -> None:
     args = parser.parse_args()
     calibration = calibration_of(args)
     print(f"{describe()}\n{files.described(calibration)}")
-    kv_tokens = calibration.layout.kv_tokens
-    fleet = Fleet(Kind(args.calibration.stem, calibration), 1, kv_tokens=kv_tokens)
+    fleet = Fleet(Kind(args.calibration.stem, calibration), 1)
     rows = [row for name in args.workload for row in uvloop.run(compare(name, fleet, args))]
     if args.save is not None:
         args.save.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2))

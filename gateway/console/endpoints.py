@@ -180,6 +180,8 @@ def model_value(card: ModelCard) -> dict[str, Any]:
         "max_context_tokens": card.max_context_tokens,
         "block_size": card.block_size,
         "kv_block_bytes": card.kv_block_bytes,
+        "kv_part_bytes": card.kv_part_bytes,
+        "window_tokens": card.window_tokens,
         "kv_precision": card.kv_precision,
         "vocab_size": card.vocab_size,
     }
@@ -220,6 +222,7 @@ def _load_value(worker: WorkerInfo) -> dict[str, Any]:
         "num_blocks": load.num_blocks,
         "num_free_blocks": load.num_free_blocks,
         "num_cached_blocks": load.num_cached_blocks,
+        "num_window_slots": load.num_window_slots,
         "prefill_tokens_per_s": load.prefill_tokens_per_s,
         "decode_step_ms": load.decode_step_ms,
         "max_num_seqs": load.max_num_seqs,

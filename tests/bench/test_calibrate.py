@@ -28,7 +28,13 @@ COST = {
 
 
 def worker(name: str = "w0", host: str = "a", **load: Any) -> dict[str, Any]:
-    own = {"num_blocks": 100, "max_num_seqs": 64, "step_costs": {"prompt": COST, "decode": COST}, **load}
+    own = {
+        "num_blocks": 100,
+        "num_window_slots": 0,
+        "max_num_seqs": 64,
+        "step_costs": {"prompt": COST, "decode": COST},
+        **load,
+    }
     return {"worker_id": name, "host": host, "state": "ready", "model": "m", "load": own}
 
 
@@ -39,6 +45,8 @@ def fleet(*workers: dict[str, Any], intervals: list[dict[str, int]] | None = Non
         "max_context_tokens": 2048,
         "block_size": 32,
         "kv_block_bytes": 3200,
+        "kv_part_bytes": 0,
+        "window_tokens": 0,
         "kv_precision": "u8",
         "vocab_size": 1000,
     }

@@ -74,8 +74,7 @@ def test_less_memory_is_enough_until_requests_do_not_fit() -> None:
     assert good is not None
     least = found.least_memory(good.fleet)
     assert least.is_good
-    assert least.fleet.kv_tokens is not None
-    assert 136 <= least.fleet.kv_tokens < good.fleet.kv_tokens_of_worker
+    assert 136 <= least.fleet.kv_tokens_of_worker < good.fleet.kv_tokens_of_worker
 
 
 def test_a_request_that_fits_into_no_cache_is_refused_with_the_remedy() -> None:

@@ -61,5 +61,5 @@ def test_several_hosts_have_a_router_a_gateway_and_workers(workers: int) -> None
 
 
 def test_memory_is_rounded_up_to_a_hundredth_of_a_gib() -> None:
-    assert kv_gb_of(fleet(), 64_000) == 0.78
-    assert kv_gb_of(fleet(), 1) == 0.01
+    assert kv_gb_of(fleet()) == 0.78
+    assert kv_gb_of(replace(fleet(), kv_bytes=1)) == 0.01
