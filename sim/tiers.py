@@ -12,8 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.cache import KVCache
+from headrace.worker.kv.chain import Content
 from headrace.worker.kv.fetch import Fetch
 
 # As at the workers: the maximum of evicted blocks that wait for the disk, and the share of time for writes.

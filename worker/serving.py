@@ -7,7 +7,6 @@ import gc
 import logging
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -30,7 +29,7 @@ from headrace.worker.encoder.load import LoadedEncoder, load_encoder
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.engine.watchdog import Watchdog, end_process, watch_engine
-from headrace.worker.grammar.compiler import Grammars, Vocabulary
+from headrace.worker.grammar.compiler import Grammars, read_vocabulary
 from headrace.worker.host.binding import keep_binding_known, read_binding
 from headrace.worker.kv.host_memory import STALE_AFTER_S, HostMemory, open_memory
 from headrace.worker.loading import LoadedModel, load_model
@@ -234,7 +233,7 @@ def add_services(
         task=card.task,
         card=card,
     )
-    grammars = Grammars(lambda: _vocabulary_of(config.model_dir), card.vocab_size, card.eos_token_ids)
+    grammars = Grammars(lambda: read_vocabulary(config.model_dir), card.vocab_size, card.eos_token_ids)
     images = ImageDesk(card.name, _images_of(model), observer.image_refused)
     inference = InferenceService(mailbox, hub, limits, grammars, observer, adapters, images)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
@@ -248,13 +247,6 @@ def add_services(
 def _images_of(model: LoadedModel | LoadedEncoder) -> Images | None:
     vision = model.vision if isinstance(model, LoadedModel) else None
     return None if vision is None else Images(vision.family, vision.limits)
-
-
-def _vocabulary_of(model_dir: Path) -> Vocabulary:
-    # Imported late: this loads OpenVINO's tokenizers.
-    from headrace.worker.grammar.vocabulary import read_vocabulary
-
-    return read_vocabulary(model_dir)
 
 
 def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.common.host_memory import GIB
 from headrace.common.transport.channels import Transport
 from headrace.worker.config import WorkerConfig
-from headrace.worker.kv.block_pool import TOKEN_BYTES
 from headrace.worker.kv.cache import KVCache
+from headrace.worker.kv.chain import TOKEN_BYTES
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier, PartsOnDisk
 from headrace.worker.kv.fetch import Bell

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.engine.step_cost import NUM_BLOCKS, requests_of
 from headrace.worker.host.numa import usable_cpus
-from headrace.worker.model import head as vocabulary_head
+from headrace.worker.model import lm_head
 from headrace.worker.model import runner as model_runner
 from headrace.worker.model.batch import Batch, build_batch
 from headrace.worker.model.sampled_rows import gathered
@@ -42,8 +42,8 @@ def runners(model_dir: Path) -> dict[str, model_runner.OpenVINOModelRunner]:
         made.allocate(NUM_BLOCKS)
         return made
 
-    at_head = patch.object(vocabulary_head, "states_of_rows", lambda states, rows, model: gathered(states, rows))
-    with at_head, patch.object(model_runner, "fuse_projections", lambda model: 0):
+    at_head = patch.object(lm_head, "states_of_rows", lambda states, rows, model: gathered(states, rows))
+    with at_head, patch.object(model_runner, "fuse_projections", lambda *_: 0):
         as_it_is = runner()
     with at_head:
         fused = runner()

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
-from headrace.worker.draft_heads.hidden_states import attentions_of, embeddings_of, width_of
+from headrace.worker.draft_heads.hidden_states import embeddings_of, width_of
 from headrace.worker.model.paging import read_paged
+from headrace.worker.model.window_tables import attentions
 
 NUM_MEDUSA_HEADS = 5
 
@@ -30,7 +31,7 @@ def write_eagle_heads(model_dir: Path, directory: Path) -> None:
         "num_key_value_heads": max(count for count in (1, 2, 4, 8) if num_heads % count == 0),
         "head_dim": 128,
         "vocab_size": vocab_size,
-        "eagle_aux_hidden_state_layer_ids": [1, len(attentions_of(graph)) // 2, len(attentions_of(graph)) - 1],
+        "eagle_aux_hidden_state_layer_ids": [1, len(attentions(graph)) // 2, len(attentions(graph)) - 1],
     }
     shapes = {
         "fc": (size, 3 * size),

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.common.host_memory import GIB
-from headrace.worker.model.directory import WEIGHTS
+from headrace.common.model_files.networks import weights_in
 
 PROMPT, FIRST_PROMPT, OUTPUT = 256, 16, 4
 
@@ -102,7 +102,7 @@ def started(name: str, model_dir: Path, kv_gib: float, start_s: float, pipe: Con
 
 def start(name: str, model_dir: Path, kv_gib: float, *, is_cold: bool) -> Figures:
     """Start a side in a new process."""
-    with (model_dir / WEIGHTS).open("rb") as file:
+    with weights_in(model_dir)[0].open("rb") as file:
         if is_cold:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=1.0, help="of both KV caches")
     parser.add_argument("--starts", nargs="+", choices=("cold", "warm"), default=["cold", "warm"])
     args = parser.parse_args()
-    weights = (args.model_dir / WEIGHTS).stat().st_size
+    weights = weights_in(args.model_dir)[0].stat().st_size
     print(f"weights {weights / GIB:.2f} GiB, KV cache {args.kv_gib:.2f} GiB", flush=True)
     for kind in args.starts:
         found: dict[str, list[Figures]] = {name: [] for name in SIDES}

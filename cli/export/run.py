@@ -15,8 +15,8 @@ from typing import IO
 
 from headrace.cli import launch
 from headrace.cli.errors import CommandError, CommandFailed
-from headrace.cli.export.architectures import why_unservable
 from headrace.cli.export.weights import ExportedWeights, why_unreadable
+from headrace.common.host_memory import GIB
 
 _EXPORTER = Path(__file__).with_name("exporter.py")
 _INTERVAL_S = 5.0
@@ -24,7 +24,33 @@ _PIECE_BYTES = 1 << 12
 _LACKS_PACKAGES = 3
 # Memory that an export leaves to the machine.
 _SPARE_BYTES = 512 << 20
-GIB = 1 << 30
+# Why workers cannot serve some model types of config.json. They judge the exported graph by themselves
+# (`headrace.worker.model.paging`); these are refused before the download. tests/architectures compares them with the
+# families that are exported there.
+_RECURRENT = "has only recurrent layers, which OpenVINO cannot page"
+_ALIBI = "uses ALiBi for positions, which OpenVINO loses when it pages its attention"
+_WINDOW = "has layers that see a window of the context only, which OpenVINO loses when it pages their attention"
+_OVER_A_STEP = "computes positions over all tokens of a step, so one request would change the answers of others"
+_REFUSED = {
+    "falcon_mamba": _RECURRENT,
+    "gpt_neo": _WINDOW,
+    "llama4": _WINDOW,
+    "llama4_text": _WINDOW,
+    "mamba": _RECURRENT,
+    "mpt": _ALIBI,
+    "phimoe": _OVER_A_STEP,
+    "zamba2": "has recurrent layers that OpenVINO cannot page",
+}
+
+
+def why_unservable(config: Mapping[str, object]) -> str:
+    """Why a model with this config.json cannot be served, as the end of a sentence that begins with the model; empty if
+    no reason is known."""
+    kind = str(config.get("model_type"))
+    reason = _REFUSED.get(kind, "")
+    if kind == "falcon" and config.get("alibi"):
+        reason = _ALIBI
+    return f"cannot be served: its architecture ({kind}) {reason}" if reason else ""
 
 
 def check_exportable(name: str, config: Mapping[str, object]) -> None:
@@ -48,12 +74,12 @@ def export(
     out: Path,
     weights: ExportedWeights,
     vision_networks: Sequence[str],
-    available_bytes: int | None,
+    available_bytes: int,
     say: Callable[[str], None],
 ) -> None:
     """Export the checkpoint in a directory, with these networks for images. `say` gets a line for each stage and every
     few seconds. The process uses at most the available memory. Raises CommandError."""
-    most = (available_bytes or (1 << 62)) - _SPARE_BYTES
+    most = available_bytes - _SPARE_BYTES
     options = [weights.mode, str(weights.group_size), str(weights.ratio), str(most)]
     options += [weights.vision_mode, *vision_networks] if vision_networks else []
     _run(name, ["export", str(directory), str(out), *options], lambda line: say(f"{name}: {line}"))

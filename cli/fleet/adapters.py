@@ -8,9 +8,10 @@ from typing import Any
 import click
 import grpc
 
-from headrace.cli.errors import CommandError, CommandFailed
+from headrace.cli.errors import CommandFailed
 from headrace.cli.fleet.fleet_access import access_options, transport_of
-from headrace.cli.fleet.run_state import running_serves
+from headrace.cli.fleet.run_state import only_serve
+from headrace.cli.fleet.tables import print_columns
 from headrace.common.transport.channels import Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.protos.status import error_of
@@ -44,9 +45,7 @@ def list_command(router: str | None, tls_dir: Path | None, join_token_file: Path
         size = f"{adapter.num_bytes / _MIB:.1f} MiB"
         counts = str(served.num_workers), str(served.num_in_memory)
         rows.append((adapter.name, served.model, str(adapter.rank), size, *counts, adapter.path))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print_columns(rows)
 
 
 @adapters.command()
@@ -101,8 +100,6 @@ def _call(
 def _found(router: str | None, tls_dir: Path | None, join_token_file: Path | None) -> tuple[str, Transport]:
     if router is not None:
         return router, transport_of(tls_dir, join_token_file)
-    records = running_serves()
-    if len(records) != 1:
-        problem = "no `headrace serve` runs here" if not records else "several `headrace serve` run here"
-        raise CommandError(f"{problem}; say which router with --router")
-    return records[0].router_address, transport_of(records[0].tls_dir, records[0].join_token_file)
+    remedy = "say which router with --router"
+    record = only_serve(None, if_none=remedy, if_several=remedy)
+    return record.router_address, transport_of(record.tls_dir, record.join_token_file)

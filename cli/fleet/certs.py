@@ -8,7 +8,6 @@ you already have an authority, let it sign instead.
 from __future__ import annotations
 
 import ipaddress
-import os
 import secrets
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import click
 
 from headrace.cli.errors import CommandError, CommandFailed
+from headrace.common.stores.files import replace_file
 
 _CA_DAYS = 3650
 _OPENSSL_TIMEOUT_S = 30.0
@@ -99,9 +99,9 @@ def _make_secrets(directory: Path, authority: Path, mode: int) -> None:
         shared = authority / name
         if not path.exists():
             secret = shared.read_bytes() if shared.exists() else f"{secrets.token_hex(32)}\n".encode()
-            _replace(path, secret, mode)
+            replace_file(path, secret, mode)
     password = (directory / "redis-password").read_text(encoding="ascii").strip()
-    _replace(directory / "redis.conf", f"requirepass {password}\n".encode(), mode)
+    replace_file(directory / "redis.conf", f"requirepass {password}\n".encode(), mode)
 
 
 def _alternative(host: str) -> str:
@@ -119,8 +119,8 @@ def _make_authority(directory: Path) -> None:
         request = ["req", "-x509", *_KEY, "-keyout", f"{work}/key", "-out", f"{work}/cert", "-days", str(_CA_DAYS)]
         named = [*request, "-subj", "/CN=headrace fleet authority"]
         _openssl([*named, *(word for extension in extensions for word in ("-addext", extension))])
-        _replace(directory / "ca-key.pem", Path(work, "key").read_bytes(), 0o600)
-        _replace(directory / "ca.pem", Path(work, "cert").read_bytes(), 0o644)
+        replace_file(directory / "ca-key.pem", Path(work, "key").read_bytes(), 0o600)
+        replace_file(directory / "ca.pem", Path(work, "cert").read_bytes(), 0o644)
 
 
 def _sign(directory: Path, authority: Path, names: Sequence[str], days: int) -> None:
@@ -137,9 +137,9 @@ def _sign(directory: Path, authority: Path, names: Sequence[str], days: int) -> 
         signed += ["-CA", str(authority / "ca.pem"), "-CAkey", str(authority / "ca-key.pem")]
         _openssl([*signed, "-set_serial", f"0x{secrets.token_hex(16)}", "-extfile", f"{work}/extensions"])
         if authority != directory:
-            _replace(directory / "ca.pem", (authority / "ca.pem").read_bytes(), 0o644)
-        _replace(directory / "key.pem", Path(work, "key").read_bytes(), 0o600)
-        _replace(directory / "cert.pem", Path(work, "cert").read_bytes(), 0o644)
+            replace_file(directory / "ca.pem", (authority / "ca.pem").read_bytes(), 0o644)
+        replace_file(directory / "key.pem", Path(work, "key").read_bytes(), 0o600)
+        replace_file(directory / "cert.pem", Path(work, "cert").read_bytes(), 0o644)
 
 
 def _openssl(arguments: Sequence[str]) -> None:
@@ -154,12 +154,3 @@ def _openssl(arguments: Sequence[str]) -> None:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise CommandFailed(f"openssl {arguments[0]} failed: {reason[:300]}")
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Replace a file atomically. The new file has its mode from the beginning."""
-    handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with open(handle, "wb") as file:
-        os.fchmod(file.fileno(), mode)
-        file.write(content)
-    os.replace(fresh, path)

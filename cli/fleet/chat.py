@@ -17,7 +17,7 @@ import httpx
 
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, api_options
-from headrace.cli.fleet.image_files import image_url, images_option
+from headrace.cli.fleet.image_files import chat_options, image_url
 from headrace.cli.fleet.run_state import running_serves
 from headrace.cli.http_client import server_url, tls_problem
 
@@ -288,13 +288,7 @@ def default_url() -> str:
 @click.command()
 @click.option("--url", help="Server, such as http://127.0.0.1:8000.  [default: the one on this host]")
 @click.option("--model", help="Model to ask.  [default: the first one served]")
-@click.option("--system", help="System message.")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    help="Maximum tokens of an answer.  [default: the rest of the model's context]",
-)
-@images_option
+@chat_options
 @api_options
 def chat(
     url: str | None,

@@ -31,9 +31,10 @@ def image_url(path: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def images_option(command: _Command) -> _Command:
-    """Add --image: files for the first question, which the command gets as `images`, a list of data URLs."""
-    option = click.option(
+def chat_options(command: _Command) -> _Command:
+    """Add the options of a chat: --system, --max-tokens, and --image with files for the first question, which the
+    command gets as `images`, a list of data URLs."""
+    images = click.option(
         "--image",
         "images",
         multiple=True,
@@ -41,4 +42,9 @@ def images_option(command: _Command) -> _Command:
         callback=lambda _context, _parameter, paths: [image_url(path) for path in paths],
         help="PNG, JPEG, WebP or GIF file to show the model with the first question. May be repeated.",
     )
-    return option(command)
+    length = click.option(
+        "--max-tokens",
+        type=click.IntRange(1),
+        help="Maximum tokens of an answer.  [default: the rest of the model's context]",
+    )
+    return click.option("--system", help="System message.")(length(images(command)))

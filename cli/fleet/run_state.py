@@ -139,6 +139,16 @@ def running_serves(port: int | None = None) -> list[ServeRecord]:
     return sorted((record for record in live if port in (None, record.port)), key=lambda record: record.port)
 
 
+def only_serve(port: int | None, *, if_none: str, if_several: str) -> ServeRecord:
+    """The record of the only serve of this user, or of the one on this port. Raises CommandError with a remedy if there
+    is none, or if there are several."""
+    records = running_serves(port)
+    if len(records) == 1:
+        return records[0]
+    problem = "no `headrace serve` runs here" if not records else "several `headrace serve` run here"
+    raise CommandError(f"{problem}; {if_several if records else if_none}")
+
+
 def _read(path: Path) -> ServeRecord | None:
     try:
         raw = json.loads(path.read_text())

@@ -121,33 +121,33 @@ def _state_columns(info: router_pb2.WorkerInfo, started_s: float, now_s: float) 
 
 
 def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
-    load = info.load if info is not None and info.HasField("load") else None
+    is_known = info is not None and info.HasField("load")
+    load = info.load if info is not None else worker_pb2.Load()
+    of_load = {
+        "kv_blocks": load.num_blocks,
+        "kv_blocks_free": load.num_free_blocks,
+        "kv_blocks_cached": load.num_cached_blocks,
+        "state_slots": load.num_state_slots,
+        "states_saved": load.num_saved_states,
+        "window_slots": load.num_window_slots,
+        "window_slots_held": load.num_held_window_slots,
+        **_tier_columns(load),
+        "requests_running": load.num_running,
+        "requests_waiting": load.num_waiting,
+        **_draft_columns(load.counters),
+    }
     return {
         "silent_s": None,
         "model": info.model or None if info is not None else None,
         "serves": _ROLES.get(info.role, "both") if info is not None else None,
-        "kv_blocks": load.num_blocks if load is not None else None,
-        "kv_blocks_free": load.num_free_blocks if load is not None else None,
-        "kv_blocks_cached": load.num_cached_blocks if load is not None else None,
-        "state_slots": load.num_state_slots if load is not None else None,
-        "states_saved": load.num_saved_states if load is not None else None,
-        "window_slots": load.num_window_slots if load is not None else None,
-        "window_slots_held": load.num_held_window_slots if load is not None else None,
-        **_tier_columns(load),
-        "requests_running": load.num_running if load is not None else None,
-        "requests_waiting": load.num_waiting if load is not None else None,
-        **_draft_columns(load),
+        **(of_load if is_known else dict.fromkeys(of_load)),
         **_binding_columns(load),
     }
 
 
-def _tier_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
+def _tier_columns(load: worker_pb2.Load) -> dict[str, Any]:
     """The content and the counters of the tiers of the prefix cache. `cached_tokens` are those of prompts, by where
     they were found: in memory, on the disk, at other workers."""
-    if load is None:
-        blocks = "evicted", "given_up", "restored", "read", "not_written", "received", "taken_over"
-        names = *(f"blocks_{name}" for name in blocks), "disk_blocks", "disk_slots"
-        return {**{f"kv_{name}": None for name in names}, "cached_tokens": None}
     counters = load.counters
     elsewhere = counters.prompt_tokens_from_disk + counters.prompt_tokens_from_peers
     return {
@@ -168,15 +168,13 @@ def _tier_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
     }
 
 
-def _draft_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
+def _draft_columns(counters: worker_pb2.Counters) -> dict[str, Any]:
     """Draft tokens of speculative decoding that were verified, and that became part of answers, since the start: in
     total, and for each proposer that had any."""
-    if load is None:
-        return {"draft_tokens": None, "draft_tokens_accepted": None, "draft_tokens_by_proposer": None}
     found = {
         name: {
-            "drafted": getattr(load.counters, f"{name}_tokens_drafted"),
-            "accepted": getattr(load.counters, f"{name}_tokens_accepted"),
+            "drafted": getattr(counters, f"{name}_tokens_drafted"),
+            "accepted": getattr(counters, f"{name}_tokens_accepted"),
         }
         for name in _PROPOSERS
     }
@@ -187,10 +185,9 @@ def _draft_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
     }
 
 
-def _binding_columns(load: worker_pb2.Load | None) -> dict[str, Any]:
+def _binding_columns(load: worker_pb2.Load) -> dict[str, Any]:
     """numa_node, cpus_allowed and memory_policy as the kernel reports them; resident_bytes, anonymous_bytes (without
     files) and kv_resident_bytes as objects from node to bytes; kv_huge_bytes. None while unknown."""
-    load = load if load is not None else worker_pb2.Load()
     binding = load.binding if load.HasField("binding") else None
     memory = load.binding.memory
     return {

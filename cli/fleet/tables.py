@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import click
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,3 +32,10 @@ def console_for(table: Table, width_of_a_pipe: int) -> Console:
     console = Console(width=None if sys.stdout.isatty() else width_of_a_pipe, highlight=False, markup=False)
     console.width = max(console.width, width_of(table))
     return console
+
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print texts in columns, the first row as titles."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())

@@ -15,11 +15,12 @@ from headrace.cli.models.model_cache import (
     is_model_name,
     model_directory,
     read_manifest,
-    was_converted_earlier,
 )
 from headrace.cli.models.reference import near_name, parse_reference, path_problem
-from headrace.cli.models.requirements import GIB, available_memory, check_weights_fit
+from headrace.cli.models.requirements import check_weights_fit
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common.host_memory import GIB, available_bytes
+from headrace.common.kernel_files import ROOT
 from headrace.common.model_files.networks import weights_in
 from headrace.common.model_files.vision_networks import vision_weights_in
 
@@ -41,11 +42,6 @@ def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, s
     if is_model_name(name) and model_directory(name).exists():
         directory = model_directory(name)
         check_model_directory(directory)
-        manifest = None if directory.is_symlink() else read_manifest(directory)
-        if manifest is not None and was_converted_earlier(manifest):
-            from headrace.cli.models.pull import convert_again
-
-            convert_again(manifest, offline=offline, num_workers=num_workers)
         return directory, name
     if path.is_dir() and path.suffix != ".gguf":
         check_model_directory(path)
@@ -87,14 +83,13 @@ def find_draft_model(model: str, *, offline: bool = False) -> Path:
     return path.absolute()
 
 
-def check_memory(sizes: Mapping[str, float | None], num_workers: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+def check_memory(sizes: Mapping[str, float | None], num_workers: int, root: Path = ROOT) -> None:
     """Raise CommandError if what flags ask for does not fit into memory: the GiB of each worker, by the flag; None
     without the flag. Each worker also checks its own limits."""
     asked = {flag: size_gb for flag, size_gb in sizes.items() if size_gb}
-    available = available_memory(meminfo)
-    if not asked or available is None:
+    if not asked:
         return
-    each_gb, available_gb = sum(asked.values()), available / GIB
+    each_gb, available_gb = sum(asked.values()), available_bytes(root) / GIB
     if num_workers * each_gb > available_gb:
         of_each = f"{each_gb:g} GiB" if num_workers == 1 else f"{num_workers} times {each_gb:g} GiB"
         flags, verb = (" and ".join(asked), "ask") if len(asked) > 1 else (next(iter(asked)), "asks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import click
 
 from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import running_serves
+from headrace.cli.fleet.tables import print_columns
 from headrace.cli.hosting.remote import alias, load, ps, unload
 from headrace.cli.models.catalogue import CATALOGUE
 from headrace.cli.models.model_cache import (
@@ -28,9 +29,10 @@ from headrace.cli.models.model_cache import (
     remove_path,
 )
 from headrace.cli.models.progress import say
-from headrace.cli.models.requirements import GIB, kv_cache_gib, worker_bytes
+from headrace.cli.models.requirements import kv_cache_gib, worker_bytes
 from headrace.cli.models.shape import ModelShape, shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common.host_memory import GIB
 from headrace.common.model_files.config import config_in
 from headrace.common.model_files.heads import HeadsKind, heads_weights
 from headrace.common.model_files.networks import weights_in
@@ -167,7 +169,7 @@ def catalogue(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    _echo_table([_CATALOGUE_TITLES, *map(_catalogue_cells, rows)])
+    print_columns([_CATALOGUE_TITLES, *map(_catalogue_cells, rows)])
 
 
 def _catalogue_rows() -> list[dict[str, Any]]:
@@ -210,12 +212,6 @@ def _catalogue_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _echo_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-
-
 @models.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_models(as_json: bool) -> None:
@@ -226,7 +222,7 @@ def list_models(as_json: bool) -> None:
         return
     if not found:
         click.echo("no models; headrace pull or headrace serve fetches one", err=True)
-    _echo_table([_cells(model) for model in found])
+    print_columns([_cells(model) for model in found])
 
 
 def _cells(model: CachedModel) -> tuple[str, str, str, str]:

@@ -13,6 +13,8 @@ import enum
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+from headrace.common.host_memory import GIB
+
 
 class State(enum.Enum):
     """Whether a model is loaded. See host.proto."""
@@ -73,9 +75,6 @@ class Decisions:
     refuse: dict[str, str] = field(default_factory=dict)
 
 
-_GIB = 1 << 30
-
-
 def decide(models: Sequence[ModelView], budget_bytes: int | None, now_s: float, rules: Rules = Rules()) -> Decisions:
     """Decide what to do now. Without a budget, everything fits."""
     found = Decisions()
@@ -121,10 +120,8 @@ def _never_fits(model: ModelView, models: Sequence[ModelView], budget_bytes: int
     pinned_bytes = sum(other.num_bytes for other in models if other.is_pinned and other.name != model.name)
     if model.num_bytes + pinned_bytes <= budget_bytes:
         return ""
-    beside = f" beside {pinned_bytes / _GIB:.2f} GiB for pinned models" if pinned_bytes else ""
-    return (
-        f"it needs {model.num_bytes / _GIB:.2f} GiB of memory{beside}, and the budget is {budget_bytes / _GIB:.2f} GiB"
-    )
+    beside = f" beside {pinned_bytes / GIB:.2f} GiB for pinned models" if pinned_bytes else ""
+    return f"it needs {model.num_bytes / GIB:.2f} GiB of memory{beside}, and the budget is {budget_bytes / GIB:.2f} GiB"
 
 
 def _victims(

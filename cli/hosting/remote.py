@@ -12,14 +12,15 @@ import click
 
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.fleet_access import transport_of
-from headrace.cli.fleet.run_state import ServeRecord, running_serves
+from headrace.cli.fleet.run_state import ServeRecord, only_serve
+from headrace.cli.fleet.tables import print_columns
 from headrace.cli.models.model_cache import expanded
+from headrace.common.host_memory import GIB
 
 if TYPE_CHECKING:
     from headrace.protos import host_pb2
 
 _LIST_TIMEOUT_S = 10.0
-_GIB = 1 << 30
 _TITLES = ("NAME", "STATE", "MEMORY", "WORKERS", "LOADED", "LAST USED", "UNTIL", "PROBLEM")
 
 _port_option = click.option("--port", type=click.IntRange(1, 65535), help="Only the server on this port.")
@@ -34,10 +35,7 @@ def ps(as_json: bool, port: int | None) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    cells = [_TITLES, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print_columns([_TITLES, *map(_cells, rows)])
 
 
 @click.command()
@@ -97,11 +95,7 @@ def alias(alias: str, models: str | None, shadow: str, port: int | None) -> None
 
 
 def _record(port: int | None) -> ServeRecord:
-    records = running_serves(port)
-    if len(records) == 1:
-        return records[0]
-    problem = "no `headrace serve` runs here" if not records else "several `headrace serve` run here"
-    raise CommandError(f"{problem}; " + ("start one" if not records else "say which with --port"))
+    return only_serve(port, if_none="start one", if_several="say which with --port")
 
 
 def _models(record: ServeRecord) -> list[host_pb2.HostedModel]:
@@ -170,7 +164,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["name"],
         row["state"],
-        "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / _GIB:.2f} GiB",
+        "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / GIB:.2f} GiB",
         str(row["workers"]),
         "" if row["loaded_s"] is None else f"{row['loaded_s']:.0f} s ago",
         "" if row["unused_s"] is None else f"{row['unused_s']:.0f} s ago",

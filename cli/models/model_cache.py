@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import click
+
 from headrace.cli.errors import CommandError
 from headrace.common.model_files import cache
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
@@ -42,13 +44,22 @@ ENCODER_FILES = ("1_Pooling/config.json", "modules.json", "sentence_bert_config.
 """Files with which encoders say how texts become vectors and scores."""
 MANIFEST_NAME = "headrace.json"
 CONVERTER = {"converter": "2"}
-"""Edition of the converter of GGUF files, in the source of what it made. It rises when converted models were wrong."""
+"""Edition of the converter of GGUF files, in the source of what it made."""
 _PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(f"{_PART}(/{_PART})?(:{_PART})?(@{_PART})?")
 _ALL_PULLS = ".pulls"
 # The suffixes of a model's unfinished directories: from mkdtemp, or from a step of replacing it.
 _UNFINISHED = "[a-z0-9_]{8}|old|link"
 _HASH_CHUNK_BYTES = 1 << 20
+
+
+offline_option = click.option(
+    "--offline",
+    is_flag=True,
+    envvar="HF_HUB_OFFLINE",
+    help="Take models from the cache and from files only; fetch nothing.",
+)
+"""Keeps a command off the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +217,6 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None
 
 
-def was_converted_earlier(manifest: Manifest) -> bool:
-    """Whether an earlier edition of the converter made the model from a GGUF file."""
-    source = manifest.source
-    is_converted = source.get("kind") in ("gguf", "catalogue") or "quantisation" in source
-    return is_converted and not CONVERTER.items() <= source.items()
-
-
 def write_manifest(directory: Path, name: str, source: dict[str, str], version: str) -> Manifest:
     """Record source and checksums of all files of the directory in headrace.json."""
     files = tuple(
@@ -294,10 +298,20 @@ def building(name: str) -> Iterator[Path]:
     """Yield an empty directory in which to build the model. It becomes the model's directory if the block does not
     raise.
 
-    The caller holds the model's lock. Leftovers of an interrupted build are removed first.
+    The caller holds the model's lock.
     """
     target = model_directory(name)
-    folder = _made(target.parent)
+    _made(target.parent)
+    with building_at(target) as fresh:
+        yield fresh
+
+
+@contextmanager
+def building_at(target: Path) -> Iterator[Path]:
+    """Yield an empty directory, which becomes `target` if the block does not raise. Leftovers of interrupted builds are
+    removed first."""
+    folder = target.parent
+    folder.mkdir(parents=True, exist_ok=True)
     # Do not remove those of another model whose name begins in the same way, such as NAME.5.
     unfinished = re.compile(rf"\.{re.escape(target.name)}\.({_UNFINISHED})")
     for leftover in [path for path in folder.iterdir() if unfinished.fullmatch(path.name)]:
@@ -333,6 +347,14 @@ def _put_into_place(fresh: Path, target: Path) -> None:
     target.rename(aside)
     fresh.rename(target)
     remove_path(aside)
+
+
+def link_or_copy(path: Path | str, target: Path | str) -> None:
+    """Make a further name of a file; a copy of it on another file system."""
+    try:
+        os.link(os.path.realpath(path), target)
+    except OSError:
+        shutil.copyfile(path, target)
 
 
 def remove_path(path: Path) -> None:

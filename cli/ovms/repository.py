@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.cli.errors import CommandError
-from headrace.cli.models.model_cache import MANIFEST_NAME
-from headrace.cli.ovms.configuration import GRAPH_NAME
+from headrace.cli.models.model_cache import MANIFEST_NAME, building_at, link_or_copy
+from headrace.cli.ovms.configuration import GRAPH_NAME, VERSION, read_json
 from headrace.cli.ovms.graphs import Calculator
 from headrace.common.model_files.networks import has_network
+from headrace.common.stores.files import replace_file
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_UNSPECIFIED
 
 _LOOP = """\
@@ -34,7 +32,6 @@ _LOOP = """\
     }
   }
 """
-_VERSION = re.compile(r"[1-9][0-9]*")
 
 
 def graph_text(calculator: Calculator, values: Mapping[str, Any]) -> str:
@@ -92,7 +89,7 @@ def _servables(directory: Path) -> Iterator[Path]:
 
 
 def _has_versions(path: Path) -> bool:
-    return any(one.is_dir() and _VERSION.fullmatch(one.name) and any(one.iterdir()) for one in path.iterdir())
+    return any(one.is_dir() and VERSION.fullmatch(one.name) and any(one.iterdir()) for one in path.iterdir())
 
 
 def add_to_config(config: Path, name: str, base_path: str, more: Mapping[str, Any]) -> None:
@@ -121,12 +118,7 @@ def remove_from_config(config: Path, name: str) -> None:
 
 
 def _content(config: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(config.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise CommandError(f"{config} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise CommandError(f"{config} is not JSON: {error}") from None
+    content = read_json(config)
     if not isinstance(content, dict):
         raise CommandError(f"{config} must be a JSON object")
     return content
@@ -141,40 +133,14 @@ def _names(content: Mapping[str, Any]) -> list[str]:
 
 
 def _write(config: Path, content: Mapping[str, Any]) -> None:
-    """Replace a configuration as a whole: a server may read it at any time."""
-    handle, fresh = tempfile.mkstemp(prefix=f".{config.name}.", dir=config.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=4, ensure_ascii=False) + "\n")
-            mode = config.stat().st_mode & 0o777 if config.exists() else 0o644
-            os.fchmod(file.fileno(), mode)
-        os.replace(fresh, config)
-    except BaseException:
-        Path(fresh).unlink(missing_ok=True)
-        raise
+    mode = config.stat().st_mode & 0o777 if config.exists() else 0o644
+    replace_file(config, f"{json.dumps(content, indent=4, ensure_ascii=False)}\n".encode(), mode)
 
 
 def place_model(cached: Path, target: Path) -> None:
     """Put the files of a model of the cache into a directory of a repository: as links to the same bytes if both are on
     one disk, else as copies. What was there is replaced, when the new files are complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    with building_at(target) as fresh:
         shutil.copytree(
-            cached, fresh, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST_NAME), copy_function=_link_or_copy
+            cached, fresh, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST_NAME), copy_function=link_or_copy
         )
-        fresh.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        fresh.rename(target)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-
-
-def _link_or_copy(source: str, target: str) -> str:
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copy2(source, target)
-    return target

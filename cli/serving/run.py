@@ -17,12 +17,12 @@ from headrace.cli import launch
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.chat import ChatClient, Conversation, talk
 from headrace.cli.fleet.fleet_access import ApiAccess, api_options
-from headrace.cli.fleet.image_files import images_option
+from headrace.cli.fleet.image_files import chat_options
 from headrace.cli.fleet.run_state import running_serves, runtime_directory
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.http_client import tls_problem
 from headrace.cli.models.catalogue import DEFAULT_MODEL
-from headrace.cli.models.offline import offline_option
+from headrace.cli.models.model_cache import offline_option
 from headrace.cli.models.progress import say
 from headrace.cli.models.reference import parse_reference
 
@@ -34,13 +34,7 @@ _PATIENCE_S = 10.0
 @click.command()
 @click.argument("model", default=DEFAULT_MODEL)
 @click.argument("prompt", nargs=-1)
-@click.option("--system", help="System message.")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    help="Maximum tokens of an answer.  [default: the rest of the model's context]",
-)
-@images_option
+@chat_options
 @offline_option
 @api_options
 def run(

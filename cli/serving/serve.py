@@ -22,7 +22,7 @@ from headrace.cli.hosting.finding import check_memory, find_draft_model
 from headrace.cli.hosting.memory import budget_of
 from headrace.cli.hosting.settings import HostSettings, ModelRules, ModelSettings, check_names, read_settings
 from headrace.cli.models.catalogue import DEFAULT_MODEL
-from headrace.cli.models.offline import offline_option
+from headrace.cli.models.model_cache import offline_option
 from headrace.cli.serving.configured import ModelsFile
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan

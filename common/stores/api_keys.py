@@ -10,17 +10,16 @@ key's JSON, and `headrace:api-keys:version` is another random text after each ch
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
 import secrets
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from headrace.common.stores.files import replace_file
 
 REDIS_KEYS = "headrace:api-keys"
 REDIS_VERSION = "headrace:api-keys:version"
@@ -146,20 +145,8 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
     """Replace the file as a whole; only its owner may read it. Raises OSError."""
     lines = ",\n".join(map(dump_key, checked(keys)))
-    handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            if path.exists():
-                # A gateway of another user may be allowed to read it.
-                found = path.stat()
-                os.fchmod(file.fileno(), found.st_mode & 0o777)
-                with contextlib.suppress(PermissionError):
-                    os.fchown(file.fileno(), found.st_uid, found.st_gid)
-            file.write(f'{{"keys": [\n{lines}\n]}}\n')
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(fresh)
-        raise
+    found = path.stat() if path.exists() else None
+    # A gateway of another user may be allowed to read it.
+    mode = 0o600 if found is None else found.st_mode & 0o777
+    owner = None if found is None else (found.st_uid, found.st_gid)
+    replace_file(path, f'{{"keys": [\n{lines}\n]}}\n'.encode(), mode, owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,9 @@ from tests.architectures.test_architectures import (
     continued,
     scored,
 )
+from tests.patience import until
 from tests.worker.configs import worker_config
+from tests.worker.kv.test_window_tiers import is_written
 
 WINDOW = 64
 WINDOWED = [name for name in NAMES if FAMILIES[name].config.get("sliding_window") == WINDOW]
@@ -161,7 +163,7 @@ def test_prefixes_come_from_the_disk_with_the_parts_of_windows(
         else:
             pool = scheduler.kv_cache.pool
             pool.release(reversed(pool.take(pool.num_blocks)))
-            assert disk.wait_until_written(60)
+            until(partial(is_written, disk), "the blocks are on the disk", 60)
         disk.stop()
         disk.join(60)
         model.close()

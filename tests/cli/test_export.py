@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.export import exporter as exporter_file
 from headrace.cli.export import run as exporting
-from headrace.cli.export.architectures import why_unservable
+from headrace.cli.export.run import why_unservable
 from headrace.cli.export.weights import (
     ExportedWeights,
     ExportSizes,

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.hosting.finding import find_model
 from headrace.cli.main import cli
 from headrace.cli.models import catalogue, pull
 from headrace.cli.models.model_cache import MANIFEST_NAME, model_directory, model_lock, read_manifest, write_manifest
@@ -219,50 +218,6 @@ def test_a_gguf_file_is_converted_under_its_stem(conversions: list[bytes], cache
     assert read_manifest(model_directory("Mine.Q4")) is not None
     assert "already there" in run(str(path)).stderr
     assert len(conversions) == 1
-
-
-def forget_edition(name: str) -> None:
-    """Let the model be of an earlier edition of the converter."""
-    path = model_directory(name) / MANIFEST_NAME
-    manifest = json.loads(path.read_bytes())
-    del manifest["source"]["converter"]
-    path.write_text(json.dumps(manifest))
-
-
-def test_what_an_earlier_edition_converted_is_converted_again(
-    entry: catalogue.CatalogueEntry, conversions: list[bytes], cache: Path, tmp_path: Path
-) -> None:
-    path = write_files(tmp_path / "files", {"m.gguf": GGUF}) / "m.gguf"
-    for source, name in ((str(path), "m"), ("tiny", "tiny")):
-        run(source)
-        assert "already there" in run(source).stderr
-        forget_edition(name)
-        assert "an earlier version converted it" in run(source).stderr
-        assert "already there" in run(source).stderr
-        forget_edition(name)
-        assert find_model(name)[0] == find_model(name)[0] == model_directory(name)
-        assert "already there" in run(source).stderr
-    assert len(conversions) == 6
-
-
-def test_what_cannot_be_converted_again_is_served_and_said(
-    entry: catalogue.CatalogueEntry,
-    conversions: list[bytes],
-    cache: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    path = write_files(tmp_path / "files", {"m.gguf": GGUF}) / "m.gguf"
-    run(str(path))
-    forget_edition("m")
-    path.unlink()
-    assert find_model("m") == (model_directory("m"), "m")
-    assert f"it cannot be converted again: {path} is no longer there" in capfd.readouterr().err
-    run("tiny")
-    forget_edition("tiny")
-    assert find_model("tiny", offline=True) == (model_directory("tiny"), "tiny")
-    assert "tiny: an earlier version converted it" in capfd.readouterr().err
-    assert len(conversions) == 2
 
 
 def test_another_gguf_of_the_same_name_is_not_taken_for_the_first(

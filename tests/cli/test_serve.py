@@ -228,16 +228,16 @@ def test_a_role_command_becomes_the_role() -> None:
 
 
 def test_impossible_caches_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n")
     kv, images = "--kv-cache-gb", "--image-cache-gb"
-    check_memory({kv: 4.0, images: None}, 2, meminfo)
-    check_memory({kv: None, images: 0.0}, 64, meminfo)
+    check_memory({kv: 4.0, images: None}, 2, tmp_path)
+    check_memory({kv: None, images: 0.0}, 64, tmp_path)
     with pytest.raises(CommandError, match=r"--kv-cache-gb asks for 2 times 4.5 GiB, but only 8.0 GiB"):
-        check_memory({kv: 4.5, images: None}, 2, meminfo)
+        check_memory({kv: 4.5, images: None}, 2, tmp_path)
     both = r"--kv-cache-gb and --image-cache-gb ask for 2 times 4.5 GiB, but only 8.0 GiB"
     with pytest.raises(CommandError, match=both):
-        check_memory({kv: 4.0, images: 0.5}, 2, meminfo)
+        check_memory({kv: 4.0, images: 0.5}, 2, tmp_path)
     for flag in (kv, images):
         refused = CliRunner().invoke(cli, ["serve", flag, "1000000", "--port", "0"])
         assert refused.exit_code == 2

@@ -24,9 +24,8 @@ from headrace.worker.draft_heads.features import FeatureStore
 from headrace.worker.draft_heads.hidden_states import states_before
 from headrace.worker.draft_heads.medusa_runner import MedusaHeads, MedusaRunner
 from headrace.worker.engine.build import Draft, build_engine
-from headrace.worker.grammar.compiler import Grammars
+from headrace.worker.grammar.compiler import Grammars, read_vocabulary
 from headrace.worker.grammar.constraint import Constraint, ConstraintSource
-from headrace.worker.grammar.vocabulary import read_vocabulary
 from headrace.worker.loading import load_model
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.paging import read_paged

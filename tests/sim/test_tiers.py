@@ -12,7 +12,7 @@ from headrace.sim.router import POLICIES
 from headrace.sim.simulation import FleetSettings, Outcome, Simulation
 from headrace.sim.tiers import DiskSlots, SimulatedDisk, TierSettings, Timer
 from headrace.sim.worker import WorkerSettings
-from headrace.worker.kv.block_pool import Content
+from headrace.worker.kv.chain import Content
 from headrace.worker.kv.fetch import NO_SLOT, Fetch, Wanted
 
 BLOCK = 64

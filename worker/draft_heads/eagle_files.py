@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,8 @@ def layers_to_read(shape: EagleShape, num_layers: int) -> tuple[int, ...]:
 def read_eagle(path: Path) -> EagleFiles:
     """Read heads. ConfigurationError if they are incomplete, damaged or of another kind."""
     config = _read_config(path)
-    weights = _read_weights(path)
+    found = read_weights(path, "model.safetensors", ".bin", _KINDS)
+    weights = {_plain(name): values for name, values in found.items()}
     shape = _shape_of(config, weights, path)
     if shape.layers is not None and len(shape.layers) != 3:
         raise ConfigurationError(f"{path / HEADS_CONFIG} names {len(shape.layers)} layers to read; EAGLE-3 reads three")
@@ -104,18 +105,28 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {**nested, **config} if isinstance(nested, dict) else config
 
 
-def _read_weights(path: Path) -> dict[str, _Array]:
+def read_weights(path: Path, name: str, unsafe: str, kinds: Collection[str]) -> dict[str, _Array]:
+    """The tensors of heads, of these kinds, by their names in the files. ConfigurationError. Without a file such as
+    `name`, it says what to do with one of the format `unsafe`."""
     files = heads_weights(path)
     if not files:
-        hint = "; save the weights with safetensors, since .bin files may run code" if [*path.glob("*.bin")] else ""
-        raise ConfigurationError(f"there is no model.safetensors in {path}{hint}")
+        hint = (
+            f"; save the weights with safetensors, since {unsafe} files may run code"
+            if [*path.glob(f"*{unsafe}")]
+            else ""
+        )
+        raise ConfigurationError(f"there is no {name} in {path}{hint}")
     found: dict[str, _Array] = {}
     try:
         for file in files:
-            found |= tensors_of(file.read_bytes(), file, _KINDS)
+            found |= tensors_of(file.read_bytes(), file, kinds)
     except (OSError, SafetensorsError) as error:
         raise ConfigurationError(str(error)) from error
-    return {name.removeprefix("model.").removeprefix(_LAYER).removeprefix("layers.0."): found[name] for name in found}
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("model.").removeprefix(_LAYER).removeprefix("layers.0.")
 
 
 def _shape_of(config: Mapping[str, Any], weights: Mapping[str, _Array], path: Path) -> EagleShape:

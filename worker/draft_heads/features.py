@@ -17,14 +17,14 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13
 
-from headrace.worker.config import ConfigurationError
 from headrace.worker.draft_heads.eagle_files import EagleFiles, layers_to_read
 from headrace.worker.draft_heads.eagle_graph import product
-from headrace.worker.draft_heads.hidden_states import attentions_of, states_before, width_of
+from headrace.worker.draft_heads.hidden_states import check_width, states_before, width_of
 from headrace.worker.kv.exclusions import EAGLE3, impossible
 from headrace.worker.kv.layers import LayerKind
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.state_tables import has_states
+from headrace.worker.model.window_tables import attentions
 
 FloatArray = npt.NDArray[np.float32]
 _OUTPUT = "features"
@@ -108,17 +108,13 @@ class FeatureReader:
 
     def add_outputs(self, model: ov.Model) -> None:
         """Add an output `features` [tokens, size]. ConfigurationError if the heads do not fit the model."""
-        shape, path = self._files.shape, self._files.path
+        shape = self._files.shape
         if has_states(model):
             raise impossible(EAGLE3, LayerKind.RECURRENT)
-        layers = layers_to_read(shape, len(attentions_of(model)))
+        layers = layers_to_read(shape, len(attentions(model)))
         states = [states_before(model, layer) for layer in layers]
         width = width_of(states[0])
-        if width != shape.target_size:
-            raise ConfigurationError(
-                f"the heads in {path} are for a model with hidden states of size {shape.target_size}, and this model's "
-                f"have {width}; name heads that were trained for this model"
-            )
+        check_width(self._files.path, shape.target_size, width)
         flat = [opset13.reshape(each, opset13.constant(np.array([-1, width])), False) for each in states]
         mixed = product(opset13.concat(flat, -1), self._files.weights["fc.weight"])
         mixed.get_tensor().set_names({_OUTPUT})

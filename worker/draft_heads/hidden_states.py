@@ -6,32 +6,30 @@ them. The search goes backwards from the layer's attention, so names in the grap
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import openvino as ov
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.fused_projections import is_constant, projection
+from headrace.worker.model.window_tables import attentions
 
 _QUERY = 0
 _ELEMENTWISE = {"Convert", "Multiply", "Add", "Subtract", "Divide", "Reshape"}
 
 
-def attentions_of(model: ov.Model) -> list[ov.Node]:
-    """The nodes of PagedAttention in the order of the layers. Layers without attention have none."""
-    return [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
-
-
 def states_before(model: ov.Model, layer: int) -> ov.Output:
     """The hidden states of all tokens before a layer, `[tokens, 1, size]` or `[tokens, size]`. ConfigurationError if
     the graph has an unknown form."""
-    attentions = attentions_of(model)
-    if not 0 <= layer < len(attentions):
+    paged = attentions(model)
+    if not 0 <= layer < len(paged):
         raise ConfigurationError(
-            f"the heads read the hidden states before layer {layer}, and the model has {len(attentions)} layers; they "
+            f"the heads read the hidden states before layer {layer}, and the model has {len(paged)} layers; they "
             "are made for another model"
         )
     if layer == 0:
         return embeddings_of(model)
-    product = projection(attentions[layer].input_value(_QUERY))
+    product = projection(paged[layer].input_value(_QUERY))
     found = None if product is None else _sum_before(product)
     if found is None:
         raise _unknown_form(f"the hidden states before layer {layer}")
@@ -53,6 +51,15 @@ def embeddings_of(model: ov.Model) -> ov.Output:
 def width_of(states: ov.Output) -> int:
     """The number of values of a hidden state, which must be fixed in the graph."""
     return int(states.get_partial_shape()[-1].get_length())
+
+
+def check_width(path: Path, wanted: int, found: int) -> None:
+    """ConfigurationError if the heads in `path` are for hidden states of another size than that of the model."""
+    if found != wanted:
+        raise ConfigurationError(
+            f"the heads in {path} are for a model with hidden states of size {wanted}, and this model's have {found}; "
+            "name heads that were trained for this model"
+        )
 
 
 def _sum_before(product: ov.Node) -> ov.Output | None:

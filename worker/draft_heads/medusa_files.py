@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from headrace.common.model_files.heads import HEADS_CONFIG, heads_weights
-from headrace.common.model_files.safetensors import SafetensorsError, tensors_of
+from headrace.common.model_files.heads import HEADS_CONFIG
+from headrace.common.model_files.safetensors import FLOATS
 from headrace.worker.config import ConfigurationError
+from headrace.worker.draft_heads.eagle_files import read_weights
 
 _Array = npt.NDArray[Any]
 _PREFIXES = re.compile(r"^(?:medusa_heads?\.|model\.)+")
@@ -74,16 +75,7 @@ def read_medusa(path: Path) -> MedusaFiles:
 
 def _read_weights(path: Path, num_layers: int) -> dict[str, _Array]:
     """The weights by their names in the format of Medusa."""
-    files = heads_weights(path)
-    if not files:
-        hint = "; save the weights with safetensors, since .pt files may run code" if [*path.glob("*.pt")] else ""
-        raise ConfigurationError(f"there is no medusa_lm_head.safetensors in {path}{hint}")
-    found: dict[str, _Array] = {}
-    try:
-        for file in files:
-            found |= tensors_of(file.read_bytes(), file)
-    except (OSError, SafetensorsError) as error:
-        raise ConfigurationError(str(error)) from error
+    found = read_weights(path, "medusa_lm_head.safetensors", ".pt", FLOATS)
     named = {}
     for name, values in found.items():
         plain = _PREFIXES.sub("", name)

@@ -22,6 +22,7 @@ from openvino import opset13
 from headrace.common.model_files.safetensors import floats
 from headrace.worker.config import ConfigurationError
 from headrace.worker.draft_heads.eagle_graph import product
+from headrace.worker.draft_heads.hidden_states import check_width, width_of
 from headrace.worker.draft_heads.medusa_files import MedusaFiles, MedusaHead, read_medusa
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.runner import OpenVINOModelRunner
@@ -83,12 +84,8 @@ class LastStates:
         while node.get_type_name() != "MatMul":
             node = node.input_value(0).get_node()
         states = node.input_value(0)
-        size = int(states.get_partial_shape()[-1].get_length())
-        if size != self._files.size:
-            raise ConfigurationError(
-                f"the heads in {self._files.path} are for a model with hidden states of size {self._files.size}, and "
-                f"this model's have {size}; name heads that were trained for this model"
-            )
+        size = width_of(states)
+        check_width(self._files.path, self._files.size, size)
         flat = opset13.reshape(states, opset13.constant(np.array([-1, size])), False)
         flat.output(0).get_tensor().set_names({_OUTPUT})
         model.add_results([opset13.result(flat)])

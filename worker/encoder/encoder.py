@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from headrace.protos.load_report import LoadReport
 from headrace.protos.status import Reason, StatusError
@@ -24,6 +24,9 @@ from headrace.worker.engine.step_cost import PAUSE
 from headrace.worker.request.request import FinishReason, Request, RequestState, StepNote
 from headrace.worker.request.step import RequestOutput
 
+if TYPE_CHECKING:
+    from headrace.worker.encoder.runner import EncoderRunner
+
 log = logging.getLogger(__name__)
 
 # Half-life of the learned rate, in seconds of work.
@@ -32,20 +35,6 @@ _HALF_LIFE_S = 10.0
 _LEAST_PAUSE_S = 2.0
 _NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's output for this text is not numbers")
 _FAILED = StatusError(Reason.INTERNAL, "the model failed on the texts of this batch; the worker's log has the reason")
-
-
-class Runner(Protocol):
-    """Computes batches; see `headrace.worker.encoder.runner.EncoderRunner`."""
-
-    num_places: int
-
-    def begin(self, place: int, batch: Sequence[Request]) -> None:
-        """Begin a batch at a free place."""
-        ...
-
-    def result(self, place: int) -> Floats:
-        """A vector for each text of the batch that has ended at a place. Raises RuntimeError if the batch failed."""
-        ...
 
 
 class Rate:
@@ -110,7 +99,7 @@ class Encoder:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: EncoderRunner,
         batcher: Batcher,
         max_wait_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,

@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from headrace.worker.engine.engine import Engine, ModelRunner
-from headrace.worker.engine.isolation import Sampler
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
 from headrace.worker.engine.step_log import StepLog
 from headrace.worker.kv.cache import GroupBudget, KVCache
 from headrace.worker.kv.fetch import NOT_PERSISTENT, Persistence
 from headrace.worker.model.step_limits import StepLimits, max_logits_rows
+from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.controller import StepLine
-from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler, DraftTimes
+from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftTimes
 from headrace.worker.speculation.medusa import MedusaHeads
 from headrace.worker.speculation.model_drafts import ModelDrafts
 from headrace.worker.speculation.speculation import GrammarDrafts, SmallerModel, Speculation
@@ -29,10 +29,10 @@ class Draft(NamedTuple):
     """A smaller model that proposes tokens. Its runner has allocated as many blocks as the target's."""
 
     runner: DraftRunner | MedusaHeads
-    sampler: DraftSampler
+    sampler: BatchSampler
     step_costs: StepCosts | None = None
     """The learned costs of its steps."""
-    kind: Callable[[Any, DraftSampler, KVCache, DraftTimes, int], DraftModel] = DraftModel
+    kind: Callable[[Any, BatchSampler, KVCache, DraftTimes, int], DraftModel] = DraftModel
     """Makes the object that drafts with such a runner."""
     on_take: Callable[[Sequence[int]], None] | None = None
     """Called with blocks whose content is about to change."""
@@ -73,7 +73,7 @@ class LearnedDraftTimes:
 
 def build_engine(
     runner: ModelRunner,
-    sampler: Sampler,
+    sampler: BatchSampler,
     num_blocks: int,
     limits: StepLimits,
     *,
@@ -118,7 +118,9 @@ def build_engine(
     return Engine(scheduler, runner, sampler, step_log)
 
 
-def _drafts_of(draft: Draft, kv_cache: KVCache, limits: StepLimits, vocab_size: int, sampler: Sampler) -> ModelDrafts:
+def _drafts_of(
+    draft: Draft, kv_cache: KVCache, limits: StepLimits, vocab_size: int, sampler: BatchSampler
+) -> ModelDrafts:
     times = LearnedDraftTimes(draft.step_costs or StepCosts(), limits.max_num_batched_tokens)
     return ModelDrafts(draft.kind(draft.runner, draft.sampler, kv_cache, times, vocab_size), sampler)
 

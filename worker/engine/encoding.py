@@ -17,7 +17,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,40 +28,12 @@ from headrace.worker.engine.scheduler import Scheduler, rank
 from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.request import Request, RequestState
 from headrace.worker.request.step import RequestOutput
-from headrace.worker.vision.cost import EncodeRate
-from headrace.worker.vision.process import EncodeJob
+from headrace.worker.vision.process import EncodeJob, EncoderProcess
 from headrace.worker.vision.states import StateStore
 
 # No request's images are handed to the encoder while it has so many others to do.
 _MOST_AHEAD = 4
 RETRY_AFTER_S = 2.0
-
-
-class EncoderQueue(Protocol):
-    """Encodes images in the background; see `headrace.worker.vision.process.EncoderProcess`."""
-
-    rate: EncodeRate
-    num_encoded: int
-    num_failed: int
-    num_restarts: int
-    encode_s: float
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Memory of the states of an image token."""
-        ...
-
-    def encode(self, job: EncodeJob) -> None:
-        """Queue an image."""
-        ...
-
-    def drop(self, job: EncodeJob) -> None:
-        """Forget an image that has not begun."""
-        ...
-
-    def take_ended(self) -> list[EncodeJob]:
-        """The images that have ended since the last call."""
-        ...
 
 
 @dataclass(slots=True)
@@ -92,7 +64,7 @@ class Encoding:
     def __init__(
         self,
         scheduler: Scheduler,
-        encoder: EncoderQueue,
+        encoder: EncoderProcess,
         store: StateStore,
         max_wait_s: float,
         clock: Callable[[], float] = time.monotonic,

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.isolation import IsolatedSampler, Sampler
+from headrace.worker.engine.isolation import IsolatedSampler
 from headrace.worker.engine.overlap import Deliver, Overlap
 from headrace.worker.engine.scheduler import FetchFirst, Scheduler, SchedulerOutput, SchedulerStats
 from headrace.worker.engine.step_log import StepLog
@@ -24,6 +24,7 @@ from headrace.worker.model.batch import Batch, build_batch, graph_of, padded
 from headrace.worker.request.request import Request, StepNote
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.acceptance import verify
 from headrace.worker.speculation.draft_model import DraftRunner
 
@@ -84,7 +85,7 @@ class Engine:
 
     scheduler: Scheduler
     runner: ModelRunner
-    sampler: Sampler
+    sampler: BatchSampler
     step_log: StepLog | None = None
     """Where steps are written, if they are."""
     stats: EngineStats = field(default_factory=EngineStats)

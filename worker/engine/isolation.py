@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -19,34 +18,15 @@ from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.speculation.speculation import GrammarDrafts
+from headrace.worker.sampling.sampler import BatchSampler
 
 log = logging.getLogger(__name__)
-
-
-class Sampler(GrammarDrafts, Protocol):
-    """Samples tokens; see `headrace.worker.sampling.sampler.BatchSampler`."""
-
-    def sample(self, requests: Sequence[Request], logits: Logits, ahead: Ahead | None = None) -> list[Sampled]:
-        """The next token of each request, from its row of `logits`. `ahead` `[n]` is the number of draft tokens before
-        each row."""
-        ...
-
-    def logprobs(
-        self, requests: Sequence[Request], logits: Logits, sampled: Sequence[Sampled]
-    ) -> list[TokenLogprobs | None]:
-        """The log-probabilities of sampled tokens, for requests that want them."""
-        ...
-
-    def prompt_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> Sequence[TokenLogprobs]:
-        """For each row of `logits` the log-probability and rank of its token, and the `num_top` best."""
-        ...
 
 
 class IsolatedSampler:
     """Wraps a sampler that may raise."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: BatchSampler) -> None:
         self._sampler = sampler
 
     def sample(self, requests: Sequence[Request], logits: Logits, ahead: Ahead | None = None) -> list[Sampled]:

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -57,6 +58,10 @@ MIN_WINDOW_BYTES = 256
 _WINDOW_TOKENS = 8
 
 
+# Never freed, because nodes of the tokenizer extension must not outlive their core.
+_cores: list[Any] = []
+
+
 class VocabularyError(Exception):
     """The bytes of the model's tokens are unknown. The text says why."""
 
@@ -67,6 +72,25 @@ class Vocabulary(NamedTuple):
 
     token_bytes: list[bytes]
     special_ids: frozenset[int]
+
+
+def read_vocabulary(model_dir: Path) -> Vocabulary:
+    """The bytes of the tokens of the model in a directory. No other part of the worker handles text. Raises
+    VocabularyError."""
+    # Imported late: this loads OpenVINO's tokenizers.
+    import openvino
+
+    from headrace.common.model_files import vocabulary
+
+    if not _cores:
+        _cores.append(openvino.Core())
+    try:
+        graph = _cores[0].read_model(model_dir / "openvino_detokenizer.xml")
+        return Vocabulary(*vocabulary.read_vocabulary(_cores[0], graph))
+    except vocabulary.DetokenizerError as error:
+        raise VocabularyError(str(error)) from error
+    except RuntimeError as error:
+        raise VocabularyError(f"openvino_detokenizer.xml cannot be used: {error}") from error
 
 
 class _Key(NamedTuple):

@@ -36,6 +36,7 @@ class BlockBytes:
     """The bytes of all blocks in `caches`. Each cache is an array of bytes that stores its blocks one after another."""
 
     def __init__(self, caches: Sequence[npt.NDArray[np.uint8]], shapes: Sequence[BlockShape]) -> None:
+        self.caches = caches
         self.block_size = shapes[0].tokens if shapes else 0
         self.num_bytes = sum(shape.num_bytes for shape in shapes)
         """Bytes of one block."""

@@ -28,50 +28,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
 
-TOKEN_BYTES = 4
+from headrace.worker.kv.chain import TOKEN_BYTES, Content
+from headrace.worker.kv.journal import BlockJournal
+
 # At most this many blocks with the same parent are compared for the longest common beginning, newest first.
 MAX_SIBLINGS = 16
-
-
-class Content(NamedTuple):
-    """The content of a findable block. `block_hash` is None while the block is not full. The `parent_hash` of a chain's
-    first block is the chain's root hash."""
-
-    block_hash: int | None
-    parent_hash: int
-    token_bytes: bytes
-    is_first: bool
-
-
-class Journal(Protocol):
-    """Records every change of the blocks' contents. It is called before anyone can write to a changed block."""
-
-    @property
-    def has_unsealed(self) -> bool:
-        """Whether blocks wait for `seal`."""
-        ...
-
-    def note(self, block: int, content: Content) -> None:
-        """The block now has this content."""
-        ...
-
-    def drop(self, block: int) -> None:
-        """The block has no content any more. Whoever drops it may write to it afterwards."""
-        ...
-
-    def grow(self, block: int) -> None:
-        """The block with this number comes into use."""
-        ...
-
-    def use(self, blocks: Iterable[int]) -> None:
-        """Nobody holds these blocks any more. Their order of eviction follows from when that was."""
-        ...
-
-    def seal(self) -> None:
-        """Record the noted blocks. Reads their bytes, so none of them may be taken meanwhile."""
-        ...
 
 
 class BlockPool:
@@ -85,7 +47,7 @@ class BlockPool:
         self,
         num_blocks: int,
         block_size: int,
-        journal: Journal | None = None,
+        journal: BlockJournal | None = None,
         on_eviction: Callable[[int, Content], None] | None = None,
         on_take: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
@@ -315,10 +277,6 @@ class BlockPool:
         self._stored.clear()
         self._evicted.clear()
         return stored, evicted
-
-    def findable_hashes(self) -> frozenset[int]:
-        """All hashes that can be found now."""
-        return frozenset(self._block_of_hash)
 
     def check(self) -> None:
         """Assert that every block is accounted for exactly once. Takes O(num_blocks) time; for tests."""

@@ -16,8 +16,8 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from headrace.worker.kv.block_pool import BlockPool, Content
-from headrace.worker.kv.chain import BlockKey, content_of, hash_of, key_of, parent_of
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.chain import BlockKey, Content, content_of, hash_of, key_of, parent_of
 from headrace.worker.kv.fetch import NO_SLOT, NOT_PERSISTENT, ChainedBlock, Fetch, Held, Persistence, Wanted
 from headrace.worker.kv.groups.evicting import EvictingAttention
 from headrace.worker.kv.groups.full import FullAttention

@@ -7,6 +7,18 @@ from typing import NamedTuple
 from headrace.protos.block_hash import next_hash, token_bytes_of
 from headrace.worker.request.request import Request
 
+TOKEN_BYTES = 4
+
+
+class Content(NamedTuple):
+    """The content of a findable block. `block_hash` is None while the block is not full. The `parent_hash` of a chain's
+    first block is the chain's root hash."""
+
+    block_hash: int | None
+    parent_hash: int
+    token_bytes: bytes
+    is_first: bool
+
 
 class BlockKey(NamedTuple):
     """Identifies a block, and a state of recurrent layers after it. Comparing all of it rules out hash collisions."""

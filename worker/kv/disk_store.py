@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.config import ConfigurationError
-from headrace.worker.kv.block_pool import TOKEN_BYTES
+from headrace.worker.kv.chain import TOKEN_BYTES
 from headrace.worker.kv.disk_cipher import CHECK_BYTES, BlockCipher
 from headrace.worker.kv.disk_files import StoreFiles, starting, write_fully
 from headrace.worker.kv.disk_index import Change, SlotIndex, index_bytes

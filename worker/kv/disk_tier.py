@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.kv.block_bytes import BlockBytes
-from headrace.worker.kv.block_pool import Content
+from headrace.worker.kv.chain import Content
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.fetch import NO_SLOT, Fetch, LearnedTime, Wanted, nobody
 
@@ -191,15 +191,6 @@ class DiskTier(threading.Thread):
         queued = sum(len(fetch.wanted) - fetch.num_read for fetch in ahead if not fetch.is_given_up)
         busy_s = time.monotonic() - busy_since_s if busy_since_s else 0.0
         return busy_s + (queued + num_blocks) * self.read_time.seconds
-
-    def wait_until_written(self, timeout_s: float) -> bool:
-        """Wait until all queued blocks are written. Returns False after the timeout."""
-        deadline_s = time.monotonic() + timeout_s
-        while self._spills or self._num_unflushed:
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.01)
-        return True
 
     def stop(self) -> None:
         """Make the thread end after its current read or write."""

@@ -43,8 +43,9 @@ class Exclusion(NamedTuple):
     is_refused: bool = True
 
 
-def _eviction(config: WorkerConfig) -> str | None:
-    return None if config.cache_eviction in (None, "off") else "--cache-eviction"
+def _flag(name: str, field: str) -> Setting:
+    """A flag that is off while this field of the configuration is empty."""
+    return Setting(name, lambda config: name if getattr(config, field) else None)
 
 
 def _heads(kind: HeadsKind, name: str) -> Setting:
@@ -61,13 +62,13 @@ def _role(config: WorkerConfig) -> str | None:
     return None if config.role == "both" else f"--role {config.role}"
 
 
-KV_DISK = Setting("--kv-disk", lambda config: None if config.kv_disk is None else "--kv-disk")
-KV_MEMORY = Setting("--kv-memory", lambda config: None if config.kv_memory is None else "--kv-memory")
+KV_DISK = _flag("--kv-disk", "kv_disk")
+KV_MEMORY = _flag("--kv-memory", "kv_memory")
 ROLE = Setting("--role", _role)
-DECODE_GRAPH = Setting("--decode-graph on", lambda config: "--decode-graph on" if config.decode_graph else None)
-DRAFT_MODEL = Setting("--draft-model", lambda config: None if config.draft_model is None else "--draft-model")
-TRIM = Setting("--window-cache trim", lambda config: "--window-cache trim" if config.trims_windows else None)
-EVICTION = Setting("--cache-eviction", _eviction)
+DECODE_GRAPH = _flag("--decode-graph on", "decode_graph")
+DRAFT_MODEL = _flag("--draft-model", "draft_model")
+TRIM = _flag("--window-cache trim", "trims_windows")
+EVICTION = _flag("--cache-eviction", "cache_eviction")
 EAGLE3 = _heads(HeadsKind.EAGLE3, "--speculation eagle3")
 MEDUSA_BRANCHES = _heads(HeadsKind.MEDUSA, "the branch of Medusa's drafts")
 ALIBI = Property("ALiBi")

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from headrace.worker.kv.block_pool import Content, Journal
+from headrace.worker.kv.chain import Content
+from headrace.worker.kv.journal import BlockJournal
 
 # For `LearnedTime`: the weight of the latest measurement; the maximum of a measurement, as a multiple of the average;
 # and the half-life in seconds of the part of the average that exceeds the first guess.
@@ -145,8 +146,8 @@ class Persistence(NamedTuple):
     """What keeps content beyond the cache: `journal` records for the next process what is in each block, `part_journal`
     the same for each slot with a part of a block for layers with a window, and `spill` takes what is evicted."""
 
-    journal: Journal | None = None
-    part_journal: Journal | None = None
+    journal: BlockJournal | None = None
+    part_journal: BlockJournal | None = None
     spill: Spill | None = None
 
 

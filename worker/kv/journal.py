@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from headrace.protos.block_hash import next_hash
 from headrace.worker.kv.block_bytes import BlockBytes
-from headrace.worker.kv.block_pool import TOKEN_BYTES, Content
+from headrace.worker.kv.chain import TOKEN_BYTES, Content
 
 _WHOLE = 1
 _IS_FULL = 1

@@ -89,16 +89,14 @@ class CacheFormat:
         """The size of all caches in bytes, without the alignment between them."""
         return sum(count * shape.num_bytes for count, shape in zip(self.counts, self.shapes, strict=True))
 
-    def caches(
-        self, arena: KVArena
-    ) -> tuple[list[npt.NDArray[np.uint8]], list[BlockShape], list[npt.NDArray[np.uint8]], list[BlockShape]]:
-        """The caches of blocks in an arena from which nothing was taken, and their shapes; then those of slots."""
-        found: tuple[list[npt.NDArray[np.uint8]], ...] = [], []
-        shapes: tuple[list[BlockShape], ...] = [], []
-        for number, (count, shape) in enumerate(zip(self.counts, self.shapes, strict=True)):
-            found[self._is_in_slots(number)].append(arena.take(count * shape.num_bytes))
-            shapes[self._is_in_slots(number)].append(shape)
-        return found[0], shapes[0], found[1], shapes[1]
+    def caches(self, arena: KVArena) -> tuple[BlockBytes, BlockBytes]:
+        """The caches of blocks in an arena from which nothing was taken, and those of slots."""
+        taken = [arena.take(count * shape.num_bytes) for count, shape in zip(self.counts, self.shapes, strict=True)]
+        return self._caches_in(taken, in_slots=False), self._caches_in(taken, in_slots=True)
+
+    def _caches_in(self, taken: Sequence[npt.NDArray[np.uint8]], *, in_slots: bool) -> BlockBytes:
+        numbers = [number for number in range(len(taken)) if self._is_in_slots(number) is in_slots]
+        return BlockBytes([taken[number] for number in numbers], [self.shapes[number] for number in numbers])
 
     def _is_in_slots(self, number: int) -> bool:
         return bool(self.in_slots) and self.in_slots[number]
@@ -313,31 +311,23 @@ class KeptCache:
     def _map(self, wanted: CacheFormat) -> _Mapped:
         memory = self.memory.map()
         arena = _arena_of(memory, wanted, huge_pages=self._huge_pages)
-        blocks, block_shapes, parts, part_shapes = wanted.caches(arena)
-        journal = memory[_JOURNAL : wanted.part_journal_offset]
-        part_journal = memory[wanted.part_journal_offset : wanted.arena_offset]
-        return _Mapped(
-            memory,
-            self._journal_in(journal, wanted.num_blocks, wanted.block_size, blocks, block_shapes),
-            None
-            if not wanted.num_slots
-            else self._journal_in(part_journal, wanted.num_slots, wanted.block_size, parts, part_shapes),
-        )
+        blocks, parts = wanted.caches(arena)
+        size, of_blocks = wanted.block_size, memory[_JOURNAL : wanted.part_journal_offset]
+        journal = self._journal_in(of_blocks, wanted.num_blocks, size, blocks)
+        if not wanted.num_slots:
+            return _Mapped(memory, journal, None)
+        of_parts = memory[wanted.part_journal_offset : wanted.arena_offset]
+        return _Mapped(memory, journal, self._journal_in(of_parts, wanted.num_slots, size, parts))
 
     def _journal_in(
-        self,
-        memory: npt.NDArray[np.uint8],
-        count: int,
-        block_size: int,
-        caches: Sequence[npt.NDArray[np.uint8]],
-        shapes: Sequence[BlockShape],
+        self, memory: npt.NDArray[np.uint8], count: int, block_size: int, contents: BlockBytes
     ) -> BlockJournal:
-        """The journal of the `count` blocks, or slots, in these caches."""
+        """The journal of the `count` blocks of `block_size` tokens, or slots, with these contents."""
         on_growth = None
-        if self._huge_pages and caches:
+        if self._huge_pages and contents.caches:
             begun = max(recorded_in(memory, count), default=-1) + 1
-            on_growth = HugePages(caches, count, begun).reach
-        return BlockJournal(memory, count, block_size, BlockBytes(caches, shapes), on_growth)
+            on_growth = HugePages(contents.caches, count, begun).reach
+        return BlockJournal(memory, count, block_size, contents, on_growth)
 
     def _fingerprint(self) -> str:
         assert self._mapped is not None

@@ -18,6 +18,7 @@ import openvino as ov
 
 from headrace.worker.model.adapter_memory import Linear, name_from_layer
 from headrace.worker.model.fused_projections import is_constant, projection
+from headrace.worker.model.window_tables import attentions
 
 _EXPORTED = re.compile(r"^__module\.(?P<module>.+?)/aten::")
 _ATTENTION = "layers.{}.self_attn."
@@ -60,13 +61,13 @@ def _linear(name: str, node: ov.Node) -> Linear:
 
 def _by_structure(model: ov.Model, products: Sequence[ov.Node]) -> Iterator[tuple[str, ov.Node]]:
     """Names and products of a converted model; empty if it has another structure. `products` are those of layers."""
-    attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
-    of_attention = [[projection(node.input_value(index)) for index in range(3)] for node in attentions]
+    paged = attentions(model)
+    of_attention = [[projection(node.input_value(index)) for index in range(3)] for node in paged]
     if any(node is None for nodes in of_attention for node in nodes):
         return
     taken = {node.get_friendly_name() for nodes in of_attention for node in nodes if node is not None}
     others = [node for node in products if node.get_friendly_name() not in taken]
-    if len(taken) != 3 * len(attentions) or len(others) != _OTHERS_OF_LAYER * len(attentions):
+    if len(taken) != 3 * len(paged) or len(others) != _OTHERS_OF_LAYER * len(paged):
         return
     found: list[tuple[str, ov.Node]] = []
     for layer, nodes in enumerate(of_attention):

@@ -13,6 +13,7 @@ import openvino as ov
 from openvino import opset13
 
 from headrace.worker.model.fused_projections import is_constant
+from headrace.worker.model.window_tables import attentions
 
 _ELEMENTWISE = {
     *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum"),
@@ -48,11 +49,11 @@ def gathered(states: ov.Output, rows: ov.Output) -> ov.Output:
 def _tail(states: ov.Output, model: ov.Model) -> Sequence[ov.Node] | None:
     """The operations from the last attention up to `states`, except those that only move data. None if one of them may
     look at several tokens."""
-    attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    paged = attentions(model)
     end = states.get_node()
-    if not attentions or end.get_friendly_name() == attentions[-1].get_friendly_name():
+    if not paged or end.get_friendly_name() == paged[-1].get_friendly_name():
         return None
-    first = attentions[-1].output(0)
+    first = paged[-1].output(0)
     while len(users := _users(first)) == 1 and users[0].get_type_name() in _MOVES:
         first = users[0].output(0)
     found: dict[str, ov.Node] = {}

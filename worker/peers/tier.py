@@ -24,10 +24,9 @@ from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import worker_pb2, worker_pb2_grpc
 from headrace.protos.block_hash import next_hash
 from headrace.worker.kv.block_bytes import BlockBytes
-from headrace.worker.kv.block_pool import TOKEN_BYTES
+from headrace.worker.kv.chain import TOKEN_BYTES
 from headrace.worker.kv.fetch import NO_SLOT, Fetch, LearnedTime, Wanted, nobody
-from headrace.worker.peers.calls import Calls
-from headrace.worker.peers.channels import Channels
+from headrace.worker.peers.calls import Calls, Channels
 from headrace.worker.peers.source import host_id
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@
          |             bias, bans,    the summary of each row
          |             grammar        (reduction.py), corrected for what
          |             (processors.py)  the processors changed
-         +--> log-probabilities (logprobs.py): of the model's own distribution, read while the next step computes
+         +--> log-probabilities: of the model's own distribution, read while the next step computes
 
 All rows are sampled together (rows.py has their parameters and random numbers), except those where a grammar allows few
 tokens, and those that were copied as a whole. If every request is plainly greedy, a step is one argmax.
@@ -25,7 +25,6 @@ from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.draw import draw, draw_among, least_near_the_best
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.sampling.logprobs import row_logprobs
 from headrace.worker.sampling.penalties import PenaltyCounter
 from headrace.worker.sampling.processors import LogitsProcessors, Processed
 from headrace.worker.sampling.reduction import FloatArray, IndexArray, Reducer, Reduction, reduce_with_numpy, weights_of
@@ -156,6 +155,33 @@ class BatchSampler:
     def _read(self, values: FloatArray, inverse_temperatures: FloatArray) -> Runs:
         """Rows `[n, vocab]` that are summarised here."""
         return Runs.made_of(Logits(values), self._reduce(values, inverse_temperatures), inverse_temperatures)
+
+
+def row_logprobs(runs: Runs, token_ids: IndexArray, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """For each row, the log-probability and rank of its token, and of the `num_top[row]` most probable tokens, the
+    lower id first among equals. `runs` has weights at temperature 1."""
+    normalisers = runs.best + np.log(runs.totals)
+    values = runs.at(token_ids)
+    row, run = np.nonzero(runs.maxima > values[:, None])
+    num_greater = np.count_nonzero(runs.gather(row, run) > values[row, None], axis=1)
+    ranks = 1 + np.bincount(row, num_greater, minlength=len(values)).astype(np.int64)
+    logprobs = (values - normalisers).tolist()
+    top_ids: list[list[int]] = [[]] * len(values)
+    top_logprobs: list[list[float]] = [[]] * len(values)
+    most = min(max(num_top), runs.logits.shape[1])
+    if most:
+        # The best tokens lie in runs whose maximum is at least the most-th largest maximum.
+        maxima = runs.maxima if most <= runs.maxima.shape[1] else runs.logits.whole(runs.rows)
+        top_values, ids = runs.above(-np.partition(-maxima, most - 1, axis=1)[:, most - 1])
+        order = np.argsort(-top_values, axis=1, kind="stable")[:, :most]
+        top_ids = np.take_along_axis(ids, order, axis=1).tolist()
+        top_logprobs = (np.take_along_axis(top_values, order, axis=1) - normalisers[:, None]).tolist()
+    return [
+        TokenLogprobs(logprob, rank, tuple(ids[:wanted]), tuple(top[:wanted]))
+        for logprob, rank, ids, top, wanted in zip(
+            logprobs, ranks.tolist(), top_ids, top_logprobs, num_top, strict=True
+        )
+    ]
 
 
 def _choose(runs: Runs, params: RowParams) -> IndexArray:

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 from headrace.common.kernel_files import format_list
 from headrace.protos import worker_pb2
@@ -19,6 +19,7 @@ from headrace.protos.inference_pb2 import Belief
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.mailbox import EngineReport, LearnedCost
 from headrace.worker.host.binding import Binding
+from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
 # The shortest time between two messages, so that a busy worker does not send one for each step.
@@ -131,38 +132,11 @@ class _Watcher:
         return placement_ids
 
 
-class ReportedAdapters(Protocol):
-    """The adapters of a worker, as watchers see them; see `headrace.worker.server.adapters.AdapterDesk`."""
-
-    def list(self) -> worker_pb2.AdapterList:
-        """All adapters."""
-        ...
-
-    def describe(self, name: str) -> worker_pb2.Adapter | None:
-        """The adapter of this name; None if it is unknown."""
-        ...
-
-    def in_memory(self) -> worker_pb2.AdapterNames:
-        """The names of the adapters in memory."""
-        ...
-
-    def counters(self) -> dict[str, int]:
-        """Totals since the start, as fields of `Counters`."""
-        ...
-
-    def listen(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` with the name of an adapter that has changed, or with an empty name if other adapters are in
-        memory."""
-        ...
-
-
 class WatchHub:
     """Keeps the latest load and the findable hashes, and reports them to any number of watchers. Used by the event loop
     only."""
 
-    def __init__(
-        self, epoch: int, max_num_seqs: int, block_size: int, adapters: ReportedAdapters | None = None
-    ) -> None:
+    def __init__(self, epoch: int, max_num_seqs: int, block_size: int, adapters: AdapterDesk | None = None) -> None:
         """`epoch` tells this process from others with the same address. Without `adapters`, none are reported."""
         self.epoch = epoch
         self._adapters = adapters

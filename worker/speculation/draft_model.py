@@ -29,6 +29,7 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled, Scheduled
 from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.controller import StepLine, rounded_size
 from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT, Source
 
@@ -48,19 +49,6 @@ class DraftRunner(Protocol):
 
     def run(self) -> Logits:
         """Compute the step and update the KV cache. Returns logits `[rows, vocab_size]`; the batch says which rows."""
-        ...
-
-
-class DraftSampler(Protocol):
-    """Samples from the smaller model; see `headrace.worker.sampling.sampler.BatchSampler`."""
-
-    def sample(self, requests: Sequence[Request], logits: Logits) -> Sequence[Sampled]:
-        """Sample the next token of each request from its row of `logits`, by the request's own parameters."""
-        ...
-
-    def take_back(self, request: Request, num_tokens: int) -> None:
-        """Forget the request's place in its grammar, and its tokens after the first `num_tokens`, which are about to be
-        removed from it."""
         ...
 
 
@@ -134,7 +122,7 @@ class DraftModel:
     def __init__(
         self,
         runner: DraftRunner,
-        sampler: DraftSampler,
+        sampler: BatchSampler,
         kv_cache: KVCache,
         times: DraftTimes,
         vocab_size: int,

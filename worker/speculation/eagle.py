@@ -19,7 +19,8 @@ from weakref import WeakKeyDictionary
 from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
-from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftSampler, DraftTimes, Progress
+from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.speculation.draft_model import DraftModel, DraftRunner, DraftTimes, Progress
 from headrace.worker.speculation.proposer import Source
 
 
@@ -52,7 +53,7 @@ class EagleModel(DraftModel):
     def __init__(
         self,
         runner: HeadRunner,
-        sampler: DraftSampler,
+        sampler: BatchSampler,
         kv_cache: KVCache,
         times: DraftTimes,
         vocab_size: int,

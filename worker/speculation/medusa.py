@@ -14,10 +14,10 @@ from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
 from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.draft_model import (
     Asked,
     DraftModel,
-    DraftSampler,
     DraftTimes,
     Progress,
     Proposal,
@@ -67,7 +67,7 @@ class MedusaModel(DraftModel):
     def __init__(
         self,
         runner: MedusaHeads,
-        sampler: DraftSampler,
+        sampler: BatchSampler,
         kv_cache: KVCache,
         times: DraftTimes,
         vocab_size: int,

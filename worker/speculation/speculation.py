@@ -10,8 +10,8 @@ step meter  observe_step    cost of the step -> controller
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 from headrace.worker.grammar.constraint import Constraint
@@ -82,12 +82,8 @@ class SmallerModel(Protocol):
         ...
 
 
-class StepLineOf(Protocol):
-    """Predicts the cost of steps of streams with these numbers of computed tokens; None while too little is known."""
-
-    def __call__(self, contexts: Sequence[int]) -> StepLine | None:
-        """The cost of these steps."""
-        ...
+StepLineOf: TypeAlias = Callable[[Sequence[int]], StepLine | None]
+"""Predicts the cost of steps of streams with these numbers of computed tokens; None while too little is known."""
 
 
 class Speculation:

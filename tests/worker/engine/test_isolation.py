@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.engine.isolation import Sampler
 from headrace.worker.grammar import compiler as grammar_compiler
 from headrace.worker.grammar.constraint import Constraint, ConstraintSource
 from headrace.worker.model.batch import Ahead
@@ -66,7 +65,7 @@ class RaisingSampler:
         return self.inner.prompt_logprobs(logits, token_ids, num_top)
 
 
-def engine_with(sampler: Sampler, **options: Any) -> EngineUnderTest:
+def engine_with(sampler: BatchSampler, **options: Any) -> EngineUnderTest:
     engine = make_engine(**options)
     engine.engine = type(engine.engine)(engine.scheduler, engine.runner, sampler)
     return engine

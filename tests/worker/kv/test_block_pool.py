@@ -211,7 +211,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.mirror.issuperset(evicted)
         assert self.mirror.isdisjoint(stored)
         self.mirror = (self.mirror - set(evicted)) | set(stored)
-        assert self.mirror == self.pool.findable_hashes()
+        assert self.mirror == frozenset(self.pool._block_of_hash)
 
     @invariant()
     def everything_is_accounted_for(self) -> None:

@@ -25,7 +25,7 @@ from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.kv import disk_tier
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
-from headrace.worker.kv.block_pool import Content
+from headrace.worker.kv.chain import Content
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier, Fetch
 from headrace.worker.kv.fetch import NO_SLOT, LearnedTime, Persistence
@@ -310,7 +310,7 @@ class Worker:
     def evict_all(self) -> None:
         """Evict everything to the disk with other prompts."""
         self.pool.release(self.pool.take(NUM_BLOCKS))
-        assert self.tier.wait_until_written(BOUND_S)
+        until(lambda: not self.tier._spills and not self.tier._num_unflushed)
         assert self.pool.num_cached_blocks == 0
 
 

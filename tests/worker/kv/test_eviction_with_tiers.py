@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from headrace.worker.engine.fetching import Fetching
-from headrace.worker.kv.block_pool import Content
+from headrace.worker.kv.chain import Content
 from headrace.worker.kv.fetch import NO_SLOT, ChainedBlock, Fetch
 from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.request.eviction import Aggregation, Eviction, EvictionRule

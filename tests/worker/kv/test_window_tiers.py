@@ -19,8 +19,8 @@ from headrace.worker.engine import fetching as fetching_module
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
-from headrace.worker.kv.block_pool import Content
 from headrace.worker.kv.cache import KVCache
+from headrace.worker.kv.chain import Content
 from headrace.worker.kv.disk_store import DiskStore
 from headrace.worker.kv.disk_tier import DiskTier, PartsOnDisk
 from headrace.worker.kv.fetch import NO_SLOT, ChainedBlock, Fetch, Persistence, Spill
@@ -138,7 +138,12 @@ class WithDisk(Trimmed):
         """Compute other prompts, so that the cache has nothing left of those before, and wait for the disk."""
         for number in range(count):
             self.ask(random.Random(1000 * seed + number).choices(range(VOCAB_SIZE), k=90))
-        assert self.disk.wait_until_written(patience(BOUND_S))
+        until(lambda: is_written(self.disk))
+
+
+def is_written(disk: DiskTier) -> bool:
+    """Whether all evicted blocks are on the disk."""
+    return not disk._spills and not disk._num_unflushed
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +190,7 @@ def test_only_parts_come_from_the_disk_if_the_blocks_are_in_memory(tmp_path: Pat
         assert windows is not None
         for slot in [windows.parts.take_slot() for _ in range(windows.parts.num_available)]:
             windows.parts.place(slot, None)
-        assert worker.disk.wait_until_written(patience(BOUND_S))
+        until(lambda: is_written(worker.disk))
         cache = worker.kv_cache
         asking = Request("r", PROMPT[:50], SAMPLING, 1)
         assert cache.pool.is_findable(cache.hash_of(asking, 11))

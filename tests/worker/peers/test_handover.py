@@ -15,7 +15,7 @@ import pytest
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.fetching import Fetching
-from headrace.worker.kv.block_pool import Content
+from headrace.worker.kv.chain import Content
 from headrace.worker.kv.fetch import ChainedBlock
 from headrace.worker.kv.takeover import Offer, Takeover
 from headrace.worker.peers import handover as handover_module

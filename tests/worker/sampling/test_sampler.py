@@ -18,14 +18,13 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.sampling.draw import draw
 from headrace.worker.sampling.logits import Changes, Logits, Places
-from headrace.worker.sampling.logprobs import row_logprobs
 from headrace.worker.sampling.penalties import PenaltyCounter
 from headrace.worker.sampling.processors import Edits, LogitsProcessors
 from headrace.worker.sampling.reduction import FloatArray, Reducer, reduce_with_numpy, run_length
 from headrace.worker.sampling.row_sums import reducer_for
 from headrace.worker.sampling.rows import DRAWS, RowParams, uniforms
 from headrace.worker.sampling.runs import Runs
-from headrace.worker.sampling.sampler import BatchSampler
+from headrace.worker.sampling.sampler import BatchSampler, row_logprobs
 from tests.worker.sampling_params import sample
 
 VOCAB = 3000

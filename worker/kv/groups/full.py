@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.protos.block_hash import token_bytes_of
-from headrace.worker.kv.block_pool import TOKEN_BYTES, BlockPool
-from headrace.worker.kv.chain import content_of, hash_of, key_of, parent_of
+from headrace.worker.kv.block_pool import BlockPool
+from headrace.worker.kv.chain import TOKEN_BYTES, content_of, hash_of, key_of, parent_of
 from headrace.worker.kv.groups.group import Exchange
 from headrace.worker.request.request import Request
 

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.kv.block_pool import Content, Journal
+from headrace.worker.kv.chain import Content
+from headrace.worker.kv.journal import BlockJournal
 
 
 class WindowParts:
@@ -31,7 +32,7 @@ class WindowParts:
     """
 
     def __init__(
-        self, num_blocks: int, num_slots: int, on_eviction: Callable[[int, int], None], journal: Journal | None
+        self, num_blocks: int, num_slots: int, on_eviction: Callable[[int, int], None], journal: BlockJournal | None
     ) -> None:
         """`on_eviction` is called with a block and its slot before its part is evicted, if requests have continued or
         ended there. `journal` records what is in each slot."""

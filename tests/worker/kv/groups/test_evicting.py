@@ -186,7 +186,7 @@ def test_prompts_are_shared_until_blocks_are_lost_and_never_after() -> None:
     load = Load(60)
     first = load.add(prompt, 100)
     load.run()
-    findable = load.kv_cache.pool.findable_hashes()
+    findable = frozenset(load.kv_cache.pool._block_of_hash)
     # The prompt's blocks; the first token of the answer is in the block that the prompt has begun.
     assert len(findable) == 61 // BLOCK_SIZE
     before = load.runner.num_tokens
