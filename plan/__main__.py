@@ -232,7 +232,13 @@ def requests_of(flags: Mapping[str, Any], most: int) -> Requests:
 
 def of_files(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
     """The kinds of hosts of the calibrations, and the load that the flags describe. Raises UsageError."""
-    paths = flags["calibrations"] or (files.usual_path(flags["model"] or _DEFAULT_MODEL),)
+    model = flags["model"] or _DEFAULT_MODEL
+    paths = flags["calibrations"] or (files.usual_path(model),)
+    if not flags["calibrations"] and not paths[0].exists():
+        raise UsageError(
+            f"there is no calibration of {model}: run `headrace bench calibrate {model}` on a host as you will use, or "
+            "name a file with --calibration"
+        )
     kinds = kinds_of(paths, flags["costs"], flags["model"])
     most = min(kind.calibration.model.max_context_tokens for kind in kinds)
     if flags["trace"] is not None:
@@ -382,8 +388,22 @@ def planned(
     return int(answers[0].trial is None)
 
 
-if __name__ == "__main__":
+def run(args: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status. Failures are one line on standard error."""
     try:
-        main(prog_name="headrace plan", auto_envvar_prefix="HEADRACE_PLAN")
-    except KeyboardInterrupt:
-        sys.exit(130)
+        status = main.main(args, "headrace plan", standalone_mode=False, auto_envvar_prefix="HEADRACE_PLAN")
+    except click.UsageError as error:
+        said = error.format_message().rstrip(".")
+        mark = "" if said.endswith("?") else ";"
+        click.echo(f"error: {said[:1].lower()}{said[1:]}{mark} see headrace plan --help", err=True)
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    return status if isinstance(status, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from headrace.bench.calibration import encoded
 from headrace.plan.__main__ import main
+from headrace.plan.__main__ import run as command
 from tests.plan.calibrations import calibration
 
 QUICK = ["--prompt", "64", "--answer", "8", "--answer-dist", "fixed", "--seeds", "1", "--requests", "60"]
@@ -78,7 +79,7 @@ def test_the_calibration_of_the_model_in_the_cache_is_used(tmp_path: Path, monke
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     result = run("small", "--rate", 2, *QUICK)
     assert result.exit_code == 2
-    assert "small.json does not exist; make one with `headrace bench calibrate MODEL`" in result.stderr
+    assert "there is no calibration of small: run `headrace bench calibrate small`" in result.stderr
     (tmp_path / "calibrations").mkdir()
     (tmp_path / "calibrations" / "small.json").write_bytes(encoded(calibration()))
     assert run("small", "--rate", 2, *QUICK).exit_code == 0
@@ -112,6 +113,16 @@ def test_wrong_flags_are_refused_with_the_remedy(small: Path, flags: list[str], 
     result = run("--calibration", small, *flags)
     assert result.exit_code == 2
     assert problem in " ".join(result.stderr.split())
+
+
+def test_a_mistake_is_told_in_one_line(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["--calibration", str(small), "--rate", "4", "--spare-host", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no such option")
+    assert line.endswith("see headrace plan --help")
+    assert command(["--help"]) == 0
+    assert command([]) == 2
+    assert capsys.readouterr().err.startswith("error: which load?")
 
 
 def test_a_fleet_that_cannot_be_asked_is_named() -> None:
