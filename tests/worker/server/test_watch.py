@@ -9,7 +9,7 @@ import pytest
 
 from headrace.protos import worker_pb2
 from headrace.protos.load_report import LoadReport
-from headrace.worker.engine.mailbox import EngineReport
+from headrace.worker.engine.mailbox import EngineReport, LearnedCost
 from headrace.worker.request.request import Request
 from headrace.worker.server import watch
 from headrace.worker.server.watch import WatchHub, _Watcher
@@ -153,3 +153,14 @@ async def test_the_interval_of_a_running_watch_can_be_changed(pauses: list[float
     assert pauses == [0.1, 0.2, watch.MIN_INTERVAL_S, 0.5]
     await told.aclose()  # type: ignore[attr-defined]
     assert not hub.adjust(5, 0.2)
+
+
+def test_learned_costs_of_steps_are_reported_once_they_are_known() -> None:
+    hub = WatchHub(1, 8, 16)
+    assert not hub.load().HasField("decode_steps")
+    hub.publish(EngineReport(step_costs={"decode": LearnedCost((8.0, 0.5, 0.25, 2.0, 0.125, 1.5), 40)}))
+    load = hub.load()
+    assert not load.HasField("prompt_steps")
+    cost = load.decode_steps
+    assert (cost.step_ms, cost.token_ms, cost.attended_ms, cost.read_ms) == (8.0, 0.5, 0.25, 2.0)
+    assert (cost.sequence_ms, cost.change_ms, cost.num_steps) == (0.125, 1.5, 40)
