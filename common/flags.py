@@ -28,14 +28,28 @@ class FiniteRange(click.FloatRange):
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_OBSERVATION = (
+
+
+def options_of(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """A decorator that adds options to a command, in this order."""
+
+    def decorated(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorated
+
+
+observation_options = options_of(
     click.option("--log-level", type=click.Choice(LEVELS), default="info", help="Minimum level of log lines."),
     click.option("--log-format", type=click.Choice(FORMATS), default="text", help="Format of log lines."),
     click.option(
         "--otlp-endpoint", help="Send traces by OTLP to this endpoint, such as http://HOST:4317. Needs headrace[otel]."
     ),
 )
-_MEMBERSHIP = (
+"""The decorator for logs and traces, which gateways, routers and workers have."""
+membership_options = options_of(
     click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics at this address."),
     click.option(
         "--tls-dir",
@@ -59,17 +73,4 @@ _MEMBERSHIP = (
     ),
     click.option("--probe", metavar="HOST:PORT", help="Additional address for gRPC health checks, without TLS."),
 )
-
-
-def observation_options(command: _Command) -> _Command:
-    """The decorator for logs and traces, which gateways, routers and workers have."""
-    for option in reversed(_OBSERVATION):
-        command = option(command)
-    return command
-
-
-def membership_options(command: _Command) -> _Command:
-    """The decorator for the address of metrics, probes, and who may connect, which routers and workers have."""
-    for option in reversed(_MEMBERSHIP):
-        command = option(command)
-    return command
+"""The decorator for the address of metrics, probes, and who may connect, which routers and workers have."""

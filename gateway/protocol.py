@@ -49,6 +49,8 @@ class OpenProtocol:
 
     def refuse_new(self) -> None:
         """Refuse new requests that do not come over HTTP, because the gateway stops."""
+        for service in self.grpc_services:
+            service.servicer.calls.stopping = True
 
     async def drain(self, timeout_s: float) -> None:
         """Finish work that no open request waits for, within this time."""

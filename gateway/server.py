@@ -171,7 +171,9 @@ def services_behind(
     generator = Generator(upstream, metrics)
     shadows, runner = Shadows(models, metrics), EncodingRunner(upstream, metrics)
     copies = ChatCopies(shadows, generator)
-    chats = Chats(models, prompts, Constraints(threads.translating), formats, copies, metrics.image_refused)
+    chats = Chats(
+        models, prompts, Constraints(threads.translating), formats or Formats(), copies, metrics.image_refused
+    )
     encodings = Encodings(models, prompts, EncodingCopies(shadows, runner))
     return Services(
         models,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from PIL import Image
 
@@ -16,6 +16,7 @@ FILES = (CONFIG, *IMAGE_FILES)
 """Names of the files that describe images, all of them in the tokenizer bundle."""
 
 _LONGEST_SIDE = 8192
+_T = TypeVar("_T")
 
 
 class Fields:
@@ -33,10 +34,14 @@ class Fields:
 
     def part(self, name: str) -> Fields:
         """An object in this one; empty if it is missing."""
-        content = self._content.get(name)
-        if content is not None and not isinstance(content, dict):
-            raise self.error(name, "is no object")
-        return Fields(f"{self._source}: {name}", content or {})
+        return Fields(f"{self._source}: {name}", self._typed(name, dict, "is no object") or {})
+
+    def _typed(self, name: str, kind: type[_T], problem: str) -> _T | None:
+        """The value of a field; None if it is missing or null. Raises `FamilyError` if it is of another type."""
+        value = self._content.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise self.error(name, problem)
+        return value
 
     def size(self, name: str, default: Mapping[str, int], *, of_whole: Sequence[str]) -> Fields:
         """An object of sizes in pixels. In older files it is a whole number, which stands for these fields."""
@@ -48,20 +53,12 @@ class Fields:
         return Fields(f"{self._source}: {name}", default if value is None else value)
 
     def text(self, name: str, default: str) -> str:
-        value = self._content.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.error(name, "is no text")
-        return value
+        found = self._typed(name, str, "is no text")
+        return default if found is None else found
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._content.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(name, "is neither true nor false")
-        return value
+        found = self._typed(name, bool, "is neither true nor false")
+        return default if found is None else found
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number. Raises `FamilyError` if it is missing without a default, or less than `least`."""

@@ -82,17 +82,16 @@ class Chats:
         models: Models,
         prompts: Prompts,
         constraints: Constraints,
-        formats: Formats | None = None,
-        copies: Copies | None = None,
-        on_image_refused: Callable[[Why], None] = lambda why: None,
+        formats: Formats,
+        copies: Copies,
+        on_image_refused: Callable[[Why], None],
     ) -> None:
-        """Without `formats`, the format of tool calls and reasoning is detected from the chat template. Planned
-        requests are offered to `copies`. `on_image_refused` is called for each request that is refused because of an
-        image."""
+        """Planned requests are offered to `copies`. `on_image_refused` is called for each request that is refused
+        because of an image."""
         self._models = models
         self._prompts = prompts
         self._constraints = constraints
-        self._formats = formats or Formats()
+        self._formats = formats
         self._copies = copies
         self._on_image_refused = on_image_refused
 
@@ -124,8 +123,7 @@ class Chats:
 
     def offer_copy(self, request: Chat | Completion) -> None:
         """Copy a planned request to the model on trial, if there is one."""
-        if self._copies is not None:
-            self._copies.offer(request, self)
+        self._copies.offer(request, self)
 
     async def count(self, request: Chat) -> int:
         """Check a chat and count the tokens of its prompt. Raises `StatusError`."""

@@ -76,7 +76,9 @@ class ErrorShape(Protocol):
         """The body of an error response."""
 
     def event(self, failure: Failure) -> bytes:
-        """The last events of a stream that had begun."""
+        """The last events of a stream that had begun: by default a server-sent event with the error, which no chunk and
+        no [DONE] may follow."""
+        return b"data: " + self.whole(failure) + b"\n\n"
 
 
 def spread(error: StatusError) -> StatusError:
@@ -123,10 +125,6 @@ class _OpenAiErrors(ErrorShape):
     def whole(self, failure: Failure) -> bytes:
         """The error object."""
         return encode(Error(detail_of(failure)))
-
-    def event(self, failure: Failure) -> bytes:
-        """The event that ends a failed stream. No chunk and no [DONE] may follow."""
-        return b"data: " + self.whole(failure) + b"\n\n"
 
 
 OPENAI_ERRORS = _OpenAiErrors()

@@ -35,7 +35,7 @@ class GrpcCalls:
         self._service = service
         self._metrics = metrics
         self.stopping = False
-        """Set by the owner when the server stops: new calls are refused."""
+        """Set when the server stops: new calls are refused."""
 
     async def answered(self, work: Callable[[], Awaitable[_M]], name: str, method: str, context: Context) -> _M:
         """The one message of a call that streams nothing. `name` is the call's name in metrics."""

@@ -9,7 +9,7 @@ import contextvars
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
@@ -18,6 +18,7 @@ from headrace.common.transport.channels import SERVER_OPTIONS, refusing
 from headrace.common.transport.introspection import add_introspection, set_serving
 from headrace.gateway.access.admission import AdmissionControl
 from headrace.gateway.access.caller import authorization_var
+from headrace.gateway.edge.grpc_call import GrpcCalls
 from headrace.gateway.edge.tls import EdgeTls
 from headrace.protos.status import StatusError, abort
 
@@ -34,14 +35,21 @@ _Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[_Method
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
+class HasCalls(Protocol):
+    """A servicer whose calls can be refused because the gateway stops."""
+
+    calls: GrpcCalls
+
+
 @dataclass(frozen=True, slots=True)
 class GrpcService:
     """A service that a protocol has."""
 
     name: str
     """With its package, such as headrace.v1.Text."""
-    add: Callable[[grpc.aio.Server], None]
-    """Adds it to a server."""
+    servicer: HasCalls
+    add: Callable[[Any, grpc.aio.Server], None]
+    """Adds the servicer to a server; generated from the protos."""
     uncounted: frozenset[str] = frozenset()
     """Methods that only read. Like a GET, they do not count against the limits of a key."""
     is_open: frozenset[str] = frozenset()
@@ -58,7 +66,7 @@ async def start_grpc_server(
         maximum_concurrent_rpcs=admission.bounds.max_requests + OTHER_CALLS,
     )
     for service in services:
-        service.add(server)
+        service.add(service.servicer, server)
     names = [service.name for service in services]
     health = add_introspection(server, names)
     if tls is None:

@@ -77,7 +77,7 @@ class Copies(Protocol):
 class Encodings:
     """Plans encodings with the models that are available."""
 
-    def __init__(self, models: Models, prompts: Prompts, copies: Copies | None = None) -> None:
+    def __init__(self, models: Models, prompts: Prompts, copies: Copies) -> None:
         """Planned requests are offered to `copies`."""
         self._models = models
         self._prompts = prompts
@@ -100,8 +100,7 @@ class Encodings:
             token_ids = next(encoded) if isinstance(text, str) else _checked(text, at, model)
             num_last = len(model.text.tokenizer.special_around[1]) if isinstance(text, str) else 0
             prompts.append(_fitting(token_ids, keep, num_last, at, model))
-        if self._copies is not None:
-            self._copies.offer(request, self)
+        self._copies.offer(request, self)
         return EncodingPlan(model, prompts, [0] * len(prompts), request.priority)
 
     async def plan_pairs(self, request: PairsToScore) -> EncodingPlan:
@@ -138,8 +137,7 @@ class Encodings:
                 raise _too_long(f"{name} with its query", len(document_ids) + most - room, most, model, remedy, name)
             prompts.append([*first, *document_ids, *behind])
             num_firsts.append(len(first))
-        if self._copies is not None:
-            self._copies.offer(request, self)
+        self._copies.offer(request, self)
         return EncodingPlan(model, prompts, num_firsts, request.priority)
 
     async def _found(self, name: str, task: Task) -> Model:

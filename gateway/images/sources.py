@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from headrace.common.flags import FiniteRange
+from headrace.common.flags import FiniteRange, options_of
 from headrace.gateway.images.loading import ImageLoader
 from headrace.gateway.images.local import LocalImages
 from headrace.gateway.images.urls import Domains
@@ -60,13 +60,10 @@ def image_options(command: Callable[..., None]) -> Callable[..., None]:
                 raise click.UsageError(f"--allowed-local-media-path: {error}") from error
         command(images=ImageSources(domains, directory, media_timeout), **options)
 
-    wrapped: Callable[..., None] = with_sources
-    for option in reversed(_OPTIONS):
-        wrapped = option(wrapped)
-    return wrapped
+    return _OPTIONS(with_sources)
 
 
-_OPTIONS = (
+_OPTIONS = options_of(
     click.option(
         "--allowed-media-domains",
         multiple=True,

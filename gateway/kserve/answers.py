@@ -106,10 +106,6 @@ class _KserveErrors(ErrorShape):
         """The error object."""
         return encode(KserveError(failure.message))
 
-    def event(self, failure: Failure) -> bytes:
-        """The last event of a stream that failed."""
-        return b"data: " + self.whole(failure) + b"\n\n"
-
 
 KSERVE_ERRORS = _KserveErrors()
 
