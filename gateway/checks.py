@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -59,6 +59,19 @@ def texts_or_tokens(name: str, given: str | list[Any]) -> list[str | list[int]]:
     if all(isinstance(entry, str) for entry in given) or all(isinstance(entry, list) for entry in given):
         return given
     raise invalid(name, f"{name} must be a text, a list of texts, a list of tokens or a list of lists of tokens")
+
+
+def text_in(where: str, members: Mapping[str, Any], name: str) -> str:
+    """A text in the object at `where`. Raises `StatusError` if it is missing or something else."""
+    value = members.get(name)
+    if not isinstance(value, str):
+        raise invalid(f"{where}.{name}", f"{where}.{name} must be a text")
+    return value
+
+
+def optional_text_in(where: str, members: Mapping[str, Any], name: str) -> str | None:
+    """The same for a text that may be missing or null."""
+    return None if members.get(name) is None else text_in(where, members, name)
 
 
 def json_of(name: str, text: str) -> Any:

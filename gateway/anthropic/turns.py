@@ -19,7 +19,7 @@ import msgspec
 from headrace.gateway.anthropic.tools import Catalogue
 from headrace.gateway.chat.billing import is_billing
 from headrace.gateway.chat.request import ChatMessage
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, optional_text_in, text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import GivenImage, image_of_base64, image_of_url, part_of
 from headrace.gateway.text.reasoning_seal import unsealed
@@ -119,7 +119,7 @@ class _Reader:
         """Add a block to the end of the conversation."""
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            self._add_text(role, where, _string(where, block, "text"))
+            self._add_text(role, where, text_in(where, block, "text"))
         elif role == "assistant" and isinstance(kind, str):
             self._add_of_assistant(where, kind, block)
         elif role == "user" and kind == "image":
@@ -176,7 +176,7 @@ class _Reader:
         self._thoughts = []
 
     def _tool_result(self, where: str, block: Mapping[str, Any]) -> None:
-        call_id = _string(where, block, "tool_use_id")
+        call_id = text_in(where, block, "tool_use_id")
         if call_id not in self._call_ids:
             field = f"{where}.tool_use_id"
             # Clients find the cause by these words of the provider.
@@ -207,11 +207,11 @@ class _Reader:
             if not isinstance(kind, str):
                 raise _not_supported(place, kind, "text")
             if kind == "text":
-                pieces.append((place, _string(place, block, "text")))
+                pieces.append((place, text_in(place, block, "text")))
             elif kind == "image":
                 pieces.append((place, _image(place, block)))
             elif kind == "tool_reference":
-                pieces.append((place, self._catalogue.load(_string(place, block, "tool_name"))))
+                pieces.append((place, self._catalogue.load(text_in(place, block, "tool_name"))))
             elif kind == "search_result" or (kind == "document" and _is_readable(block)):
                 pieces.append((place, _READABLE[kind](place, block)))
             else:
@@ -221,8 +221,8 @@ class _Reader:
         return pieces
 
     def _tool_use(self, where: str, block: Mapping[str, Any]) -> None:
-        call_id = _string(where, block, "id")
-        name = _string(where, block, "name")
+        call_id = text_in(where, block, "id")
+        name = text_in(where, block, "name")
         arguments = block.get("input")
         if isinstance(arguments, str | None):
             arguments = input_of(arguments or "")  # what some clients store of an input that was cut off
@@ -280,7 +280,7 @@ def input_of(text: str) -> dict[str, Any]:
 
 def _thinking(where: str, block: Mapping[str, Any]) -> str:
     """The text of a thought; empty if only another server can read it."""
-    text = "" if block.get("thinking") is None else _string(where, block, "thinking")
+    text = optional_text_in(where, block, "thinking") or ""
     if text or not block.get("signature"):
         return text
     try:
@@ -295,7 +295,7 @@ def _tool_change(where: str, block: Mapping[str, Any], catalogue: Catalogue) -> 
     tool = block.get("tool")
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(tool, dict) and kind == "tool_reference":
-        name = _string(f"{where}.tool", tool, "name")
+        name = text_in(f"{where}.tool", tool, "name")
         return catalogue.load(name) if block["type"] == "tool_addition" else catalogue.withdraw(name)
     if isinstance(tool, dict) and kind == "tool_definition" and isinstance(tool.get("definition"), dict):
         return catalogue.define(f"{where}.tool.definition", tool["definition"])
@@ -323,7 +323,7 @@ def _document(where: str, block: Mapping[str, Any]) -> str:
         problem = f"{where}.source: a block of type document with a source {named} is not supported"
         raise unsupported(f"{where}.source", f"{problem}: the model reads only text; send its text")
     if kind == "text":
-        body = _string(f"{where}.source", source, "data")
+        body = text_in(f"{where}.source", source, "data")
     else:
         body = _text(f"{where}.source.content", source.get("content"))
     return _titled(where, block, ("title", "context"), body)
@@ -341,7 +341,7 @@ def _titled(where: str, block: Mapping[str, Any], names: Sequence[str], body: st
     if isinstance(citations, dict) and citations.get("enabled"):
         ignored("citations", "answers do not cite their sources")
     lines = [
-        f"{name.capitalize()}: {_string(where, block, name)}" for name in names if block.get(name) not in (None, "")
+        f"{name.capitalize()}: {text_in(where, block, name)}" for name in names if block.get(name) not in (None, "")
     ]
     return f"<{block['type']}>\n" + "\n".join([*lines, body]) + f"\n</{block['type']}>"
 
@@ -361,17 +361,10 @@ def _text(where: str, content: Any) -> str:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text":
             raise _not_supported(place, kind, "text")
-        texts.append(_string(place, block, "text"))
+        texts.append(text_in(place, block, "text"))
     return "\n".join(texts)
 
 
 def _not_supported(where: str, kind: object, known: str) -> StatusError:
     named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
     return unsupported(f"{where}.type", f"{where}: a block {named} is not supported; only {known} may be here")
-
-
-def _string(where: str, block: Mapping[str, Any], name: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise invalid(f"{where}.{name}", f"{where}.{name} must be a text")
-    return value

@@ -13,7 +13,7 @@ from headrace.gateway.chat.plain_tools import as_text, takes_tools, with_block
 from headrace.gateway.chat.prompts import Conversation
 from headrace.gateway.chat.request import Chat, ChatMessage, Tokenization
 from headrace.gateway.chat.tools import ToolUse, tool_use_of
-from headrace.gateway.checks import invalid, json_of, unsupported
+from headrace.gateway.checks import invalid, json_of, optional_text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import IMAGE, GivenImage
 from headrace.gateway.images.refusal import ImageRefusal, Why
@@ -223,10 +223,7 @@ def _content_of(
         kind = part.get("type")
         name = f"{where}.content[{i}]"
         if isinstance(kind, str) and kind in _TEXTS:
-            text = part.get(_TEXTS[kind])
-            if not isinstance(text, str | None):
-                raise invalid(f"{name}.{_TEXTS[kind]}", f"{name}.{_TEXTS[kind]} must be a text")
-            pieces.append(text or "")
+            pieces.append(optional_text_in(name, part, _TEXTS[kind]) or "")
         elif role == "assistant" and isinstance(kind, str):
             thought = part.get(_THOUGHTS.get(kind, ""))
             if isinstance(thought, str):
@@ -281,11 +278,10 @@ def _tool_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get(kind)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(f"{where}.{kind}", f"{where}.{kind} needs a name and arguments")
-    if not isinstance(call.get("id"), str | None):
-        raise invalid(f"{where}.id", f"{where}.id must be a text")
+    call_id = optional_text_in(where, call, "id")
     if kind == "custom":
         function = {"name": function["name"], "arguments": Arguments({CUSTOM_INPUT: function.get("input") or ""})}
-        return {"id": call.get("id"), "type": "function", "function": function}
+        return {"id": call_id, "type": "function", "function": function}
     return {**call, "type": "function", "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 

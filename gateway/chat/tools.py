@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.gateway.chat.output_parsers.output import CUSTOM_INPUT, Tools
 from headrace.gateway.chat.request import Chat
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, optional_text_in, unsupported
 from headrace.gateway.structure.lark_regex import regex_of_lark
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -170,8 +170,7 @@ def _function(where: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         allowed = "1 to 128 letters, digits, underscores, hyphens and dots"
         raise invalid(f"{where}.name", f"{where}.name must have {allowed}")
-    if not isinstance(found.get("description"), str | None):
-        raise invalid(f"{where}.description", f"{where}.description must be a text")
+    optional_text_in(where, found, "description")
     if kind == "custom":
         return _custom(where, found)
     parameters = found.get("parameters")

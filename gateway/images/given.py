@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,13 @@ def image_of_base64(name: str, text: object) -> GivenImage:
         problem = f"{name} must be the file of an image as base64, not a URL ({found[1][:_MAX_ECHO_CHARS]}:)"
         raise invalid(name, problem)
     return GivenImage(base64=text)
+
+
+def refuse_file(where: str, part: Mapping[str, Any]) -> None:
+    """Raise `StatusError` if a part names a file that the server is to have."""
+    if part.get("file_id") is not None:
+        name = f"{where}.file_id"
+        raise unsupported(name, f"{name} is not supported: the server keeps no files; send the image as a data: URL")
 
 
 def detail_of(name: str, value: Any) -> Detail:

@@ -13,7 +13,7 @@ import msgspec
 from headrace.gateway.chat.request import Chat, ChatMessage, Completion, Tokenization
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.hints import ignored
-from headrace.gateway.images.given import GivenImage, detail_of, image_of_url, part_of
+from headrace.gateway.images.given import GivenImage, detail_of, image_of_url, part_of, refuse_file
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -162,9 +162,8 @@ def take_images(messages: Sequence[ChatMessage]) -> None:
 
 
 def _image(where: str, kind: str, part: dict[str, Any]) -> GivenImage:
-    if kind == "input_image" and part.get("file_id") is not None:
-        name = f"{where}.file_id"
-        raise unsupported(name, f"{name} is not supported: the server keeps no files; send the image as a data: URL")
+    if kind == "input_image":
+        refuse_file(where, part)
     given = part.get("image_url")
     if not isinstance(given, dict):
         return image_of_url(f"{where}.image_url", given, detail_of(f"{where}.detail", part.get("detail")))

@@ -16,9 +16,9 @@ from typing import Any
 
 from headrace.gateway.chat.conversation import note_of
 from headrace.gateway.chat.request import ChatMessage
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, optional_text_in, text_in, unsupported
 from headrace.gateway.hints import ignored
-from headrace.gateway.images.given import IMAGE, GivenImage, detail_of, image_of_url, part_of
+from headrace.gateway.images.given import IMAGE, GivenImage, detail_of, image_of_url, part_of, refuse_file
 from headrace.gateway.responses.tools import CallName
 from headrace.gateway.text.reasoning_seal import unsealed
 from headrace.protos.status import StatusError
@@ -290,7 +290,7 @@ def _item(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
         return _reasoning(where, item)
     if kind in ("function_call", "custom_tool_call"):
         text = "arguments" if kind == "function_call" else "input"
-        call = {name: _string(where, item, name) for name in ("call_id", "name", text)}
+        call = {name: text_in(where, item, name) for name in ("call_id", "name", text)}
         if isinstance(item.get("namespace"), str):
             call["namespace"] = item["namespace"]
         prefix = "fc" if kind == "function_call" else "ctc"
@@ -301,12 +301,12 @@ def _item(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
             "id": _id(where, item, "fco" if kind == "function_call_output" else "ctco"),
             "type": kind,
             "status": "completed",
-            "call_id": _string(where, item, "call_id"),
+            "call_id": text_in(where, item, "call_id"),
             "output": output or "" if output is None or isinstance(output, str) else _output_parts(where, output),
         }
     if isinstance(kind, str) and (kind in _CALLS or kind in _OUTPUTS or kind in _LEFT_OUT):
         # Of the provider's own items only texts are read, each if it is there.
-        _call_id(where, item)
+        optional_text_in(where, item, "call_id")
         return {**item, "id": _id(where, item, "item"), "type": kind}
     if not isinstance(kind, str):
         raise invalid(f"{where}.type", f"{where}.type must be a text")
@@ -360,9 +360,7 @@ def _parts(where: str, content: Any, kind: str) -> list[dict[str, Any]]:
 
 def image_of(place: str, part: Mapping[str, Any]) -> GivenImage:
     """The image of a part. Raises `StatusError`."""
-    if part.get("file_id") is not None:
-        name = f"{place}.file_id"
-        raise unsupported(name, f"{name} is not supported: the server keeps no files; send the image as a data: URL")
+    refuse_file(place, part)
     given = part.get("image_url")
     if isinstance(given, dict):  # as chats have it
         given = given.get("url")
@@ -372,9 +370,7 @@ def image_of(place: str, part: Mapping[str, Any]) -> GivenImage:
 def _text_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
     kind = part["type"]
     name = _TEXTS[kind]
-    text = part.get(name)
-    if not isinstance(text, str | None):
-        raise invalid(f"{place}.{name}", f"{place}.{name} must be a text")
+    text = optional_text_in(place, part, name)
     more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
     return {"type": kind, name: text or "", **more}
 
@@ -426,18 +422,6 @@ def _thoughts(where: str, value: Any) -> list[Mapping[str, Any]]:
         else:
             ignored(f"input.reasoning.{part.get('type')}", "it has no text", is_known=False)
     return found
-
-
-def _string(where: str, item: Mapping[str, Any], name: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise invalid(f"{where}.{name}", f"{where}.{name} must be a text")
-    return value
-
-
-def _call_id(where: str, item: Mapping[str, Any]) -> None:
-    if not isinstance(item.get("call_id"), str | None):
-        raise invalid(f"{where}.call_id", f"{where}.call_id must be a text")
 
 
 def _id(where: str, item: Mapping[str, Any], kind: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import invalid, text_in, unsupported
 from headrace.gateway.hints import ignored
 
 HOSTED = (
@@ -123,10 +123,8 @@ def is_hosted(kind: str) -> bool:
 
 def _in_namespace(where: str, namespace: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """The tools of a namespace, with their places and its name. The first one has its description."""
-    name = namespace.get("name")
+    name = text_in(where, namespace, "name")
     tools = namespace.get("tools")
-    if not isinstance(name, str):
-        raise invalid(f"{where}.name", f"{where}.name must be a text")
     if not isinstance(tools, list):
         raise invalid(f"{where}.tools", f"{where}.tools must be a list")
     description = namespace.get("description")
@@ -143,8 +141,7 @@ def _in_namespace(where: str, namespace: Mapping[str, Any]) -> Iterator[tuple[st
 def _add_own(offer: Offer, place: str, name: CallName, tool: Mapping[str, Any], skips_known: bool) -> None:
     if skips_known and name.known in offer.names:
         return
-    if not isinstance(tool.get("name"), str):
-        raise invalid(f"{place}.name", f"{place}.name must be a text")
+    text_in(place, tool, "name")
     if tool.get("defer_loading"):
         ignored("tools.defer_loading", "there is no hosted search for tools, so that all tools are in the prompt")
     kind = tool["type"]
