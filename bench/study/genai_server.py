@@ -155,10 +155,16 @@ class _Api:
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             await _whole(send, 400, _error(f"{type(error).__name__}: {error}"))
             return
-        if body.get("stream"):
-            await self._stream(send, stream, body, is_chat)
-        else:
-            await self._answer(send, stream, is_chat)
+        answer = (
+            self._stream(send, stream, body, is_chat) if body.get("stream") else self._answer(send, stream, is_chat)
+        )
+        writing = asyncio.create_task(answer)
+        gone = asyncio.create_task(_until_gone(receive))
+        await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not writing.done():  # the client has left; nobody else wants the answer
+            stream.handle.cancel()
+            writing.cancel()
+        gone.cancel()
 
     async def _stream(self, send: Any, stream: _Stream, body: dict[str, Any], is_chat: bool) -> None:
         headers = [(b"content-type", b"text/event-stream")]
@@ -186,6 +192,11 @@ class _Api:
         choice = _choice(text, pieces[-1][2], is_chat, "message")
         head = {"id": "cmpl", "object": kind, "created": int(time.time()), "model": self._name}
         await _whole(send, 200, {**head, "choices": [choice], "usage": usage})
+
+
+async def _until_gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _config(body: dict[str, Any]) -> Any:
