@@ -37,14 +37,12 @@ class Named(click.ParamType[tuple[str, Path]]):
     name = "name=path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
-        """The name and the path, which exists."""
+        """The name and the path."""
         if isinstance(value, tuple):
             return value
         name, mark, path = str(value).partition("=")
         if not mark or not name or not path:
             self.fail(f"{value!r} is not NAME=PATH", param, ctx)
-        if not Path(path).exists():
-            self.fail(f"there is no {path}", param, ctx)
         return name, Path(path)
 
 
@@ -131,6 +129,10 @@ def study(**flags: Any) -> None:
     memory, 5 throughput by model size; rates is a table of fixed rates. Servers are started one at a time, with
     repetitions in turn. After Ctrl-C, the same command goes on with the next run.
     """
+    for name in ("environments", "ggufs", "checkpoints"):
+        for _, path in flags[name]:
+            if not path.exists():
+                raise UsageError(f"there is no {path}; see --{name.removesuffix('s')}")
     directory = StudyDirectory(flags["directory"])
     scale = recipes.QUICK if flags["quick"] else recipes.FULL
     experiments = [experiment for experiment in EXPERIMENTS if experiment.name in flags["only"]]
@@ -235,11 +237,10 @@ def _write_summary(directory: StudyDirectory, left_out: Sequence[str]) -> None:
     """Write the summary of all finished runs and print its tables. Raises DirectoryError."""
     settings, finished = directory.settings(), directory.all()
     found = tables(finished)
-    scale = recipes.QUICK if settings.scale == recipes.QUICK.name else recipes.FULL
     head = [f"{settings.model} on {settings.machine}, seed {settings.seed}."]
-    if scale is recipes.QUICK:
+    if settings.scale == recipes.QUICK.name:
         head.append("A quick study: single short runs, which show the shape and no more.")
-    head += head_of(found, finished, scale.repetitions)
+    head += head_of(found, finished)
     text = as_text(found, head, left_out)
     title = f"Study of {settings.model}"
     files = {

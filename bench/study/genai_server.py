@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +31,35 @@ _FINISHED = {genai.GenerationFinishReason.STOP: "stop", genai.GenerationFinishRe
 
 
 @dataclass
+class Text:
+    """The text of an answer, of which only the last tokens, `tail`, are decoded again: `said` of it has been sent."""
+
+    tail: list[int] = field(default_factory=list)
+    said: str = ""
+
+    def more(self, decoded: str, is_last: bool, decode: Callable[[list[list[int]]], list[str]]) -> str:
+        """What is new in the decoded tail. A character of several tokens waits for the last of them."""
+        if decoded.endswith("\ufffd") and not is_last:
+            return ""
+        new = decoded[len(self.said) :]
+        self.said = decoded
+        if len(self.tail) > _TAIL:
+            # The last token stays, because the text of a first token may differ from that of a later one. One that is
+            # only the end of a character has no text of its own.
+            (last,) = decode([self.tail[-1:]])
+            if last and "\ufffd" not in last:
+                self.tail, self.said = self.tail[-1:], last
+        return new
+
+
+@dataclass
 class _Stream:
-    """An answer. `tail` are its last tokens, of which the text `said` has been sent."""
+    """An answer."""
 
     handle: Any
     num_prompt_tokens: int
     pieces: asyncio.Queue[tuple[str, int, str]] = field(default_factory=asyncio.Queue)
-    tail: list[int] = field(default_factory=list)
-    said: str = ""
+    text: Text = field(default_factory=Text)
 
 
 class _Engine:
@@ -103,18 +125,13 @@ class _Engine:
         while True:
             made = self._steps.get()
             for stream, tokens, _ in made:
-                stream.tail += tokens
-            texts = self._tokenizer.decode([stream.tail for stream, _, _ in made])
-            pieces = []
-            for (stream, tokens, reason), text in zip(made, texts, strict=True):
-                # A character of several tokens waits for the last of them.
-                new = text[len(stream.said) :] if reason or not text.endswith("\ufffd") else ""
-                if new:
-                    stream.said = text
-                if len(stream.tail) > _TAIL and new:
-                    stream.tail = stream.tail[-1:]
-                    stream.said = self._tokenizer.decode([stream.tail])[0]
-                pieces.append((stream, (new, len(tokens), reason)))
+                stream.text.tail += tokens
+            decode = self._tokenizer.decode
+            decoded = decode([stream.text.tail for stream, _, _ in made])
+            pieces = [
+                (stream, (stream.text.more(tail, bool(reason), decode), len(tokens), reason))
+                for (stream, tokens, reason), tail in zip(made, decoded, strict=True)
+            ]
             self._loop.call_soon_threadsafe(_hand_over, pieces)
 
 

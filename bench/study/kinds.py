@@ -211,6 +211,7 @@ class Vllm:
         }
         gib = max(1, round(model.kv_bytes(run.kv_tokens, 16) / _GIB))
         environment = {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_CPU_OMP_THREADS_BIND": "auto"}
+        # `vllm serve` looks for a package of this name, which the one for CPUs, vllm-cpu, has not.
         entry = [self.environment.python, "-m", "vllm.entrypoints.openai.api_server"]
         return Command([*entry, *_spelled(flags)], environment)
 

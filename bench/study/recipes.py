@@ -169,11 +169,13 @@ NAMES = tuple(experiment.name for experiment in EXPERIMENTS)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured. `seconds` is for how long requests come; `shares` are rates as shares of the capacity of
-    the host, and `fixed_rates` those of the table, all in addition to all at once."""
+    """How much is measured. `repetitions` are those of experiment 3; `seconds` is for how long requests come. `shares`
+    are rates as shares of the capacity of the host, and `fixed_rates` those of the table, all in addition to all at
+    once."""
 
     name: str
     repetitions: int
+    repetitions_of_others: int
     seconds: float
     capacity_prompts: int
     batches: Sequence[int]
@@ -185,10 +187,31 @@ class Scale:
 
 
 FULL = Scale(
-    "full", 3, 25.0, 96, (8, 32, 128), (8, 16, 32, 64, 128), (0.5, 1.0), (0.3, 0.6, 0.9), (4096, 8192, 16_384, 32_768),
-    (0.2, 1.0, 2.0),
-)  # fmt: skip
-QUICK = Scale("quick", 1, 4.0, 16, (8, 64), (8, 128), (0.5,), (0.6,), (4096, 32_768), (2.0,))
+    name="full",
+    repetitions=3,
+    repetitions_of_others=2,
+    seconds=25.0,
+    capacity_prompts=96,
+    batches=(8, 32, 128),
+    batches_in_little_memory=(8, 16, 32, 64, 128),
+    shares_of_batches=(0.5, 1.0),
+    shares_of_servers=(0.3, 0.6, 0.9),
+    kv_tokens=(4096, 8192, 16_384, 32_768),
+    fixed_rates=(0.2, 1.0, 2.0),
+)
+QUICK = Scale(
+    name="quick",
+    repetitions=1,
+    repetitions_of_others=1,
+    seconds=4.0,
+    capacity_prompts=16,
+    batches=(8, 64),
+    batches_in_little_memory=(8, 128),
+    shares_of_batches=(0.5,),
+    shares_of_servers=(0.6,),
+    kv_tokens=(4096, 32_768),
+    fixed_rates=(2.0,),
+)
 
 
 def capacity_run(model: str, scale: Scale) -> Run:
@@ -204,7 +227,8 @@ def runs(
     """
     found = []
     taking_part = [server for server in experiment.servers if server in servers]
-    for repetition in range(1, scale.repetitions + 1):
+    repetitions = scale.repetitions if experiment.name == "3" else scale.repetitions_of_others
+    for repetition in range(1, repetitions + 1):
         # Who is first alternates.
         order = taking_part if repetition % 2 else taking_part[::-1]
         for model, rate, batch, kv_tokens in _points(experiment.name, scale, models, capacity):

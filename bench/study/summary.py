@@ -183,12 +183,13 @@ def lines_of(table: Table) -> list[list[str]]:
     ]
 
 
-def head_of(found: Sequence[Table], finished: Sequence[Finished], repetitions: int) -> list[str]:
+def head_of(found: Sequence[Table], finished: Sequence[Finished]) -> list[str]:
     """What a reader needs to know first: the servers with their flags, and what brackets and marks mean."""
     marks = "".join(row.marks for table in found for row in table.rows)
     words = []
-    if repetitions > 1:
-        words.append(f"Figures are means of {repetitions} repetitions, with the least and the most.")
+    most = max((each.run.repetition for each in finished), default=1)
+    if most > 1:
+        words.append(f"Figures are means of up to {most} repetitions, with the least and the most.")
     if "!" in marks:
         words.append("!: some answers were wrong, or requests failed; see the run's JSON.")
     if "*" in marks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,11 @@ from headrace.bench.study.directory import Settings, StudyDirectory
 from headrace.bench.study.kinds import Kind, MissingError
 from headrace.bench.study.model import StudiedModel
 from headrace.bench.study.processes import Command, ServerError
-from headrace.bench.study.recipes import OURS, Run, Scale
+from headrace.bench.study.recipes import OURS, QUICK, Run, Scale
 from tests.bench.scripted_server import served
 
 # No seconds: each run has as few requests as there may be, however fast this machine is.
-TINY = Scale("quick", 2, 0.0, 12, (2, 4), (2, 4), (0.5,), (0.6,), (4096, 32_768), (500.0,))
+TINY = dataclasses.replace(QUICK, repetitions=2, repetitions_of_others=2, seconds=0.0, capacity_prompts=12)
 
 
 def model(directory: Path, name: str = "scripted") -> StudiedModel:

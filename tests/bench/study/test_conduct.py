@@ -165,3 +165,15 @@ def test_rates_are_shares_of_the_capacity_and_bounded_loads_take_the_same_time()
     found = recipes.runs(BY_NAME["3"], recipes.FULL, ["m"], [OURS], {"m": 4.0})
     assert [run.rate_name for run in found[:4]] == ["1.2", "2.4", "3.6", "inf"]
     assert [run.num_prompts for run in found[:4]] == [30, 60, 90, 100]
+
+
+def test_a_full_study_of_the_demo_model_takes_less_than_two_hours() -> None:
+    """By the estimate that the command shows: at 4 requests per second, which two cores do, with all small peers."""
+    kinds = {OURS: 6.0, GENAI: 6.0, LLAMA_CPP: 3.0}
+    runs = [
+        run
+        for experiment in EXPERIMENTS
+        for run in recipes.runs(experiment, recipes.FULL, ["m"], list(kinds), {"m": 4.0})
+    ]
+    seconds = sum(kinds[run.server] + run.num_prompts / min(run.rate, 4.0) + 10 for run in runs)
+    assert seconds < 0.8 * 7200

@@ -64,10 +64,10 @@ def test_verdicts_compare_runs_of_one_repetition_with_the_best_peer_of_each_figu
 
 
 def test_marks_are_explained_only_if_they_are_there_and_each_server_has_its_command() -> None:
-    head = head_of([third()], RUNS, 2)
+    head = head_of([third()], RUNS)
     assert [words[:2] for words in head[:3]] == ["Fi", "!:", "*:"]
     assert head[3:] == [f"{server} 1.2: {server} --flag" for server in (OURS, GENAI, LLAMA_CPP)]
-    assert head_of(tables(RUNS[:2]), RUNS[:2], 1) == [f"{OURS} 1.2: {OURS} --flag"]
+    assert head_of(tables(RUNS[:1]), RUNS[:1]) == [f"{OURS} 1.2: {OURS} --flag"]
 
 
 def test_text_and_markdown_have_every_cell() -> None:
