@@ -34,6 +34,10 @@ class Answer:
     held: Trial | None = None
     missed: Trial | None = None
     curve: tuple[Trial, ...] = ()
+    is_judged: bool = False
+    """Whether the number of hosts was given."""
+    needed: Trial | None = None
+    """If the given hosts are too few: the trial of as many as are enough, if there is such a number."""
 
     @property
     def hosts(self) -> int:
@@ -74,12 +78,14 @@ def text(answer: Answer) -> str:
     ]
     if answer.trial is None:
         assert answer.missed is not None
-        lines.append(_row("plan", f"none: {answer.most_hosts} hosts do not meet the objectives"))
+        hosts = f"{answer.most_hosts} host{'s do' if answer.most_hosts > 1 else ' does'} not meet the objectives"
+        lines.append(_row("enough" if answer.is_judged else "plan", f"{'no' if answer.is_judged else 'none'}: {hosts}"))
         lines += [_row("", sentence) for sentence in answer.missed.broken]
         lines.append(_row("", f"{answer.missed.why()}; {_remedy(answer)}"))
         return "\n".join(lines)
     trial = answer.trial
-    lines += ["", _row("plan", _plan(answer))]
+    title, begin = ("enough", "yes: ") if answer.is_judged else ("plan", "")
+    lines += ["", _row(title, begin + _plan(answer))]
     lines.append(
         _row("", f"workers compute {trial.busy:.0%} of the time; {trial.hit_share:.0%} of prompts from caches")
     )
@@ -182,6 +188,8 @@ def _remedy(answer: Answer) -> str:
     missed = answer.missed
     assert missed is not None
     objectives = answer.objectives
+    if answer.needed is not None:
+        return f"{answer.needed.fleet.hosts} hosts are enough"
     if objectives.tpot is not None and missed.busy < 0.5:
         return "faster hosts or a smaller model help, more hosts do not"
     return "more hosts (--max-hosts), looser limits or shorter prompts help"
@@ -252,6 +260,9 @@ class ToldAnswer(msgspec.Struct):
     host: str
     calibration: str
     hosts: int
+    """0 if no number of hosts is enough, or if the given ones are not."""
+    hosts_needed: int | None
+    """If the given hosts are not enough: how many are."""
     workers: int
     spare_hosts: int
     cost: float | None
@@ -273,6 +284,7 @@ def told(answer: Answer) -> ToldAnswer:
         host=answer.fleet.kind.name,
         calibration=answer.fleet.kind.calibration.made,
         hosts=answer.hosts,
+        hosts_needed=None if answer.needed is None else answer.needed.fleet.hosts,
         workers=answer.hosts * answer.fleet.kind.calibration.layout.workers,
         spare_hosts=answer.spare,
         cost=answer.cost,

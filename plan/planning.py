@@ -33,10 +33,11 @@ def plan(fleet: Fleet, load: Load, objectives: Objectives, options: Options, tol
         trial = found if found.is_good else None
     else:
         trial = search.smallest(fleet, options.most_hosts)
-    answer = Answer(load, objectives, fleet, options.spare, most_hosts, trial)
+    answer = Answer(load, objectives, fleet, options.spare, most_hosts, trial, is_judged=options.hosts is not None)
     judged = fleet.with_hosts(most_hosts)
     if trial is None:
-        return replace(answer, missed=search.trial(judged))
+        needed = search.smallest(fleet, options.most_hosts) if answer.is_judged else None
+        return replace(answer, missed=search.trial(judged), needed=needed)
     judged = trial.fleet
     held, missed = search.knee(judged)
     least_kv = search.least_memory(judged)

@@ -268,6 +268,7 @@ async def compare(name: str, fleet: Fleet, args: argparse.Namespace) -> list[Row
     async with Serving((model, *flags, *serve_flags(fleet, args.kv_gb), *quiet), {}) as serving:
         side = Side(serving.url, workload, limits_ms)
         bench = await side.bench()
+        await side.run(bench, min(args.load) * knee, args.seconds / 2, 0)  # steps of most sizes have then run once
         for number, load in enumerate(args.load):
             result, conversations = await side.run(bench, load * knee, args.seconds, number + 1)
             jobs = jobs_of(result, conversations, workload)

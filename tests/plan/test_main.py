@@ -68,6 +68,20 @@ def test_a_spare_host_is_added(small: Path) -> None:
     assert any(line.startswith("headrace router") for line in answer["start"])
 
 
+def test_a_given_number_of_hosts_is_enough_or_not(small: Path) -> None:
+    load = ("--calibration", small, "--rate", 4, "--tpot", "p95:100ms", "--ttft", "p95:300ms", *QUICK)
+    enough = run(*load, "--hosts", 1)
+    assert enough.exit_code == 0
+    assert "enough    yes: 1 host with 1 worker" in enough.stdout
+    short = run(*load, "--hosts", 1, "--load", "20x")
+    assert short.exit_code == 1
+    assert "enough    no: 1 host does not meet the objectives" in short.stdout
+    assert "hosts are enough" in short.stdout
+    (answer,) = json.loads(run(*load, "--hosts", 1, "--load", "20x", "--json").stdout)
+    assert answer["hosts"] == 0
+    assert answer["hosts_needed"] > 1
+
+
 def test_without_a_plan_the_status_is_1_and_it_says_why(small: Path) -> None:
     result = run("--calibration", small, "--rate", 2, "--tpot", "p95:2ms", *QUICK, "--max-hosts", 2)
     assert result.exit_code == 1
