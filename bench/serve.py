@@ -28,7 +28,18 @@ _SWEEP_LEAST_PROMPTS = 20
 _MAX_SWEEP_PROMPTS = 5000
 
 
-@click.command(cls=Command, context_settings={"show_default": True})
+_SECTIONS = (server.FLAGS, dataset.FLAGS, load.FLAGS, requests.FLAGS, reporting.FLAGS, vllm.FLAGS)
+_EXAMPLES = """
+\b
+Examples:
+  headrace bench http://127.0.0.1:8000 --num-prompts 50 --request-rate 2
+  headrace bench http://127.0.0.1:8000 --num-prompts 50 --max-concurrency 8
+  headrace bench http://127.0.0.1:8000 --sweep --goodput ttft:2000 tpot:100
+  headrace bench http://127.0.0.1:11434 --backend ollama --num-prompts 20 --html report.html
+"""
+
+
+@click.command(cls=Command, sections=_SECTIONS, epilog=_EXAMPLES, context_settings={"show_default": True})
 @server.FLAGS
 @dataset.FLAGS
 @load.FLAGS

@@ -12,7 +12,7 @@ import click
 from headrace.bench.datasets import ManyTurns
 from headrace.bench.lengths import SHAPES, Lengths
 from headrace.bench.options import vllm
-from headrace.bench.options.parsing import UsageError, options
+from headrace.bench.options.parsing import Section, UsageError
 from headrace.bench.options.values import OneOf, RangeRatio
 from headrace.bench.workload import NAMES, OF_FILES, Workload
 from headrace.common.flags import FiniteRange
@@ -25,7 +25,8 @@ _TRACE_FIELDS = {
     "hash_ids": "ids of its blocks",
 }
 
-FLAGS = options(
+FLAGS = Section(
+    "What is asked",
     click.option("--dataset-name", type=OneOf(NAMES, vllm.DATASETS), default="random", help="What is asked."),
     click.option(
         "--dataset-path",

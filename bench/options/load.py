@@ -9,11 +9,12 @@ from typing import Any
 import click
 
 from headrace.bench.arrivals import Arrivals, RampUp
-from headrace.bench.options.parsing import UsageError, options
+from headrace.bench.options.parsing import Section, UsageError
 from headrace.bench.options.values import PositiveOrInf
 from headrace.common.flags import FiniteRange
 
-FLAGS = options(
+FLAGS = Section(
+    "When it is asked",
     click.option(
         "--request-rate", type=PositiveOrInf(), default="inf", help="Requests per second. inf: all at the beginning."
     ),

@@ -41,7 +41,23 @@ def spelled_out(args: Sequence[str]) -> list[str]:
 
 
 class Command(click.Command):
-    """A command that reads its arguments so."""
+    """A command that reads its arguments so, and whose help has its options in sections."""
+
+    def __init__(self, *args: Any, sections: Sequence[Section] = (), **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections, and then what is in none."""
+        known = frozenset().union(*(section.names for section in self._sections))
+        parts = [(section.title, section.names) for section in self._sections]
+        parts.append(("Options", frozenset(param.name for param in self.get_params(ctx)) - known))
+        for title, names in parts:
+            records = [param.get_help_record(ctx) for param in self.get_params(ctx) if param.name in names]
+            shown = [record for record in records if record is not None]
+            if shown:
+                with formatter.section(title):
+                    formatter.write_dl(shown)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Spell the arguments out first."""
@@ -76,12 +92,16 @@ class Failed(UsageError):
     exit_code = 1
 
 
-def options(*given: Callable[[_F], _F]) -> Callable[[_F], _F]:
-    """Several options as one decorator, in their order."""
+class Section:
+    """Options of one subject as one decorator, in their order, with the title that they have in the help."""
 
-    def decorate(function: _F) -> _F:
-        for option in reversed(given):
+    def __init__(self, title: str, *given: Callable[[Any], Any]) -> None:
+        self.title = title
+        self._given = given
+        self.names = frozenset(param.name for param in click.command()(self(lambda: None)).params)
+
+    def __call__(self, function: _F) -> _F:
+        """Give a function the options."""
+        for option in reversed(self._given):
             function = option(function)
         return function
-
-    return decorate

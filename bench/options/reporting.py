@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from headrace.bench.options.parsing import options
+from headrace.bench.options.parsing import Section
 from headrace.bench.options.values import MetricNames, Objective, Pair, Percentiles, Thresholds
 from headrace.bench.telling import Outputs
 
-FLAGS = options(
+FLAGS = Section(
+    "What is told and kept",
     click.option(
         "--percentile-metrics",
         type=MetricNames(),

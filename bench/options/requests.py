@@ -8,14 +8,15 @@ from typing import Any
 import click
 
 from headrace.bench.apis import SAMPLING, Api, Chat, Completions, Options
-from headrace.bench.options.parsing import UsageError, options
+from headrace.bench.options.parsing import Section, UsageError
 from headrace.bench.options.values import JsonObject
 from headrace.common.flags import FiniteRange
 
 _ENDLESS = ("random", "timed_trace")
 """Datasets whose answers would end anywhere."""
 
-FLAGS = options(
+FLAGS = Section(
+    "How it is asked",
     click.option(
         "--ignore-eos/--no-ignore-eos",
         default=None,

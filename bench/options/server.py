@@ -10,12 +10,13 @@ import click
 
 from headrace.bench.apis import BACKENDS, Api, api_of
 from headrace.bench.options import vllm
-from headrace.bench.options.parsing import UsageError, options
+from headrace.bench.options.parsing import Section, UsageError
 from headrace.bench.options.values import OneOf, Pair
 from headrace.bench.target import Target, key_header, target_of
 from headrace.common.flags import FiniteRange
 
-FLAGS = options(
+FLAGS = Section(
+    "The server",
     click.argument("url", required=False),
     click.option("--base-url", help="URL of the server, instead of URL."),
     click.option("--host", help="Host of the server, instead of URL. Default: 127.0.0.1, with --port."),

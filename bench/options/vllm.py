@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from headrace.bench.options.parsing import options
+from headrace.bench.options.parsing import Section
 from headrace.bench.options.values import Alias
 
 _VECTORS = "it measures answers that are streamed; use `vllm bench serve` for vectors and scores"
@@ -108,7 +108,8 @@ def _refusal(name: str, is_switch: bool) -> Callable[[Any], Any]:
     return click.option(f"--{name}", is_flag=is_switch, expose_value=False, hidden=True, callback=_refuse)
 
 
-FLAGS = options(
+FLAGS = Section(
+    "Accepted from vllm bench serve",
     *(_hint(name, *rest) for name, rest in HINTS.items()),
     *(_refusal(name, is_switch) for name, (is_switch, _) in REFUSED.items()),
     click.option("--random-batch-size", type=int, default=1, expose_value=False, hidden=True, callback=_one),

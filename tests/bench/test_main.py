@@ -291,3 +291,19 @@ def test_a_result_is_appended_as_a_line(url: str, tmp_path: Path) -> None:
     for _ in range(2):
         assert bench(url, *SMALL, "--append-result", "--result-filename", str(path)).exit_code == 0
     assert [json.loads(line)["completed"] for line in path.read_text().splitlines()] == [12, 12]
+
+
+def test_the_help_has_a_section_for_each_subject() -> None:
+    shown = bench("serve", "--help").stdout
+    titles = [line for line in shown.splitlines() if re.match(r"[A-Z].*:$", line)]
+    assert titles[:5] == [
+        "The server:",
+        "What is asked:",
+        "When it is asked:",
+        "How it is asked:",
+        "What is told and kept:",
+    ]
+    listed = [line.split()[0].rstrip(",") for line in shown.splitlines() if line.startswith("  --")]
+    assert len(listed) == len(set(listed))
+    assert "--random-mm-bucket-config" not in listed  # refused
+    assert shown.index("Examples:") > shown.index("--help")
