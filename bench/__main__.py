@@ -14,7 +14,7 @@ import click
 from headrace.bench import saved
 from headrace.bench.calibrate import calibrate
 from headrace.bench.options.parsing import Group, UsageError
-from headrace.bench.report import page
+from headrace.bench.report import page, text_table
 from headrace.bench.serve import serve
 from headrace.bench.study.command import study
 
@@ -37,7 +37,7 @@ main.add_command(calibrate)
 @click.option("--output", "-o", type=click.Path(path_type=Path), default="report.html", help="File to write.")
 @click.option("--title", default="Benchmark", help="Title of the report.")
 def report(files: tuple[Path, ...], output: Path, title: str) -> None:
-    """Write one HTML report on the results in FILES, over each other.
+    """Print the results in FILES side by side, and write one HTML report on them, over each other.
 
     FILES are those of --save-result, of this client or of `vllm bench serve`. Those with --save-detailed have more to
     show. The report needs no other file and no network.
@@ -46,8 +46,9 @@ def report(files: tuple[Path, ...], output: Path, title: str) -> None:
         runs = [run for file in files for run in saved.read(file)]
     except ValueError as error:
         raise UsageError(str(error)) from None
+    click.echo(text_table(runs))
     output.write_text(page(runs, title), encoding="utf-8")
-    click.echo(f"wrote {output}")
+    click.echo(f"wrote {output}", err=True)
 
 
 if __name__ == "__main__":

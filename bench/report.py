@@ -83,17 +83,34 @@ def _table(coloured: Sequence[tuple[SavedRun, str]]) -> str:
         f'<th><span class="key" style="background:{colour}"></span>{html.escape(run.name)}</th>'
         for run, colour in coloured
     )
+    rows = [_row(title, cells) for title, cells in _figures([run for run, _ in coloured])]
+    return f"<table><tr><th></th>{heads}</tr>{''.join(rows)}</table>"
+
+
+def _figures(runs: Sequence[SavedRun]) -> list[tuple[str, list[str]]]:
+    """Figures that some run has: the title and a cell for each run."""
     rows = []
     for title, key, form in _ROWS:
-        values = [run.numbers.get(key) for run, _ in coloured]
+        values = [run.numbers.get(key) for run in runs]
         if any(value is not None for value in values):
-            rows.append(_row(title, ["" if value is None else form.format(value) for value in values]))
+            rows.append((title, ["" if value is None else form.format(value) for value in values]))
     for title, metric in _LATENCIES:
         for percent in (50, 95, 99):
-            found = [run.quantile_ms(metric, percent) for run, _ in coloured]
+            found = [run.quantile_ms(metric, percent) for run in runs]
             if any(value is not None for value in found):
-                rows.append(_row(f"{title} p{percent}, ms", ["" if v is None else f"{v:,.1f}" for v in found]))
-    return f"<table><tr><th></th>{heads}</tr>{''.join(rows)}</table>"
+                rows.append((f"{title} p{percent}, ms", ["" if v is None else f"{v:,.1f}" for v in found]))
+    return rows
+
+
+def text_table(runs: Sequence[SavedRun]) -> str:
+    """The figures of runs side by side, as lines."""
+    rows = [("", [run.name for run in runs]), *_figures(runs)]
+    first = max(len(title) for title, _ in rows)
+    widths = [max(len(cells[number]) for _, cells in rows) for number in range(len(runs))]
+    return "\n".join(
+        " | ".join((title.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))))
+        for title, cells in rows
+    )
 
 
 def _row(title: str, cells: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ if enough of them meet the objectives.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -99,6 +100,10 @@ def why_not_held(result: Result, rate: float) -> str:
     # The number in flight varies as its root.
     if left > in_flight + 2 * math.sqrt(max(in_flight, 1)) + BEHIND * len(run.records) / 2:
         return f"{in_flight} requests were in flight halfway and {left} at the end: the queue grows"
+    lasts_s = run.last_due_s - run.began_s
+    takes_s = statistics.median(record.latency_s for record in run.records)
+    if takes_s > lasts_s:
+        return f"an answer takes {takes_s:.1f} s and the load lasts {lasts_s:.1f} s: give more --sweep-seconds"
     objectives = result.setup.objectives_ms
     if objectives:
         good = sum(is_good(record, objectives) for record in run.records) / len(run.records)

@@ -268,6 +268,10 @@ def test_several_runs_are_one_report(url: str, tmp_path: Path) -> None:
         "report", str(tmp_path / "ours.json"), str(tmp_path / "theirs.json"), "-o", str(out), "--title", "A <b>"
     )
     assert result.exit_code == 0, result.output
+    told = result.stdout.splitlines()
+    assert [cell.strip() for cell in told[0].split("|")] == ["", "ours", "theirs"]
+    assert [cell.strip() for cell in told[2].split("|")] == ["requests", "12", "12"]
+    assert len({line.index("|") for line in told}) == 1
     page = out.read_text()
     assert "<h1>A &lt;b&gt;</h1>" in page
     assert page.count("<svg") >= 7

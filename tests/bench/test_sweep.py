@@ -110,6 +110,13 @@ def test_a_server_whose_queue_grows_is_told_from_one_that_is_only_slow() -> None
     assert queue.endswith("the queue grows")
 
 
+def test_a_load_that_is_shorter_than_its_answers_tells_nothing() -> None:
+    async def main() -> str:
+        return why_not_held(await measured(2.0, 1000, 8.0, {}, 8), 2.0)
+
+    assert run(main()) == "an answer takes 8.0 s and the load lasts 4.0 s: give more --sweep-seconds"
+
+
 def test_the_table_has_each_rate_in_order_and_the_knee() -> None:
     found = swept(2, 1.0)
     lines = table(found).splitlines()
