@@ -16,6 +16,7 @@ from typing import Any
 import click
 import uvloop
 
+from headrace.bench.datasets import DatasetError
 from headrace.bench.options.parsing import Failed, UsageError
 from headrace.bench.study import recipes
 from headrace.bench.study.conduct import Study
@@ -98,6 +99,11 @@ class Names(click.ParamType[tuple[str, ...]]):
     default=Path("headrace-study"),
     help="Where runs and the summary go. A study that is there is continued.",
 )
+@click.option(
+    "--sharegpt",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="File with ShareGPT's conversations to take the requests from. Default: conversations are made up.",
+)
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the servers. Default: any free one.")
 @click.option(
     "--environment",
@@ -139,9 +145,12 @@ def study(**flags: Any) -> None:
     try:
         if not flags["is_summary"]:
             models = [_fetched(name) for name in dict.fromkeys(flags["models"])]
-            directory.open(Settings(scale.name, flags["seed"], models[0].name, machine()))
+            sharegpt = flags["sharegpt"]
+            requests = "made-up conversations" if sharegpt is None else sharegpt.name
+            directory.open(Settings(scale.name, flags["seed"], models[0].name, requests, machine()))
             _warn_of_load()
-            conducted = Study(directory, scale, flags["seed"], models, _kinds(flags, directory), flags["port"], _say)
+            kinds, load = _kinds(flags, directory), recipes.workload(sharegpt)
+            conducted = Study(directory, scale, flags["seed"], models, kinds, flags["port"], _say, load)
             # Ended from outside, the study also stops its server.
             for number in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.default_int_handler)
@@ -152,7 +161,7 @@ def study(**flags: Any) -> None:
         else:
             _write_summary(directory, ())
         num_wrong = sum(finished.is_wrong for finished in directory.all())
-    except (ModelError, DirectoryError) as error:
+    except (ModelError, DirectoryError, DatasetError) as error:
         raise UsageError(str(error)) from None
     except ServerError as error:
         raise Failed(str(error)) from None
@@ -237,7 +246,7 @@ def _write_summary(directory: StudyDirectory, left_out: Sequence[str]) -> None:
     """Write the summary of all finished runs and print its tables. Raises DirectoryError."""
     settings, finished = directory.settings(), directory.all()
     found = tables(finished)
-    head = [f"{settings.model} on {settings.machine}, seed {settings.seed}."]
+    head = [f"{settings.model} on {settings.machine}, {settings.requests}, seed {settings.seed}."]
     if settings.scale == recipes.QUICK.name:
         head.append("A quick study: single short runs, which show the shape and no more.")
     head += head_of(found, finished)

@@ -23,6 +23,7 @@ from headrace.bench.study.model import StudiedModel
 from headrace.bench.study.processes import Command, ServerError, busy_s, free_port, started
 from headrace.bench.study.recipes import Experiment, Run, Scale
 from headrace.bench.target import target_of
+from headrace.bench.workload import Workload
 from headrace.common.host_memory import available_bytes
 
 _BACKEND = "openai"
@@ -77,6 +78,7 @@ class Study:
         kinds: Sequence[Kind],
         port: int | None,
         say: Callable[[str], None],
+        workload: Workload,
         launch: Launch = started,
         shows_progress: bool = True,
     ) -> None:
@@ -87,6 +89,7 @@ class Study:
         self._kinds = {kind.name: kind for kind in kinds}
         self._port = port
         self._say = say
+        self._workload = workload
         self._launch = launch
         self._shows_progress = shows_progress
         self._outcome = Outcome()
@@ -216,7 +219,7 @@ class Study:
 
     def _plan(self, run: Run, model: StudiedModel) -> Plan:
         return Plan(
-            workload=recipes.workload(),
+            workload=self._workload,
             num_prompts=run.num_prompts,
             arrivals=Arrivals(run.rate),
             is_self_timed=False,

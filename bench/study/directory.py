@@ -21,11 +21,13 @@ class DirectoryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all runs of a study have in common. `scale` is the name of one, `machine` describes the host."""
+    """What all runs of a study have in common. `scale` is the name of one, `requests` of where they come from, and
+    `machine` describes the host."""
 
     scale: str
     seed: int
     model: str
+    requests: str
     machine: str
 
 

@@ -7,7 +7,7 @@
     5      throughput by size of the model
     rates  the table of rates 0.2, 1, 2 and inf: throughput and latencies
 
-All experiments use one kind of load: prompts and answers as long as those of conversations. Rates of 1 and 3 are shares
+All experiments use one kind of load: the first turns of conversations. Rates of 1 and 3 are shares
 of what headrace does when all requests come at once, so that they mean the same on every host.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from headrace.bench.datasets import ManyTurns
 from headrace.bench.lengths import Lengths
@@ -39,13 +40,14 @@ _SMALL_KV_TOKENS = 8192
 _LEAST_PROMPTS = 12
 
 
-def workload() -> Workload:
-    """Conversations of one turn: log-normal prompts, exponential answers. Both together fit into MAX_TOKENS."""
+def workload(sharegpt: Path | None) -> Workload:
+    """The conversations of a file of ShareGPT, of those the first turns; or else log-normal prompts and exponential
+    answers. Prompt and answer together fit into MAX_TOKENS."""
     inputs = Lengths("lognormal", _PROMPT_MEDIAN, _PROMPT_SIGMA, MAX_PROMPT_TOKENS)
     outputs = Lengths("exponential", _OUTPUT_MEAN, most=MAX_OUTPUT_TOKENS)
     return Workload(
-        name="random",
-        path=None,
+        name="random" if sharegpt is None else "sharegpt",
+        path=sharegpt,
         inputs=inputs,
         outputs=outputs,
         output_len=None,

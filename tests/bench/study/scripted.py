@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.bench.lengths import Lengths
+from headrace.bench.study import recipes
 from headrace.bench.study.conduct import Study
 from headrace.bench.study.directory import Settings, StudyDirectory
 from headrace.bench.study.kinds import Kind, MissingError
@@ -72,12 +74,17 @@ class ScriptedServer:
 
 
 def study(
-    path: Path, *kinds: Kind, models: tuple[str, ...] = ("scripted",), scale: Scale = TINY, fails: str = ""
+    path: Path,
+    *kinds: Kind,
+    models: tuple[str, ...] = ("scripted",),
+    scale: Scale = TINY,
+    fails: str = "",
+    sharegpt: Path | None = None,
 ) -> tuple[Study, StudyDirectory, list[str]]:
     """A study, its directory, and what it says."""
     said: list[str] = []
     directory = StudyDirectory(path)
-    directory.open(Settings(scale.name, 0, models[0], "a machine"))
+    directory.open(Settings(scale.name, 0, models[0], "made up", "a machine"))
 
     @contextlib.asynccontextmanager
     async def launch(
@@ -87,4 +94,5 @@ def study(
             yield ScriptedServer(url, fails if name == fails.split(" ")[0] else "")
 
     studied = [model(path, name) for name in models]
-    return Study(directory, scale, 0, studied, kinds, None, said.append, launch, False), directory, said
+    load = dataclasses.replace(recipes.workload(sharegpt), outputs=Lengths("uniform", 6, 0.5))
+    return Study(directory, scale, 0, studied, kinds, None, said.append, load, launch, False), directory, said

@@ -45,7 +45,7 @@ def test_an_environment_of_an_unknown_peer_is_refused(tmp_path: Path) -> None:
 
 def test_a_summary_is_written_again_without_any_server(tmp_path: Path) -> None:
     directory = StudyDirectory(tmp_path)
-    directory.open(Settings("full", 0, "m", "a machine"))
+    directory.open(Settings("full", 0, "m", "made up", "a machine"))
     for each in (finished(OURS, "inf", 1, 600, 100), finished(GENAI, "inf", 1, 500, 200)):
         directory.add(each)
     result = command("--summary", "-d", str(tmp_path))
@@ -58,7 +58,7 @@ def test_a_summary_is_written_again_without_any_server(tmp_path: Path) -> None:
 
 def test_wrong_answers_make_the_exit_status_1(tmp_path: Path) -> None:
     directory = StudyDirectory(tmp_path)
-    directory.open(Settings("full", 0, "m", "a machine"))
+    directory.open(Settings("full", 0, "m", "made up", "a machine"))
     for each in RUNS:
         directory.add(each)
     result = command("--summary", "-d", str(tmp_path))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from headrace.bench import benchmark
-from headrace.bench.lengths import Lengths
 from headrace.bench.study import recipes
 from headrace.bench.study.conduct import counted
 from headrace.bench.study.directory import DirectoryError, Settings, StudyDirectory
@@ -25,15 +23,13 @@ THIRD = [BY_NAME["3"]]
 
 @pytest.fixture(autouse=True)
 def words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tokenizer: one token a word. Short answers."""
+    """No tokenizer: one token a word."""
 
     async def counter(*_: object) -> WordCounter:
         return WordCounter()
 
     monkeypatch.setattr(benchmark.tokens, "counter_for", counter)
     monkeypatch.setattr(benchmark.gc, "collect", lambda: 0)  # of all that tests have loaded, it takes long
-    short = dataclasses.replace(recipes.workload(), outputs=Lengths("uniform", 6, 0.5))
-    monkeypatch.setattr(recipes, "workload", lambda: short)
 
 
 def keys(directory: StudyDirectory, experiment: str) -> set[tuple[str, str, int]]:
@@ -103,7 +99,7 @@ def test_a_file_that_was_cut_off_is_named_with_the_remedy(tmp_path: Path) -> Non
 def test_a_directory_of_another_study_is_refused(tmp_path: Path) -> None:
     study(tmp_path, ScriptedKind())
     with pytest.raises(DirectoryError, match="has a study with seed 0, not 1; continue it with its settings"):
-        StudyDirectory(tmp_path).open(Settings("quick", 1, "scripted", "a machine"))
+        StudyDirectory(tmp_path).open(Settings("quick", 1, "scripted", "made up", "a machine"))
 
 
 def test_peers_that_cannot_take_part_are_left_out_with_a_sentence(tmp_path: Path) -> None:
@@ -153,6 +149,17 @@ def test_models_are_compared_only_if_there_are_two(tmp_path: Path) -> None:
     conducted, directory, _ = study(tmp_path / "two", ScriptedKind(), models=("a", "b"))
     assert asyncio.run(conducted.conduct(fifth)).num_run == 4
     assert {each.run.model for each in directory.all() if each.run.experiment == "5"} == {"a", "b"}
+
+
+def test_requests_may_come_from_a_file_of_conversations(tmp_path: Path) -> None:
+    turns = [{"value": "what is the capital of this country"}, {"value": "it is a city of some size"}]
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps([{"conversations": turns}]))
+    conducted, directory, _ = study(tmp_path / "study", ScriptedKind(), sharegpt=file)
+    asyncio.run(conducted.conduct(THIRD))
+    for finished in directory.all():
+        lengths = (finished.result["total_input_tokens"], finished.result["total_output_tokens"])
+        assert lengths == (12 * (7 + 1), 12 * 7)  # the server counts one token around a text
 
 
 def test_a_counter_is_summed_over_its_labels() -> None:
