@@ -94,10 +94,12 @@ class LlavaNext(UsualFamily):
         return ImageLayout(width=width, height=height, low=low, pieces=(tokens,), num_pixels=tiles * self.tile**2)
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
-        """pixel_values: [tiles, 3, side, side], the whole image first, then rows of tiles. image_sizes: [1, 2], the
-        height and width of the image itself."""
+        """pixel_values: [tiles, 3, side, side], the whole image first, then rows of tiles. With tiles, tile_grid: [2],
+        their rows and columns; borders: [2], the rows of patches at the top and at the bottom, and the columns at
+        either side, that lie outside of the image."""
         tile = self.tile
         tiles = [image.resize((tile, tile), self.resample)]
+        more = {}
         if not layout.low:
             height, width = self._fit(image.width, image.height)
             across, down = width / image.width, height / image.height
@@ -109,8 +111,10 @@ class LlavaNext(UsualFamily):
             padded.paste(image.resize(size, self.resample), ((width - size[0]) // 2, (height - size[1]) // 2))
             for top in range(0, height, tile):
                 tiles += [padded.crop((left, top, left + tile, top + tile)) for left in range(0, width, tile)]
-        pixels = np.stack([self.normalising.of(each) for each in tiles])
-        return {"pixel_values": pixels, "image_sizes": np.array([[image.height, image.width]], np.int64)}
+            fit = height, width
+            more["tile_grid"] = np.array([side // tile for side in fit])
+            more["borders"] = np.array(self._borders(image.width, image.height, fit))
+        return {"pixel_values": np.stack([self.normalising.of(each) for each in tiles]), **more}
 
     def _fit(self, width: int, height: int) -> tuple[int, int]:
         """Height and width of the size in which the image keeps most of its pixels, and which it fills best."""
@@ -124,11 +128,19 @@ class LlavaNext(UsualFamily):
 
     def _unpadded(self, width: int, height: int, fit: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of the tiles' grid without what lies outside of the image."""
-        rows, columns = (side // self.tile * self.tile_side for side in fit)
+        top, left = self._borders(width, height, fit)
+        rows, columns = self._grid(fit)
+        return rows - 2 * top, columns - 2 * left
+
+    def _grid(self, fit: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of patches in tiles of this height and width together."""
+        height, width = (side // self.tile * self.tile_side for side in fit)
+        return height, width
+
+    def _borders(self, width: int, height: int, fit: tuple[int, int]) -> tuple[int, int]:
+        """How many rows of patches at the top and at the bottom, and columns at either side, lie outside of the
+        image."""
+        rows, columns = self._grid(fit)
         if width / height > columns / rows:
-            kept = int(round(height * (columns / width), 7))
-            rows -= (rows - kept) // 2 * 2
-        else:
-            kept = int(round(width * (rows / height), 7))
-            columns -= (columns - kept) // 2 * 2
-        return rows, columns
+            return (rows - int(round(height * (columns / width), 7))) // 2, 0
+        return 0, (columns - int(round(width * (rows / height), 7))) // 2

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
@@ -81,11 +80,10 @@ class Pixtral(UsualFamily):
         )
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
-        """pixel_values: [1, 3, height, width]. image_sizes: [1, 2], this height and width."""
+        """pixel_values: [1, 3, height, width]."""
         rows, columns = self._grid(layout.width, layout.height, low=layout.low)
         size = (columns * self.patch, rows * self.patch)
-        pixels = self.normalising.of(image.resize(size, self.resample))[None]
-        return {"pixel_values": pixels, "image_sizes": np.array([pixels.shape[2:]], np.int64)}
+        return {"pixel_values": self.normalising.of(image.resize(size, self.resample))[None]}
 
     def _grid(self, width: int, height: int, *, low: bool) -> tuple[int, int]:
         """Rows and columns of tokens."""

@@ -155,6 +155,24 @@ def test_llava_next_at_low_detail_is_the_whole_image_alone() -> None:
     assert np.array_equal(alone[0], whole[0])
 
 
+@pytest.mark.parametrize(
+    ("size", "grid", "borders"),
+    [
+        ((1000, 100), [1, 3], [8, 0]),  # 24 rows of patches, of which 7.2 are of the image
+        ((100, 1000), [3, 1], [0, 8]),
+        ((600, 600), [2, 2], [0, 0]),
+        ((336, 330), [1, 2], [0, 12]),
+    ],
+)
+def test_llava_next_chooses_the_size_that_keeps_most_and_tells_what_is_outside(
+    size: tuple[int, int], grid: list[int], borders: list[int]
+) -> None:
+    family = family_named("llava-next")
+    found = family.pixels(Image.fromarray(picture(*size)), family.layout(*size, Detail.AUTO))
+    assert found["tile_grid"].tolist() == grid
+    assert found["borders"].tolist() == borders
+
+
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl", "mistral3", "pixtral"])
 def test_a_bound_on_pixels_holds_and_is_a_part_of_the_settings(name: str) -> None:
     bounded = family_of(files_of(name), 200_000)

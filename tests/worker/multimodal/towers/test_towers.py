@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 
 from headrace.worker.multimodal.towers.idefics3 import Places
-from headrace.worker.multimodal.towers.llava_next import Packing, best_size, borders
+from headrace.worker.multimodal.towers.llava_next import Packing
 from headrace.worker.multimodal.towers.mistral3 import merged
 from headrace.worker.multimodal.towers.patches import Patches
 from headrace.worker.multimodal.towers.tower import TowerError
 
-CONFIG: dict[str, Any] = {
-    "image_newline": [-1.0, -2.0],
-    "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
-    "vision_config": {"image_size": 28},
-}
+CONFIG: dict[str, Any] = {"image_newline": [-1.0, -2.0]}
 
 
 def test_patches_of_a_token_follow_each_other() -> None:
@@ -57,41 +53,27 @@ def test_one_row_lies_at_the_beginning_of_the_table() -> None:
     np.testing.assert_array_equal(weights, [[1] * 4, [0] * 4, [0] * 4, [0] * 4])
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [((10, 100), (28, 56)), ((100, 10), (56, 28)), ((60, 60), (56, 56)), ((10, 10), (28, 56)), ((28, 55), (28, 56))],
-)
-def test_the_size_that_keeps_most_of_an_image_is_chosen(size: tuple[int, int], expected: tuple[int, int]) -> None:
-    sizes = [(height, width) for height, width in CONFIG["image_grid_pinpoints"]]
-    assert best_size(size, sizes) == expected
-
-
-def test_borders_are_what_padding_fills() -> None:
-    assert borders((100, 100), (4, 4)) == (0, 0)
-    assert borders((30, 100), (4, 8)) == (1, 0)
-    assert borders((100, 30), (8, 4)) == (0, 1)
-    # As in transformers, nothing remains of an image that is thinner than a patch.
-    assert borders((5, 100), (4, 8)) == (2, 0)
-
-
 def test_tiles_become_a_picture_without_padding_and_with_an_end_of_each_row() -> None:
     pack = Packing(CONFIG)
     # Two tiles of 2 x 2 patches beside each other; the number of a patch is its place in the picture.
     tiles = np.array([[[90], [91], [92], [93]], [[0], [1], [4], [5]], [[2], [3], [6], [7]]], np.float32)
     tiles = np.concatenate([tiles, tiles], 2)
-    packed = pack(tiles, {"image_sizes": np.array([[28, 56]])})
+    grid = {"tile_grid": np.array([1, 2])}
+    packed = pack(tiles, {**grid, "borders": np.array([0, 0])})
     assert packed[:, 0].tolist() == [90, 91, 92, 93, 0, 1, 2, 3, -1, 4, 5, 6, 7, -1]
     assert packed[[8, 13], 1].tolist() == [-2, -2]
-    thin = pack(tiles, {"image_sizes": np.array([[1, 56]])})
+    narrow = pack(tiles, {**grid, "borders": np.array([0, 1])})
+    assert narrow[:, 0].tolist() == [90, 91, 92, 93, 1, 2, -1, 5, 6, -1]
+    # As in transformers, nothing remains of an image that is thinner than a patch.
+    thin = pack(tiles, {**grid, "borders": np.array([1, 0])})
     assert thin[:, 0].tolist() == [90, 91, 92, 93]
-    one = pack(tiles[:1], {"image_sizes": np.array([[5, 5]])})
+    one = pack(tiles[:1], {})
     assert one[:, 0].tolist() == [90, 91, 92, 93, -1]
 
 
-@pytest.mark.parametrize("name", list(CONFIG))
-def test_a_configuration_without_what_packing_needs_is_refused(name: str) -> None:
-    with pytest.raises(TowerError, match="export it again"):
-        Packing({**CONFIG, name: None})
+def test_a_configuration_without_what_packing_needs_is_refused() -> None:
+    with pytest.raises(TowerError, match="no image_newline; export it again"):
+        Packing({})
 
 
 def test_squares_of_patches_have_their_numbers_side_by_side() -> None:
