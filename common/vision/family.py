@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
+
+from headrace.common.vision.header import ImageError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -48,6 +51,9 @@ class ImageLayout:
     """Rows and columns of the image tokens, where their positions have three parts."""
     num_pixels: int
     """Number of pixels that the tower reads, which its time depends on: of all tiles, after resizing."""
+    scale: float
+    """How much the image is reduced, by the side that is reduced more; 1 if it is not. Rounding to whole patches does
+    not count."""
 
     @property
     def runs(self) -> tuple[int, ...]:
@@ -124,6 +130,32 @@ class UsualFamily:
     def settings(self, detail: Detail) -> bytes:
         """All fields, and whether it is low detail."""
         return canonical(self, detail is Detail.LOW)
+
+
+def check_not_reduced(family: ImageFamily, width: int, height: int, detail: Detail) -> None:
+    """Raises `ImageError`, with the largest size of about this shape, if the model would read the image reduced."""
+    scale = family.layout(width, height, detail).scale
+    if scale >= 1:
+        return
+    fitting = _scaled(width, height, scale)
+    while fitting != (1, 1) and not _is_read_whole(family, *fitting, detail):  # rounding has changed the shape
+        scale *= 0.99
+        fitting = _scaled(width, height, scale)
+    raise ImageError(
+        f"the image has {width} x {height} pixels, and the model reads at most {fitting[0]} x {fitting[1]} of an image "
+        "of this shape. Scale it down"
+    )
+
+
+def _scaled(width: int, height: int, scale: float) -> tuple[int, int]:
+    return max(1, math.floor(width * scale)), max(1, math.floor(height * scale))
+
+
+def _is_read_whole(family: ImageFamily, width: int, height: int, detail: Detail) -> bool:
+    try:
+        return family.layout(width, height, detail).scale >= 1
+    except ImageError:
+        return False
 
 
 def canonical(family: Any, *more: object) -> bytes:

@@ -31,6 +31,7 @@ _ROLES = ("user", "assistant", "system")
 _MAX_ECHO_CHARS = 64
 _SKIPPED = "the model gets the texts, thoughts and calls of earlier answers"
 _UNTIL_NEXT_USER = "next_user_message"
+_OVERSIZED = "oversized_image"
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
@@ -250,10 +251,29 @@ def _fill(turn: Turn, pieces: Sequence[tuple[str, str | GivenImage]]) -> None:
 
 def _image(where: str, block: Mapping[str, Any]) -> GivenImage:
     """The image of a block. Raises `StatusError`."""
-    transformations = block.get("transformations")
-    if transformations:
-        name = f"{where}.transformations"
-        raise unsupported(name, f"{name} is not supported: the model's own rules decide how an image is scaled")
+    image = _image_of_source(where, block)
+    image.is_refused_if_reduced = _refuses_reduced(f"{where}.transformations", block.get("transformations"))
+    return image
+
+
+def _refuses_reduced(where: str, transformations: object) -> bool:
+    """Whether `transformations` wants an error for images that are too large, instead of smaller ones. Raises
+    `StatusError`."""
+    if transformations is None:
+        return False
+    if not isinstance(transformations, dict):
+        raise invalid(where, f"{where} must be an object")
+    for name in transformations:
+        if name != _OVERSIZED:
+            field = f"{where}.{str(name)[:_MAX_ECHO_CHARS]}"
+            raise unsupported(field, f"{field} is not supported; there is {_OVERSIZED}")
+    chosen = transformations.get(_OVERSIZED)
+    if chosen not in (None, "downsize", "error"):
+        raise invalid(f"{where}.{_OVERSIZED}", f"{where}.{_OVERSIZED} must be downsize or error")
+    return chosen == "error"
+
+
+def _image_of_source(where: str, block: Mapping[str, Any]) -> GivenImage:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if isinstance(source, dict) and kind == "base64":

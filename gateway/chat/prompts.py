@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from headrace.common.telemetry.tracing import current_span
+from headrace.common.vision.family import check_not_reduced
 from headrace.common.vision.header import ImageError
 from headrace.gateway.images.given import GivenImage
 from headrace.gateway.images.loading import ImageLoader, check_number
@@ -189,6 +190,8 @@ class Prompts:
         left = model.card.max_context_tokens
         for (name, image), (data, header) in zip(given, files, strict=True):
             try:
+                if image.is_refused_if_reduced:
+                    check_not_reduced(tokens.family, header.width, header.height, image.detail)
                 making = functools.partial(tokens.image, data, header.width, header.height, image.detail, name)
                 images.append(await self._loader.run(making, len(data)))
             except ImageError as error:

@@ -31,6 +31,8 @@ class GivenImage:
     url: str | None = None
     """Where the file is: `http:`, `https:` or `file:`."""
     detail: Detail = Detail.AUTO
+    is_refused_if_reduced: bool = False
+    """Whether the caller wants an error for an image that the model would read reduced."""
 
 
 IMAGE = "image"

@@ -70,6 +70,7 @@ class Gemma3:
             low=False,
             pieces=(self.placeholder, self.num_image_tokens, "<end_of_image>"),
             num_pixels=self.size.width * self.size.height,
+            scale=self.size.scale(width, height),
         )
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:

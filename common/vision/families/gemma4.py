@@ -44,7 +44,6 @@ class Gemma4:
 
     placeholder = "<|image|>"
     text_around = ""
-    has_grid_positions = False
     white_under_alpha = False
 
     @classmethod
@@ -93,6 +92,7 @@ class Gemma4:
             low=low,
             pieces=("<|image>", rows * columns, "<image|>"),
             num_pixels=rows * columns * (self.patch * self.pool) ** 2,
+            scale=min(1.0, self._scale(width, height, low=low)),
         )
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
@@ -111,10 +111,14 @@ class Gemma4:
     def _num_tokens(self, *, low: bool) -> int:
         return _NUM_TOKENS[0] if low else self.max_tokens
 
+    def _scale(self, width: int, height: int, *, low: bool) -> float:
+        """From the image's sides to those with the most pixels that its tokens can have."""
+        return math.sqrt(self._num_tokens(low=low) * (self.patch * self.pool) ** 2 / (height * width))
+
     def _grid(self, width: int, height: int, *, low: bool) -> tuple[int, int]:
         """Rows and columns of tokens: as many as fit, but at least one of either."""
         most, side = self._num_tokens(low=low), self.patch * self.pool
-        scale = math.sqrt(most * side**2 / (height * width))
+        scale = self._scale(width, height, low=low)
         rows, columns = math.floor(scale * height / side), math.floor(scale * width / side)
         if not rows:
             return 1, min(width // height, most)

@@ -82,6 +82,7 @@ class Idefics3(UsualFamily):
                 before = ""
             before = "\n"
         before += "\n" if rows else ""
+        longest = min(self.longest_edge, _LONGEST) if self._cuts(detail) else self.tile
         pieces += [f"{before}{_MARK}<global-img>", self.num_tile_tokens, _MARK]
         return ImageLayout(
             width=width,
@@ -89,6 +90,7 @@ class Idefics3(UsualFamily):
             low=not self._cuts(detail),
             pieces=tuple(pieces),
             num_pixels=(rows * columns + 1) * self.tile**2,
+            scale=min(1.0, longest / max(width, height)),
         )
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:

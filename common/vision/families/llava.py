@@ -48,6 +48,7 @@ class Llava(UsualFamily):
             low=False,
             pieces=(self.num_image_tokens,),
             num_pixels=self.size.width * self.size.height,
+            scale=self.size.scale(width, height),
         )
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:

@@ -85,13 +85,21 @@ class LlavaNext(UsualFamily):
         tiles = 1
         tokens = self.tile_side**2
         if low:
+            fit = self.tile, self.tile
             tokens += 1
         else:
             fit = self._fit(width, height)
             rows, columns = self._unpadded(width, height, fit)
             tokens += rows * (columns + 1)
             tiles += fit[0] * fit[1] // self.tile**2
-        return ImageLayout(width=width, height=height, low=low, pieces=(tokens,), num_pixels=tiles * self.tile**2)
+        return ImageLayout(
+            width=width,
+            height=height,
+            low=low,
+            pieces=(tokens,),
+            num_pixels=tiles * self.tile**2,
+            scale=min(1.0, fit[0] / height, fit[1] / width),
+        )
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
         """pixel_values: [tiles, 3, side, side], the whole image first, then rows of tiles. With tiles, tile_grid: [2],

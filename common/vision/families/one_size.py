@@ -50,6 +50,12 @@ class OneSize:
             raise fields.error("crop_size", "is larger than the shortest edge, which is not supported")
         return cls(height, width, edge, resample, normalising)
 
+    def scale(self, width: int, height: int) -> float:
+        """See `ImageLayout.scale`."""
+        if self.shortest_edge is not None:
+            return min(1.0, self.shortest_edge / min(width, height))
+        return min(1.0, self.width / width, self.height / height)
+
     def of(self, image: Image.Image) -> Pixels:
         """[3, height, width] of an image in mode RGB."""
         if self.shortest_edge is None:

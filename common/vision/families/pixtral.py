@@ -77,6 +77,7 @@ class Pixtral(UsualFamily):
             low=low,
             pieces=(*pieces[:-1], self.end_mark),
             num_pixels=rows * columns * self.patch**2,
+            scale=min(1.0, 1 / self._shrink(width, height, low=low)),
         )
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
@@ -85,12 +86,16 @@ class Pixtral(UsualFamily):
         size = (columns * self.patch, rows * self.patch)
         return {"pixel_values": self.normalising.of(image.resize(size, self.resample))[None]}
 
-    def _grid(self, width: int, height: int, *, low: bool) -> tuple[int, int]:
-        """Rows and columns of tokens."""
+    def _shrink(self, width: int, height: int, *, low: bool) -> float:
+        """The longer side that is too long, to the longest that fits."""
         # The reference has no bound on pixels: ours shortens the longest edges that the image may have.
         pixels = min(self.max_pixels, _LOW_TOKENS * self.patch**2) if low else self.max_pixels
         longest = max(1, math.isqrt(pixels * max(width, height) // min(width, height)))
-        shrink = max(height / min(self.max_height, longest), width / min(self.max_width, longest))
+        return max(height / min(self.max_height, longest), width / min(self.max_width, longest))
+
+    def _grid(self, width: int, height: int, *, low: bool) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        shrink = self._shrink(width, height, low=low)
         if shrink > 1:
             width, height = max(1, math.floor(width / shrink)), max(1, math.floor(height / shrink))
         return (height - 1) // self.patch + 1, (width - 1) // self.patch + 1

@@ -83,15 +83,17 @@ class Qwen(UsualFamily):
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
         """At low detail, at most 256 tokens."""
         check_ratio(width, height)
-        columns, rows = self._size(width, height, low=detail is Detail.LOW)
+        low = detail is Detail.LOW
+        columns, rows = self._size(width, height, low=low)
         side = self.patch * self.merge
         return ImageLayout(
             width=width,
             height=height,
-            low=detail is Detail.LOW,
+            low=low,
             pieces=(rows * columns,),
             grid=(rows, columns),
             num_pixels=rows * columns * side * side,
+            scale=min(1.0, math.sqrt(self._most(low=low) / (width * height))),
         )
 
     def pixels(self, image: Image.Image, layout: ImageLayout) -> Mapping[str, npt.NDArray[Any]]:
@@ -107,10 +109,13 @@ class Qwen(UsualFamily):
         grid = np.array([[1, rows * merge, columns * merge]], np.int64)
         return {"pixel_values": frames.reshape(rows * columns * merge**2, -1), "image_grid_thw": grid}
 
+    def _most(self, *, low: bool) -> int:
+        """The most pixels."""
+        return min(self.max_pixels, _LOW_TOKENS * (self.patch * self.merge) ** 2) if low else self.max_pixels
+
     def _size(self, width: int, height: int, *, low: bool) -> tuple[int, int]:
         """Columns and rows of tokens."""
-        side = self.patch * self.merge
-        most = min(self.max_pixels, _LOW_TOKENS * side * side) if low else self.max_pixels
+        side, most = self.patch * self.merge, self._most(low=low)
         columns, rows = round(width / side), round(height / side)
         if columns * rows * side * side > most:
             shrink = math.sqrt(width * height / most)

@@ -18,7 +18,7 @@ from PIL import Image
 from headrace.common.vision.decode import decode
 from headrace.common.vision.families.known import FAMILIES, family_of
 from headrace.common.vision.families.qwen import Qwen
-from headrace.common.vision.family import Detail, FamilyError, ImageFamily
+from headrace.common.vision.family import Detail, FamilyError, ImageFamily, check_not_reduced
 from headrace.common.vision.header import ImageError, read_header
 from tests.common.vision.models import MODELS, files_of
 from tests.common.vision.pictures import PROMPT, picture
@@ -134,6 +134,35 @@ def test_a_layout_depends_on_the_size_alone_and_low_detail_is_never_more(name: s
         assert (auto.grid is not None) == isinstance(family, Qwen)
         if auto.grid is not None:
             assert auto.grid[0] * auto.grid[1] == auto.num_image_tokens
+
+
+@pytest.mark.parametrize("detail", [Detail.AUTO, Detail.LOW])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_image_is_read_whole_up_to_the_size_that_is_named(name: str, detail: Detail) -> None:
+    family = family_named(name)
+    check_not_reduced(family, 1, 1, detail)
+    for width, height in ((9000, 5000), (5001, 5000), (5000, 6000)):
+        with pytest.raises(ImageError, match=f"the image has {width} x {height} pixels, and the model reads") as found:
+            check_not_reduced(family, width, height, detail)
+        most = tuple(map(int, re.findall(r"at most (\d+) x (\d+)", str(found.value))[0]))
+        check_not_reduced(family, *most, detail)
+        with pytest.raises(ImageError):
+            check_not_reduced(family, int(1.1 * most[0]) + 2, int(1.1 * most[1]) + 2, detail)
+
+
+def test_the_sizes_that_models_read_whole() -> None:
+    def most(name: str, width: int, height: int) -> str:
+        with pytest.raises(ImageError) as found:
+            check_not_reduced(family_named(name), width, height, Detail.AUTO)
+        return re.findall(r"at most (\d+ x \d+)", str(found.value))[0]
+
+    assert most("gemma3", 4000, 3000) == "896 x 672"
+    assert most("llava", 4000, 3000) == "448 x 336"  # the middle is read
+    assert most("llava-next", 4000, 3000) == "672 x 504"
+    assert most("smolvlm", 4000, 3000) == "2048 x 1536"
+    assert most("gemma4", 4000, 3000) == "927 x 695"
+    assert most("pixtral", 4000, 3000) == "1024 x 768"
+    assert most("qwen2-vl", 8000, 6000) == "4138 x 3103"
 
 
 def test_low_detail_of_each_family() -> None:

@@ -13,7 +13,7 @@ from headrace.common.vision.family import Detail
 from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN, digest, pseudo_tokens
 from headrace.protos import text_pb2, text_pb2_grpc
 from headrace.protos.inference_pb2 import IMAGE_DETAIL_HIGH, IMAGE_DETAIL_LOW, IMAGE_DETAIL_UNSPECIFIED
-from tests.gateway.image_model import BLUE, GREEN, RED, b64, data_url, files, image_part
+from tests.gateway.image_model import BLUE, GREEN, RED, b64, data_url, files, image_part, png
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 IMAGE_ID = 264
@@ -176,6 +176,42 @@ async def test_messages_take_images_in_turns_and_results(view: Any, seer: Any, k
     del body["max_tokens"]
     counted = await view.http.post("/v1/messages/count_tokens", json=body)
     assert counted.json()["input_tokens"] == len(seer.streams[-1].request.token_ids)
+
+
+@pytest.mark.parametrize("transformations", [None, {}, {"oversized_image": "downsize"}, {"oversized_image": "error"}])
+async def test_messages_say_whether_images_may_be_reduced(view: Any, seer: Any, transformations: Any) -> None:
+    """The model reads 28 x 28 pixels of the middle."""
+
+    async def ask(data: bytes) -> Any:
+        source = {"type": "base64", "media_type": "image/png", "data": b64(data)}
+        block = {"type": "image", "source": source, "transformations": transformations}
+        body = {"model": "seeing", "max_tokens": 5, "messages": [{"role": "user", "content": [block, text("?")]}]}
+        return await view.http.post("/v1/messages", json=body)
+
+    assert (await ask(png(28, 28))).status_code == 200
+    answer = await ask(png(56, 84))
+    if not transformations or transformations["oversized_image"] == "downsize":
+        assert answer.status_code == 200
+        return
+    assert answer.status_code == 400
+    assert "messages[0].content[0]" in answer.text
+    assert "the image has 56 x 84 pixels, and the model reads at most 28 x 42 of an image of this shape" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("transformations", "problem"),
+    [
+        ("error", "transformations must be an object"),
+        ({"oversized_image": "crop"}, "transformations.oversized_image must be downsize or error"),
+        ({"rotated_image": "error"}, "transformations.rotated_image is not supported; there is oversized_image"),
+    ],
+)
+async def test_other_transformations_are_refused_by_name(view: Any, transformations: Any, problem: str) -> None:
+    block = {"type": "image", "source": {"type": "base64", "data": b64(RED)}, "transformations": transformations}
+    body = {"model": "seeing", "max_tokens": 5, "messages": [{"role": "user", "content": [block]}]}
+    answer = await view.http.post("/v1/messages", json=body)
+    assert answer.status_code == 400
+    assert f"messages[0].content[0].{problem}" in answer.text
 
 
 async def test_ollama_takes_images_in_messages_and_prompts(view: Any, seer: Any, kit: Any) -> None:
