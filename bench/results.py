@@ -219,6 +219,9 @@ def as_json(result: Result, *, is_detailed: bool) -> dict[str, Any]:
         "max_output_tokens_per_s": totals.peak_output_tokens_per_s,
         "max_concurrent_requests": totals.peak_concurrency,
         "rtfx": 0.0,
+        # As vllm bench serve has them, which leaves out only the longer lists.
+        "latencies": [record.latency_s for record in result.run.records],
+        "queue_times": [record.queued_s for record in result.run.records],
         **result.probes,
     }
     if is_detailed:
@@ -236,9 +239,7 @@ def _details(run: Run) -> dict[str, Any]:
         "output_lens": [r.output_tokens if r.succeeded else 0 for r in records],
         "ttfts": [r.ttft_s for r in records],
         "itls": [r.gaps_s for r in records],
-        "latencies": [r.latency_s for r in records],
         "start_times": [r.sent_s for r in records],
-        "queue_times": [r.queued_s for r in records],
         "generated_texts": [r.text for r in records],
         "errors": [r.error if r.error_kind else "" for r in records],
     }

@@ -22,12 +22,11 @@ VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
     *("burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
     *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
-    *("max_output_tokens_per_s", "max_concurrent_requests", "rtfx"),
+    *("max_output_tokens_per_s", "max_concurrent_requests", "rtfx", "latencies", "queue_times"),
     *(f"{kind}_{metric}_ms" for metric in ("ttft", "tpot", "itl") for kind in ("mean", "median", "std", "p99")),
 }
 VLLM_DETAILS = {
-    *("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times"),
-    *("generated_texts", "errors"),
+    *("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors"),
 }
 VLLM_LINES = (
     ("Successful requests", "Failed requests", "Maximum request concurrency", "Request rate configured (RPS)"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,7 +15,8 @@ from click.testing import CliRunner
 from headrace.bench.__main__ import main
 from headrace.bench.options import reporting, requests, server, vllm
 from headrace.bench.serve import plan_of, serve
-from tests.bench.beside_vllm import NoVllmError, vllm_client
+from tests.bench.beside_vllm import NoVllmError, Theirs, ours, prompts, shared_args, theirs, tokenizer, vllm_client
+from tests.bench.scripted_server import scripted_server
 
 SHAREGPT = ("--dataset-name", "sharegpt", "--dataset-path", "f")
 CUSTOM = ("--dataset-name", "custom", "--dataset-path", "f")
@@ -179,13 +182,46 @@ def test_other_names_of_vllm_are_taken_or_refused_with_the_remedy(flag: str, nam
     assert other in refused.value.format_message()
 
 
-def test_the_table_is_that_of_an_installed_vllm() -> None:
+@pytest.fixture(scope="module")
+def client() -> Iterator[Theirs]:
     python = os.environ.get("HEADRACE_VLLM_PYTHON")
     if python is None:
         pytest.skip("name a Python with vLLM in HEADRACE_VLLM_PYTHON")
-    try:
-        with vllm_client(python) as client:
-            flags = {flag for flag in client.flags if flag.startswith("--")} - {"--help", "--no-self-timed"}
-    except NoVllmError as error:
-        pytest.skip(f"{python} has no client of vLLM: {error}")
-    assert flags <= VLLM
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(vllm_client(python))
+        except NoVllmError as error:
+            pytest.skip(f"{python} has no client of vLLM: {error}")
+        yield found
+
+
+def test_the_table_is_that_of_an_installed_vllm(client: Theirs) -> None:
+    assert {flag for flag in client.flags if flag.startswith("--")} - {"--help", "--no-self-timed"} <= VLLM
+
+
+def types(value: Any) -> Any:
+    """The type of a value, and of the elements of a list. JSON does not tell 5.0 from 5 in every writer."""
+    if isinstance(value, list):
+        return [types(value[0])] if value else []
+    return "number" if isinstance(value, int | float) else type(value).__name__
+
+
+@pytest.mark.parametrize("detailed", [(), ("--save-detailed",)])
+@pytest.mark.parametrize("more", [(), ("--max-concurrency", "2", "--goodput", "ttft:900", "--metadata", "a=1")])
+def test_the_json_has_the_keys_and_types_of_an_installed_vllm(
+    client: Theirs, tmp_path: Path, detailed: Sequence[str], more: Sequence[str]
+) -> None:
+    with scripted_server() as url:
+        args = [
+            *shared_args(url, prompts(tmp_path / "p.jsonl", 4), 4, more),
+            *("--model", "ttft=5,gap=5,joined=1", "--output-len", "4", "--request-rate", "50", "--seed", "1"),
+            *("--burstiness", "2"),  # vLLM writes an infinite one as no JSON has it
+        ]
+        args = [arg for arg in args if arg != "--save-detailed"] + list(detailed)
+        found = ours(args, tmp_path / "ours.json")
+        del found["headrace"]
+        wanted = theirs(client, args, tokenizer(tmp_path), tmp_path / "theirs.json")
+    del wanted["tokenizer_id"], found["tokenizer_id"]  # vLLM's needs one, and ours none
+    assert {key: types(value) for key, value in found.items()} == {key: types(value) for key, value in wanted.items()}
+    for key in ("completed", "failed", "total_input_tokens", "total_output_tokens", "num_prompts", "request_rate"):
+        assert found[key] == wanted[key]
