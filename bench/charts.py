@@ -69,7 +69,8 @@ class _Scale:
             if self._to - self._from < 0.1:
                 self._from, self._to = self._from - 0.1, self._to + 0.1
         else:
-            self._from, self._to = min(0.0, least), most * 1.05 if axis.most is None else most
+            self._from = min(0.0, least) if axis.least is None else least
+            self._to = most * 1.05 if axis.most is None else most
             if self._to <= self._from:
                 self._to = self._from + 1.0
 

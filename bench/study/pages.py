@@ -86,7 +86,7 @@ def _charts(table: Table) -> Iterator[tuple[str, str]]:
                     values = [value for place, value in spread if place == across]
                     series.append(Series(line, colour, [(across, min(values)), (across, max(values))]))
         names = {place: across for across, place in places.items()}
-        x_axis = Axis(AXES[table.experiment.across], names=names)
+        x_axis = Axis(AXES[table.experiment.across], least=0.5, most=len(places) + 0.5, names=names)
         yield FIGURES[name][0], line_chart(series, x_axis, Axis(FIGURES[name][0], is_log=name in _LOG))
 
 
