@@ -21,7 +21,6 @@ from headrace.bench.study.recipes import DEMO_MODEL, GENAI, LLAMA_CPP, MAX_TOKEN
 
 _GIB = 1 << 30
 _INSTALL_S = 1800.0
-_FEW_CORES = 2
 # Programs of their own: they run where the peer is installed.
 _GENAI_SERVER, _LLAMA_SERVER = (str(Path(__file__).with_name(f"{name}_server.py")) for name in ("genai", "llama"))
 # Of the package from which headrace pull makes the demo model.
@@ -175,7 +174,8 @@ class Vllm:
     """vLLM on CPUs. It needs a checkpoint in safetensors form.
 
     As its documentation for CPUs says: bfloat16, VLLM_CPU_KVCACHE_SPACE for the KV cache, which is of whole GiB, and
-    VLLM_CPU_OMP_THREADS_BIND=auto. This leaves a core to the rest of the server; on hosts of two cores all compute.
+    VLLM_CPU_OMP_THREADS_BIND=auto. This leaves a core to its scheduler, which does not sleep, also on hosts of two
+    cores.
     """
 
     environment: Environment
@@ -212,8 +212,6 @@ class Vllm:
         }
         gib = max(1, round(model.kv_bytes(run.kv_tokens, 16) / _GIB))
         environment = {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_CPU_OMP_THREADS_BIND": "auto"}
-        if _physical_cores() <= _FEW_CORES:
-            environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
         # `vllm serve` looks for a package of this name, which the one for CPUs, vllm-cpu, has not.
         entry = [self.environment.python, "-m", "vllm.entrypoints.openai.api_server"]
         return Command([*entry, *_spelled(flags)], environment)
