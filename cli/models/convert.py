@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _TOKENIZER_KEY = "tokenizer.ggml."
 _REMEDY = "take an OpenVINO version of the model (optimum-cli export openvino makes one of the original)"
+# The architecture of llama.cpp's files with the networks for images.
+_OF_IMAGES = "clip"
 _KNOWN_TENSOR = re.compile(
     r"(token_embd|output_norm|output|rope_freqs)\.weight"
     r"|blk\.\d+\.(attn_(norm|q|k|v|output|q_norm|k_norm)|ffn_(norm|gate|up|down))\.(weight|bias)"
@@ -81,6 +83,11 @@ def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
     from headrace.cli.gguf.vocabulary import VocabularyError, check_tokenizer
 
     architecture = metadata.get("general.architecture")
+    if architecture == _OF_IMAGES:
+        raise ConversionError(
+            "it has the networks for images of a model (mmproj), not the model; for its text, name the GGUF file beside "
+            f"it, and for images, {_REMEDY}"
+        )
     if architecture not in ARCHITECTURES:
         raise ConversionError(
             f"its architecture is {architecture}, and GGUF files of {', '.join(ARCHITECTURES)} can be converted "

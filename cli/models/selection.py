@@ -24,8 +24,9 @@ _QUANTISATION = re.compile(
 )
 PIECE = re.compile(r"-(\d{5})-of-(\d{5})$")
 """Number and total of a piece, at the end of a GGUF file's name without .gguf."""
-# GGUF files that are not models: projectors of images, statistics of the quantisation, vocabularies.
-_NOT_THE_MODEL = ("mmproj", "imatrix", "ggml-vocab")
+# GGUF files that are not models: networks for images, statistics of the quantisation, vocabularies.
+_OF_IMAGES = "mmproj"
+_NOT_THE_MODEL = (_OF_IMAGES, "imatrix", "ggml-vocab")
 _MOST_NAMED = 12
 # Files that an export reads besides the weights.
 _CHECKPOINT_FILES = (
@@ -126,6 +127,11 @@ def choose_files(
         wanted = (*OPTIONAL_FILES, *encoder_files, *required, *files_of_networks(vision_networks))
         return HubChoice(tuple(by_path[name] for name in wanted if name in by_path), False)
     if not variants and not quantisation:
+        if not any(map(_WEIGHTS.fullmatch, by_path)) and (of_images := gguf_of_images(listing)):
+            raise CommandError(
+                f"{listing.repository} has only {of_images}, the networks for images beside a GGUF model, which are "
+                "not read; for images, pull an OpenVINO version or the safetensors of the model"
+            )
         return _checkpoint(listing)
     if not variants:
         raise CommandError(
@@ -153,6 +159,12 @@ def _checkpoint(listing: HubListing) -> HubChoice:
         raise CommandError(f"{listing.repository} has its weights in {total} pieces and lacks {total - len(pieces)}")
     wanted = (*_CHECKPOINT_FILES, *sorted(pieces))
     return HubChoice(tuple(by_path[path] for path in wanted if path in by_path), False, checkpoint=True)
+
+
+def gguf_of_images(listing: HubListing) -> str:
+    """The GGUF file with the networks for images, which llama.cpp reads beside a model; empty without one."""
+    names = (file.path for file in listing.files if file.path.endswith(".gguf"))
+    return next((name for name in names if _OF_IMAGES in name.rpartition("/")[2].lower()), "")
 
 
 def has_text_model(listing: HubListing) -> bool:

@@ -72,6 +72,7 @@ def test_every_token_that_ends_a_turn_ends_a_generation(extra: dict[str, int], e
     ("extra", "problem"),
     [
         ({"general.architecture": "phi3"}, "architecture is phi3, and GGUF files of llama, qwen2, qwen3 can be conv"),
+        ({"general.architecture": "clip"}, r"it has the networks for images of a model \(mmproj\), not the model"),
         ({"llama.rope.scaling.type": "yarn"}, "scaled by yarn, and linear scaling and Llama 3's factors can be"),
         *(
             ({"tokenizer.ggml.model": kind}, rf"tokenizer is of the kind {kind}, and byte-level BPE \(gpt2\) and Sent")

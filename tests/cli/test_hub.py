@@ -116,6 +116,7 @@ def test_a_gguf_repository_gives_the_quantisation_that_is_wanted(
         (["openvino_model.xml", "openvino_model.bin"], "Q4_0", "leave out :Q4_0"),
         (["M-IQ2_XXS.gguf", "M-Q2_K.gguf"], None, "say which, such as o/m:Q2_K"),
         (["README.md"], None, "neither openvino_model.xml"),
+        (["mmproj-m-f16.gguf", "config.json"], None, "has only mmproj-m-f16.gguf, .* pull an OpenVINO version or the"),
     ],
 )
 def test_what_cannot_be_chosen_says_what_can(paths: list[str], wanted: str | None, sentence: str) -> None:
@@ -297,6 +298,18 @@ def test_the_quantisation_is_chosen_by_name_and_split_files_come_together(
     ]
     assert list((cache / "downloads").iterdir()) == []
     assert not (model_directory("owner/model:q8_0") / ".gguf").exists()
+
+
+def test_a_gguf_with_networks_for_images_beside_it_says_what_to_pull_for_them(
+    hub: Hub, converted: list[dict[str, bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add("owner/model", {"m-Q4_0.gguf": b"four", "mmproj-m-f16.gguf": b"eyes"})
+    find_model("owner/model")
+    told = capsys.readouterr().err
+    assert (
+        "only its text will be served. It also takes images, and mmproj-m-f16.gguf is not read; for these, pull" in told
+    )
+    assert converted == [{"m-Q4_0.gguf": b"four"}]
 
 
 def test_a_download_of_many_files_goes_on_where_it_was(
