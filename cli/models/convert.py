@@ -85,8 +85,8 @@ def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
     architecture = metadata.get("general.architecture")
     if architecture == _OF_IMAGES:
         raise ConversionError(
-            "it has the networks for images of a model (mmproj), not the model; for its text, name the GGUF file beside "
-            f"it, and for images, {_REMEDY}"
+            "it has the networks for images of a model (mmproj), not the model; for its text, name the GGUF file "
+            f"beside it, and for images, {_REMEDY}"
         )
     if architecture not in ARCHITECTURES:
         raise ConversionError(
