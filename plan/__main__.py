@@ -25,8 +25,8 @@ from headrace.plan.objectives import Limit, Objectives
 
 _DEFAULT_MODEL = "smollm2-135m"
 _CURVE = (0.25, 0.5, 0.75)
-_RUN_S = 180.0
-_LEAST_REQUESTS, _MOST_REQUESTS = 300, 3000
+_RUN_S = 120.0
+_LEAST_REQUESTS, _MOST_REQUESTS = 240, 600
 
 
 class UsageError(click.ClickException):
@@ -148,8 +148,10 @@ class Factor(click.ParamType[float]):
     help="Workers fetch prefixes from each other at so many Gbit a second; 0: never.",
 )
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of a worker.  [default: measured]")
-@click.option("--requests", type=click.IntRange(20), help="Requests to simulate.  [default: those of three minutes]")
-@click.option("--seeds", type=click.IntRange(1, 20), default=3, help="Simulations of each fleet, with other arrivals.")
+@click.option(
+    "--requests", type=click.IntRange(20), help="Requests to simulate.  [default: two minutes of them, 240 to 600]"
+)
+@click.option("--seeds", type=click.IntRange(1, 20), default=2, help="Simulations of each fleet, with other arrivals.")
 @click.option("--html", "page_file", type=click.Path(path_type=Path), help="Write a page with charts to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--ca-file", type=click.Path(path_type=Path), help="With --url: certificates of the server's authority.")

@@ -26,6 +26,7 @@ _BEHIND = 0.05
 # The knee is found to this share of the load.
 _KNEE_WIDTH = 0.04
 _MAX_FACTOR = 64.0
+_HOPELESS = 1.5
 # A larger share of refused requests misses the objectives.
 _REFUSED = 0.01
 # A KV cache that is fuller than this counts as full, and workers that are busier as fully busy.
@@ -172,29 +173,40 @@ class Search:
 
     def least_memory(self, fleet: Fleet) -> Trial:
         """The trial of the smallest KV cache with which a fleet that meets the objectives still does, to a factor of
-        the square root of two."""
+        two."""
         best = self.trial(fleet)
-        low, high = 0, fleet.kv_bytes_of_worker
-        factor = 2.0
         while True:
-            smaller = int(high / factor)
-            less = replace(fleet, kv_bytes=smaller)
-            if smaller <= low or less.blocks()[0] < 2:
+            less = replace(fleet, kv_bytes=best.fleet.kv_bytes_of_worker // 2)
+            if less.blocks()[0] < 2:
                 return best
             try:
                 tried = self.trial(less)
             except DoesNotFitError:
-                tried = None
-            if tried is not None and tried.is_good and not tried.preemptions:
-                best, high = tried, smaller
-            elif factor < 2.0:
                 return best
-            else:
-                low, factor = smaller, math.sqrt(2)
+            if not tried.is_good or tried.preemptions:
+                return best
+            best = tried
+
+    def _is_hopeless(self, run: _Run) -> bool:
+        """Whether a run misses a limit by so much that no other seed meets it."""
+        if run.grows:
+            return True
+        limits = self._objectives
+        served = [record for record in run.records if not record.is_refused]
+        ttfts = [record.first_token_s - record.arrived_s for record in served]
+        tpots = [_tpot_s(record) for record in served if record.num_tokens > 1]
+        return any(
+            limit is not None and percentile(values, limit.percentile) > _HOPELESS * limit.seconds
+            for values, limit in ((ttfts, limits.ttft), (tpots, limits.tpot))
+        )
 
     def _simulated(self, fleet: Fleet, factor: float) -> Trial:
         load = self._load.scaled(factor) if factor != 1.0 else self._load
-        runs = [_run(fleet, load, self._count, seed) for seed in self._seeds]
+        runs: list[_Run] = []
+        for seed in self._seeds:
+            runs.append(_run(fleet, load, self._count, seed))
+            if self._is_hopeless(runs[-1]):
+                break  # other seeds would not save it
         all_records = [record for run in runs for record in run.records]
         records = [record for record in all_records if not record.is_refused]
         refused = 1 - len(records) / len(all_records)
@@ -307,7 +319,7 @@ def _grows(records: Sequence[JobRecord], last_s: float) -> bool:
     """Whether more requests are in flight at `last_s`, until when they come, than halfway, by more than chance."""
     middle_s = (records[0].arrived_s + last_s) / 2
     in_middle = sum(record.arrived_s <= middle_s < record.ended_s for record in records)
-    at_end = sum(record.ended_s > last_s for record in records)
+    at_end = sum(record.arrived_s <= last_s < record.ended_s for record in records)
     return at_end > in_middle + 2 * math.sqrt(max(in_middle, 1)) + _BEHIND * len(records) / 2
 
 

@@ -129,3 +129,9 @@ def test_a_given_number_of_hosts_is_judged() -> None:
     assert answer.trial is None
     assert answer.missed is not None
     assert answer.missed.fleet.hosts == 1
+
+
+def test_later_turns_of_conversations_are_no_growing_queue() -> None:
+    asked = replace(REQUESTS, turns=3.0)
+    search = Search(Load(asked, per_s=4.0, think_s=5.0), OBJECTIVES, (1,), 120)
+    assert search.trial(fleet(speed=4.0).with_hosts(2)).is_good
