@@ -18,7 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from headrace.common.flags import FiniteRange
-from headrace.sim import step_cost, trace
+from headrace.sim import process_cost, step_cost, trace
+from headrace.sim.images import FAMILIES, ImageSettings
+from headrace.sim.process_cost import NOTHING, ProcessCost
 from headrace.sim.report import Objective, PolicyReport, report_of
 from headrace.sim.router import POLICIES
 from headrace.sim.simulation import FleetSettings, Outcome, Simulation
@@ -109,6 +111,18 @@ def read_step_cost(path: Path | None, flag: str = "--step-cost") -> step_cost.St
         raise UsageError(f"cannot read {flag}: {error}; benchmarks/engine/step_cost.py writes such a file") from None
 
 
+def read_process_cost(path: Path | None) -> ProcessCost:
+    """Read what routers and messages take. Without a file, nothing. Raises UsageError if the file is not valid."""
+    if path is None:
+        return NOTHING
+    try:
+        return process_cost.read(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read --process-cost: {error}; benchmarks/router/real_fleet.py writes such a file"
+        ) from None
+
+
 def read_draft_cost(path: Path | None, acceptance: float | None) -> step_cost.StepCost | None:
     """Read the cost of a smaller model's steps, if there is a file. Raises UsageError if the file is not valid, or if
     it is given without `acceptance`."""
@@ -131,6 +145,9 @@ def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
             turns=options["turns"],
             num_conversations=options["conversations"],
             burst=options["burst"],
+            image_share=options["image_share"],
+            image_tokens=FAMILIES[options["image_family"]].num_tokens,
+            num_pictures=options["pictures"],
         )
     except ValueError as error:
         raise UsageError(f"{error}: give more --conversations, or a smaller --burst") from None
@@ -181,6 +198,18 @@ def tiers_of(options: Mapping[str, Any]) -> TierSettings:
     return TierSettings(options["disk_tokens"], options["disk_rate"], options["peer_rate"], options["shared_disk"])
 
 
+def images_of(options: Mapping[str, Any]) -> ImageSettings | None:
+    """How images are encoded, if requests have any. Raises UsageError if the flags contradict each other."""
+    num_hosts = options["encode_workers"]
+    if not options["image_share"]:
+        if num_hosts:
+            raise UsageError("--encode-workers need images; say with --image-share how many requests bring one")
+        return None
+    if num_hosts >= options["workers"]:
+        raise UsageError(f"--encode-workers {num_hosts} leaves no worker for text; give more --workers")
+    return ImageSettings(FAMILIES[options["image_family"]], options["worker_cores"], num_hosts=num_hosts)
+
+
 def print_table(answer: Answer) -> None:
     """Print the result as a table."""
     kept = f"goodput: TTFT <= {answer.objective.ttft_ms:g} ms and TPOT <= {answer.objective.tpot_ms:g} ms"
@@ -195,7 +224,9 @@ def print_table(answer: Answer) -> None:
     table.add_column("routers", justify="right")
     has_tiers = any(report.disk_share or report.peer_share for report in answer.policies)
     headers = ("TTFT mean", "p50", "p95", "p99 ms", "TPOT p50", "p95", "p99 ms", "hits")
-    for header in (*headers, *(("disk", "peers") if has_tiers else ()), "load cv", "goodput", "busy"):
+    has_images = any(report.num_images_encoded for report in answer.policies)
+    of_images = ("image TTFT p50", "p95") if has_images else ()
+    for header in (*headers, *(("disk", "peers") if has_tiers else ()), "load cv", "goodput", "busy", *of_images):
         table.add_column(header, justify="right")
     for report in answer.policies:
         ttft = report.ttft_ms
@@ -204,7 +235,9 @@ def print_table(answer: Answer) -> None:
         tiers = (report.disk_share, report.peer_share) if has_tiers else ()
         shares = [f"{share:.1%}" for share in (report.hit_share, *tiers)]
         shares += [f"{report.load_cv:.3f}", f"{report.goodput:.1%}"]
-        table.add_row(report.policy, str(report.num_routers), *times, *shares, f"{report.utilization:.0%}")
+        image_ttft = (report.image_ttft_ms.p50, report.image_ttft_ms.p95) if has_images else ()
+        more = [f"{report.utilization:.0%}", *(f"{value:,.0f}" for value in image_ttft)]
+        table.add_row(report.policy, str(report.num_routers), *times, *shares, *more)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
@@ -270,6 +303,33 @@ def print_table(answer: Answer) -> None:
     default=0,
     help="Number of workers reserved for long prompts. Their answers continue at the others; needs --peer-rate.",
 )
+@click.option(
+    "--image-share", type=FiniteRange(0, 1), default=0.0, help="Generated trace: share of requests with a picture."
+)
+@click.option(
+    "--image-family",
+    type=click.Choice(list(FAMILIES)),
+    default="llava",
+    help="Family of the model, for the tokens and the encoding of a photo of 4000 x 3000 pixels.",
+)
+@click.option(
+    "--pictures",
+    type=click.IntRange(0),
+    default=0,
+    help="Generated trace: number of different pictures; 0: all differ.",
+)
+@click.option(
+    "--worker-cores",
+    type=click.IntRange(1),
+    default=2,
+    help="Cores of each worker, which encode images beside its steps. --step-cost must be of as many.",
+)
+@click.option(
+    "--encode-workers",
+    type=click.IntRange(0),
+    default=0,
+    help="Number of workers set aside to encode images for the others; 0: each worker encodes its own.",
+)
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Maximum number of sequences in a batch.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024, help="Limit for the tokens of a step.")
 @click.option("--max-num-mixed-tokens", type=click.IntRange(1), help="Limit for steps with running requests.")
@@ -277,8 +337,13 @@ def print_table(answer: Answer) -> None:
 @click.option(
     "--hop-ms",
     type=FiniteRange(0),
-    default=0.0,
-    help="Time of a message between client and router, and between router and worker.",
+    help="Time of a message between client and router, and between router and worker. Default: as --process-cost.",
+)
+@click.option(
+    "--process-cost",
+    "process_cost_file",
+    type=click.Path(path_type=Path),
+    help="File with what routers and messages take, from benchmarks/router/real_fleet.py. Default: nothing.",
 )
 @click.option(
     "--step-cost",
@@ -315,13 +380,16 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
         acceptance=options["acceptance"],
         draft_cost=read_draft_cost(options["draft_cost_file"], options["acceptance"]),
         tiers=tiers_of(options),
+        images=images_of(options),
     )
     check_prefill_workers(options["prefill_workers"], options["workers"], options["peer_rate"], policies or POLICIES)
+    process = read_process_cost(options["process_cost_file"])
     fleet = FleetSettings(
         worker,
-        options["workers"],
+        options["workers"] - options["encode_workers"],
         report_delay_s=options["report_delay_ms"] / 1000,
-        hop_s=options["hop_ms"] / 1000,
+        hop_s=(process.hop_ms if options["hop_ms"] is None else options["hop_ms"]) / 1000,
+        process_cost=process,
         seed=options["seed"],
         num_prefill=options["prefill_workers"],
     )

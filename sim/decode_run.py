@@ -68,9 +68,10 @@ class DecodeRun:
     """A run of `num_steps` steps, beginning at `start_s` with one of the shape `first`. `decode_step_ms` and `busy_s`
     are those of the worker before.
 
-    Reports are due at the ends of the steps in `reported`, not before `next_report_s`, and `report_interval_s` apart.
-    `load` is the worker's load during the run, except `decode_step_ms` and `as_of_s`. `version` is that of the report
-    before the run. `delivered_s`, which the owner sets, is when each report reaches the routers.
+    Steps take `step_factor` times as long as their cost. Reports are due at the ends of the steps in `reported`, not
+    before `next_report_s`, and `report_interval_s` apart. `load` is the worker's load during the run, except
+    `decode_step_ms` and `as_of_s`. `version` is that of the report before the run. `delivered_s`, which the owner sets,
+    is when each report reaches the routers.
     """
 
     def __init__(
@@ -85,15 +86,18 @@ class DecodeRun:
         version: int,
         next_report_s: float,
         report_interval_s: float,
+        step_factor: float = 1.0,
     ) -> None:
         contexts = first.context + first.sequences * np.arange(num_steps, dtype=np.float64)
         milliseconds = cost.decode_ms(contexts, first.sequences)
         if first.changed:
             milliseconds[0] += cost.change
+        milliseconds *= step_factor
         seconds = milliseconds / 1000
         self.first = first
         self.load = load
         self.version = version
+        self.step_factor = step_factor
         self.start_s = start_s
         self.is_cut = False
         self.step_ms: list[float] = milliseconds.tolist()

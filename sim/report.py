@@ -65,6 +65,9 @@ class PolicyReport(msgspec.Struct, frozen=True):
     num_steps: int
     num_preemptions: int
     span_s: float
+    image_ttft_ms: Centiles
+    """Time to the first token of requests with images; 0 if there are none."""
+    num_images_encoded: int
 
 
 def report_of(policy: str, num_routers: int, outcome: Outcome, objective: Objective) -> PolicyReport:
@@ -96,6 +99,8 @@ def report_of(policy: str, num_routers: int, outcome: Outcome, objective: Object
         num_steps=outcome.num_steps,
         num_preemptions=outcome.num_preemptions,
         span_s=span_s,
+        image_ttft_ms=Centiles.of([_ttft_ms(record) for record in records if record.job.image_places is not None]),
+        num_images_encoded=outcome.num_images_encoded,
     )
 
 

@@ -79,6 +79,8 @@ class ReportedFleet:
         """The version of each worker's latest report."""
         self.num_read = [0] * num_workers
         """How many times reports of each worker were read."""
+        self.num_messages = 0
+        """Messages that have arrived at each router. Reports of one message count as so many."""
         self._delay_s = delay_s
         self._on_report = on_report
         self._outboxes = [_Outbox(interval_s) for _ in range(num_workers)]
@@ -143,6 +145,7 @@ class ReportedFleet:
         return self._columns.copy()
 
     def _read(self, worker: int, report: Report) -> None:
+        self.num_messages += 1
         name = self.names[worker]
         if report.evicted:
             self.index.evict(name, report.evicted)
@@ -164,9 +167,11 @@ class ReportedFleet:
 
     def _read_run(self, worker: int, run: DecodeRun, report: int) -> None:
         version = run.version + report + 1
-        if version <= self.versions[worker]:
+        before = self.versions[worker]
+        if version <= before:
             return
-        if self.versions[worker] <= run.version:  # the first report of the run that is read
+        self.num_messages += version - max(before, run.version)
+        if before <= run.version:  # the first report of the run that is read
             self._put(worker, run.load)
         self._followed[worker] = _Followed(run, report)
         self.versions[worker] = version

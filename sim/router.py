@@ -99,7 +99,8 @@ class HeadracePolicy(_Indexed):
         priors = self._answer_lengths.priors("")
         workers = self._set_aside(job, view, matched, priors, source) if self._shape.num_prefill else None
         here = matched if workers is None else matched[workers]
-        facts = RequestFacts(job.num_prompt_tokens + (source is not None))  # the length of the answer is unknown
+        # The length of the answer is unknown.
+        facts = RequestFacts(job.num_prompt_tokens + (source is not None), image_places=job.image_places)
         transfers = self._transfers(job, view, here, workers, source) if self._shape.tiers.are_any else None
         candidates = view.candidates(workers)
         placement = self._policy(facts, candidates, here, now_s, self._rng, priors=priors, transfers=transfers)
@@ -188,7 +189,7 @@ class SimulatedRouter:
         """Number of requests that are placed and have not ended."""
         self._policy = policy
         self._answer_lengths = AnswerLengths()
-        self._rank = rank
+        self.rank = rank
         self._num_routers = num_routers
 
     def place(self, job: Job, now_s: float, source: int | None = None) -> PlacedJob:
@@ -201,7 +202,10 @@ class SimulatedRouter:
             choice = self._policy.choose_next(job, self.view, now_s, source)
         num_tokens = job.num_prompt_tokens - choice.cached_tokens
         bookings = self.view.bookings[choice.worker]
-        booking = bookings.book(num_tokens, len(job.hashes) + 1 - choice.cached_blocks, now_s)
+        places = job.image_places
+        num_image_tokens = 0 if places is None else len(places) - int(np.searchsorted(places, choice.cached_tokens))
+        num_blocks = len(job.hashes) + 1 - choice.cached_blocks
+        booking = bookings.book(num_tokens, num_blocks, now_s, num_image_tokens)
         self.view.booked(choice.worker)
         self.num_in_flight += 1
         return PlacedJob(job, choice.worker, booking, choice)
@@ -224,7 +228,7 @@ class SimulatedRouter:
         placement = placed.choice.placement
         may_be_given_back = may_be_given_back and self._num_routers > 1 and placement is not None
         believed = placement.belief if may_be_given_back and placement is not None else None
-        return belief_message(self._rank + 1, placed.booking, cached_tokens, believed)
+        return belief_message(self.rank + 1, placed.booking, cached_tokens, believed)
 
     def observe(self, worker: int, report: Report) -> None:
         """A report of a worker with new blocks, which the view knows already."""
@@ -240,7 +244,7 @@ class SimulatedRouter:
         self._policy.not_taken(placed.choice)
         self._release(placed)
         for named in report.placed:
-            if named.router == self._rank:
+            if named.router == self.rank:
                 self.named(placed.worker, named.placement_id)
         self.view.answered(placed.worker, report.load, report.version)
 

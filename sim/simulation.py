@@ -24,6 +24,8 @@ from headrace.router.placement.policy import MAX_GIVEN_BACK
 from headrace.sim.admission import SimulatedAdmission
 from headrace.sim.clock import VirtualClock
 from headrace.sim.decode_run import DecodeRun
+from headrace.sim.images import EncodeHosts, Events, encoder_of
+from headrace.sim.process_cost import NOTHING, ProcessCost, RouterTime
 from headrace.sim.reports import WATCH_INTERVAL_S, ReportedFleet
 from headrace.sim.router import PlacedJob, PolicyKind, SimulatedRouter
 from headrace.sim.tiers import DiskSlots, Timer
@@ -47,6 +49,8 @@ class FleetSettings:
     report_delay_s: float = 0.02
     hop_s: float = 0.0
     """Time of a message from the client to a router, from there to a worker, and back."""
+    process_cost: ProcessCost = NOTHING
+    """What routers take for requests, reports and tokens. Its `hop_ms` is not used."""
     seed: int = 1
     num_prefill: int = 0
     """This many workers, the first ones, are reserved for long prompts, whose answers continue at the others; 0: all do
@@ -89,6 +93,7 @@ class Outcome:
     busy_s: Sequence[float]
     num_steps: int
     num_preemptions: int
+    num_images_encoded: int = 0
 
 
 class Simulation:
@@ -114,6 +119,8 @@ class Simulation:
         tiers = settings.worker.tiers
         block_size = settings.worker.block_size
         self._shared_disk = DiskSlots(tiers.disk_tokens // block_size) if tiers.is_disk_shared else None
+        images = settings.worker.images
+        self.encode_hosts = EncodeHosts(images) if images is not None and images.num_hosts else None
         self.workers = [self._worker(number) for number in range(count)]
         num_routers = 1 if exact else settings.num_routers
         shape = FleetShape(count, tiers, settings.num_prefill)
@@ -128,6 +135,7 @@ class Simulation:
             SimulatedAdmission(router, max_wait_s, partial(self._admit, router), self._refuse)
             for router in (self.routers if math.isfinite(max_wait_s) else ())
         ]
+        self._times = [RouterTime(settings.process_cost, count) for _ in self.routers]
         self._records: list[JobRecord] = []
         self._busy_s: list[float] = []
         self._followers: dict[int, list[Job]] = {}
@@ -152,6 +160,7 @@ class Simulation:
             self._busy_s,
             sum(worker.num_steps for worker in self.workers),
             sum(worker.scheduler.stats.preemptions for worker in self.workers),
+            sum(worker.encoder.num_encoded for worker in self.workers if worker.encoder is not None),
         )
 
     def _worker(self, number: int) -> SimulatedWorker:
@@ -162,7 +171,13 @@ class Simulation:
         def now_s() -> float:
             return self.clock.now_s
 
+        def on_ended() -> None:
+            self._cut(number)
+            wake()
+
         timer = Timer(now_s, self.clock.at, wake)
+        images = self._settings.worker.images
+        events = Events(now_s, self.clock.at, on_ended)
         return SimulatedWorker(
             self._settings.worker,
             now_s,
@@ -170,6 +185,7 @@ class Simulation:
             timer=timer,
             cache_of=lambda address: self.workers[int(address)].scheduler.kv_cache,
             shared_disk=self._shared_disk,
+            encoder=None if images is None else encoder_of(images, events, self.encode_hosts),
         )
 
     def check(self) -> None:
@@ -231,6 +247,16 @@ class Simulation:
             action()
 
     def _place(self, record: JobRecord, router: SimulatedRouter) -> None:
+        """A request is at a router, which places it when it gets to it."""
+        if self._settings.process_cost is NOTHING:
+            self._decide(record, router)
+            return
+        now_s = self.clock.now_s
+        self._reported.advance(now_s)
+        done_s = self._times[router.rank].request_done_s(now_s, self._reported.num_messages)
+        self.clock.at(done_s, partial(self._decide, record, router))
+
+    def _decide(self, record: JobRecord, router: SimulatedRouter) -> None:
         """Place a request at a worker."""
         job = record.job
         now_s = self.clock.now_s
@@ -272,6 +298,8 @@ class Simulation:
         self._end_refused(number)
         if milliseconds is not None:
             self.clock.at(self.clock.now_s + milliseconds / 1000, partial(self._end_step, number))
+        elif (news := worker.take_news(self.clock.now_s)) is not None:
+            self._reported.send(number, news, self.clock.now_s)
 
     def _end_run(self, number: int, run: DecodeRun) -> None:
         if run.is_cut:
@@ -327,6 +355,7 @@ class Simulation:
     def _end(self, request_id: str) -> None:
         """The router has the last token of a request."""
         record, placed, router = self._in_flight.pop(request_id)
+        self._times[router.rank].tokens(record.num_tokens)
         if record.is_refused:
             router.moved(placed)
         else:

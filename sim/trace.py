@@ -16,8 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from headrace.protos.block_hash import block_hashes
+from headrace.router.placement.candidates import Places
+from headrace.sim.images import IMAGE_TOKENS, placed_images
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 
@@ -53,6 +56,12 @@ class Job:
         """The token that this request's answer repeats. It occurs in no other answer."""
         return _ANSWER_TOKENS + self.number
 
+    @property
+    def image_places(self) -> Places | None:
+        """The places of image tokens in the prompt, rising; None if there are none."""
+        images = placed_images(self.segments)
+        return np.concatenate([image.places for image in images]) if images else None
+
     def token_ids(self) -> array[int]:
         """Make the token ids of the prompt from its segments."""
         tokens = array("I")
@@ -74,6 +83,7 @@ class Job:
             resume_token_ids=(self.answer_token_id,) * num_resumed,
             arrival_s=arrival_s,
             block_hashes=list(self.hashes),
+            images=placed_images(self.segments),
         )
 
 
@@ -133,6 +143,9 @@ class Generated:
 
     Requests arrive in bursts of `burst` on average (uniform from 1). The requests of a burst arrive at the same time
     and belong to different conversations.
+
+    A share `image_share` of the requests bring a picture of `image_tokens` tokens in front of their unique part: one of
+    `num_pictures`, chosen by Zipf's law, or with 0 a new one each.
     """
 
     num_requests: int = 2000
@@ -146,6 +159,9 @@ class Generated:
     turns: float = 1.0
     num_conversations: int = 200
     burst: int = 1
+    image_share: float = 0.0
+    image_tokens: int = 576
+    num_pictures: int = 0
 
     def __post_init__(self) -> None:
         if self.turns > 1 and self.num_conversations < 2 * self.burst - 1:
@@ -157,6 +173,7 @@ class Generated:
     def jobs(self, rng: random.Random) -> list[Job]:
         """Generate the requests, one per second on average."""
         weights = [1 / (rank + 1) for rank in range(self.num_system_prompts)]
+        pictures = [1 / (rank + 1) for rank in range(self.num_pictures)]
         jobs: list[Job] = []
         conversations: list[tuple[tuple[int, int], ...]] = [()] * self.num_conversations
         speakers: list[int] = []
@@ -171,6 +188,9 @@ class Generated:
             past = conversations[speakers[num_left]] if speakers else ()
             own = round(self.prompt_median * rng.lognormvariate(0.0, self.prompt_sigma))
             segments = [(self.num_system_prompts + number, min(max(own, 1), self.max_prompt_tokens))]
+            if self.image_share and rng.random() < self.image_share:
+                picture = rng.choices(range(self.num_pictures), pictures)[0] if pictures else number
+                segments.insert(0, (IMAGE_TOKENS + picture, self.image_tokens))
             if sum(length for _, length in (*past, *segments)) > self.max_prompt_tokens:
                 past = ()
             if past:

@@ -20,14 +20,18 @@ from headrace.protos.inference_pb2 import Belief
 from headrace.protos.load_report import LoadReport
 from headrace.sim.decode_run import DecodeRun, Learning
 from headrace.sim.drafts import NoGrammars, SimulatedDrafts
+from headrace.sim.images import Encoder, ImageSettings
 from headrace.sim.step_cost import StepCost, StepCostPair
 from headrace.sim.tiers import DiskSlots, SimulatedDisk, SimulatedPeers, TierSettings, Timer
 from headrace.sim.trace import Job
 from headrace.worker.engine.build import build_scheduler, build_speculation
+from headrace.worker.engine.encoding import Encoding
 from headrace.worker.engine.engine import EngineStats
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.forecast import Forecast
+from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.engine.scheduler import SchedulerOutput
+from headrace.worker.engine.stages import Stage, Stages
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepCosts, StepRates, StepShape
 from headrace.worker.engine.step_meter import StepMeter, StepSize
 from headrace.worker.engine.thread import REPORT_INTERVAL_S, load_of
@@ -38,6 +42,7 @@ from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput, Sampled
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
+from headrace.worker.vision.states import StateStore
 
 # Shorter runs are computed step by step.
 _LEAST_RUN = 2
@@ -66,6 +71,8 @@ class WorkerSettings:
     draft_cost: StepCost | None = None
     """Cost of the steps of a smaller model that drafts; None for drafts that cost nothing."""
     tiers: TierSettings = TierSettings()  # noqa: RUF009  frozen
+    images: ImageSettings | None = None
+    """How images are encoded; None for text alone."""
     skips_steps: bool = True
     """Whether decode steps that change nothing are computed together. The result is the same without: tests compare."""
 
@@ -111,9 +118,10 @@ class SimulatedWorker:
         timer: Timer | None = None,
         cache_of: Callable[[str], KVCache] | None = None,
         shared_disk: DiskSlots | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         """With tiers, `timer` has their events, and `cache_of` finds the KV caches of other workers. `shared_disk` is
-        the disk of all workers, if they share one."""
+        the disk of all workers, if they share one. `encoder` encodes images."""
         self.settings = settings
         self._num_taken = 0
         self._clock = clock
@@ -151,6 +159,9 @@ class SimulatedWorker:
         if math.isfinite(settings.max_wait_s):
             self._forecast = Forecast(self.scheduler, settings.max_wait_s, clock)
         self._refused: list[RequestOutput] = []
+        self.encoder, self._encoding = self._with_images(settings.images, encoder)
+        stages: list[Stage] = [stage for stage in (self.fetching, self._encoding) if stage is not None]
+        self._stages = Stages(stages) if stages else None
         self._meter = StepMeter(self.scheduler)
         self._learning = Learning(costs.decode)
         self._stats = EngineStats()
@@ -166,6 +177,15 @@ class SimulatedWorker:
         self._commands_came = False
         self._next_report_s = 0.0
         self._reports_every_step = reports_every_step
+
+    def _with_images(
+        self, settings: ImageSettings | None, encoder: Encoder | None
+    ) -> tuple[Encoder | None, Encoding | None]:
+        """The stage of requests with images."""
+        if settings is None:
+            return None, None
+        assert encoder is not None, "images need an encoder"
+        return encoder, Encoding(self.scheduler, encoder, StateStore(settings.cache_bytes), math.inf, self._clock)
 
     def _warm_up(self) -> None:
         """Fit the worker's cost model to the steps of a warm-up, each of a different size than the previous one."""
@@ -201,6 +221,8 @@ class SimulatedWorker:
         """Begin a run of steps, if the next ones change nothing but the length of answers. `end_run` or `cut_run`
         follows. None if the next step is to begin by itself."""
         assert not self.is_stepping, "a step is running"
+        if self._encoding is not None:
+            self._add_ready()
         num_steps = self._num_alike()
         if num_steps < _LEAST_RUN:
             return None
@@ -220,8 +242,21 @@ class SimulatedWorker:
             self._version,
             0.0 if exact else self._next_report_s,
             0.0 if exact else REPORT_INTERVAL_S,
+            1.0 if self.encoder is None else self.encoder.step_factor,
         )
+        self._engine_is(busy=True)
         return self._run
+
+    def _engine_is(self, *, busy: bool) -> None:
+        if self.encoder is not None:
+            self.encoder.engine_is(busy=busy)
+
+    def _add_ready(self) -> None:
+        """Give the scheduler the requests that have passed all stages."""
+        if self._stages is not None:
+            for request in self._stages.take_ready():
+                self.scheduler.add(request)
+            assert not self._stages.take_outputs(), "a request ended before it was scheduled"
 
     def _num_alike(self) -> int:
         """How many of the next steps change nothing but the length of answers."""
@@ -264,7 +299,9 @@ class SimulatedWorker:
         self._pass(run, num_steps)
         begun_s = run.ends_s[num_steps - 1] if num_steps else run.start_s
         run.cut(num_steps)
-        step_ms = self.begin_step()
+        # What comes now is not a part of the step that is being computed.
+        self._commands_came = False
+        step_ms = self._begin(run.step_factor)
         assert step_ms is not None, "the step of a run"
         return begun_s + step_ms / 1000
 
@@ -320,22 +357,28 @@ class SimulatedWorker:
             if error is not None:
                 self._refused.append(self.scheduler.refuse(request, error))
                 continue
-            if self.fetching is None or not self.fetching.begin(request):
+            if self._stages is None or not self._stages.begin(request):
                 self.scheduler.add(request)
         self._arrived.clear()
-        for request in self.fetching.take_ready() if self.fetching is not None else ():
-            self.scheduler.add(request)
-        if not self.scheduler.has_requests:
+        self._add_ready()
+        return self._begin(stretch * (1.0 if self.encoder is None else self.encoder.step_factor))
+
+    def _begin(self, step_factor: float) -> float | None:
+        """Begin a step, which takes so many times as long as its cost."""
+        output = None
+        if self.scheduler.has_requests:
+            output = self.scheduler.schedule(None if self._stages is None else self._stages.begin_late)
+        if output is None or not output.scheduled:
+            is_waiting = self.scheduler.num_fetching or not self.scheduler.has_requests
+            assert is_waiting, "there are requests, but none is scheduled"
+            self._engine_is(busy=False)
             return None
-        output = self.scheduler.schedule(None if self.fetching is None else self.fetching.begin_late)
-        if not output.scheduled:
-            assert self.scheduler.num_fetching, "there are requests, but none is scheduled"
-            return None
+        self._engine_is(busy=True)
         self._output = output
         size = self._meter.size(output, least=self.settings.least_decode)
         shape = size.shape
         self._num_step_tokens = shape.tokens
-        self._step_ms = stretch * self.settings.cost.milliseconds(shape)
+        self._step_ms = self.settings.cost.milliseconds(shape) * step_factor
         if self.scheduler.speculation is None and shape.prompt_tokens:
             self.scheduler.step_costs.observe(shape, self._step_ms, is_first=False)
         elif self.scheduler.speculation is None:
@@ -355,6 +398,13 @@ class SimulatedWorker:
         for output in refused:
             del self._answers[output.request]
         return refused
+
+    def take_news(self, now_s: float) -> Report | None:
+        """The report that is due although nothing is computed: of requests that wait for images."""
+        if self._encoding is None or not self._commands_came:
+            return None
+        self._commands_came = False
+        return self._report(now_s)
 
     def end_step(self, now_s: float, *, hands_on: bool = False) -> tuple[list[RequestOutput], Report | None]:
         """End the current step. Returns its outputs, and a report if one is due. With `hands_on`, answers that have
@@ -399,7 +449,7 @@ class SimulatedWorker:
     def check(self) -> None:
         """Assert the invariants of the scheduler and the pool, and that every request in them is known."""
         self.scheduler.check()
-        num_held = 0 if self.fetching is None else self.fetching.num_held
+        num_held = 0 if self._stages is None else self._stages.num_held
         known = len(self._arrived) + len(self.scheduler.running) + len(self.scheduler.waiting)
         assert len(self._answers) == known + num_held
 
@@ -429,7 +479,9 @@ class SimulatedWorker:
             transfer_bytes_per_s=0.0 if self._peers is None else self._peers.bytes_per_s,
             disk_bytes_per_s=0.0 if self._disk is None else self._disk.bytes_per_s,
         )
-        return replace(load, num_waiting=load.num_waiting + num_fetching) if num_fetching else load
+        if num_fetching:
+            load = replace(load, num_waiting=load.num_waiting + num_fetching)
+        return load if self._encoding is None else self._encoding.report(EngineReport(load)).load
 
     def _load_now(self) -> LoadReport:
         """The engine's latest report, plus the requests that have arrived since."""

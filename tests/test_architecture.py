@@ -49,8 +49,11 @@ SIM_MAY_IMPORT = {
     "worker.kv.block_pool",
     "worker.kv.fetch",
     "worker.kv.groups",
+    "worker.engine.encoding",
     "worker.engine.fetching",
     "worker.engine.forecast",
+    "worker.engine.mailbox",
+    "worker.engine.stages",
     "worker.engine.build",
     "worker.engine.engine",
     "worker.engine.thread",
@@ -60,12 +63,16 @@ SIM_MAY_IMPORT = {
     "worker.engine.step_cost",
     "worker.engine.step_meter",
     "worker.model.step_limits",
+    "worker.request.images",
     "worker.request.params",
     "worker.request.request",
     "worker.request.step",
     "worker.server.arrivals",
     "worker.speculation.controller",
     "worker.speculation.proposer",
+    "worker.vision.cost",
+    "worker.vision.job",
+    "worker.vision.states",
 }
 
 # foreign distribution -> the only files that may import it

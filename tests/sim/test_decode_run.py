@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.sim import step_cost
+from headrace.sim.images import FAMILIES, ImageSettings
+from headrace.sim.process_cost import NOTHING, ProcessCost
 from headrace.sim.router import POLICIES
 from headrace.sim.simulation import FleetSettings, JobRecord, Outcome, Simulation
 from headrace.sim.trace import Generated, Job, at_rate
@@ -62,6 +64,8 @@ def facts(record: JobRecord) -> tuple[object, ...]:
     turns=st.sampled_from([1.0, 4.0]),
     per_s=st.sampled_from([2.0, 15.0]),
     hop_s=st.sampled_from([0.0, 0.003]),
+    num_hosts=st.sampled_from([None, 0, 1]),
+    cost=st.sampled_from([NOTHING, ProcessCost(3000.0, 10.0, 100.0, 200.0)]),
 )
 @settings(max_examples=25, deadline=None)
 def test_skipped_steps_give_the_outcome_of_single_steps_to_the_last_bit(
@@ -74,12 +78,26 @@ def test_skipped_steps_give_the_outcome_of_single_steps_to_the_last_bit(
     turns: float,
     per_s: float,
     hop_s: float,
+    num_hosts: int | None,
+    cost: ProcessCost,
 ) -> None:
-    worker = WorkerSettings(COST, kv_tokens=12_288, block_size=block_size, max_num_seqs=8, max_num_batched_tokens=128)
-    trace = Generated(40, 3, 200, prompt_median=150.0, output_mean=60.0, max_prompt_tokens=1500, turns=turns)
+    images = None if num_hosts is None else ImageSettings(FAMILIES["smolvlm:low"], num_hosts=num_hosts)
+    worker = WorkerSettings(COST, 12_288, block_size, max_num_seqs=8, max_num_batched_tokens=128, images=images)
+    trace = Generated(
+        *(40, 3, 200),
+        prompt_median=150.0,
+        output_mean=60.0,
+        max_prompt_tokens=1500,
+        turns=turns,
+        image_share=0.0 if images is None else 0.4,
+        image_tokens=64,
+        num_pictures=5,
+    )
     jobs = [job for job in trace.jobs(random.Random(seed)) if worker.holds(job)]
     jobs = [job.hashed(block_size) for job in at_rate(jobs, per_s)]
-    fleet = FleetSettings(worker, num_workers, num_routers, seed=seed, concurrency=concurrency, hop_s=hop_s)
+    fleet = FleetSettings(
+        worker, num_workers, num_routers, seed=seed, concurrency=concurrency, hop_s=hop_s, process_cost=cost
+    )
     alone, num_none = outcome_of(jobs, policy, fleet, skips_steps=False)
     together, num_runs = outcome_of(jobs, policy, fleet, skips_steps=True)
     assert num_none == 0

@@ -29,6 +29,15 @@ def test_the_table_names_every_policy() -> None:
         assert policy in result.stdout
 
 
+def test_pictures_are_counted_and_their_requests_reported_by_themselves() -> None:
+    asked = ["--image-share", "0.5", "--image-family", "smolvlm:low", "--pictures", "3", "--rate", "0.5"]
+    result = CliRunner().invoke(main, [*SMALL, *asked, "--policy", "headrace", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)["policies"][0]
+    assert 3 <= report["num_images_encoded"] <= 6
+    assert report["image_ttft_ms"]["mean"] > report["ttft_ms"]["mean"]
+
+
 def test_one_command_compares_numbers_of_routers() -> None:
     asked = ["--turns", "4", "--burst", "3", "--routers", "1", "--routers", "4"]
     result = CliRunner().invoke(main, [*SMALL, *asked, "--policy", "headrace", "--policy", "oracle", "--json"])
@@ -53,6 +62,8 @@ def test_one_command_compares_numbers_of_routers() -> None:
         ([*SMALL, "--prefill-workers", "1"], "say how fast with --peer-rate"),
         ([*SMALL, "--prefill-workers", "1", "--peer-rate", "9"], "not for consistent-hashing, least-loaded, longest-"),
         ([*SMALL, "--shared-disk"], "say with --disk-tokens how much it holds"),
+        ([*SMALL, "--encode-workers", "1"], "say with --image-share how many requests bring one"),
+        ([*SMALL, "--image-share", "1", "--encode-workers", "2"], "leaves no worker for text; give more --workers"),
         ([*SMALL, "--workers", "16"], "too few to measure the capacity"),
     ],
 )

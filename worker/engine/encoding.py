@@ -28,7 +28,7 @@ from headrace.worker.engine.scheduler import Scheduler, rank
 from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.request import Request, RequestState
 from headrace.worker.request.step import RequestOutput
-from headrace.worker.vision.process import EncodeJob, EncoderProcess
+from headrace.worker.vision.job import EncodeJob, Encoder
 from headrace.worker.vision.states import StateStore
 
 # No request's images are handed to the encoder while it has so many others to do.
@@ -64,7 +64,7 @@ class Encoding:
     def __init__(
         self,
         scheduler: Scheduler,
-        encoder: EncoderProcess,
+        encoder: Encoder,
         store: StateStore,
         max_wait_s: float,
         clock: Callable[[], float] = time.monotonic,

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -39,6 +38,7 @@ from headrace.worker.vision.frames import (
     receive_floats,
     send,
 )
+from headrace.worker.vision.job import EncodeJob
 
 log = logging.getLogger(__name__)
 
@@ -65,29 +65,6 @@ HANGS = (
 NOT_STARTED = (
     "the image cannot be encoded now, because the worker's process that encodes images does not start; try again later"
 )
-
-
-@dataclass(slots=True, eq=False)
-class EncodeJob:
-    """An image of `num_tokens` tokens to be encoded. When it has ended, either `states` or `problem` is set, with the
-    `reason` for the caller."""
-
-    digest: bytes
-    data: bytes
-    detail: str
-    num_tokens: int
-    begun_s: float = 0.0
-    """When the process got it first, on the monotonic clock; 0 before."""
-    seconds: float = 0.0
-    """Its share of the time that encoding took."""
-    states: ImageStates | None = None
-    problem: str = ""
-    reason: Reason = Reason.INTERNAL
-    num_tries: int = 0
-
-    def fail(self, reason: Reason, problem: str) -> None:
-        """End it without states."""
-        self.reason, self.problem = reason, problem
 
 
 class EncoderProcess:

@@ -16,8 +16,8 @@ from PIL import Image
 from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.multimodal.image_inputs import ImageInputs
+from headrace.worker.vision.job import EncodeJob
 from headrace.worker.vision.load import vision_for
-from headrace.worker.vision.process import EncodeJob
 from tests.e2e.shapes import MODEL, TOKENS_PER_PICTURE, questions
 from tests.patience import until
 from tests.worker.configs import worker_config

@@ -19,7 +19,8 @@ from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.vision.child import NOT_A_NUMBER, NOT_ENCODED, TOO_LARGE
 from headrace.worker.vision.encoder import Setting, UnsupportedModelError
-from headrace.worker.vision.process import ENDED_TWICE, HANGS, EncodeJob, EncoderProcess
+from headrace.worker.vision.job import EncodeJob
+from headrace.worker.vision.process import ENDED_TWICE, HANGS, EncoderProcess
 from tests.patience import patience, until
 from tests.worker.vision.fake_child import HIDDEN_SIZE, NUM_LAYERS
 
@@ -170,7 +171,8 @@ def test_closing_ends_the_process_in_the_middle_of_an_image() -> None:
 def test_the_process_dies_with_its_worker_in_the_middle_of_an_image() -> None:
     program = (
         "import sys, time\n"
-        "from headrace.worker.vision.process import EncodeJob, EncoderProcess\n"
+        "from headrace.worker.vision.job import EncodeJob\n"
+        "from headrace.worker.vision.process import EncoderProcess\n"
         "from tests.worker.vision.test_process import MODULE, SETTING\n"
         "process = EncoderProcess(SETTING, lambda: None, module=MODULE)\n"
         "job = EncodeJob(b'', b'hang 4', 'auto', 4)\n"
