@@ -109,6 +109,13 @@ class Load:
         span_s = self.trace[-1].arrival_s - self.trace[0].arrival_s
         return (len(self.trace) - 1) / span_s if span_s > 0 else math.inf
 
+    @property
+    def settle_s(self) -> float:
+        """How long conversations must have come until as many end as begin; 0 without later turns."""
+        if self.per_s is None or self.requests is None:
+            return 0.0
+        return 3 * (self.requests.turns - 1) * self.think_s  # lengths of conversations are geometric
+
     def jobs(self, count: int, seed: int) -> list[Job]:
         """About `count` requests in order of arrival, the same for the same seed."""
         if self.trace:

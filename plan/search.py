@@ -202,9 +202,11 @@ class Search:
 
     def _simulated(self, fleet: Fleet, factor: float) -> Trial:
         load = self._load.scaled(factor) if factor != 1.0 else self._load
+        # Half of the time is for conversations to become as many as they will be.
+        count = max(self._count, round(2 * load.settle_s * load.offered_per_s))
         runs: list[_Run] = []
         for seed in self._seeds:
-            runs.append(_run(fleet, load, self._count, seed))
+            runs.append(_run(fleet, load, count, seed))
             if self._is_hopeless(runs[-1]):
                 break  # other seeds would not save it
         all_records = [record for run in runs for record in run.records]
@@ -285,7 +287,8 @@ def _run(fleet: Fleet, load: Load, count: int, seed: int) -> _Run:
         last_s = min(record.arrived_s for record in records if record.job.number in ends)
     else:
         last_s = max(record.arrived_s for record in records if record.job.follows is None)
-    begin_s = records[0].arrived_s + _WARM_UP_SHARE * (last_s - records[0].arrived_s)
+    share = max(_WARM_UP_SHARE, min(0.5, load.settle_s / max(last_s - records[0].arrived_s, 1e-3)))
+    begin_s = records[0].arrived_s + share * (last_s - records[0].arrived_s)
     counted = [record for record in records if begin_s <= record.arrived_s <= last_s] or list(records)
     end_s = records[-1].arrived_s
     busy = statistics.fmean(outcome.busy_s) / end_s if end_s else 1.0

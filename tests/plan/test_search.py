@@ -135,3 +135,9 @@ def test_later_turns_of_conversations_are_no_growing_queue() -> None:
     asked = replace(REQUESTS, turns=3.0)
     search = Search(Load(asked, per_s=4.0, think_s=5.0), OBJECTIVES, (1,), 120)
     assert search.trial(fleet(speed=4.0).with_hosts(2)).is_good
+
+
+def test_conversations_are_simulated_until_as_many_end_as_begin() -> None:
+    asked = replace(REQUESTS, turns=3.0)
+    trial = Search(Load(asked, per_s=4.0, think_s=10.0), OBJECTIVES, (1,), 40).trial(fleet(speed=4.0).with_hosts(2))
+    assert trial.per_s == pytest.approx(4.0, rel=0.35)
