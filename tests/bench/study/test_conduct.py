@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,8 @@ def test_wrong_answers_of_a_peer_are_marked(tmp_path: Path) -> None:
     outcome = asyncio.run(conducted.conduct(THIRD))
     assert outcome.num_wrong == outcome.num_run == 4
     assert all(finished.is_wrong for finished in directory.all())
-    assert any("WRONG: 12 answers shorter than asked for" in words for words in said)
+    # How many requests a run has depends on how fast the host is.
+    assert any(re.search(r"WRONG: [1-9]\d* answers shorter than asked for", words) for words in said)
 
 
 def test_models_are_compared_only_if_there_are_two(tmp_path: Path) -> None:

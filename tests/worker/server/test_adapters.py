@@ -175,7 +175,7 @@ async def test_what_cannot_be_loaded_is_refused_by_its_field(worker: Worker, nam
 
 
 async def test_watchers_know_the_adapters_after_each_change(worker: Worker, tmp_path: Path) -> None:
-    """They get each adapter once."""
+    """They get what has changed, not all."""
     paths = [write_adapter(tmp_path / str(seed), seed=seed) for seed in range(4)]
     await worker.load("0", paths[0])
     request = worker_pb2.WatchRequest(heartbeat_ms=50, watcher_id=5)
@@ -202,5 +202,6 @@ async def test_watchers_know_the_adapters_after_each_change(worker: Worker, tmp_
     assert [adapter.name for adapter in seen.all()] == ["0", "2"]
     assert not any(message.HasField("adapters") for message in messages)
     assert any(message.HasField("adapter_changes") for message in messages)
-    assert all(len(message.adapter_changes.known) <= 1 for message in messages)
+    # The end of a load is told too, on a busy machine together with the begin of the next.
+    assert all(len(message.adapter_changes.known) <= 2 for message in messages)
     watch.cancel()
