@@ -13,10 +13,11 @@ import click
 
 from headrace.bench import saved
 from headrace.bench.calibrate import calibrate
-from headrace.bench.options.parsing import Group, UsageError
+from headrace.bench.options.parsing import Group
 from headrace.bench.report import page, text_table
 from headrace.bench.serve import serve
 from headrace.bench.study.command import study
+from headrace.common.commands import CommandError, run
 
 
 @click.group(cls=Group, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -45,18 +46,11 @@ def report(files: tuple[Path, ...], output: Path, title: str) -> None:
     try:
         runs = [run for file in files for run in saved.read(file)]
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise CommandError(str(error)) from None
     click.echo(text_table(runs))
     output.write_text(page(runs, title), encoding="utf-8")
     click.echo(f"wrote {output}", err=True)
 
 
 if __name__ == "__main__":
-    try:
-        status = main.main(prog_name="headrace bench", auto_envvar_prefix="HEADRACE_BENCH", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        status = error.exit_code
-    except click.Abort:  # Ctrl-C before or after the load
-        status = 130
-    sys.exit(status)
+    sys.exit(run(main, "headrace bench"))

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from headrace.bench import calibration
-from headrace.bench.options.parsing import Failed, UsageError
 from headrace.bench.target import key_header
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.flags import FiniteRange
 
 _LARGE_ERROR = 0.12
@@ -60,7 +60,7 @@ def calibrate(
     if words and words[0].startswith("-"):  # flags without a model
         model, serve_flags = None, words
     if url is not None and (workers or threads or serve_flags):
-        raise UsageError("--url measures nothing here: leave out --workers, --threads and flags of `headrace serve`")
+        raise CommandError("--url measures nothing here: leave out --workers, --threads and flags of `headrace serve`")
     given = {"--workers": workers, "--threads": threads}
     flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
     began_s = time.monotonic()
@@ -74,9 +74,9 @@ def calibrate(
         else:
             found = uvloop.run(measured(model, [*flags, *serve_flags], seconds, tell))
     except CalibrateError as error:
-        raise Failed(str(error)) from None
+        raise CommandFailed(str(error)) from None
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise CommandError(str(error)) from None
     path = output or calibration.usual_path(found.model.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(calibration.encoded(found))

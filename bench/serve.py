@@ -16,11 +16,12 @@ from headrace.bench.arrivals import Arrivals
 from headrace.bench.benchmark import Benchmark, BenchmarkError, Plan, first_model, writer_of
 from headrace.bench.connection import Client
 from headrace.bench.options import dataset, load, reporting, requests, server, vllm
-from headrace.bench.options.parsing import Command, Failed, UsageError
+from headrace.bench.options.parsing import Command
 from headrace.bench.results import Result
 from headrace.bench.sender import HttpSender
 from headrace.bench.sweep import sweep, table
 from headrace.bench.telling import Outputs
+from headrace.common.commands import CommandError, CommandFailed
 
 _SWEEP_PROBES = 3
 _SWEEP_FIRST_SHARE = 0.5
@@ -79,15 +80,15 @@ async def _serve(flags: Mapping[str, Any]) -> int:
             return await _swept(bench, plan, outputs, flags["sweep_seconds"], flags["sweep_refinements"])
         return await _once(bench, plan, outputs)
     except BenchmarkError as error:
-        raise Failed(str(error)) from None
+        raise CommandFailed(str(error)) from None
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise CommandError(str(error)) from None
     finally:
         client.close()
 
 
 def plan_of(flags: Mapping[str, Any]) -> Plan:
-    """What to run. Raises UsageError for flags that contradict each other."""
+    """What to run. Raises CommandError for flags that contradict each other."""
     load.check_sweep(flags)
     return Plan(
         workload=dataset.workload(flags),

@@ -8,7 +8,7 @@ import ssl
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from headrace.cli.errors import CommandError
+from headrace.common.commands import CommandError
 
 if TYPE_CHECKING:
     import httpx

@@ -12,7 +12,7 @@ try:
 
     import click
 
-    from headrace.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
+    from headrace.common.commands import told
 except KeyboardInterrupt:  # from here on, click catches it
     sys.exit(130)
 
@@ -51,32 +51,6 @@ _SUBCOMMANDS = {
 }
 
 
-def _told(error: Exception) -> int:
-    """Report a failure on standard error. Returns the exit status."""
-    match error:
-        case click.Abort():
-            return EXIT_INTERRUPTED
-        case click.exceptions.NoArgsIsHelpError():
-            click.echo(error.format_message(), err=True)
-            return EXIT_REFUSED
-        case click.UsageError():
-            command = error.ctx.command_path if error.ctx is not None else "headrace"
-            said = error.format_message().rstrip(".")
-            mark = "" if said.endswith("?") else ";"
-            click.echo(f"error: {said[:1].lower()}{said[1:]}{mark} see {command} --help", err=True)
-            return EXIT_REFUSED
-        case click.ClickException():
-            error.show()
-            return error.exit_code
-        case OSError():  # a full disk, or a file that may not be read or written
-            about = f"{error.filename}: " if error.filename else ""
-            click.echo(f"error: {about}{error.strerror or error}", err=True)
-            return EXIT_FAILED
-        case _:  # UnicodeError: a line of the input, an argument or a variable; rarely, an answer
-            click.echo(f"error: a text that was given or would be shown does not fit its encoding: {error}", err=True)
-            return EXIT_REFUSED
-
-
 class _LazyGroup(click.Group):
     def main(
         self,
@@ -92,7 +66,7 @@ class _LazyGroup(click.Group):
         except (click.ClickException, click.Abort, OSError, UnicodeError) as error:
             if not standalone_mode:
                 raise
-            sys.exit(_told(error))
+            sys.exit(told(error))
         if standalone_mode:
             sys.exit(status if isinstance(status, int) else 0)
         return status

@@ -11,13 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import click
 import msgspec
 
 from headrace.bench import calibration as files
 from headrace.bench.lengths import SHAPES
+from headrace.common import commands
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.flags import FiniteRange
 from headrace.plan.fleet import Fleet, Kind, Memory
 from headrace.plan.load import Load, Requests, lengths
@@ -27,22 +29,6 @@ _DEFAULT_MODEL = "smollm2-135m"
 _CURVE = (0.25, 0.5, 0.75)
 _RUN_S = 120.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 240, 600
-
-
-class UsageError(click.ClickException):
-    """The flags cannot be used. The message says what to change."""
-
-    exit_code = 2
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Write the message to `file`, or to standard error."""
-        click.echo(f"error: {self.format_message()}", file=file, err=file is None)
-
-
-class Failed(UsageError):
-    """There is no plan."""
-
-    exit_code = 1
 
 
 class LimitType(click.ParamType[Limit]):
@@ -187,36 +173,36 @@ def main(context: click.Context, /, **flags: Any) -> None:
 
 
 def check(flags: Mapping[str, Any], given: set[str]) -> None:
-    """Raise UsageError if the flags contradict each other."""
+    """Raise CommandError if the flags contradict each other."""
     loads = [name for name in ("users", "rate", "trace", "url") if flags[name] is not None]
     if len(loads) != 1:
         said = "which load? give" if not loads else f"--{' and --'.join(loads)} are several loads; give one of"
-        raise UsageError(f"{said} --users with --every or --think-time, --rate, --trace, or --url of a running fleet")
+        raise CommandError(f"{said} --users with --every or --think-time, --rate, --trace, or --url of a running fleet")
     if flags["users"] is not None and (flags["think_time"] is None) == (flags["every"] is None):
-        raise UsageError("--users needs either --every (from request to request) or --think-time (after each answer)")
+        raise CommandError("--users needs either --every (from request to request) or --think-time (after each answer)")
     if flags["users"] is None and flags["every"] is not None:
-        raise UsageError("--every is how often a user asks; say how many there are with --users")
+        raise CommandError("--every is how often a user asks; say how many there are with --users")
     if flags["every"] == 0:
-        raise UsageError("--every must be above 0")
+        raise CommandError("--every must be above 0")
     if flags["think_time"] is not None and flags["users"] is None and not (flags["rate"] and flags["turns"] > 1):
-        raise UsageError("--think-time is for --users, or for --rate with --turns of more than one")
+        raise CommandError("--think-time is for --users, or for --rate with --turns of more than one")
     if flags["url"] and flags["calibrations"]:
-        raise UsageError("--url brings costs and load of the running fleet; leave --calibration or --url out")
+        raise CommandError("--url brings costs and load of the running fleet; leave --calibration or --url out")
     of_requests = {"prompt", "answer", "prompt_dist", "answer_dist", "shared_prefix", "prefixes", "turns"} & given
     if of_requests and flags["trace"] is not None:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(of_requests))
-        raise UsageError(f"a trace has its own requests; leave out {names}")
+        raise CommandError(f"a trace has its own requests; leave out {names}")
     if flags["prefixes"] > 1 and not flags["shared_prefix"]:
-        raise UsageError("--prefixes needs their length; give it with --shared-prefix")
+        raise CommandError("--prefixes needs their length; give it with --shared-prefix")
     if flags["hosts"] and flags["spare_hosts"]:
-        raise UsageError("--hosts asks about a fleet that is there; leave --spare-hosts out")
+        raise CommandError("--hosts asks about a fleet that is there; leave --spare-hosts out")
 
 
 def requests_of(flags: Mapping[str, Any], most: int) -> Requests:
-    """The requests that the flags describe; none longer than `most` tokens. Raises UsageError."""
+    """The requests that the flags describe; none longer than `most` tokens. Raises CommandError."""
     prefix = flags["shared_prefix"]
     if prefix + flags["prompt"] + flags["answer"] > most:
-        raise UsageError(
+        raise CommandError(
             f"--shared-prefix, --prompt and --answer are {prefix + flags['prompt'] + flags['answer']:,.0f} tokens "
             f"together, and the model takes {most:,}; give shorter ones"
         )
@@ -233,11 +219,11 @@ def requests_of(flags: Mapping[str, Any], most: int) -> Requests:
 
 
 def of_files(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
-    """The kinds of hosts of the calibrations, and the load that the flags describe. Raises UsageError."""
+    """The kinds of hosts of the calibrations, and the load that the flags describe. Raises CommandError."""
     model = flags["model"] or _DEFAULT_MODEL
     paths = flags["calibrations"] or (files.usual_path(model),)
     if not flags["calibrations"] and not paths[0].exists():
-        raise UsageError(
+        raise CommandError(
             f"there is no calibration of {model}: run `headrace bench calibrate {model}` on a host as you will use, or "
             "name a file with --calibration"
         )
@@ -261,30 +247,30 @@ def _of_trace(path: Path) -> Load:
     try:
         jobs = trace.read(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read --trace: {error}") from None
+        raise CommandError(f"cannot read --trace: {error}") from None
     if len(jobs) < 2:
-        raise UsageError(f"{path} has fewer than two requests")
+        raise CommandError(f"{path} has fewer than two requests")
     return Load(trace=tuple(jobs), name=f"{len(jobs)} requests of {path.name}")
 
 
 def kinds_of(paths: Sequence[Path], costs: Sequence[str], model: str | None) -> list[Kind]:
-    """The calibrations in these files. Raises UsageError if one cannot be used, or if they are of several models."""
+    """The calibrations in these files. Raises CommandError if one cannot be used, or if they are of several models."""
     try:
         kinds = [Kind(path.stem, files.read(path)) for path in paths]
     except files.CalibrationError as error:
-        raise UsageError(str(error)) from None
+        raise CommandError(str(error)) from None
     names = sorted({kind.calibration.model.name for kind in kinds})
     if len(names) > 1:
-        raise UsageError(f"the calibrations are of several models: {', '.join(names)}; compare hosts with one model")
+        raise CommandError(f"the calibrations are of several models: {', '.join(names)}; compare hosts with one model")
     if model is not None and names[0] != model:
-        raise UsageError(f"the calibration is of {names[0]}, not of {model}; calibrate {model}, or leave MODEL out")
+        raise CommandError(f"the calibration is of {names[0]}, not of {model}; calibrate {model}, or leave MODEL out")
     stems = [kind.name for kind in kinds]
     if len(set(stems)) < len(stems):
-        raise UsageError("two calibrations have the same file name; rename one, because names tell them apart")
+        raise CommandError("two calibrations have the same file name; rename one, because names tell them apart")
     prices = dict(_price(cost, stems) for cost in costs)
     if prices and set(prices) != set(stems):
         missing = ", ".join(sorted(set(stems) - set(prices)))
-        raise UsageError(f"--cost-per-host is missing for {missing}; give NAME=NUMBER for each calibration")
+        raise CommandError(f"--cost-per-host is missing for {missing}; give NAME=NUMBER for each calibration")
     return [replace(kind, cost=prices.get(kind.name)) for kind in kinds]
 
 
@@ -295,18 +281,18 @@ def _price(text: str, names: Sequence[str]) -> tuple[str, float]:
     except ValueError:
         price = -1.0
     if not 0 <= price < float("inf"):
-        raise UsageError(f"--cost-per-host {text!r} is not [NAME=]NUMBER, such as {names[0]}=350")
+        raise CommandError(f"--cost-per-host {text!r} is not [NAME=]NUMBER, such as {names[0]}=350")
     if not mark:
         if len(names) > 1:
-            raise UsageError(f"--cost-per-host {text!r}: of which host? Write {names[0]}={number} and so on")
+            raise CommandError(f"--cost-per-host {text!r}: of which host? Write {names[0]}={number} and so on")
         return names[0], price
     if name not in names:
-        raise UsageError(f"--cost-per-host {text!r}: no calibration is called {name!r}; there is {', '.join(names)}")
+        raise CommandError(f"--cost-per-host {text!r}: no calibration is called {name!r}; there is {', '.join(names)}")
     return name, price
 
 
 def of_url(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
-    """The kind of host of a running fleet, its load, and the number of its hosts. Raises UsageError."""
+    """The kind of host of a running fleet, its load, and the number of its hosts. Raises CommandError."""
     import asyncio
 
     from headrace.bench.calibrating import CalibrateError, learned_of
@@ -326,11 +312,13 @@ def of_url(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
         running = asyncio.run(ask())
         found = learned_of(running)
     except (ExchangeError, CalibrateError) as error:
-        raise Failed(str(error)) from None
+        raise CommandFailed(str(error)) from None
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise CommandError(str(error)) from None
     if running.load is None:
-        raise Failed("the gateway has answered no request in its last minutes; ask again under load, or give the load")
+        raise CommandFailed(
+            "the gateway has answered no request in its last minutes; ask again under load, or give the load"
+        )
     recent = running.load
     prompt, cached, answer = max(1.0, recent.prompt - recent.cached), round(recent.cached), max(1.0, recent.answer)
     most = found.model.max_context_tokens
@@ -373,7 +361,7 @@ def planned(
         ]
     except DoesNotFitError as error:
         tell("")
-        raise UsageError(str(error)) from None
+        raise CommandError(str(error)) from None
     tell("")
     answers.sort(key=rank)
     if flags["as_json"]:
@@ -391,20 +379,8 @@ def planned(
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status. Failures are one line on standard error."""
-    try:
-        status = main.main(args, "headrace plan", standalone_mode=False, auto_envvar_prefix="HEADRACE_PLAN")
-    except click.UsageError as error:
-        said = error.format_message().rstrip(".")
-        mark = "" if said.endswith("?") else ";"
-        click.echo(f"error: {said[:1].lower()}{said[1:]}{mark} see headrace plan --help", err=True)
-        return 2
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        return 130
-    return status if isinstance(status, int) else 0
+    """Run the command; see `headrace.common.commands.run`."""
+    return commands.run(main, "headrace plan", args)
 
 
 if __name__ == "__main__":

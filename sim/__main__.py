@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import click
 import msgspec
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from headrace.common.commands import CommandError, run
 from headrace.common.flags import FiniteRange
 from headrace.sim import process_cost, step_cost, trace
 from headrace.sim.images import FAMILIES, ImageSettings
@@ -34,16 +36,6 @@ _CAPACITY_CONCURRENCY = 8
 _WITH_ROLES = {"headrace", "oracle"}
 # Width of the table if the output is not a terminal.
 _FILE_WIDTH = 160
-
-
-class UsageError(click.ClickException):
-    """The flags cannot be used. The message says what to change."""
-
-    exit_code = 2
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Write the message to `file`, or to standard error."""
-        click.echo(f"error: {self.format_message()}", file=file, err=file is None)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -89,7 +81,7 @@ class _Runs:
         requests in flight."""
         concurrency = _CAPACITY_CONCURRENCY * fleet.num_workers
         if len(jobs) < 2 * concurrency:
-            raise UsageError(
+            raise CommandError(
                 f"{len(jobs)} requests are too few to measure the capacity of {fleet.num_workers} workers; use at "
                 f"least {2 * concurrency}, or set the arrival rate with --rate"
             )
@@ -101,40 +93,40 @@ class _Runs:
 
 
 def read_step_cost(path: Path | None, flag: str = "--step-cost") -> step_cost.StepCost:
-    """Read the coefficients from a file. The default is the committed fit. Raises UsageError if the file is not
+    """Read the coefficients from a file. The default is the committed fit. Raises CommandError if the file is not
     valid."""
     if path is None:
         return step_cost.default()
     try:
         return step_cost.read(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {flag}: {error}; benchmarks/engine/step_cost.py writes such a file") from None
+        raise CommandError(f"cannot read {flag}: {error}; benchmarks/engine/step_cost.py writes such a file") from None
 
 
 def read_process_cost(path: Path | None) -> ProcessCost:
-    """Read what routers and messages take. Without a file, nothing. Raises UsageError if the file is not valid."""
+    """Read what routers and messages take. Without a file, nothing. Raises CommandError if the file is not valid."""
     if path is None:
         return NOTHING
     try:
         return process_cost.read(path)
     except (OSError, ValueError) as error:
-        raise UsageError(
+        raise CommandError(
             f"cannot read --process-cost: {error}; benchmarks/router/real_fleet.py writes such a file"
         ) from None
 
 
 def read_draft_cost(path: Path | None, acceptance: float | None) -> step_cost.StepCost | None:
-    """Read the cost of a smaller model's steps, if there is a file. Raises UsageError if the file is not valid, or if
+    """Read the cost of a smaller model's steps, if there is a file. Raises CommandError if the file is not valid, or if
     it is given without `acceptance`."""
     if path is None:
         return None
     if acceptance is None:
-        raise UsageError("--draft-step-cost needs to know how often drafts are right; add --acceptance")
+        raise CommandError("--draft-step-cost needs to know how often drafts are right; add --acceptance")
     return read_step_cost(path, "--draft-step-cost")
 
 
 def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
-    """The generated trace that the flags describe. Raises UsageError if the flags contradict each other."""
+    """The generated trace that the flags describe. Raises CommandError if the flags contradict each other."""
     try:
         return trace.Generated(
             num_requests=options["requests"],
@@ -150,63 +142,63 @@ def generated_trace(options: Mapping[str, Any]) -> trace.Generated:
             num_pictures=options["pictures"],
         )
     except ValueError as error:
-        raise UsageError(f"{error}: give more --conversations, or a smaller --burst") from None
+        raise CommandError(f"{error}: give more --conversations, or a smaller --burst") from None
 
 
 def read_jobs(path: Path | None, limit: int | None, generated: trace.Generated, seed: int) -> list[Job]:
-    """Read the requests from a file, or generate them. Raises UsageError if the file is not valid or has no
+    """Read the requests from a file, or generate them. Raises CommandError if the file is not valid or has no
     requests."""
     if path is None:
         return generated.jobs(random.Random(seed))
     try:
         jobs = trace.read(path, limit)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read --trace: {error}") from None
+        raise CommandError(f"cannot read --trace: {error}") from None
     if not jobs:
-        raise UsageError(f"{path} has no requests")
+        raise CommandError(f"{path} has no requests")
     return jobs
 
 
 def prepared(jobs: Sequence[Job], settings: WorkerSettings) -> list[Job]:
     """Add block hashes to the jobs. Drop jobs that do not fit into a worker's KV cache: a worker would refuse them.
-    Raises UsageError if none fits."""
+    Raises CommandError if none fits."""
     fitting = [job for job in jobs if settings.holds(job)]
     if not fitting:
-        raise UsageError("no request of the trace fits into a worker's KV cache; increase --kv-tokens")
+        raise CommandError("no request of the trace fits into a worker's KV cache; increase --kv-tokens")
     if len(fitting) < len(jobs):
         click.echo(f"dropped {len(jobs) - len(fitting)} requests that do not fit into a worker's KV cache", err=True)
     return [job.hashed(settings.block_size) for job in fitting]
 
 
 def check_prefill_workers(count: int, num_workers: int, peer_rate: float, policies: Iterable[str]) -> None:
-    """Raise UsageError if no worker is left for answers, or if answers could not continue elsewhere."""
+    """Raise CommandError if no worker is left for answers, or if answers could not continue elsewhere."""
     if not count:
         return
     if count >= num_workers:
-        raise UsageError(f"--prefill-workers {count} leaves no worker for answers; give more --workers")
+        raise CommandError(f"--prefill-workers {count} leaves no worker for answers; give more --workers")
     if not peer_rate:
-        raise UsageError("--prefill-workers moves prompts from worker to worker; say how fast with --peer-rate")
+        raise CommandError("--prefill-workers moves prompts from worker to worker; say how fast with --peer-rate")
     others = sorted(set(policies) - _WITH_ROLES)
     if others:
-        raise UsageError(f"--prefill-workers is not for {', '.join(others)}; name policies with --policy")
+        raise CommandError(f"--prefill-workers is not for {', '.join(others)}; name policies with --policy")
 
 
 def tiers_of(options: Mapping[str, Any]) -> TierSettings:
-    """The tiers that the flags describe. Raises UsageError if the flags contradict each other."""
+    """The tiers that the flags describe. Raises CommandError if the flags contradict each other."""
     if options["shared_disk"] and not options["disk_tokens"]:
-        raise UsageError("--shared-disk needs a disk; say with --disk-tokens how much it holds")
+        raise CommandError("--shared-disk needs a disk; say with --disk-tokens how much it holds")
     return TierSettings(options["disk_tokens"], options["disk_rate"], options["peer_rate"], options["shared_disk"])
 
 
 def images_of(options: Mapping[str, Any]) -> ImageSettings | None:
-    """How images are encoded, if requests have any. Raises UsageError if the flags contradict each other."""
+    """How images are encoded, if requests have any. Raises CommandError if the flags contradict each other."""
     num_hosts = options["encode_workers"]
     if not options["image_share"]:
         if num_hosts:
-            raise UsageError("--encode-workers need images; say with --image-share how many requests bring one")
+            raise CommandError("--encode-workers need images; say with --image-share how many requests bring one")
         return None
     if num_hosts >= options["workers"]:
-        raise UsageError(f"--encode-workers {num_hosts} leaves no worker for text; give more --workers")
+        raise CommandError(f"--encode-workers {num_hosts} leaves no worker for text; give more --workers")
     return ImageSettings(FAMILIES[options["image_family"]], options["worker_cores"], num_hosts=num_hosts)
 
 
@@ -412,4 +404,4 @@ def main(trace_file: Path | None, policies: tuple[str, ...], as_json: bool, **op
 
 
 if __name__ == "__main__":
-    main(prog_name="headrace sim")
+    sys.exit(run(main, "headrace sim"))

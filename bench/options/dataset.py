@@ -12,9 +12,10 @@ import click
 from headrace.bench.datasets import ManyTurns
 from headrace.bench.lengths import SHAPES, Lengths
 from headrace.bench.options import vllm
-from headrace.bench.options.parsing import Section, UsageError
+from headrace.bench.options.parsing import Section
 from headrace.bench.options.values import OneOf, RangeRatio
 from headrace.bench.workload import NAMES, OF_FILES, Workload
+from headrace.common.commands import CommandError
 from headrace.common.flags import FiniteRange
 
 _NUM_PROMPTS = 1000
@@ -176,20 +177,20 @@ def count(flags: Mapping[str, Any]) -> int:
 
 
 def workload(flags: Mapping[str, Any]) -> Workload:
-    """The dataset with its numbers. Raises UsageError."""
+    """The dataset with its numbers. Raises CommandError."""
     name = flags["dataset_name"]
     if name in OF_FILES and flags["dataset_path"] is None:
-        raise UsageError(f"--dataset-name {name} reads a file; name it with --dataset-path")
+        raise CommandError(f"--dataset-name {name} reads a file; name it with --dataset-path")
     if name not in OF_FILES and flags["dataset_path"] is not None:
         names = ", ".join(sorted(OF_FILES))
-        raise UsageError(f"--dataset-name {name} reads no file; name one of {names} for --dataset-path")
+        raise CommandError(f"--dataset-name {name} reads no file; name one of {names} for --dataset-path")
     if name not in OF_FILES and flags["num_prompts"] is not None and flags["num_prompts"] < 1:
-        raise UsageError(f"--num-prompts {flags['num_prompts']}: {name} has no end; give a number of requests")
+        raise CommandError(f"--num-prompts {flags['num_prompts']}: {name} has no end; give a number of requests")
     sigma = flags["lognormal_sigma"]
     input_ratio, output_ratio = flags["random_range_ratio"] if name == "random" else (0.0, 0.0)
     custom_len = flags["custom_output_len"]
     if custom_len == 0:
-        raise UsageError("--custom-output-len 0: give a length, or -1 for those of the file")
+        raise CommandError("--custom-output-len 0: give a length, or -1 for those of the file")
     most = flags["max_total_len"] // 2
     is_many = name == "multi_turn"
 

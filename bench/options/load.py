@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from headrace.bench.arrivals import Arrivals, RampUp
-from headrace.bench.options.parsing import Section, UsageError
+from headrace.bench.options.parsing import Section
 from headrace.bench.options.values import PositiveOrInf
+from headrace.common.commands import CommandError
 from headrace.common.flags import FiniteRange
 
 FLAGS = Section(
@@ -66,34 +67,34 @@ FLAGS = Section(
 
 
 def arrivals(flags: Mapping[str, Any]) -> Arrivals:
-    """When requests are due. Raises UsageError."""
+    """When requests are due. Raises CommandError."""
     rate, strategy = flags["request_rate"], flags["ramp_up_strategy"]
     start, end = flags["ramp_up_start_rps"], flags["ramp_up_end_rps"]
     if strategy is None:
         if start is not None or end is not None:
-            raise UsageError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+            raise CommandError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
         return Arrivals(rate, flags["burstiness"])
     if math.isfinite(rate):
-        raise UsageError("a ramp has its own rates; leave --request-rate out")
+        raise CommandError("a ramp has its own rates; leave --request-rate out")
     if start is None or not end:
-        raise UsageError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+        raise CommandError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
     if start > end:
-        raise UsageError("--ramp-up-start-rps is more than --ramp-up-end-rps; exchange them")
+        raise CommandError("--ramp-up-start-rps is more than --ramp-up-end-rps; exchange them")
     if strategy == "exponential" and start == 0:
-        raise UsageError("an exponential ramp cannot begin at 0; give another --ramp-up-start-rps")
+        raise CommandError("an exponential ramp cannot begin at 0; give another --ramp-up-start-rps")
     return Arrivals(rate, flags["burstiness"], RampUp(strategy, start, end))
 
 
 def is_self_timed(flags: Mapping[str, Any]) -> bool:
-    """Whether requests are sent at the times of their dataset. Raises UsageError."""
+    """Whether requests are sent at the times of their dataset. Raises CommandError."""
     name, asked = flags["dataset_name"], flags["self_timed"]
     if name != "timed_trace":
         if asked is not None:
-            raise UsageError(f"--self-timed is for --dataset-name timed_trace; {name} has no times")
+            raise CommandError(f"--self-timed is for --dataset-name timed_trace; {name} has no times")
         return False
     found = asked is not False and not flags["is_sweep"]
     if found and (math.isfinite(flags["request_rate"]) or flags["ramp_up_strategy"] is not None):
-        raise UsageError("a trace is sent at its own times; add --no-self-timed to send it at a rate")
+        raise CommandError("a trace is sent at its own times; add --no-self-timed to send it at a rate")
     return found
 
 
@@ -107,7 +108,7 @@ def num_users(flags: Mapping[str, Any]) -> int | None:
 
 
 def check_sweep(flags: Mapping[str, Any]) -> None:
-    """Raise UsageError for flags that a sweep sets itself."""
+    """Raise CommandError for flags that a sweep sets itself."""
     given = {
         "--request-rate": math.isfinite(flags["request_rate"]),
         "--ramp-up-strategy": flags["ramp_up_strategy"] is not None,
@@ -117,4 +118,4 @@ def check_sweep(flags: Mapping[str, Any]) -> None:
     }
     for flag, is_given in given.items():
         if flags["is_sweep"] and is_given:
-            raise UsageError(f"--sweep chooses rates and numbers of requests itself; leave {flag} out")
+            raise CommandError(f"--sweep chooses rates and numbers of requests itself; leave {flag} out")

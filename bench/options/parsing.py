@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -74,22 +74,6 @@ class Group(click.Group):
         if args and args[0] not in (*self.commands, "--help", "-h"):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
-
-
-class UsageError(click.ClickException):
-    """The flags cannot be used. The message says what to change."""
-
-    exit_code = 2
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Write the message to `file`, or to standard error."""
-        click.echo(f"error: {self.format_message()}", file=file, err=file is None)
-
-
-class Failed(UsageError):
-    """The server cannot be measured."""
-
-    exit_code = 1
 
 
 class Section:

@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from headrace.bench.apis import SAMPLING, Api, Chat, Completions, Options
-from headrace.bench.options.parsing import Section, UsageError
+from headrace.bench.options.parsing import Section
 from headrace.bench.options.values import JsonObject
+from headrace.common.commands import CommandError
 from headrace.common.flags import FiniteRange
 
 _ENDLESS = ("random", "timed_trace")
@@ -61,7 +62,7 @@ FLAGS = Section(
 
 
 def request_options(flags: Mapping[str, Any], api: Api, model: str) -> Options:
-    """What every request has. Raises UsageError for what the API does not have."""
+    """What every request has. Raises CommandError for what the API does not have."""
     fields = _sampling(flags, api) | _logprobs(flags, api)
     return Options(model, _ignores_eos(flags, api), fields, _template(flags, api) | flags["extra_body"])
 
@@ -71,16 +72,16 @@ def _sampling(flags: Mapping[str, Any], api: Api) -> dict[str, Any]:
     for name in given:
         if name not in api.sampling:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag}: the API {flags['backend']} has no such parameter; leave it out")
+            raise CommandError(f"{flag}: the API {flags['backend']} has no such parameter; leave it out")
     return {api.sampling[name]: value for name, value in given.items()}
 
 
 def _template(flags: Mapping[str, Any], api: Api) -> dict[str, Any]:
-    """The field with the variables of the chat template. Raises UsageError for an API without one."""
+    """The field with the variables of the chat template. Raises CommandError for an API without one."""
     if not flags["chat_template_kwargs"]:
         return {}
     if not isinstance(api, Chat):
-        raise UsageError(
+        raise CommandError(
             f"--chat-template-kwargs: the API {flags['backend']} has no field for them, and the server applies "
             "templates; add --backend openai-chat"
         )
@@ -89,14 +90,14 @@ def _template(flags: Mapping[str, Any], api: Api) -> dict[str, Any]:
 
 def _ignores_eos(flags: Mapping[str, Any], api: Api) -> bool:
     if flags["ignore_eos"] and not api.ignores_eos:
-        raise UsageError(f"--ignore-eos: the API {flags['backend']} cannot continue after the end of an answer")
+        raise CommandError(f"--ignore-eos: the API {flags['backend']} cannot continue after the end of an answer")
     if flags["ignore_eos"] is None:
         return api.ignores_eos and flags["dataset_name"] in _ENDLESS
     return bool(flags["ignore_eos"])
 
 
 def _logprobs(flags: Mapping[str, Any], api: Api) -> dict[str, Any]:
-    """The fields that ask for log-probabilities. Raises UsageError for an API that has none."""
+    """The fields that ask for log-probabilities. Raises CommandError for an API that has none."""
     count = flags["logprobs"]
     if count is None:
         return {}
@@ -105,4 +106,4 @@ def _logprobs(flags: Mapping[str, Any], api: Api) -> dict[str, Any]:
             return {"logprobs": True, "top_logprobs": count}
         case Completions():
             return {"logprobs": count}
-    raise UsageError(f"--logprobs: the API {flags['backend']} is not asked for log-probabilities; leave it out")
+    raise CommandError(f"--logprobs: the API {flags['backend']} is not asked for log-probabilities; leave it out")

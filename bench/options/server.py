@@ -10,9 +10,10 @@ import click
 
 from headrace.bench.apis import BACKENDS, Api, api_of
 from headrace.bench.options import vllm
-from headrace.bench.options.parsing import Section, UsageError
+from headrace.bench.options.parsing import Section
 from headrace.bench.options.values import OneOf, Pair
 from headrace.bench.target import Target, key_header, target_of
+from headrace.common.commands import CommandError
 from headrace.common.flags import FiniteRange
 
 FLAGS = Section(
@@ -48,13 +49,13 @@ FLAGS = Section(
 
 
 def target(flags: Mapping[str, Any]) -> Target:
-    """The server that the flags name. Raises UsageError."""
+    """The server that the flags name. Raises CommandError."""
     url = flags["url"] or flags["base_url"]
     if flags["url"] is not None and any(flags[name] is not None for name in ("base_url", "host", "port")):
-        raise UsageError("the server is named twice; give either URL, or --base-url, or --host and --port")
+        raise CommandError("the server is named twice; give either URL, or --base-url, or --host and --port")
     if url is None:
         if flags["host"] is None and flags["port"] is None:
-            raise UsageError("which server? Give its URL, such as http://127.0.0.1:8000")
+            raise CommandError("which server? Give its URL, such as http://127.0.0.1:8000")
         host = flags["host"] or "127.0.0.1"
         url = f"http://{f'[{host}]' if ':' in host else host}:{flags['port'] or 8000}"
     headers = dict(flags["headers"])
@@ -63,7 +64,7 @@ def target(flags: Mapping[str, Any]) -> Target:
     try:
         return target_of(url, headers, flags["ca_file"], flags["insecure"])
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise CommandError(str(error)) from None
 
 
 def api(flags: Mapping[str, Any]) -> Api:

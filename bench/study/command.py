@@ -17,7 +17,6 @@ import click
 import uvloop
 
 from headrace.bench.datasets import DatasetError
-from headrace.bench.options.parsing import Failed, UsageError
 from headrace.bench.study import recipes
 from headrace.bench.study.conduct import Study
 from headrace.bench.study.directory import DirectoryError, Settings, StudyDirectory
@@ -27,6 +26,7 @@ from headrace.bench.study.pages import page, pictures
 from headrace.bench.study.processes import ServerError
 from headrace.bench.study.recipes import EXPERIMENTS, PEERS
 from headrace.bench.study.summary import as_markdown, as_text, head_of, tables
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.model_files.cache import find_directory
 
 _GIB = 1 << 30
@@ -138,7 +138,7 @@ def study(**flags: Any) -> None:
     for name in ("environments", "ggufs", "checkpoints"):
         for _, path in flags[name]:
             if not path.exists():
-                raise UsageError(f"there is no {path}; see --{name.removesuffix('s')}")
+                raise CommandError(f"there is no {path}; see --{name.removesuffix('s')}")
     directory = StudyDirectory(flags["directory"])
     scale = recipes.QUICK if flags["quick"] else recipes.FULL
     experiments = [experiment for experiment in EXPERIMENTS if experiment.name in flags["only"]]
@@ -162,14 +162,14 @@ def study(**flags: Any) -> None:
             _write_summary(directory, ())
         num_wrong = sum(finished.is_wrong for finished in directory.all())
     except (ModelError, DirectoryError, DatasetError) as error:
-        raise UsageError(str(error)) from None
+        raise CommandError(str(error)) from None
     except ServerError as error:
-        raise Failed(str(error)) from None
+        raise CommandFailed(str(error)) from None
     except KeyboardInterrupt:
         _say(f"stopped; the same command goes on with the next run, from {directory.path}")
         raise
     if num_wrong:
-        raise Failed(f"in {num_wrong} runs answers were wrong or requests failed; they are marked in the tables")
+        raise CommandFailed(f"in {num_wrong} runs answers were wrong or requests failed; they are marked in the tables")
 
 
 def _fetched(name: str) -> StudiedModel:

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import click
 
-from headrace.cli.errors import CommandError
 from headrace.cli.export.weights import DEFAULT_GROUP_SIZE, EXPORTED, GROUP_SIZES, INT4, ExportedWeights
+from headrace.common.commands import CommandError
 from headrace.common.flags import FiniteRange
 
 Command = TypeVar("Command", bound=Callable[..., object])

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from headrace.cli import launch
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.export.weights import ExportedWeights, why_unreadable
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.host_memory import GIB
 
 _EXPORTER = Path(__file__).with_name("exporter.py")

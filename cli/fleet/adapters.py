@@ -8,10 +8,10 @@ from typing import Any
 import click
 import grpc
 
-from headrace.cli.errors import CommandFailed
 from headrace.cli.fleet.fleet_access import access_options, transport_of
 from headrace.cli.fleet.run_state import only_serve
 from headrace.cli.fleet.tables import print_columns
+from headrace.common.commands import CommandFailed
 from headrace.common.transport.channels import Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.protos.status import error_of

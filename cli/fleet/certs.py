@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from headrace.cli.errors import CommandError, CommandFailed
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.stores.files import replace_file
 
 _CA_DAYS = 3650

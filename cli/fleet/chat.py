@@ -15,11 +15,11 @@ from typing import Any
 import click
 import httpx
 
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, api_options
 from headrace.cli.fleet.image_files import chat_options, image_url
 from headrace.cli.fleet.run_state import running_serves
 from headrace.cli.http_client import server_url, tls_problem
+from headrace.common.commands import CommandError, CommandFailed
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _HELP = (

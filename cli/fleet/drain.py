@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import grpc
 
-from headrace.cli.errors import EXIT_FAILED, CommandFailed
 from headrace.cli.fleet.fleet_access import access_options, transport_of
+from headrace.common.commands import EXIT_FAILED, CommandFailed
 from headrace.common.flags import FiniteRange
 from headrace.protos import worker_pb2, worker_pb2_grpc
 from headrace.protos.status import error_of

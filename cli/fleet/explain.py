@@ -11,12 +11,12 @@ import click
 import grpc
 import httpx
 
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.chat import default_url
 from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, access_options, api_options, transport_of
 from headrace.cli.fleet.run_state import ServeRecord, running_serves
 from headrace.cli.fleet.tables import console_for
 from headrace.cli.http_client import is_same_server, server_url, tls_problem
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 from headrace.protos.cache_scope import cache_scope, scoped_salt

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headrace.cli.errors import CommandError
 from headrace.cli.http_client import http_client, is_on_this_host
+from headrace.common.commands import CommandError
 
 if TYPE_CHECKING:
     import ssl

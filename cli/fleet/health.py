@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import click
 
-from headrace.cli.errors import EXIT_FAILED
 from headrace.cli.fleet.fleet_access import access_options, transport_of
 from headrace.cli.fleet.http_probe import http_status
+from headrace.common.commands import EXIT_FAILED
 
 if TYPE_CHECKING:
     from headrace.common.transport.channels import Transport

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from headrace.cli.errors import CommandError
+from headrace.common.commands import CommandError
 from headrace.common.vision.header import ImageError, read_header
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from headrace.cli.errors import CommandError, CommandFailed
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.stores.api_keys import (
     REDIS_KEYS,
     REDIS_VERSION,

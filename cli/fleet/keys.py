@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from headrace.cli.errors import CommandError
 from headrace.cli.fleet.key_store import FileStore, KeyStore, RedisStore
 from headrace.cli.fleet.tables import console_for
+from headrace.common.commands import CommandError
 from headrace.common.stores.api_keys import MAX_CONCURRENT, MAX_PER_MINUTE, ApiKey, new_id, new_secret, sha256_of
 
 _WIDTH_OF_A_PIPE = 200

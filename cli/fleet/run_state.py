@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headrace.cli.errors import CommandError
+from headrace.common.commands import CommandError
 
 # A socket's path may have 107 bytes; the longest name in the directory is worker-NNN.sock.
 _MAX_SOCKET_DIRECTORY_BYTES = 90

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 import grpc
 
-from headrace.cli.errors import EXIT_FAILED
 from headrace.cli.fleet.fleet_access import transport_of
 from headrace.cli.fleet.http_probe import http_status
 from headrace.cli.fleet.run_state import ProcessRecord, ServeRecord, is_stopped, running_serves
 from headrace.cli.fleet.tables import width_of
+from headrace.common.commands import EXIT_FAILED
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 
 if TYPE_CHECKING:

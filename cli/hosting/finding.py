@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.cli.errors import CommandError
 from headrace.cli.models.catalogue import CATALOGUE
 from headrace.cli.models.model_cache import (
     cached_names,
@@ -19,6 +18,7 @@ from headrace.cli.models.model_cache import (
 from headrace.cli.models.reference import near_name, parse_reference, path_problem
 from headrace.cli.models.requirements import check_weights_fit
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common.commands import CommandError
 from headrace.common.host_memory import GIB, available_bytes
 from headrace.common.kernel_files import ROOT
 from headrace.common.model_files.networks import weights_in

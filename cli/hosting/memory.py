@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.cli.errors import CommandError
 from headrace.cli.models.requirements import PROCESS_BYTES, worker_bytes
+from headrace.common.commands import CommandError
 from headrace.common.host_memory import GIB, available_bytes
 
 # The share of the available memory that models take together, if some are loaded on demand and no budget is given.

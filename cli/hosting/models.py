@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import running_serves
 from headrace.cli.fleet.tables import print_columns
 from headrace.cli.hosting.remote import alias, load, ps, unload
@@ -32,6 +31,7 @@ from headrace.cli.models.progress import say
 from headrace.cli.models.requirements import kv_cache_gib, worker_bytes
 from headrace.cli.models.shape import ModelShape, shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common.commands import CommandError
 from headrace.common.host_memory import GIB
 from headrace.common.model_files.config import config_in
 from headrace.common.model_files.heads import HeadsKind, heads_weights

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.fleet_access import transport_of
 from headrace.cli.fleet.run_state import ServeRecord, only_serve
 from headrace.cli.fleet.tables import print_columns
 from headrace.cli.models.model_cache import expanded
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.host_memory import GIB
 
 if TYPE_CHECKING:

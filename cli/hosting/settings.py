@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.errors import CommandError
 from headrace.common import worker_flags
+from headrace.common.commands import CommandError
 
 
 @dataclass(frozen=True, slots=True)

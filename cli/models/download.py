@@ -18,9 +18,9 @@ from pathlib import Path
 
 import httpx
 
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.http_client import http_client
 from headrace.cli.models.progress import Progress
+from headrace.common.commands import CommandError, CommandFailed
 
 _PIECE_BYTES = 1 << 18
 _CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")

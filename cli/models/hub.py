@@ -18,12 +18,12 @@ from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.models.download import RetryRule, hub_client, named_authorities
 from headrace.cli.models.model_cache import sha256_of
 from headrace.cli.models.progress import Progress, progress_for, say
 from headrace.cli.models.reference import HubReference
 from headrace.cli.models.selection import HubFile, HubListing
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.model_files.config import config_in
 from headrace.common.model_files.heads import HEADS_CONFIG
 from headrace.common.version import headrace_version

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import click
 
-from headrace.cli.errors import CommandError
+from headrace.common.commands import CommandError
 from headrace.common.model_files import cache
 from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
 from headrace.common.model_files.names import IMAGE_FILES, TEMPLATES

@@ -16,11 +16,11 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.models.catalogue import CatalogueEntry
 from headrace.cli.models.download import DownloadError, Wanted, download
 from headrace.cli.models.model_cache import sha256_of
 from headrace.cli.models.progress import Progress, say
+from headrace.common.commands import CommandError, CommandFailed
 
 _ASK_TIMEOUT_S = 300
 _DOWNLOAD_TIMEOUT_S = 3600

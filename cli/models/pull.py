@@ -18,7 +18,6 @@ from typing import Any
 import click
 
 from headrace.cli import launch
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.export.options import export_options, exported_weights
 from headrace.cli.export.run import check_exportable, export
 from headrace.cli.export.weights import ExportedWeights, sizes_of, weights_named
@@ -69,6 +68,7 @@ from headrace.cli.models.selection import (
 )
 from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.host_memory import available_bytes
 from headrace.common.model_files.heads import heads_kind_of
 from headrace.common.model_files.names import IMAGE_FILES

@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.cli.errors import CommandError
 from headrace.cli.models.shape import ModelShape
+from headrace.common.commands import CommandError
 from headrace.common.host_memory import GIB, available_bytes
 from headrace.common.kernel_files import ROOT
 from headrace.common.worker_flags import IMAGE_CACHE_GB

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace.cli.errors import CommandError
 from headrace.cli.export.weights import EXPORTED
 from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES
 from headrace.cli.models.reference import HubReference
+from headrace.common.commands import CommandError
 from headrace.common.model_files.heads import HEADS_CONFIG, HeadsKind
 from headrace.common.model_files.names import IMAGE_FILES, TEMPLATES
 from headrace.common.model_files.networks import LANGUAGE_NETWORK, networks_among, required_files

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.settings import ModelSettings
 from headrace.cli.ovms.graphs import CALCULATORS, Calculator, Graph, read_graph
 from headrace.cli.ovms.options import (
@@ -30,6 +29,7 @@ from headrace.cli.ovms.options import (
     fit_steps,
     take_all,
 )
+from headrace.common.commands import CommandError
 from headrace.common.model_files.networks import has_network
 from headrace.common.model_files.task import task_of
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED, Task

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.errors import CommandError
 from headrace.cli.models.model_cache import MANIFEST_NAME, building_at, link_or_copy
 from headrace.cli.ovms.configuration import GRAPH_NAME, VERSION, read_json
 from headrace.cli.ovms.graphs import Calculator
+from headrace.common.commands import CommandError
 from headrace.common.model_files.networks import has_network
 from headrace.common.stores.files import replace_file
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_UNSPECIFIED

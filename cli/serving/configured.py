@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.settings import HostSettings, ModelRules, ModelSettings
 from headrace.cli.ovms.configuration import Configuration, read_configuration
 from headrace.cli.serving.host import CannotLoadError, ModelHost, NoSuchModelError
 from headrace.cli.serving.plan import ModelPlan
+from headrace.common.commands import CommandError
 
 
 @dataclass(frozen=True, slots=True)

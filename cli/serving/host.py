@@ -18,13 +18,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.memory import private_bytes
 from headrace.cli.hosting.planner import ModelView, Rules, State, WorkerView, decide
 from headrace.cli.hosting.settings import ModelRules
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec
 from headrace.cli.serving.supervisor import ProcessState, SupervisedProcess, Supervisor
 from headrace.common.aliases import parse_aliases
+from headrace.common.commands import CommandError
 
 _POLL_S = 0.1
 _POLL_WHEN_CALM_S = 0.5

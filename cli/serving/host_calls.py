@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.planner import State, WorkerView
 from headrace.cli.serving.configured import ConfiguredModels, Reloaded
 from headrace.cli.serving.host import CannotLoadError, HostedModel, ModelHost, NoSuchModelError
+from headrace.common.commands import CommandError
 from headrace.common.model_files.task import task_of
 from headrace.common.transport.channels import SERVER_OPTIONS, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.hosting.memory import check_budget, kv_cache_gb, weights_in_worker
 from headrace.cli.hosting.settings import HostSettings, ModelSettings, kv_shares
@@ -15,6 +14,7 @@ from headrace.cli.models.requirements import image_bytes
 from headrace.cli.serving.placement import WorkerPlace, place_workers, share_cores
 from headrace.cli.serving.plan import ModelPlan
 from headrace.cli.serving.topology import Topology
+from headrace.common.commands import CommandError
 from headrace.common.host_memory import GIB
 from headrace.common.model_files.heads import heads_kind, heads_weights
 from headrace.common.model_files.networks import weights_in

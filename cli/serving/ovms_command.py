@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import click
 
-from headrace.cli.errors import CommandError
 from headrace.cli.export.options import exported_weights
 from headrace.cli.export.weights import BF16, EXPORTED, INT4
 from headrace.cli.hosting.finding import find_draft_model
@@ -37,6 +36,7 @@ from headrace.cli.ovms.options import Draft, OptionError, take_all, take_device,
 from headrace.cli.ovms.repository import add_to_config, graph_text, place_model, remove_from_config, servables
 from headrace.cli.serving.configured import ModelsFile
 from headrace.cli.serving.serve import Listening, Run, serve
+from headrace.common.commands import CommandError
 from headrace.common.model_files.networks import has_network
 from headrace.common.model_files.task import task_of
 from headrace.common.stores.api_keys import ApiKey, new_id, sha256_of, write_keys

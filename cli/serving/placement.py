@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headrace.cli.errors import CommandError
 from headrace.cli.serving.topology import Core, Topology
+from headrace.common.commands import CommandError
 
 # (minimum cores of a worker, cores that it leaves free)
 _RESERVED_FROM = ((16, 2), (8, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from headrace.cli.errors import CommandError
+from headrace.common.commands import CommandError
 
 _FREE_PAIR_TRIES = 50
 _MAX_PORT = 65535

@@ -14,7 +14,6 @@ import click
 import httpx
 
 from headrace.cli import launch
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.fleet.chat import ChatClient, Conversation, talk
 from headrace.cli.fleet.fleet_access import ApiAccess, api_options
 from headrace.cli.fleet.image_files import chat_options
@@ -25,6 +24,7 @@ from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.model_cache import offline_option
 from headrace.cli.models.progress import say
 from headrace.cli.models.reference import parse_reference
+from headrace.common.commands import CommandError, CommandFailed
 
 _STOP_S = 15.0
 _POLL_S = 0.1

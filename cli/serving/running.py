@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.errors import EXIT_FAILED, CommandError
 from headrace.cli.fleet.http_probe import http_status
 from headrace.cli.fleet.run_state import ProcessRecord, RunState, ServeRecord, own_start_ticks
 from headrace.cli.hosting.finding import find_model
@@ -34,6 +33,7 @@ from headrace.cli.serving.plan import (
 )
 from headrace.cli.serving.supervisor import Supervisor
 from headrace.cli.serving.topology import read_topology
+from headrace.common.commands import EXIT_FAILED, CommandError
 from headrace.common.model_files.task import task_of
 from headrace.common.tasks import end_tasks
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, NoReturn
 
 import click
 
-from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import make_socket_directory
 from headrace.cli.hosting.finding import check_memory, find_draft_model
 from headrace.cli.hosting.memory import budget_of
@@ -32,6 +31,7 @@ from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions
 from headrace.cli.serving.ports import check_port, chosen_port, is_free
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.topology import Topology, read_topology
+from headrace.common.commands import CommandError
 from headrace.common.flags import FiniteRange
 from headrace.common.worker_flags import WORKER_FLAGS, serve_options
 

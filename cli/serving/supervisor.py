@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.cli import launch
-from headrace.cli.errors import EXIT_REFUSED
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.plan import ProcessSpec
+from headrace.common.commands import EXIT_REFUSED
 
 _MAX_LINE_BYTES = 1 << 16
 _LAST_WORDS_TIMEOUT_S = 0.5

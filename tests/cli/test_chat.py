@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.errors import CommandError
 from headrace.cli.fleet.chat import ChatClient, Chunk, Conversation, _ask, statistics
 from headrace.cli.main import cli
+from headrace.common.commands import CommandError
 from tests.http_server import body_of, http_server, respond
 
 ONE_PIXEL = "R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw=="

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.planner import State
 from headrace.cli.hosting.settings import ModelSettings
 from headrace.cli.serving.configured import ConfiguredModels, ModelsFile, Reloaded
 from headrace.cli.serving.host import NoSuchModelError
 from headrace.cli.serving.host_calls import message_of
 from headrace.cli.serving.plan import ModelPlan
+from headrace.common.commands import CommandError
 from tests.cli import ovms_files
 from tests.cli.ovms_files import llm_graph
 from tests.cli.test_host import ALL, BOUND_S, GOOD, PLACE, REFUSING, System, hosting

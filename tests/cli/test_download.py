@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.cli.errors import CommandError
 from headrace.cli.models.download import DownloadError, RetryRule, Wanted, download, hub_client
 from headrace.cli.models.progress import PlainProgress
+from headrace.common.commands import CommandError
 from tests.cli.conftest import FileServer
 from tests.http_server import http_server, respond
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting import finding
 from headrace.cli.hosting.finding import find_draft_model
 from headrace.cli.models.model_cache import model_directory
+from headrace.common.commands import CommandError
 
 
 def test_a_draft_model_is_a_cached_name_or_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.errors import CommandError
 from headrace.cli.fleet.explain import body_of, difference, rows_of, tokens_of
 from headrace.cli.main import cli
+from headrace.common.commands import CommandError
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 from headrace.protos.cache_scope import scoped_salt
 from headrace.protos.status import Reason, StatusError

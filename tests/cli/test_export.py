@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.errors import CommandError, CommandFailed
 from headrace.cli.export import exporter as exporter_file
 from headrace.cli.export import run as exporting
 from headrace.cli.export.run import why_unservable
@@ -31,6 +30,7 @@ from headrace.cli.main import cli
 from headrace.cli.models import pull as pull_module
 from headrace.cli.models.model_cache import model_directory, read_manifest
 from headrace.cli.models.selection import HubFile, HubListing, choose_files
+from headrace.common.commands import CommandError, CommandFailed
 from tests.architectures.families import FAMILIES
 from tests.cli.conftest import write_files
 from tests.hub import Hub

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.planner import Rules, State, WorkerView
 from headrace.cli.serving.host import CannotLoadError, ModelHost, NoSuchModelError
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec
 from headrace.cli.serving.supervisor import ProcessState, RestartRule, Supervisor
+from headrace.common.commands import CommandError
 from tests.patience import patience
 
 BOUND_S = 20.0

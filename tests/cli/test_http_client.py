@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import RunState
 from headrace.cli.http_client import http_client, is_on_this_host, is_same_server, server_url
 from headrace.cli.main import cli
+from headrace.common.commands import CommandError
 from tests.certificates import make_certificates
 from tests.cli.test_status import record
 from tests.http_server import http_server, respond

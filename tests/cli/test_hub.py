@@ -21,7 +21,6 @@ import huggingface_hub
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.finding import find_draft_model, find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
@@ -32,6 +31,7 @@ from headrace.cli.models.requirements import Requirements, check_disk, check_wei
 from headrace.cli.models.selection import HubFile, HubListing, choose_files
 from headrace.cli.models.shape import ModelShape, shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common.commands import CommandError
 from headrace.gateway.chat.output_parsers.families import TOOL_FORMATS
 from tests.cli.conftest import write_files
 from tests.http_server import http_server

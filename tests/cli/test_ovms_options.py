@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.settings import ModelOptions, ModelRules, ModelSettings
 from headrace.cli.ovms import options as tables
 from headrace.cli.ovms.configuration import model_of_graph, read_configuration
 from headrace.cli.ovms.graphs import CALCULATORS, parse_graph
 from headrace.cli.ovms.options import Draft, Fate, Option, OptionError
+from headrace.common.commands import CommandError
 from tests.cli import ovms_files
 from tests.cli.ovms_files import embeddings_graph, llm_graph, rerank_graph
 

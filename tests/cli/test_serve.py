@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.errors import CommandError
 from headrace.cli.fleet.run_state import RunState, ServeRecord
 from headrace.cli.hosting.finding import check_memory, find_model
 from headrace.cli.main import cli
@@ -26,6 +25,7 @@ from headrace.cli.serving.plan import ModelPlan, ServeOptions
 from headrace.cli.serving.ports import check_port, chosen_port, free_port, is_free
 from headrace.cli.serving.running import Serving, first_requests
 from headrace.cli.serving.serve import choose_grpc_port
+from headrace.common.commands import CommandError
 from tests.cli.conftest import write_files
 
 

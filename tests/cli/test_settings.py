@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from headrace.cli.errors import CommandError
 from headrace.cli.hosting.memory import budget_of, private_bytes, weights_in_worker
 from headrace.cli.hosting.settings import (
     HostSettings,
@@ -25,6 +24,7 @@ from headrace.cli.models.requirements import PROCESS_BYTES
 from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan_models
 from headrace.cli.serving.plan import ModelPlan
 from headrace.cli.serving.topology import Core, Node, Topology
+from headrace.common.commands import CommandError
 from headrace.common.host_memory import GIB, available_bytes
 from tests.e2e.shapes import MODEL as SHAPES
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.cli.errors import CommandError
 from headrace.cli.serving.machine import describe_machine, describe_plan
 from headrace.cli.serving.placement import WorkerPlace, place_workers
 from headrace.cli.serving.topology import read_topology
+from headrace.common.commands import CommandError
 from headrace.common.kernel_files import format_list, parse_list
 
 GIB = 1 << 30
