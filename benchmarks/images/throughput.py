@@ -88,10 +88,10 @@ def jpeg_url(pixels: npt.NDArray[np.uint8]) -> str:
 
 
 class Ours:
-    """`headrace serve` with all its processes."""
+    """`headrace serve` with all its processes. No chat is refused because it waits long for others."""
 
     def __init__(self, model_dir: Path, arguments: list[str]) -> None:
-        self._serving = Serving(model_dir, arguments)
+        self._serving = Serving(model_dir, ["--max-ttft", "3600", *arguments])
 
     def run(self, chats: Sequence[Chat]) -> Run:
         """Send all chats at once."""
@@ -240,7 +240,7 @@ def main() -> None:
     size, output = (width, height), args.output
     try:
         for side in (ours, theirs):  # the first steps arrange the weights for the kernels
-            side.run(closed_chats(np.random.default_rng(args.pairs), 2, size, output))
+            side.run(closed_chats(np.random.default_rng(args.pairs), 1, size, 2))
         if "closed" in args.case:
             for num in args.requests:
 
