@@ -255,7 +255,7 @@ def test_what_all_processes_share_imports_only_the_standard_library_grpc_protobu
                 "redis_link.py": {"redis"},
                 "vocabulary.py": {"numpy", "openvino", "openvino_tokenizers"},
                 "flags.py": {"click"},
-                "role_flags.py": {"click"},
+                "commands.py": {"click"},
                 "worker_flags.py": {"click"},
                 "gguf_files.py": {"numpy", "gguf"},
                 "safetensors.py": {"numpy"},
