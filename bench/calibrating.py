@@ -46,8 +46,9 @@ _USUAL_BATCHED_TOKENS = 1024
 _CELLS_SHARE, _LIVE_SHARE = 0.72, 0.18
 # A cell that takes a larger share of the cells' time is left out.
 _LARGEST_CELL = 0.2
-# Requests without which there are too few steps for a fit, in cells of at most so much work.
-_LEAST_REQUESTS, _SMALL_WORK = 96, 2500
+# Cells without which there are too few steps for a fit, because each has one step with prompts or more; those that are
+# added have at most so much work.
+_LEAST_CELLS, _SMALL_WORK = 48, 2500
 _BURST, _BURST_TOKENS = 48, 48
 # The rate of requests that arrive at random, as a share of what a cell of eight requests reached.
 _LIVE_LOAD = 0.7
@@ -264,7 +265,7 @@ async def _cells(
     alone: list[Record] = []
     work_per_s = 0.0
     rates: list[float] = []
-    num_rounds = 0
+    num_rounds = num_cells = 0
     while time.perf_counter() < until_s:
         num_run = 0
         for cell in cells:
@@ -281,14 +282,13 @@ async def _cells(
                 alone += records
             rates.append(len(records) / took_s * (cell.prompt + 4 * cell.answer) / (256 + 4 * 128))
         num_rounds += 1
+        num_cells += num_run
         tell(f"{num_run} cells of load, round {num_rounds}")
         if not num_run:
             break
-    number = 0
-    while loader.num_requests < _LEAST_REQUESTS:  # a slow host needs longer
+    for number in range(num_cells, _LEAST_CELLS):  # a slow host needs longer
         records = await loader.run(small[number % len(small)], fleet.num_workers)
         alone += records if len(records) == 1 else []
-        number += 1
     return alone, statistics.median(rates)
 
 

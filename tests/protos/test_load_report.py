@@ -11,7 +11,16 @@ from headrace.protos.load_report import LoadReport
 from headrace.protos.worker_pb2 import Load
 
 # Not numbers of the load, but what else a worker tells with it.
-OTHER_FIELDS = {"draining", "numa_node", "counters", "binding", "age_ms", "version"}
+OTHER_FIELDS = {
+    "draining",
+    "numa_node",
+    "counters",
+    "binding",
+    "age_ms",
+    "version",
+    "prompt_steps",
+    "decode_steps",
+}
 
 
 def test_it_has_each_number_of_the_message() -> None:
