@@ -30,7 +30,7 @@ def test_a_calibration_of_this_host_makes_a_plan(tmp_path: Path) -> None:
     assert found.num_steps > 100
     assert found.model.max_context_tokens == 1024
     assert found.layout.serve_flags == ("--kv-cache-gb", "0.1", "--max-context-tokens", "1024")
-    assert found.layout.max_num_batched_tokens == 1024
+    assert found.layout.max_num_batched_tokens in (80, 1024), "where kernels are exact only for small steps, or not"
     assert found.front.inward_s > 0
     assert found.front.cpu_s_per_request > 0
     planned = CliRunner().invoke(plan, ["--calibration", str(path), "--rate", "0.05", "--tpot", "5s", *QUICK])
