@@ -17,6 +17,7 @@ import msgspec
 from headrace.bench import checks, tokens
 from headrace.bench.apis import Api, Options, Prompt, error_text
 from headrace.bench.arrivals import Arrivals
+from headrace.bench.beside import beside
 from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.datasets import Conversation
 from headrace.bench.display import Display
@@ -111,7 +112,8 @@ class Benchmark:
         if plan.is_profiled:
             await self._profiler("start_profile")
         cpu_s = time.process_time()
-        async with Display(load.progress, title, plan.shows_progress), probes:
+        display = Display(load.progress, title, plan.shows_progress)
+        async with beside(display.shown()), beside(probes.asked()):
             with _interrupts() if plan.keeps_part else nullcontext() as stop:
                 if plan.num_users is not None:
                     run = await load.users(conversations, plan.num_users, plan.think_s, rng, stop)

@@ -6,7 +6,8 @@ import asyncio
 import statistics
 import sys
 import time
-from types import TracebackType
+from collections.abc import Coroutine
+from typing import Any
 
 from headrace.bench.load import Progress
 
@@ -16,27 +17,20 @@ _PLAIN_S = 10.0
 
 
 class Display:
-    """Shows the progress of a load; an asynchronous context. It draws once a second, because the client draws in the
+    """Shows the progress of a load. It draws once a second, because the client draws in the
     thread in which it also reads answers."""
 
     def __init__(self, progress: Progress, title: str, is_shown: bool) -> None:
         self._progress = progress
         self._title = title
         self._is_shown = is_shown
-        self._task: asyncio.Task[None] | None = None
         self._last = (time.monotonic(), 0, 0)
 
-    async def __aenter__(self) -> Display:
-        if self._is_shown:
-            self._task = asyncio.create_task(self._live() if sys.stderr.isatty() else self._plain())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+    def shown(self) -> Coroutine[Any, Any, None] | None:
+        """What shows it for as long as it runs; None if nothing is shown."""
+        if not self._is_shown:
+            return None
+        return self._live() if sys.stderr.isatty() else self._plain()
 
     async def _live(self) -> None:
         from rich.console import Console

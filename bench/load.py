@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace.bench.apis import Message, Prompt
+from headrace.bench.beside import beside
 from headrace.bench.datasets import Conversation
 from headrace.bench.record import Record
 
@@ -122,7 +123,8 @@ class Load:
         self._num_timed = 0
         self.progress.total = sum(len(conversation.turns) for conversation in conversations)
         self._began_s = self._last_due_s = self._now()
-        async with _Ticks(self._now) as ticks:
+        ticks = _Ticks(self._now)
+        async with beside(ticks.tick()):
             working = asyncio.create_task(work)
             stopping = asyncio.create_task((stop or asyncio.Event()).wait())
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -247,19 +249,10 @@ class _Ticks:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._task: asyncio.Task[None] | None = None
         self.lags_s: list[float] = []
 
-    async def __aenter__(self) -> _Ticks:
-        self._task = asyncio.create_task(self._tick())
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-    async def _tick(self) -> None:
+    async def tick(self) -> None:
+        """Look, until cancelled."""
         while True:
             due_s = self._now() + _TICK_S
             await asyncio.sleep(_TICK_S)

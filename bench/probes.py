@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -17,27 +16,18 @@ _PROMPT = Prompt([{"role": "user", "content": "Hi"}], 1)
 
 
 class Probes:
-    """Asks for one token `rate` times a second at most while the asynchronous context is open; never, if `rate` is 0.
-    --max-concurrency does not hold them back."""
+    """Asks for one token `rate` times a second at most; never, if `rate` is 0. --max-concurrency does not hold them
+    back."""
 
     def __init__(self, sender: Sender, rate: float, now: Callable[[], float]) -> None:
         self._sender = sender
         self._rate = rate
         self._now = now
-        self._task: asyncio.Task[None] | None = None
         self._records: list[Record] = []
 
-    async def __aenter__(self) -> Probes:
-        if self._rate:
-            self._task = asyncio.create_task(self._ask())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+    def asked(self) -> Coroutine[Any, Any, None] | None:
+        """What asks for as long as it runs; None if nothing is asked."""
+        return self._ask() if self._rate else None
 
     async def _ask(self) -> None:
         request = self._sender.prepared(_PROMPT)

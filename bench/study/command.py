@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import platform
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +14,7 @@ import click
 import uvloop
 
 from headrace.bench.datasets import DatasetError
+from headrace.bench.machine import this_host
 from headrace.bench.study import recipes
 from headrace.bench.study.conduct import Study
 from headrace.bench.study.directory import DirectoryError, Settings, StudyDirectory
@@ -229,11 +227,8 @@ def _kinds(flags: dict[str, Any], directory: StudyDirectory) -> list[Kind]:
 
 def machine() -> str:
     """The CPU and memory of this host."""
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    total = re.search(r"^MemTotal:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    gib = int(total.group(1)) * 1024 / _GIB if total else math.nan
-    cpus = len(os.sched_getaffinity(0))
-    return f"{found.group(1) if found else platform.machine()}, {cpus} CPUs, {gib:.0f} GiB"
+    host = this_host()
+    return f"{host.cpu}, {host.cpus} CPUs, {host.memory_bytes / _GIB:.0f} GiB"
 
 
 def _warn_of_load() -> None:

@@ -19,9 +19,9 @@ import grpc
 import uvloop
 
 from benchmarks.router.fleet import CARD, load
-from benchmarks.router.processes import TICK_S
+from benchmarks.router.processes import TICK_S, scripted_messages
 from headrace.common.transport.session_server import SessionServer
-from headrace.protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from headrace.protos import worker_pb2, worker_pb2_grpc
 
 _BLOCKS = 2
 
@@ -38,16 +38,7 @@ class Script:
 
     def set_tokens(self, num_tokens: int) -> None:
         """Let answers have so many tokens."""
-        messages = [
-            inference_pb2.GenerateResponse(start_pos=position, token_ids=[100 + position])
-            for position in range(num_tokens)
-        ]
-        messages[0].num_cached_tokens = 0
-        finish = inference_pb2.Finish(
-            reason=inference_pb2.FINISH_REASON_LENGTH, num_prompt_tokens=64, num_generated_tokens=num_tokens
-        )
-        messages.append(inference_pb2.GenerateResponse(start_pos=num_tokens, finish=finish))
-        self.messages = [message.SerializeToString() for message in messages]
+        self.messages = scripted_messages(num_tokens)
 
     async def tick(self) -> None:
         """Let all streams advance, until cancelled."""

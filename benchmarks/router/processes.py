@@ -26,17 +26,17 @@ TICK_S = 0.025
 NUM_TOKENS = 40
 
 
-def scripted_messages() -> list[bytes]:
+def scripted_messages(num_tokens: int) -> list[bytes]:
     """The messages of each stream: one token in each message, then the finish."""
     messages = [
         inference_pb2.GenerateResponse(start_pos=position, token_ids=[1000 + position])
-        for position in range(NUM_TOKENS)
+        for position in range(num_tokens)
     ]
     messages[0].num_cached_tokens = 0
     finish = inference_pb2.Finish(
-        reason=inference_pb2.FINISH_REASON_LENGTH, num_prompt_tokens=64, num_generated_tokens=NUM_TOKENS
+        reason=inference_pb2.FINISH_REASON_LENGTH, num_prompt_tokens=64, num_generated_tokens=num_tokens
     )
-    messages.append(inference_pb2.GenerateResponse(start_pos=NUM_TOKENS, finish=finish))
+    messages.append(inference_pb2.GenerateResponse(start_pos=num_tokens, finish=finish))
     return [message.SerializeToString() for message in messages]
 
 
@@ -44,7 +44,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     """Card, watch and streams."""
 
     def __init__(self) -> None:
-        self._messages = scripted_messages()
+        self._messages = scripted_messages(NUM_TOKENS)
         self._ticked = asyncio.Event()
 
     async def tick(self) -> None:
