@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from headrace.bench.process_tree import descendants
+
 _STOP_S = 20.0
 _KEPT_LINES = 1000
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ServingError(Exception):
@@ -89,19 +90,18 @@ class Serving:
         """CPU seconds that its processes of these roles have used so far."""
         assert self._process is not None
         modules = tuple(f"headrace.{role}" for role in roles)
-        total = 0.0
-        for directory in Path("/proc").iterdir():
-            if not directory.name.isdigit():
-                continue
-            try:
-                stat = (directory / "stat").read_text()
-                argv = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            except OSError:  # it has ended
-                continue
-            fields = stat.rpartition(")")[2].split()
-            if int(fields[1]) == self._process.pid and any(module in argv for module in modules):
-                total += (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-        return total
+        return sum(
+            process.cpu_s
+            for process in descendants(self._process.pid)
+            if process.parent == self._process.pid and any(module in _arguments(process.pid) for module in modules)
+        )
+
+
+def _arguments(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # it has ended
+        return []
 
 
 async def threads_of_workers(flags: Sequence[str]) -> list[int]:

@@ -176,6 +176,7 @@ TIERS = {
         ("__main__",),
     ),
     "bench": (
+        ("beside", "process_tree"),
         ("record", "lengths", "arrivals", "target", "apis", "calibration", "serving"),
         ("connection", "stream", "checks", "machine"),
         ("tokens", "sender", "fleet"),

@@ -12,16 +12,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from headrace.bench.connection import Client, ExchangeError
+from headrace.bench.process_tree import TICKS_PER_S, Process, descendants, process_of
 from headrace.bench.target import target_of
 
 _POLL_S = 0.1
 _STOP_S = 20.0
 _LOG_LINES = 12
 _CALL_S = 5.0
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ServerError(Exception):
@@ -175,41 +174,9 @@ def _wait_for_end(pid: int, began: int, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-class Process(NamedTuple):
-    """A process: CPU seconds with those of its ended children, and when it began, in ticks since the host's start."""
-
-    pid: int
-    parent: int
-    cpu_s: float
-    began: int
-
-
-def descendants(pid: int) -> list[Process]:
-    """A process, the processes that it started, and so on."""
-    processes = [process for directory in Path("/proc").glob("[0-9]*") if (process := _process(directory))]
-    children: dict[int, list[Process]] = {}
-    for process in processes:
-        children.setdefault(process.parent, []).append(process)
-    found = [process for process in processes if process.pid == pid]
-    for process in found:
-        found += children.get(process.pid, [])
-    return found
-
-
-def _process(directory: Path) -> Process | None:
-    """None if it has ended."""
-    try:
-        fields = (directory / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    if fields[0] in "ZX":
-        return None
-    return Process(int(directory.name), int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_PER_S, int(fields[19]))
-
-
 def _began(pid: int) -> int:
     """When a process began, in ticks; 0 if there is none."""
-    process = _process(Path(f"/proc/{pid}"))
+    process = process_of(Path(f"/proc/{pid}"))
     return process.began if process else 0
 
 
@@ -224,4 +191,4 @@ def _pss_bytes(pid: int) -> int:
 def busy_s() -> float:
     """CPU time that all processes of this host have taken since it started, in seconds."""
     user, nice, system, _, _, irq, soft_irq = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8])
-    return (user + nice + system + irq + soft_irq) / _TICKS_PER_S
+    return (user + nice + system + irq + soft_irq) / TICKS_PER_S

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import base64
 import io
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from benchmarks.engine.sides import JobTimes
 from benchmarks.engine.throughput import Pair, p95_ttft, rate, report
 from benchmarks.gateway.http_load import CHAT, closed_loop
 from benchmarks.gateway.http_throughput import Serving
+from headrace.bench.process_tree import descendants
 
 _WORDS = ("what", "is", "in", "this", "picture", "tell", "me", "more", "about", "its", "colours")
 # Blocks of 32 tokens: room for 32 chats of 1,500 tokens.
@@ -62,11 +62,8 @@ class Run:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of all that it started and that still run."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return own + sum(cpu_seconds(int(child)) for child in children)
+    """CPU time of a process and of all that it started."""
+    return sum(process.cpu_s for process in descendants(pid))
 
 
 def picture(rng: np.random.Generator, width: int, height: int) -> npt.NDArray[np.uint8]:

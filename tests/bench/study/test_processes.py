@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.bench.process_tree import descendants
 from headrace.bench.study import processes
-from headrace.bench.study.processes import Command, ServerError, descendants, end_left_over, free_port, started
+from headrace.bench.study.processes import Command, ServerError, end_left_over, free_port, started
 
 # A server that lists its models, with a child that would outlive it.
 SERVER = """

@@ -1,0 +1,41 @@
+"""What the kernel says of processes: who started whom, and how much CPU time each has taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Process(NamedTuple):
+    """A process: CPU seconds with those of its ended children, and when it began, in ticks since the host's start."""
+
+    pid: int
+    parent: int
+    cpu_s: float
+    began: int
+
+
+def descendants(pid: int) -> list[Process]:
+    """A process, the processes that it started, and so on."""
+    processes = [process for directory in Path("/proc").glob("[0-9]*") if (process := process_of(directory))]
+    children: dict[int, list[Process]] = {}
+    for process in processes:
+        children.setdefault(process.parent, []).append(process)
+    found = [process for process in processes if process.pid == pid]
+    for process in found:
+        found += children.get(process.pid, [])
+    return found
+
+
+def process_of(directory: Path) -> Process | None:
+    """None if it has ended."""
+    try:
+        fields = (directory / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in "ZX":
+        return None
+    return Process(int(directory.name), int(fields[1]), sum(map(int, fields[11:15])) / TICKS_PER_S, int(fields[19]))
