@@ -47,6 +47,52 @@ PLACEMENT_REASON_PREFIX: PlacementReason
 PLACEMENT_REASON_LOAD: PlacementReason
 PLACEMENT_REASON_SESSION: PlacementReason
 
+class ListScalingSignalsRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class ListScalingSignalsResponse(_message.Message):
+    __slots__ = ("signals",)
+    SIGNALS_FIELD_NUMBER: _ClassVar[int]
+    signals: _containers.RepeatedCompositeFieldContainer[ScalingSignal]
+    def __init__(self, signals: _Optional[_Iterable[_Union[ScalingSignal, _Mapping]]] = ...) -> None: ...
+
+class ScalingSignal(_message.Message):
+    __slots__ = ("model", "workers_ready", "workers_wanted", "queue_wait_ms", "backlog_seconds", "kv_pressure", "requests_waiting", "requests_at_workers", "requests_refused")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_READY_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KV_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_AT_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    workers_ready: int
+    workers_wanted: int
+    queue_wait_ms: float
+    backlog_seconds: float
+    kv_pressure: float
+    requests_waiting: int
+    requests_at_workers: int
+    requests_refused: int
+    def __init__(self, model: _Optional[str] = ..., workers_ready: _Optional[int] = ..., workers_wanted: _Optional[int] = ..., queue_wait_ms: _Optional[float] = ..., backlog_seconds: _Optional[float] = ..., kv_pressure: _Optional[float] = ..., requests_waiting: _Optional[int] = ..., requests_at_workers: _Optional[int] = ..., requests_refused: _Optional[int] = ...) -> None: ...
+
+class AwaitModelRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class AwaitModelResponse(_message.Message):
+    __slots__ = ("card",)
+    CARD_FIELD_NUMBER: _ClassVar[int]
+    card: _worker_pb2.ModelCard
+    def __init__(self, card: _Optional[_Union[_worker_pb2.ModelCard, _Mapping]] = ...) -> None: ...
+
 class ServedAdapter(_message.Message):
     __slots__ = ("model", "adapter", "num_workers", "num_in_memory")
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -92,14 +138,16 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("models", "redis", "adapters")
+    __slots__ = ("models", "redis", "adapters", "on_demand")
     MODELS_FIELD_NUMBER: _ClassVar[int]
     REDIS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[_worker_pb2.ModelCard]
     redis: RedisState
     adapters: _containers.RepeatedCompositeFieldContainer[ServedAdapter]
-    def __init__(self, models: _Optional[_Iterable[_Union[_worker_pb2.ModelCard, _Mapping]]] = ..., redis: _Optional[_Union[RedisState, str]] = ..., adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ...) -> None: ...
+    on_demand: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, models: _Optional[_Iterable[_Union[_worker_pb2.ModelCard, _Mapping]]] = ..., redis: _Optional[_Union[RedisState, str]] = ..., adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ..., on_demand: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

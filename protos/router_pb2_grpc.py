@@ -75,6 +75,16 @@ class RouterStub(object):
                 request_serializer=headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.ListScalingSignals = channel.unary_unary(
+                '/headrace.v1.Router/ListScalingSignals',
+                request_serializer=headrace_dot_protos_dot_router__pb2.ListScalingSignalsRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_router__pb2.ListScalingSignalsResponse.FromString,
+                _registered_method=True)
+        self.AwaitModel = channel.unary_unary(
+                '/headrace.v1.Router/AwaitModel',
+                request_serializer=headrace_dot_protos_dot_router__pb2.AwaitModelRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_router__pb2.AwaitModelResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer(object):
@@ -138,6 +148,22 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListScalingSignals(self, request, context):
+        """ListScalingSignals returns, for each model, how much work there is for its workers, and how many workers are wanted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AwaitModel(self, request, context):
+        """AwaitModel returns when a worker of a model is ready that is started on demand (--on-demand). Until then the call counts
+        as a request that waits for the model. MODEL_NOT_LOADED after --cold-start; MODEL_NOT_FOUND if the model is neither
+        served nor on demand.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -180,6 +206,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterResponse.SerializeToString,
+            ),
+            'ListScalingSignals': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListScalingSignals,
+                    request_deserializer=headrace_dot_protos_dot_router__pb2.ListScalingSignalsRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_router__pb2.ListScalingSignalsResponse.SerializeToString,
+            ),
+            'AwaitModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitModel,
+                    request_deserializer=headrace_dot_protos_dot_router__pb2.AwaitModelRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_router__pb2.AwaitModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -399,6 +435,60 @@ class Router(object):
             '/headrace.v1.Router/UnloadAdapter',
             headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterRequest.SerializeToString,
             headrace_dot_protos_dot_router__pb2.RouterUnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListScalingSignals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Router/ListScalingSignals',
+            headrace_dot_protos_dot_router__pb2.ListScalingSignalsRequest.SerializeToString,
+            headrace_dot_protos_dot_router__pb2.ListScalingSignalsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Router/AwaitModel',
+            headrace_dot_protos_dot_router__pb2.AwaitModelRequest.SerializeToString,
+            headrace_dot_protos_dot_router__pb2.AwaitModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

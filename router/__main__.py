@@ -27,10 +27,13 @@ from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailable
 from headrace.common.transport.channels import Transport, TransportError
 from headrace.router.dispatch.admission import AdmissionConfig
 from headrace.router.dispatch.forwarding import ForwardingConfig
+from headrace.router.dispatch.holding import COLD_START_S, OnDemand
 from headrace.router.dispatch.metrics import RouterMetrics
+from headrace.router.dispatch.scaling import IDLE_AFTER_S, ScalingConfig
 from headrace.router.fleet.fleet import Fleet, FleetConfig
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.registry import MAX_WORKERS, Registry
+from headrace.router.placement.demand import WINDOW_S
 from headrace.router.placement.policy import LONG_PROMPT_MS
 from headrace.router.service import RequestBounds, RouterServer
 
@@ -100,14 +103,21 @@ class Router:
     leases: LeaseReader | None
     drain_timeout_s: float
     probe: str | None
+    scaler: str | None
 
     async def start(self) -> None:
-        """Link the fleet and answer calls. Raises CannotServeError if the address for probes is in use."""
+        """Link the fleet and answer calls. Raises CannotServeError if the address for probes or for KEDA is in use."""
         if self.probe is not None:
             try:
                 await self.server.start_probe(self.probe)
             except RuntimeError:
                 problem = f"cannot answer probes on {self.probe}: choose another address with --probe"
+                raise CannotServeError(problem) from None
+        if self.scaler is not None:
+            try:
+                await self.server.start_scaler(self.scaler)
+            except RuntimeError:
+                problem = f"cannot answer KEDA on {self.scaler}: choose another address with --scaler"
                 raise CannotServeError(problem) from None
         await self.server.start()
         if self.leases is not None:
@@ -170,8 +180,10 @@ def wired(
         metrics.observe_leases(leases)
     forwarding = ForwardingConfig(max_attempts=options["max_attempts"])
     bounds = RequestBounds(options["max_in_flight"], options["max_request_mb"] << 20)
-    server = RouterServer(fleet, metrics, forwarding, admission, bounds, transport, leases)
-    return Router(server, metrics, leases, options["drain_timeout"], options["probe"])
+    on_demand = OnDemand(frozenset(options["on_demand"]), options["cold_start"])
+    scaling = ScalingConfig(options["idle_after"], options["scaling_window"])
+    server = RouterServer(fleet, metrics, forwarding, admission, bounds, transport, leases, on_demand, scaling)
+    return Router(server, metrics, leases, options["drain_timeout"], options["probe"], options["scaler"])
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_ROUTER", "show_default": True})
@@ -199,6 +211,36 @@ def wired(
     default=10.0,
     help="Seconds after which a request without a ready worker goes back to its gateway. The gateway tries again, if "
     "possible with another router, while its client waits.",
+)
+@click.option(
+    "--on-demand",
+    multiple=True,
+    metavar="MODEL",
+    help="A model that may be without workers, because an autoscaler starts them. Its requests wait for the first one; "
+    "may be repeated.",
+)
+@click.option(
+    "--cold-start",
+    type=FiniteRange(min=0, min_open=True),
+    default=COLD_START_S,
+    help="Maximum seconds that requests wait for the first worker of a model on demand.",
+)
+@click.option(
+    "--idle-after",
+    type=FiniteRange(min=0),
+    default=IDLE_AFTER_S,
+    help="Seconds without requests after which a model on demand needs no worker.",
+)
+@click.option(
+    "--scaling-window",
+    type=FiniteRange(min=1),
+    default=WINDOW_S,
+    help="Seconds over which demand is averaged before fewer workers are wanted.",
+)
+@click.option(
+    "--scaler",
+    metavar="HOST:PORT",
+    help="Additional address for KEDA's triggers `external` and `external-push`, without TLS.",
 )
 @click.option(
     "--max-ttft",

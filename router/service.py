@@ -25,13 +25,16 @@ from headrace.common.transport.introspection import add_introspection, set_servi
 from headrace.common.transport.session_server import SessionServer
 from headrace.common.transport.sessions import CallContext
 from headrace.common.transport.wire_request import HeldBytes, WireRequest
-from headrace.protos import router_pb2
+from headrace.protos import keda_pb2_grpc, router_pb2
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.router.dispatch.admission import Admission, AdmissionConfig
 from headrace.router.dispatch.attempt import UpstreamError
+from headrace.router.dispatch.cold_start import ColdStarts
 from headrace.router.dispatch.forwarding import Forwarding, ForwardingConfig
 from headrace.router.dispatch.generation import Generation, Metadata
+from headrace.router.dispatch.holding import Holding, OnDemand
 from headrace.router.dispatch.metrics import RequestLoad, RouterMetrics
+from headrace.router.dispatch.scaling import Scaling, ScalingConfig, ScalingSignal
 from headrace.router.draining import Handovers
 from headrace.router.explain import explain
 from headrace.router.fleet.fleet import Fleet
@@ -39,6 +42,7 @@ from headrace.router.fleet.fleet_adapters import FleetAdapters, ServedList
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.links import LinkState
 from headrace.router.fleet.registry import check_target
+from headrace.router.keda import SCALER, ExternalScaler, start_scaler
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +102,13 @@ class InferenceService:
         self,
         fleet: Fleet,
         forwarding: Forwarding,
+        scaling: Scaling,
         metrics: RouterMetrics,
         bounds: RequestBounds,
     ) -> None:
         self._fleet = fleet
         self._forwarding = forwarding
+        self._scaling = scaling
         self._metrics = metrics
         self.bounds = bounds
         self.sessions = SessionServer(self.serve)
@@ -168,7 +174,15 @@ class InferenceService:
             max_attempts=self._forwarding.config.max_attempts,
             metadata=passed_on(context),
         )
-        await self._forwarding.run(generation)
+        try:
+            await self._forwarding.run(generation)
+        except StatusError as error:
+            self._scaling.refused(generation.request.model, error.reason)
+            raise
+        except UpstreamError as error:
+            if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self._scaling.refused(generation.request.model, Reason.QUEUE_FULL)
+            raise
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handler of the Inference service that a gRPC server takes."""
@@ -182,8 +196,17 @@ class InferenceService:
 class RouterService:
     """The Router service: models, workers, registration, placements and tokenizer bundles."""
 
-    def __init__(self, fleet: Fleet, transport: Transport = PLAIN, leases: LeaseReader | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        cold_starts: ColdStarts,
+        scaling: Scaling,
+        transport: Transport = PLAIN,
+        leases: LeaseReader | None = None,
+    ) -> None:
         self._fleet = fleet
+        self._cold_starts = cold_starts
+        self._scaling = scaling
         self._transport = transport
         self._leases = leases
         self._num_explaining = 0
@@ -196,7 +219,26 @@ class RouterService:
         redis = router_pb2.REDIS_STATE_UNSPECIFIED if self._leases is None else self._leases.state
         models = self._fleet.models().values()
         adapters = self._adapters.of(self._fleet.links())
-        return router_pb2.ListModelsResponse(models=models, redis=redis, adapters=adapters)
+        on_demand = self._cold_starts.on_demand.names
+        return router_pb2.ListModelsResponse(models=models, redis=redis, adapters=adapters, on_demand=on_demand)
+
+    async def await_model(
+        self, request: router_pb2.AwaitModelRequest, context: _Context
+    ) -> router_pb2.AwaitModelResponse:
+        """Wait until a model that is started on demand has a worker."""
+        try:
+            return router_pb2.AwaitModelResponse(card=await self._cold_starts.card_of(request.model))
+        except StatusError as error:
+            self._scaling.refused(request.model, error.reason)
+            await abort(context, error)
+
+    async def list_scaling_signals(
+        self, request: router_pb2.ListScalingSignalsRequest, context: _Context
+    ) -> router_pb2.ListScalingSignalsResponse:
+        """How much work there is for the workers of each model, and how many are wanted."""
+        signals = self._scaling.signals()
+        wanted = [_signal(signal) for signal in signals if request.model in ("", signal.model)]
+        return router_pb2.ListScalingSignalsResponse(signals=wanted)
 
     async def list_workers(
         self, request: router_pb2.ListWorkersRequest, context: _Context
@@ -284,6 +326,8 @@ class RouterService:
             "Deregister": unary(self.deregister, pb.DeregisterRequest.FromString, serialize),
             "LoadAdapter": unary(calls.load, pb.RouterLoadAdapterRequest.FromString, serialize),
             "UnloadAdapter": unary(calls.unload, pb.RouterUnloadAdapterRequest.FromString, serialize),
+            "AwaitModel": unary(self.await_model, pb.AwaitModelRequest.FromString, serialize),
+            "ListScalingSignals": unary(self.list_scaling_signals, pb.ListScalingSignalsRequest.FromString, serialize),
             "Explain": unary(self.explain, None, serialize),
             "GetTokenizer": grpc.unary_stream_rpc_method_handler(self.get_tokenizer),
         }
@@ -323,6 +367,20 @@ async def _answered(context: _Context, work: Awaitable[_T]) -> _T:
         await abort(context, error)
 
 
+def _signal(signal: ScalingSignal) -> router_pb2.ScalingSignal:
+    return router_pb2.ScalingSignal(
+        model=signal.model,
+        workers_ready=signal.num_ready,
+        workers_wanted=signal.num_wanted,
+        queue_wait_ms=signal.queue_wait_ms,
+        backlog_seconds=signal.backlog_s,
+        kv_pressure=signal.kv_pressure,
+        requests_waiting=signal.num_waiting,
+        requests_at_workers=signal.num_at_workers,
+        requests_refused=sum(signal.num_refused.values()),
+    )
+
+
 def _explain_request(raw: bytes) -> router_pb2.ExplainRequest:
     try:
         return router_pb2.ExplainRequest.FromString(raw)
@@ -346,7 +404,8 @@ class RouterServer:
     """A listening router: both services, health and reflection.
 
     `bind` and `start` in this order; `stop` ends it. Health of Inference follows the fleet: SERVING while at least one
-    worker is ready. With leases, health also has the name `REDIS`, SERVING while leases can be read and renewed.
+    worker is ready, or if requests are held for models on demand.
+    With leases, health also has the name `REDIS`, SERVING while leases can be read and renewed.
     """
 
     def __init__(
@@ -358,27 +417,37 @@ class RouterServer:
         bounds: RequestBounds = RequestBounds(),
         transport: Transport = PLAIN,
         leases: LeaseReader | None = None,
+        on_demand: OnDemand = OnDemand(),  # noqa: B008  frozen
+        scaling: ScalingConfig = ScalingConfig(),  # noqa: B008  frozen
     ) -> None:
         self._fleet = fleet
         self._leases = leases
         self._transport = transport
         self._handovers = Handovers(fleet, metrics)
-        self.admission = Admission(fleet, admission)
-        self.inference = InferenceService(
-            fleet, Forwarding(fleet, self.admission, metrics, forwarding), metrics, bounds
-        )
+        holding = Holding(on_demand)
+        self.admission = Admission(fleet, admission, holding)
+        self.scaling = Scaling(fleet, self.admission, holding, scaling)
+        cold_starts = ColdStarts(fleet, self.admission, holding)
+        forwarder = Forwarding(fleet, self.admission, cold_starts, metrics, forwarding)
+        self.inference = InferenceService(fleet, forwarder, self.scaling, metrics, bounds)
         metrics.observe_requests(self.admission, self)
+        metrics.observe_scaling(self.scaling)
         metrics.observe_sessions(self.inference.sessions)
         most = bounds.max_in_flight + _OTHER_CALLS
         self._server = grpc.aio.server(
             interceptors=transport.interceptors(), options=SERVER_OPTIONS, maximum_concurrent_rpcs=most
         )
         self._server.add_generic_rpc_handlers(
-            (self.inference.handler(), RouterService(fleet, transport, leases).handler())
+            (
+                self.inference.handler(),
+                RouterService(fleet, cold_starts, self.scaling, transport, leases).handler(),
+            )
         )
-        self._health = add_introspection(self._server, [INFERENCE, ROUTER])
+        keda_pb2_grpc.add_ExternalScalerServicer_to_server(ExternalScaler(self.scaling), self._server)
+        self._has_on_demand = bool(on_demand.models)
+        self._health = add_introspection(self._server, [INFERENCE, ROUTER, SCALER])
         self._health_task: asyncio.Task[None] | None = None
-        self._probe: grpc.aio.Server | None = None
+        self._more_servers: list[grpc.aio.Server] = []
 
     @property
     def request_load(self) -> RequestLoad:
@@ -397,13 +466,18 @@ class RouterServer:
 
     async def start_probe(self, address: str) -> None:
         """Answer health checks at a second address, without TLS. Raises RuntimeError if it is in use."""
-        self._probe = await start_probe(address, self._health)
+        self._more_servers.append(await start_probe(address, self._health))
+
+    async def start_scaler(self, address: str) -> None:
+        """Answer KEDA's calls at another address, without TLS. Raises RuntimeError if it is in use."""
+        self._more_servers.append(await start_scaler(address, self.scaling))
 
     async def start(self) -> None:
         """Link the fleet and answer calls."""
         await self._fleet.start()
         await self._server.start()
-        await set_serving(self._health, [ROUTER], True)
+        self.scaling.start()
+        await set_serving(self._health, [ROUTER, SCALER], True)
         self._health_task = asyncio.create_task(self._follow_health(), name="health")
 
     async def stop(self, grace_s: float) -> None:
@@ -414,15 +488,17 @@ class RouterServer:
         self.admission.drain()
         self.inference.sessions.end_when_idle()
         await self._server.stop(grace_s)
-        if self._probe is not None:
-            await self._probe.stop(None)
+        for server in self._more_servers:
+            await server.stop(None)
+        await self.scaling.close()
         await self._handovers.close()
         await self._fleet.close()
 
     async def _follow_health(self) -> None:
         while True:
             status = health_pb2.HealthCheckResponse
-            await self._health.set(INFERENCE, status.SERVING if self._fleet.num_ready else status.NOT_SERVING)
+            takes_requests = self._fleet.num_ready > 0 or self._has_on_demand
+            await self._health.set(INFERENCE, status.SERVING if takes_requests else status.NOT_SERVING)
             if self._leases is not None:
                 is_ok = self._leases.state == router_pb2.REDIS_STATE_OK
                 await self._health.set(REDIS, status.SERVING if is_ok else status.NOT_SERVING)

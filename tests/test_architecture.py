@@ -171,7 +171,7 @@ TIERS = {
         ("placement",),
         ("fleet",),
         ("dispatch",),
-        ("draining", "explain"),
+        ("draining", "explain", "keda"),
         ("service",),
         ("__main__",),
     ),

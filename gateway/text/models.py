@@ -6,7 +6,8 @@ workers may only be restarting; the router decides. In its first `SETTLE_S`, a g
 and the tokenizer, so that its own restart causes a pause instead of errors.
 
 A host that loads and unloads models (`headrace serve`) may know more of them. A request for a model that is not loaded
-waits until the host has loaded it.
+waits until the host has loaded it. The same holds for models whose workers an autoscaler starts: the router says which
+these are, and when one has a worker.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from headrace.protos.host_pb2 import (
     HostedModelState,
     ServingRules,
 )
-from headrace.protos.inference_pb2 import Task
+from headrace.protos.inference_pb2 import TASK_UNSPECIFIED, Task
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
@@ -231,7 +232,7 @@ class Models:
             model.is_on_demand and model.state != HOSTED_MODEL_STATE_FAILED for model in self._hosted.values()
         )
         live = any(self._model_of(entry) is not None for entry in self._entries.values() if entry.live)
-        return fresh and (live or loadable) and not self._host.is_missing
+        return fresh and (live or loadable or bool(self._upstream.on_demand)) and not self._host.is_missing
 
     @property
     def cards(self) -> list[ModelCard]:
@@ -268,6 +269,10 @@ class Models:
                     name, state, hosted.task, hosted.problem, None if entry is None else entry.card
                 )
             found[name] = replace(found[name], hosted=hosted)
+        for name in self._upstream.on_demand - found.keys():
+            entry = self._entries.get(name)
+            card = None if entry is None else entry.card
+            found[name] = ListedModel(name, "unloaded", TASK_UNSPECIFIED if card is None else card.task, card=card)
         for alias, name in self._aliases.items():
             if name in found:
                 found[alias] = replace(found[name], name=alias, alias_of=name)
@@ -316,8 +321,12 @@ class Models:
             if model is not None:
                 return model if alias == name else replace(model, alias=alias)
             problem = self._why_not(name)
-            if not loads and not self._is_loaded(self._base_of(name)):
-                raise StatusError(Reason.MODEL_NOT_LOADED, f"model '{name}' is not loaded")
+            awaited = name or self._only_name()
+            if not loads and (self._is_awaited(awaited) or not self._is_loaded(self._base_of(name))):
+                raise StatusError(Reason.MODEL_NOT_LOADED, f"model '{awaited}' is not loaded")
+            if self._is_awaited(awaited):
+                await self._have_started(awaited, alias or awaited)
+                continue
             left_s = self._settled_s - self._clock()
             if problem.reason is not Reason.NO_CAPACITY or left_s <= 0:
                 raise problem
@@ -368,6 +377,25 @@ class Models:
             raise StatusError(Reason.DEADLINE, problem) from None
         await self.refresh()
 
+    def _is_awaited(self, name: str) -> bool:
+        """Whether the model has no worker, and the router waits for one to be started."""
+        entry = self._entries.get(name)
+        return name in self._upstream.on_demand and (entry is None or not entry.live)
+
+    async def _have_started(self, name: str, asked_as: str) -> None:
+        """Wait until the model has a worker, for callers whose key allows the model. Raises `StatusError`."""
+        if (authorization := authorization_var.get()) is not None:
+            authorization.check(asked_as, 0)
+        deadline_s = deadline_var.get()
+        left_s = None if deadline_s is None else deadline_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                await self._upstream.await_model(name)
+                await self.refresh()
+        except TimeoutError:
+            problem = f"model '{name}' was not started within the time limit of this request"
+            raise StatusError(Reason.DEADLINE, problem) from None
+
     async def _next_change(self, timeout_s: float) -> None:
         """Return when the list was refreshed, or after the time limit."""
         with contextlib.suppress(TimeoutError):
@@ -391,7 +419,7 @@ class Models:
         """The name of the only model; empty if there is none, or several."""
         entries = {name: entry for name, entry in self._entries.items() if not entry.card.parent}
         names = {name for name, entry in entries.items() if entry.live} or set(entries)
-        names |= self._hosted.keys()
+        names |= self._hosted.keys() | self._upstream.on_demand
         return names.pop() if len(names) == 1 else ""
 
     def _model_of(self, entry: _Entry) -> Model | None:

@@ -43,6 +43,7 @@ from headrace.gateway.upstream.served_adapters import (
 from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse
 from headrace.protos.router_pb2 import (
     REDIS_STATE_UNSPECIFIED,
+    AwaitModelRequest,
     ListModelsRequest,
     ListWorkersRequest,
     RedisState,
@@ -156,6 +157,8 @@ class Upstream:
         self._adapter_cards = AdapterCards()
         self.redis: RedisState = REDIS_STATE_UNSPECIFIED
         """The state of the Redis of the router that listed its models last."""
+        self.on_demand: frozenset[str] = frozenset()
+        """The models that the router starts on demand, according to its last list."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def _connect(self, address: str) -> Address:
@@ -179,6 +182,7 @@ class Upstream:
         async def by_router(endpoint: Address) -> list[ModelCard]:
             answer = await endpoint.router.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S)
             self.redis = answer.redis
+            self.on_demand = frozenset(answer.on_demand)
             return [*answer.models, *self._adapter_cards.of(answer.models, answer.adapters)]
 
         async def by_worker(endpoint: Address) -> list[ModelCard]:
@@ -189,6 +193,19 @@ class Upstream:
             return await endpoint.call(lambda: by_router(endpoint), lambda: by_worker(endpoint))
 
         return await self._first_that_works(ask, may_be_empty=True)
+
+    async def await_model(self, name: str) -> None:
+        """Return when a model of `on_demand` has a worker. A router that is lost does not end the wait. Raises
+        `StatusError` if the model is not started in time."""
+        while True:
+            try:
+                await self._first_that_works(lambda endpoint: endpoint.router.AwaitModel(AwaitModelRequest(model=name)))
+            except StatusError as error:
+                if error.reason not in (Reason.WORKER_LOST, Reason.DRAINING):
+                    raise
+                await asyncio.sleep(MAX_BACKOFF_S)
+            else:
+                return
 
     async def list_adapters(self) -> list[ServedAdapter]:
         """The adapters that are served now, by name. Raises `StatusError`."""

@@ -20,12 +20,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec import structs
 
 from headrace.common.fair_queue import Entry, FairQueue
 from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.status import Reason, StatusError
+from headrace.router.dispatch.holding import Holding, OnDemand
 from headrace.router.dispatch.refusals import queue_full, tenant_full, too_late
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
@@ -53,6 +55,18 @@ class AdmissionConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
 
+class Waiting(NamedTuple):
+    """Requests of one model that wait at a router: how many, the tokens of their prompts, and since when the first of
+    them waits, in seconds."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    oldest_s: float = 0.0
+
+
+NOBODY_WAITS = Waiting()
+
+
 @dataclass(slots=True, eq=False)
 class _Ticket:
     """A request that waits. Its turn is a PlacedRequest, or the StatusError that ends it."""
@@ -70,11 +84,20 @@ class _Ticket:
 class Admission:
     """Decides which requests of one router are placed now, which wait and which are refused. For one event loop."""
 
-    def __init__(self, fleet: Fleet, config: AdmissionConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: AdmissionConfig,
+        holding: Holding | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._fleet = fleet
         self._config = config
+        self._holding = holding or Holding(OnDemand())
         self._clock = clock
         self._queues: dict[str, FairQueue[_Ticket]] = {}  # by model; none is empty
+        self._waiting: dict[str, dict[_Ticket, float]] = {}  # the same with the time since when they wait, oldest first
         self._num_of_tenant: dict[str, int] = {}
         self._told_s = -math.inf
         fleet.rooms.add(self.dispatch)
@@ -83,6 +106,23 @@ class Admission:
     def num_waiting(self) -> int:
         """Requests that wait for their turn."""
         return sum(len(queue) for queue in self._queues.values())
+
+    def waiting(self, model: str) -> Waiting:
+        """The requests for a model that wait for their turn."""
+        tickets = self._waiting.get(model)
+        if not tickets:
+            return NOBODY_WAITS
+        oldest_s = self._clock() - next(iter(tickets.values()))
+        return Waiting(len(tickets), sum(ticket.request.num_tokens for ticket in tickets), oldest_s)
+
+    def is_waited_for(self) -> list[str]:
+        """The models for which requests wait."""
+        return list(self._waiting)
+
+    def check_room(self, num_held: int) -> None:
+        """Raise StatusError (QUEUE_FULL) if no other request may wait, with `num_held` requests that wait besides."""
+        if self.num_waiting + num_held >= self._config.max_waiting:
+            raise queue_full(self.num_waiting + num_held, self._holding.on_demand.cold_start_s)
 
     @property
     def capacity_wait_s(self) -> float:
@@ -138,6 +178,10 @@ class Admission:
             if placed is not None:
                 return placed
         queue, entry, ticket = self._queued(request, message, card, bound_s, remaining_s)
+        tickets = self._waiting.setdefault(card.name, {})
+        tickets[ticket] = self._clock()
+        if ticket.alone_since_s is not None:
+            self._holding.changes.tell(card.name)
         try:
             return await self._turn_of(ticket)
         except asyncio.CancelledError:
@@ -150,6 +194,9 @@ class Admission:
             ticket.turn.cancel()
             queue.remove(entry)
             self._forget_if_empty(card.name)
+            del tickets[ticket]
+            if not tickets:
+                self._waiting.pop(card.name, None)
 
     def dispatch(self, model: str) -> None:
         """A worker of this model may have room: place the requests that are next."""
@@ -251,7 +298,11 @@ class Admission:
             is_served = self._fleet.is_served(ticket.card)
             left_s = self._left_s(ticket, is_alone=not is_served)
             if not is_served:
-                if now_s - waits_since_s >= self._config.capacity_wait_s:
+                if ticket.card.name in self._holding.on_demand:
+                    assert ticket.alone_since_s is not None, "it is alone"
+                    if now_s - ticket.alone_since_s >= self._holding.on_demand.cold_start_s:
+                        raise self._holding.not_started(ticket.card.name)
+                elif now_s - waits_since_s >= self._config.capacity_wait_s:
                     raise self.no_capacity(ticket.card.name)
             elif left_s <= 0:
                 waited_s = now_s - waits_since_s

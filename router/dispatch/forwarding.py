@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from headrace.protos.status import Reason, StatusError
 from headrace.router.dispatch.admission import Admission
 from headrace.router.dispatch.attempt import Attempting, End, Outcome
+from headrace.router.dispatch.cold_start import ColdStarts
 from headrace.router.dispatch.generation import Generation
 from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.dispatch.placing import EndOfContextError, Placing
@@ -38,13 +39,20 @@ class ForwardingConfig:
 class Forwarding:
     """Answers the requests of one router, each by one or more attempts at workers."""
 
-    def __init__(self, fleet: Fleet, admission: Admission, metrics: RouterMetrics, config: ForwardingConfig) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        cold_starts: ColdStarts,
+        metrics: RouterMetrics,
+        config: ForwardingConfig,
+    ) -> None:
         self.config = config
         self._fleet = fleet
         self._admission = admission
         self._metrics = metrics
         self._suspects = Suspects(config.max_attempts)
-        self._placing = Placing(fleet, admission, metrics)
+        self._placing = Placing(fleet, admission, cold_starts, metrics)
         self._attempting = Attempting(fleet, self._suspects)
 
     async def run(self, generation: Generation) -> None:

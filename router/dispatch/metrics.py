@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from headrace.common.telemetry.scrapes import serve_scrapes
 from headrace.common.transport.session_server import MAX_SESSIONS, SessionServer
 from headrace.common.transport.sessions import MAX_UNSENT_BYTES
 from headrace.protos.status import Reason
 from headrace.router.dispatch.admission import Admission
+from headrace.router.dispatch.scaling import Scaling, ScalingSignal
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.placement.policy import PlacementReason
@@ -24,6 +27,18 @@ prometheus_client.disable_created_metrics()
 
 _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 150e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
+
+
+# Name, text and value of the gauges of each model.
+_OF_MODELS: Sequence[tuple[str, str, Callable[[ScalingSignal], float]]] = (
+    ("workers_ready", "Workers that take requests", lambda signal: signal.num_ready),
+    ("workers_wanted", "Workers that the forecast demand needs", lambda signal: signal.num_wanted),
+    ("queue_wait_milliseconds", "Expected wait of a request that arrives now", lambda signal: signal.queue_wait_ms),
+    ("backlog_seconds", "Time in which the workers compute the prompts that wait", lambda signal: signal.backlog_s),
+    ("kv_pressure", "Part of the KV blocks that requests use, from 0 to 1", lambda signal: signal.kv_pressure),
+    ("requests_waiting", "Requests that wait at this router", lambda signal: signal.num_waiting),
+    ("requests_at_workers", "Requests at workers or on the way there", lambda signal: signal.num_at_workers),
+)
 
 
 class RequestLoad(NamedTuple):
@@ -48,6 +63,31 @@ def resident_bytes() -> int:
     """The resident memory of this process in bytes (statm in proc(5))."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Signals(Collector):
+    """The newest scaling signals, as metrics with the label `model`."""
+
+    def __init__(self, scaling: Scaling) -> None:
+        self._scaling = scaling
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        signals = self._scaling.latest
+        for name, text, read in _OF_MODELS:
+            gauge = GaugeMetricFamily(f"headrace_model_{name}", text, labels=["model"])
+            for signal in signals:
+                gauge.add_metric([signal.model], read(signal))
+            yield gauge
+        refusals = CounterMetricFamily(
+            "headrace_model_refusals",
+            "Requests that were refused for lack of room or workers",
+            labels=["model", "reason"],
+        )
+        for signal in signals:
+            for reason, number in signal.num_refused.items():
+                refusals.add_metric([signal.model, reason], number)
+        yield refusals
 
 
 class RouterMetrics:
@@ -136,6 +176,10 @@ class RouterMetrics:
         self._gauge("requests_held_max", "Maximum of the requests in flight", lambda: holder.request_load.most_held)
         self._gauge("request_bytes", "Bytes of the requests in flight", lambda: holder.request_load.num_bytes)
         self._gauge("request_bytes_max", "Maximum of these bytes", lambda: holder.request_load.most_bytes)
+
+    def observe_scaling(self, scaling: Scaling) -> None:
+        """Add the signals of each model that autoscalers follow. Call once."""
+        self.registry.register(_Signals(scaling))
 
     def observe_sessions(self, sessions: SessionServer) -> None:
         """Add gauges that read the callers' sessions whenever they are scraped. Call once."""

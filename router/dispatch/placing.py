@@ -12,6 +12,7 @@ from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import model_identity
 from headrace.protos.status import Reason, StatusError
 from headrace.router.dispatch.admission import Admission
+from headrace.router.dispatch.cold_start import ColdStarts
 from headrace.router.dispatch.generation import Generation
 from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.dispatch.refusals import model_changed
@@ -36,9 +37,10 @@ class EndOfContextError(Exception):
 class Placing:
     """Chooses the worker for each attempt of a router's requests, and waits for room if every worker is full."""
 
-    def __init__(self, fleet: Fleet, admission: Admission, metrics: RouterMetrics) -> None:
+    def __init__(self, fleet: Fleet, admission: Admission, cold_starts: ColdStarts, metrics: RouterMetrics) -> None:
         self._fleet = fleet
         self._admission = admission
+        self._cold_starts = cold_starts
         self._metrics = metrics
 
     async def next(self, generation: Generation) -> PlacedRequest:
@@ -61,6 +63,8 @@ class Placing:
         """Try again after each change of the fleet, until `until_s`."""
         while True:
             card = generation.card or self._resolved(generation)
+            if card is None and generation.is_new and self._cold_starts.is_awaited(generation.request.model):
+                card = await self._cold_starts.card_of(generation.request.model)
             if card is not None:
                 _check_context(generation, card)
                 self._fleet.adapters.choose(request, card)
@@ -86,7 +90,7 @@ class Placing:
         If an answer has begun, it had a worker. If none is known, this router may have just started.
         """
         try:
-            return self._fleet.resolve(generation.request.model)
+            return self._cold_starts.resolve(generation.request.model)
         except StatusError as error:
             if generation.is_new or error.reason is not Reason.MODEL_NOT_FOUND:
                 raise

@@ -51,6 +51,7 @@ MAX_GIVEN_BACK = 8
 # If workers are reserved for long prompts (docs/decisions/placement.md), a prompt is long if computing its uncached
 # part is expected to take more milliseconds than this.
 LONG_PROMPT_MS = 1000.0
+_TYPICAL_TOKENS = 1000
 
 
 class Belief(msgspec.Struct, frozen=True, gc=False):
@@ -408,6 +409,16 @@ def predicted_wait_ms(num_ahead: int, candidates: Candidates, priors: Priors) ->
     step_ms = believed_rates(candidates.columns, priors)[1]
     ended_per_ms = float((candidates.columns.max_num_seqs / step_ms).sum()) / priors.answer_tokens
     return (num_ahead + 1) / ended_per_ms if ended_per_ms else 0.0
+
+
+def expected_wait_ms(candidates: Candidates, now_s: float, priors: Priors) -> float:
+    """How long a request with a prompt of `_TYPICAL_TOKENS`, none of them cached, waits for others at the worker where
+    that is shortest. Infinite without candidates."""
+    costs: CostTerms[Values] = CostTerms(*np.zeros((len(CostTerms._fields), len(candidates))))
+    columns = candidates.columns
+    request = RequestFacts(_TYPICAL_TOKENS)
+    _weigh(costs, request, columns, believed_rates(columns, priors), np.zeros(len(candidates)), None, now_s, priors)
+    return float((costs.queue_ms + costs.backlog_ms).min(initial=math.inf))
 
 
 def _totals(request: RequestFacts, costs: CostTerms[Values], total_ms: Values) -> Values:

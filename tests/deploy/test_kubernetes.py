@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from headrace.router.keda import _metric_of
 from tests.deploy.command_lines import refuse_what_is_unknown
 from tests.deploy.kustomization import Resource, containers, documents, identity, render
 
@@ -90,8 +91,8 @@ def in_order(value: Any) -> Any:
 def test_every_file_belongs_to_an_overlay_or_component_that_a_test_renders() -> None:
     used = {KUBERNETES / "kubelet.yaml"}
     pending = [KUBERNETES / "overlays" / overlay for overlay in OVERLAYS]
-    # Whoever fills the volume says so; it is rendered by a test of its own.
-    pending.append(KUBERNETES / "components" / "shared-models")
+    # Whoever wants them says so; they are rendered by tests of their own.
+    pending += [KUBERNETES / "components" / name for name in ("shared-models", "autoscaling-keda")]
     while pending:
         directory = pending.pop().resolve()
         used.add(directory / "kustomization.yaml")
@@ -336,6 +337,34 @@ def test_pods_are_given_the_time_to_drain(overlay: str, monkeypatch: pytest.Monk
             hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
             assert hook[0] == "sleep"
             assert drain_s + int(hook[1]) + 5 <= pod["terminationGracePeriodSeconds"]
+
+
+def test_keda_scales_by_signals_that_routers_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    base, component = KUBERNETES / "base", KUBERNETES / "components" / "autoscaling-keda"
+    lines = {"resources": [str(base)], "components": [str(component)], "namespace": "headrace"}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(lines))
+    resources = render(overlay)
+    workloads = {identity(workload)[1]: workload for workload in of_kind(resources, *WORKLOADS)}
+    scaled = {identity(scaler)[1]: scaler["spec"] for scaler in of_kind(resources, "ScaledObject")}
+    assert scaled.keys() == {"headrace-worker", "headrace-gateway"}
+    for name, spec in scaled.items():
+        assert spec["scaleTargetRef"]["name"] == name
+        assert "replicas" not in workloads[name]["spec"], "applying the manifests would undo what KEDA did"
+    push, prometheus = scaled["headrace-worker"]["triggers"]
+    assert _metric_of(push["metadata"]) == ("workers_wanted", 1.0)
+    assert scaled["headrace-worker"]["minReplicaCount"] == 0
+    host, port = push["metadata"]["scalerAddress"].split(":")
+    (service,) = [one for one in of_kind(resources, "Service") if one["metadata"]["name"] == host.split(".")[0]]
+    assert selects({"matchLabels": service["spec"]["selector"]}, labels_of(workloads["headrace-router"]))
+    assert service["spec"]["ports"][0]["port"] == int(port)
+    (router,) = containers(workloads["headrace-router"])
+    env = {variable["name"]: variable.get("value", "m") for variable in router["env"]}
+    params = refuse_what_is_unknown(monkeypatch, router["args"], env)
+    assert (params["on_demand"], params["scaler"]) == (("m",), f"0.0.0.0:{port}")
+    guide = (KUBERNETES.parent.parent / "docs" / "reference" / "metrics.md").read_text()
+    assert set(re.findall(r"headrace_\w+", prometheus["metadata"]["query"])) <= set(re.findall(r"headrace_\w+", guide))
 
 
 def test_metrics_of_the_autoscaler_are_ours() -> None:

@@ -12,7 +12,9 @@ import pytest
 from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2_grpc
 from headrace.router.dispatch.admission import AdmissionConfig
 from headrace.router.dispatch.forwarding import ForwardingConfig
+from headrace.router.dispatch.holding import OnDemand
 from headrace.router.dispatch.metrics import RouterMetrics
+from headrace.router.dispatch.scaling import ScalingConfig
 from headrace.router.fleet.fleet import Fleet, FleetConfig
 from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.registry import Registry
@@ -37,13 +39,24 @@ class RunningRouter:
         plain_grpc: bool = False,
         leases: LeaseReader | None = None,
         policy: Policy = place,
+        on_demand: OnDemand = OnDemand(),  # noqa: B008  frozen
+        scaling: ScalingConfig = ScalingConfig(),  # noqa: B008  frozen
     ) -> None:
         registry = Registry([worker.address for worker in workers], lease_s=lease_s)
         config = FleetConfig(heartbeat_ms=HEARTBEAT_MS, plain_grpc=plain_grpc)
         self.fleet = Fleet(registry, config, policy=policy, rng=random.Random(1))
         self.metrics = RouterMetrics()
         self.metrics.observe(self.fleet)
-        self.server = RouterServer(self.fleet, self.metrics, ForwardingConfig(), admission, bounds, leases=leases)
+        self.server = RouterServer(
+            self.fleet,
+            self.metrics,
+            ForwardingConfig(),
+            admission,
+            bounds,
+            leases=leases,
+            on_demand=on_demand,
+            scaling=scaling,
+        )
         self.port = self.server.bind("127.0.0.1:0")
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
@@ -124,6 +137,8 @@ async def start_router() -> AsyncIterator[StartRouter]:
         plain_grpc: bool = False,
         leases: LeaseReader | None = None,
         policy: Policy = place,
+        on_demand: OnDemand = OnDemand(),  # noqa: B008  frozen
+        scaling: ScalingConfig = ScalingConfig(),  # noqa: B008  frozen
         **admission: Any,
     ) -> RunningRouter:
         bounds = RequestBounds(max_in_flight, max_request_bytes)
@@ -136,6 +151,8 @@ async def start_router() -> AsyncIterator[StartRouter]:
             plain_grpc=plain_grpc,
             leases=leases,
             policy=policy,
+            on_demand=on_demand,
+            scaling=scaling,
         )
         routers.append(router)
         await router.server.start()

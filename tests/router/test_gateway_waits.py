@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from headrace.gateway.upstream.routers import Upstream
 from headrace.protos import inference_pb2
-from headrace.protos.status import Reason
+from headrace.protos.status import Reason, StatusError
+from headrace.router.dispatch.holding import OnDemand
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import answer, until
 
@@ -46,4 +49,30 @@ async def test_streams_and_new_requests_wait_for_the_only_worker(
     await worker.restart()
     assert await stream == answer(PROMPT, 20)
     assert await new == answer([*PROMPT, 10], 20)
+    await upstream.close()
+
+
+async def test_a_gateway_waits_for_the_first_worker_of_a_model_on_demand(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    router = await start_router(on_demand=OnDemand(frozenset({"m"})))
+    upstream = Upstream([f"127.0.0.1:{router.port}"])
+    assert await upstream.list_models() == []
+    assert upstream.on_demand == {"m"}
+    waits = asyncio.create_task(upstream.await_model("m"))
+    await until(lambda: router.server.scaling.signals()[0].num_waiting == 1)
+    worker = await start_worker()
+    router.fleet.register("w", worker.address)
+    await waits
+    assert [card.name for card in await upstream.list_models()] == ["m"]
+    await upstream.close()
+
+
+async def test_a_gateway_does_not_ask_again_when_no_worker_was_started_in_time(start_router: StartRouter) -> None:
+    router = await start_router(on_demand=OnDemand(frozenset({"m"}), 0.1))
+    upstream = Upstream([f"127.0.0.1:{router.port}"])
+    for asks in (upstream.await_model("m"), tokens_of(upstream, PROMPT)):
+        with pytest.raises(StatusError) as caught:
+            await asks
+        assert (caught.value.reason, caught.value.retry_after_s) == (Reason.MODEL_NOT_LOADED, 10.0)
     await upstream.close()

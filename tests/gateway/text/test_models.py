@@ -25,6 +25,14 @@ class FakeUpstream:
         self.sha256 = hashlib.sha256(bundle).hexdigest()
         self.cards: list[ModelCard] | StatusError = []
         self.num_lists = self.num_bundles = 0
+        self.on_demand: frozenset[str] = frozenset()
+        self.started = asyncio.Event()
+        self.awaited: list[str] = []
+
+    async def await_model(self, name: str) -> None:
+        self.awaited.append(name)
+        await self.started.wait()
+        self.cards = [self.card(name)]
 
     def card(self, name: str) -> ModelCard:
         return ModelCard(name=name, tokenizer_sha256=self.sha256)
@@ -77,6 +85,26 @@ async def test_nothing_is_ready_until_a_model_is_listed_and_its_tokenizer_loaded
     assert (await models.find("a")).name == "a"
     assert models.ready
     assert (upstream.num_lists, upstream.num_bundles) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["a", ""])
+async def test_a_model_on_demand_is_awaited_with_its_tokenizer(parts: Any, name: str) -> None:
+    upstream, clock, models = parts
+    upstream.on_demand = frozenset({"a"})
+    assert [(listed.name, listed.state) for listed in await models.overview()] == [("a", "unloaded")]
+    assert models.ready
+    clock.now_s += 1
+    asked = asyncio.create_task(models.find(name))
+    while not upstream.awaited:
+        await asyncio.sleep(0)
+    assert not asked.done()
+    upstream.started.set()
+    assert (await asked).name == "a"
+    assert upstream.awaited == ["a"]
+    assert [(listed.name, listed.state) for listed in await models.overview()] == [("a", "loaded")]
+    with pytest.raises(StatusError) as caught:
+        await models.find("b")
+    assert caught.value.reason is Reason.MODEL_NOT_FOUND
 
 
 async def test_models_with_the_same_bundle_share_a_tokenizer(parts: Any) -> None:
