@@ -136,6 +136,8 @@ class _Encoder:
 class BesideEngine(_Encoder):
     """A worker's own encoder: one image after the other, on the worker's cores."""
 
+    shares_cores = True
+
     def __init__(self, settings: ImageSettings, events: Events) -> None:
         super().__init__(settings, events)
         self._queue: deque[EncodeJob] = deque()
@@ -234,6 +236,7 @@ class EncodeHosts:
 class OnHosts(_Encoder):
     """A worker whose images are encoded on other hosts."""
 
+    shares_cores = False
     step_factor = 1.0
 
     def __init__(self, settings: ImageSettings, events: Events, hosts: EncodeHosts) -> None:

@@ -164,18 +164,14 @@ class Simulation:
         )
 
     def _worker(self, number: int) -> SimulatedWorker:
-        def wake() -> None:
-            if not self.workers[number].is_stepping:
-                self._step(number)
-
         def now_s() -> float:
             return self.clock.now_s
 
         def on_ended() -> None:
             self._cut(number)
-            wake()
+            self._wake(number)
 
-        timer = Timer(now_s, self.clock.at, wake)
+        timer = Timer(now_s, self.clock.at, partial(self._wake, number))
         images = self._settings.worker.images
         events = Events(now_s, self.clock.at, on_ended)
         return SimulatedWorker(
@@ -298,8 +294,16 @@ class Simulation:
         self._end_refused(number)
         if milliseconds is not None:
             self.clock.at(self.clock.now_s + milliseconds / 1000, partial(self._end_step, number))
-        elif (news := worker.take_news(self.clock.now_s)) is not None:
+            return
+        if worker.pause_s:
+            self.clock.at(self.clock.now_s + worker.pause_s, partial(self._wake, number))
+        if (news := worker.take_news(self.clock.now_s)) is not None:
             self._reported.send(number, news, self.clock.now_s)
+
+    def _wake(self, number: int) -> None:
+        """Something may have changed for a worker, or a pause has ended."""
+        if not self.workers[number].is_stepping:
+            self._step(number)
 
     def _end_run(self, number: int, run: DecodeRun) -> None:
         if run.is_cut:

@@ -30,6 +30,7 @@ from headrace.worker.engine.engine import EngineStats
 from headrace.worker.engine.fetching import Fetching
 from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.mailbox import EngineReport
+from headrace.worker.engine.pacing import Pacing
 from headrace.worker.engine.scheduler import SchedulerOutput
 from headrace.worker.engine.stages import Stage, Stages
 from headrace.worker.engine.step_cost import WARM_UP_TOKENS, StepCosts, StepRates, StepShape
@@ -162,6 +163,8 @@ class SimulatedWorker:
         self.encoder, self._encoding = self._with_images(settings.images, encoder)
         stages: list[Stage] = [stage for stage in (self.fetching, self._encoding) if stage is not None]
         self._stages = Stages(stages) if stages else None
+        shares_cores = self.encoder is not None and self.encoder.shares_cores
+        self._pacing = Pacing(self.scheduler, Stages(stages), clock) if shares_cores else None
         self._meter = StepMeter(self.scheduler)
         self._learning = Learning(costs.decode)
         self._stats = EngineStats()
@@ -208,6 +211,11 @@ class SimulatedWorker:
         return self._stats.num_steps + (0 if run is None else run.num_ended(self._clock()))
 
     @property
+    def pause_s(self) -> float:
+        """Seconds until the next step should begin, because images wait for the encoder; 0 if it should at once."""
+        return 0.0 if self._pacing is None else self._pacing.left_s
+
+    @property
     def is_stepping(self) -> bool:
         """Whether a step, or a run of steps, has not ended."""
         return self._output is not None or self._run is not None
@@ -223,7 +231,7 @@ class SimulatedWorker:
         assert not self.is_stepping, "a step is running"
         if self._encoding is not None:
             self._add_ready()
-        num_steps = self._num_alike()
+        num_steps = 0 if self._is_paced else self._num_alike()
         if num_steps < _LEAST_RUN:
             return None
         running = self.scheduler.running
@@ -246,6 +254,11 @@ class SimulatedWorker:
         )
         self._engine_is(busy=True)
         return self._run
+
+    @property
+    def _is_paced(self) -> bool:
+        """Whether a pause may follow each step."""
+        return self._pacing is not None and self._stages is not None and self._stages.num_sharing(-sys.maxsize) > 0
 
     def _engine_is(self, *, busy: bool) -> None:
         if self.encoder is not None:
@@ -364,7 +377,12 @@ class SimulatedWorker:
         return self._begin(stretch * (1.0 if self.encoder is None else self.encoder.step_factor))
 
     def _begin(self, step_factor: float) -> float | None:
-        """Begin a step, which takes so many times as long as its cost."""
+        """Begin a step, which takes so many times as long as its cost; none in a pause."""
+        if self.pause_s:
+            self._engine_is(busy=False)
+            return None
+        if self._pacing is not None:
+            self._pacing.begin()
         output = None
         if self.scheduler.has_requests:
             output = self.scheduler.schedule(None if self._stages is None else self._stages.begin_late)
@@ -422,6 +440,8 @@ class SimulatedWorker:
             draft_s = self._draft_ms / 1000
             self._meter.observe(self._size, step_s, 1.0 + num_more / max(1, len(sampled)), draft_s)
         outputs = self.scheduler.update(output, sampled)
+        if self._pacing is not None:
+            self._pacing.end()
         if self._forecast is not None:
             self._forecast.observe()
         self._stats.infer_s += self._step_ms / 1000

@@ -53,6 +53,7 @@ SIM_MAY_IMPORT = {
     "worker.engine.fetching",
     "worker.engine.forecast",
     "worker.engine.mailbox",
+    "worker.engine.pacing",
     "worker.engine.stages",
     "worker.engine.build",
     "worker.engine.engine",

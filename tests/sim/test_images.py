@@ -36,12 +36,35 @@ def test_an_image_takes_its_core_seconds_on_the_cores_of_its_worker() -> None:
     assert alone_s < record.first_token_s < alone_s + TEXT_S
 
 
-def test_an_image_beside_a_stream_takes_longer_and_makes_its_steps_longer() -> None:
-    text = Job(0, 0.0, ((0, 100),), 4000)
-    lone = run([text], FleetSettings(WORKER, num_workers=1)).records[0]
-    stream, image = run([text, job_of(1, 1.0, 0)], FleetSettings(WORKER, num_workers=1)).records
-    assert image.first_token_s - image.arrived_s > 2 * FAMILY.core_s / IMAGES.cores
-    assert stream.ended_s > lone.ended_s + 0.5
+def beside_image(num_streams: int) -> tuple[float, float]:
+    """How many times as long an image takes beside so many streams, and how many seconds later the first of them
+    ends."""
+    texts = [Job(number, 0.0, ((number, 10),), 1000) for number in range(num_streams)]
+    alone = run(texts, FleetSettings(WORKER, num_workers=1)).records[0]
+    outcome = run([*texts, job_of(num_streams, 1.0, num_streams)], FleetSettings(WORKER, num_workers=1))
+    stream, image = outcome.records[0], outcome.records[-1]
+    image_s = image.first_token_s - image.arrived_s
+    return image_s / (FAMILY.core_s / IMAGES.cores), stream.ended_s - alone.ended_s
+
+
+def test_a_stream_makes_room_for_an_image() -> None:
+    times, later_s = beside_image(1)
+    assert 1.0 < times < 1.4
+    assert 0.8 * FAMILY.core_s / IMAGES.cores < later_s < 1.2 * FAMILY.core_s / IMAGES.cores + TEXT_S
+
+
+def test_many_streams_lose_little_time_beside_an_image() -> None:
+    times, later_s = beside_image(32)
+    assert 2.0 < times < 4.0
+    assert later_s < times * FAMILY.core_s / IMAGES.cores / 2
+
+
+def test_hosts_that_encode_take_no_time_from_streams() -> None:
+    worker = replace(WORKER, images=replace(IMAGES, num_hosts=1))
+    text = Job(0, 0.0, ((0, 100),), 1000)
+    alone = run([text], FleetSettings(worker, num_workers=1)).records[0]
+    stream, _ = run([text, job_of(1, 1.0, 0)], FleetSettings(worker, num_workers=1)).records
+    assert stream.ended_s < alone.ended_s + TEXT_S
 
 
 def test_equal_images_in_flight_are_encoded_once_and_found_again() -> None:

@@ -87,6 +87,12 @@ class Encoding:
         """Requests that wait for states."""
         return len(self._held)
 
+    def num_sharing(self, priority: int) -> int:
+        """See `Stage`: those that wait while images are encoded."""
+        if not self._jobs:
+            return 0
+        return sum(request.priority >= priority for request in self._held)
+
     @property
     def num_waiting_tokens(self) -> int:
         """Image tokens of held requests that are not encoded yet, equal images counted once."""

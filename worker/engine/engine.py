@@ -127,9 +127,7 @@ class Engine:
             self._overlap.deliver(deliver)  # deliver before the next drafts are computed
         output = self.scheduler.schedule(fetch_first)
         if not output.scheduled:
-            self._overlap.deliver(deliver)
-            self._end_failed([])
-            self._overlap.seal()
+            self.settle(deliver)
             return False
         try:
             step = self._build(output)
@@ -143,6 +141,13 @@ class Engine:
             self._observe(step, sampled, start_s, is_traced=is_traced)
         self._overlap.hold(self._end_failed(outputs))
         return True
+
+    def settle(self, deliver: Deliver) -> None:
+        """Do now what would be done beside the next step, which comes later or not at all: deliver the outputs of the
+        previous one, and record new blocks."""
+        self._overlap.deliver(deliver)
+        self._end_failed([])
+        self._overlap.seal()
 
     def warm_up(self, request: Request) -> None:
         """Run a request to its end before any other, because the first steps of a model are slower. Only the learned

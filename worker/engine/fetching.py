@@ -97,6 +97,11 @@ class Fetching:
         """Requests that wait for blocks."""
         return len(self._held) + len(self._joined)
 
+    def num_sharing(self, priority: int) -> int:
+        """See `Stage`: blocks are fetched by few instructions."""
+        del priority
+        return 0
+
     def begin(self, request: Request) -> bool:
         """Hold a request that is not scheduled if it should wait. Otherwise schedule it at once."""
         first = self._scheduler.kv_cache.num_computed_by_now(request) // self._scheduler.kv_cache.block_size

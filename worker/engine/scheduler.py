@@ -129,6 +129,11 @@ class Scheduler:
         """Whether a request waits or runs."""
         return bool(self.running or self.waiting)
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step is one of decode alone, and no request waits for a place in it."""
+        return bool(self.running) and not self.waiting and all(one.num_uncomputed_tokens == 1 for one in self.running)
+
     def add(self, request: Request) -> None:
         """Accept a request. The service has checked that it fits the pool when it is alone."""
         assert self.kv_cache.num_blocks_of(request, request.num_tokens) <= self.kv_cache.num_blocks

@@ -25,6 +25,10 @@ class Stage(Protocol):
         """Requests that wait here."""
         ...
 
+    def num_sharing(self, priority: int) -> int:
+        """Requests of at least this priority whose work here needs the cores that steps are computed on."""
+        ...
+
     def begin(self, request: Request) -> bool:
         """Hold a request that is not scheduled if it should wait. Returns whether it is held."""
         ...
@@ -70,6 +74,10 @@ class Stages:
     def num_held(self) -> int:
         """Requests that wait in any stage."""
         return sum(stage.num_held for stage in self._stages)
+
+    def num_sharing(self, priority: int) -> int:
+        """See `Stage`."""
+        return sum(stage.num_sharing(priority) for stage in self._stages)
 
     def begin(self, request: Request) -> bool:
         """See `Stage`: hold a request that has arrived in the first stage in which it should wait."""

@@ -48,6 +48,14 @@ KEPT_SHARE = 0.7
 _BITS = 3
 
 
+def longest_ms(target_ms: float | None, without_ms: float) -> float:
+    """The most milliseconds between two tokens of running streams, whose steps alone take `without_ms`, while others
+    wait: with the target that the user has set, or None."""
+    if target_ms is None:
+        return max(TARGET_STEP_MS, TIMES_WITHOUT_PROMPTS * without_ms)
+    return max(target_ms, LEAST_TIMES_WITHOUT_PROMPTS * without_ms)
+
+
 def chunk_of(remaining: int, room: int) -> int:
     """How many of `remaining` tokens to compute now, at most `room`. Neither this chunk nor the rest is a single token,
     because other kernels compute a single token and give other bits (docs/decisions/exactness.md). 0 if that is not
@@ -136,11 +144,9 @@ class StepBudget:
         # Decode steps may not have been seen for long, if prompts never end.
         base_ms = self.costs.prompts.predict_ms(streams)
         without_ms = min(decode.predict_ms(streams), MOST_TIMES_WITH_PROMPTS * base_ms) + reread_ms
+        limit_ms = longest_ms(self.target_ms, without_ms)
         if self.target_ms is None:
-            least_ms = LEAST_TIMES_WITHOUT_PROMPTS * base_ms
-            limit_ms = max(TARGET_STEP_MS, TIMES_WITHOUT_PROMPTS * without_ms, reread_ms / STEP_COST_SHARE, least_ms)
-        else:
-            limit_ms = max(self.target_ms, LEAST_TIMES_WITHOUT_PROMPTS * without_ms)
+            limit_ms = max(limit_ms, reread_ms / STEP_COST_SHARE, LEAST_TIMES_WITHOUT_PROMPTS * base_ms)
         # A step is padded to MIN_PROMPT_STEP tokens anyway.
         least = max(MIN_CHUNK_ROOM, MIN_PROMPT_STEP - streams.tokens)
         return self._room(limit_ms, streams, prompts, first, least, self.max_num_mixed_tokens - streams.tokens)

@@ -16,6 +16,7 @@ from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.engine import Engine, EngineStats
 from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.mailbox import Command, EngineReport, LearnedCost, Mailbox
+from headrace.worker.engine.pacing import Pacing
 from headrace.worker.engine.scheduler import Scheduler, SchedulerStats
 from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.engine.stages import Stages
@@ -51,6 +52,7 @@ class EngineThread(ServingThread):
         self._report: EngineReport | None = None
         self._num_taken = 0
         self._forecast = Forecast(engine.scheduler, max_wait_s, stages=stages)
+        self._pacing = Pacing(engine.scheduler, stages)
 
     @property
     def longest_expected_step_s(self) -> float:
@@ -65,15 +67,25 @@ class EngineThread(ServingThread):
             self._apply(commands)
             for request in self._stages.take_ready():
                 self._engine.scheduler.add(request)
-            has_stepped = self._engine.advance(self._deliver, self._stages.begin_late)
+            is_paused = self._pacing.left_s > 0
+            has_stepped = not is_paused and self._step()
             if has_stepped:
                 self.num_turns += 1
                 self._forecast.observe()
-            elif self._engine.scheduler.has_requests:
+            elif self._engine.scheduler.has_requests and not is_paused:
                 time.sleep(_POLL_S)  # the pool waits for blocks that are fetched
             has_news = self._end_held() | self._refuse_overdue() | self._stages.take_news()
             if has_stepped or commands or has_news:
                 self._report = self._report_if_due(commands_came=bool(commands))
+            if self._pacing.left_s:
+                self._engine.settle(self._deliver)
+
+    def _step(self) -> bool:
+        """Compute the next step, if there is one. Returns whether there was one."""
+        self._pacing.begin()
+        has_stepped = self._engine.advance(self._deliver, self._stages.begin_late)
+        self._pacing.end()
+        return has_stepped
 
     def _apply(self, commands: Sequence[Command]) -> None:
         scheduler = self._engine.scheduler
@@ -108,9 +120,11 @@ class EngineThread(ServingThread):
         return bool(overdue)
 
     def _receive(self) -> list[Command] | None:
-        """The new commands. Waits for one if there is nothing to do; None means stop."""
+        """The new commands. Waits for one if there is nothing to do, and for the end of a pause between two steps; None
+        means stop."""
         if self._has_work:
-            return self._mailbox.take(block=False)
+            pause_s = self._pacing.left_s
+            return self._mailbox.take(block=pause_s > 0, timeout_s=pause_s)
         self.num_turns += 1
         self.is_idle = True
         commands = self._mailbox.take(block=True, timeout_s=_LOOK_S if self._stages.num_held else None)

@@ -15,7 +15,7 @@ import pytest
 from headrace.common.telemetry.span import Span
 from headrace.protos.inference_pb2 import SamplingParams
 from headrace.protos.status import Reason, StatusError, error_of
-from headrace.worker.engine import mailbox
+from headrace.worker.engine import mailbox, pacing
 from headrace.worker.engine.encoding import Encoding
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.stages import Stages
@@ -138,6 +138,68 @@ async def test_a_deadline_ends_a_request_whose_image_hangs() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [response async for response in served.worker.inference.Generate(request, timeout=0.3)]
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await served.until_clean()
+
+
+@pytest.fixture
+def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an image waits, each step of streams is followed by a pause of an hour."""
+    monkeypatch.setattr(pacing, "STREAMS_PER_IMAGE", 1e9)
+    monkeypatch.setattr(pacing, "longest_ms", lambda target_ms, without_ms: 3.6e6)
+
+
+async def begin_pause(served: Served, max_tokens: int = 9) -> tuple[Any, asyncio.Task[list[int]], list[int]]:
+    """A stream of text that pauses, a request whose image is the reason, and the stream's tokens before the pause. All
+    that is computed before a pause is delivered before it."""
+    answered = asyncio.create_task(served.tokens(RED))
+    await served.worker.until(lambda: len(served.encoder.queue) == 1)
+    request = message([1, 2], sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    call = served.worker.inference.Generate(request)
+    found: list[int] = []
+    while len(found) < 2:
+        found += (await anext(aiter(call))).token_ids
+    return call, answered, found
+
+
+@pytest.mark.usefixtures("endless_pauses")
+async def test_a_pause_ends_when_the_image_is_encoded() -> None:
+    async with with_images() as served:
+        call, answered, found = await begin_pause(served)
+        turns = served.worker.thread.num_turns
+        late = served.worker.generate(token_ids=[3, 4], sampling=SamplingParams(temperature=0.0, max_tokens=1))
+        assert [token for response in await late for token in response.token_ids] == expected_tokens(
+            [3, 4], 1, VOCAB_SIZE
+        )
+        assert served.worker.thread.num_turns > turns, "a prompt does not wait"
+        assert not answered.done()
+        served.work()
+        assert await answered == expected_tokens(PROMPT, 6, VOCAB_SIZE)
+        found += [token async for response in call for token in response.token_ids]
+        assert found == expected_tokens([1, 2], 9, VOCAB_SIZE)
+        await served.until_clean()
+
+
+@pytest.mark.usefixtures("endless_pauses")
+async def test_callers_that_hang_up_in_a_pause_free_everything() -> None:
+    async with with_images() as served:
+        call, answered, _ = await begin_pause(served)
+        call.cancel()
+        await served.worker.until(lambda: served.worker.under_test.scheduler.stats.requests_cancelled == 1)
+        served.work()
+        await answered
+        await served.until_clean()
+
+
+@pytest.mark.usefixtures("endless_pauses")
+async def test_a_broken_image_ends_its_request_and_the_pause() -> None:
+    async with with_images() as served:
+        call, answered, found = await begin_pause(served)
+        served.encoder.fail("the image is a truncated PNG file")
+        served.bell.ring()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await answered
+        found += [token async for response in call for token in response.token_ids]
+        assert found == expected_tokens([1, 2], 9, VOCAB_SIZE)
         await served.until_clean()
 
 
