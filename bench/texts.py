@@ -2,12 +2,14 @@
 
 A word that is one token behind another word adds one token. So a text of such words has as many tokens as words, and
 its beginning stays the same tokens whatever follows: prefixes that are equal as text are equal as tokens. Random token
-ids lack both: their text often encodes to other tokens.
+ids lack both: their text often encodes to other tokens. A vocabulary that splits most words gets single letters, which
+are one or two tokens each.
 """
 
 from __future__ import annotations
 
 import random
+import string
 from collections.abc import Sequence
 
 from headrace.bench.tokens import Counter
@@ -29,6 +31,7 @@ piece land product doctor wall patient worker news test movie north love step ca
 summer spring stone wood metal green blue red black white small large long short high low early late old young
 """
 _WORDS = _TEXT.split()
+_LETTERS = [*string.ascii_lowercase]
 _NUM_BEGINNINGS = 16
 _GROUP = 16
 _MIN_WORDS = 32
@@ -36,18 +39,29 @@ _MAX_ROUNDS = 6
 
 
 class Writer:
-    """Writes texts of `words`; `beginnings` are those that may begin one. `around` is the number of tokens that the
-    model expects around a text."""
+    """Writes texts of `words`, each of which adds `unit` tokens behind another; `beginnings` are those that may begin
+    one, with `first` tokens each. `around` is the number of tokens that the model expects around a text."""
 
-    def __init__(self, beginnings: Sequence[str], words: Sequence[str], counter: Counter, around: int) -> None:
+    def __init__(
+        self,
+        beginnings: Sequence[str],
+        words: Sequence[str],
+        counter: Counter,
+        around: int,
+        *,
+        first: int = 1,
+        unit: int = 1,
+    ) -> None:
         self.beginnings = beginnings
         self.words = words
         self.counter = counter
         self.around = around
+        self._first = first
+        self._unit = unit
 
     def words_of(self, rng: random.Random, num_tokens: int) -> str:
-        """Words that add this many tokens behind others; at least one."""
-        return " ".join(rng.choices(self.words, k=max(1, num_tokens)))
+        """Words that add this many tokens behind others, or as near to it as whole words come; at least one."""
+        return " ".join(rng.choices(self.words, k=max(1, round(num_tokens / self._unit))))
 
     def prompt(self, rng: random.Random, num_tokens: int) -> str:
         """A text that is this many tokens with those around it; at least one word."""
@@ -56,7 +70,8 @@ class Writer:
     def text(self, rng: random.Random, num_tokens: int) -> str:
         """A text of this many tokens, without those around it; at least one word."""
         first = rng.choice(self.beginnings)
-        return f"{first} {self.words_of(rng, num_tokens - 1)}" if num_tokens > 1 else first
+        rest = num_tokens - self._first
+        return f"{first} {self.words_of(rng, rest)}" if rest > 0 else first
 
     async def fitted(self, texts: Sequence[str], targets: Sequence[int], rng: random.Random) -> list[str]:
         """Texts of exactly so many tokens, made from nearly such ones by adding words or taking some off their ends. A
@@ -67,14 +82,14 @@ class Writer:
         open_ = list(range(len(found)))
         for _ in range(_MAX_ROUNDS):
             counts = await self.counter.count([found[i] for i in open_])
-            wrong = [(i, targets[i] - n) for i, n in zip(open_, counts, strict=True) if n != targets[i]]
+            wrong = [(i, targets[i] - n) for i, n in zip(open_, counts, strict=True)]
             open_ = []
             for i, missing in wrong:
-                words = found[i].split(" ")
-                if missing > 0:
+                words, num_words = found[i].split(" "), round(missing / self._unit)
+                if num_words > 0:
                     found[i] = f"{found[i]} {self.words_of(rng, missing)}"
-                elif len(words) > 1:
-                    found[i] = " ".join(words[: max(1, len(words) + missing)])
+                elif num_words < 0 and len(words) > 1:
+                    found[i] = " ".join(words[: max(1, len(words) + num_words)])
                 else:
                     continue
                 open_.append(i)
@@ -84,20 +99,32 @@ class Writer:
 
 
 async def writer_for(counter: Counter) -> Writer:
-    """A writer with those words that are one token. Raises ExchangeError."""
+    """A writer with those words that are one token, or with letters if most words are several. Raises ExchangeError."""
     if not counter.is_exact:
         return Writer(_WORDS, _WORDS, counter, 0)
     beginnings = _WORDS[:_NUM_BEGINNINGS]
-    alone = await counter.count(beginnings)
+    alone = await counter.count([*beginnings, *_LETTERS])
     around = min(alone) - 1
-    single = [word for word, count in zip(beginnings, alone, strict=True) if count == around + 1]
-    # Words behind another are counted in groups, because a server counts each text in a call of its own.
+    single = [word for word, count in zip(beginnings, alone, strict=False) if count == around + 1]
+    words = await _single_words(counter, single[0], around) if single else []
+    if len(words) >= _MIN_WORDS:
+        return Writer(single, words, counter, around)
+    base = _LETTERS[0]
+    counts = await counter.count([base, *(f"{base} {letter}" for letter in _LETTERS)])
+    added = [count - counts[0] for count in counts[1:]]
+    unit = max(1, min(added))
+    letters = [letter for letter, count in zip(_LETTERS, added, strict=True) if count == unit]
+    return Writer([base], letters, counter, around, first=max(1, counts[0] - around), unit=unit)
+
+
+async def _single_words(counter: Counter, first: str, around: int) -> list[str]:
+    """The words that are one token behind `first`. They are counted in groups, because a server counts each text in a
+    call of its own."""
     groups = [_WORDS[at : at + _GROUP] for at in range(0, len(_WORDS), _GROUP)]
-    counts = await counter.count([" ".join((single[0], *group)) for group in groups])
+    counts = await counter.count([" ".join((first, *group)) for group in groups])
     words: list[str] = []
     doubtful: list[str] = []
     for group, count in zip(groups, counts, strict=True):
         (words if count == around + 1 + len(group) else doubtful).extend(group)
-    counts = await counter.count([f"{single[0]} {word}" for word in doubtful])
-    words += [word for word, count in zip(doubtful, counts, strict=True) if count == around + 2]
-    return Writer(single, words if len(words) >= _MIN_WORDS else _WORDS, counter, around)
+    counts = await counter.count([f"{first} {word}" for word in doubtful])
+    return words + [word for word, count in zip(doubtful, counts, strict=True) if count == around + 2]

@@ -37,6 +37,16 @@ class Syllables:
         return [1 + sum(1 + (len(word) > 7) for word in text.split()) for text in texts]
 
 
+class Letters:
+    """One token before the text, and one for each letter and each space."""
+
+    name = "letters"
+    is_exact = True
+
+    async def count(self, texts: Sequence[str]) -> list[int]:
+        return [1 + len(text) for text in texts]
+
+
 async def writer() -> Writer:
     return await writer_for(Syllables())
 
@@ -60,6 +70,16 @@ async def test_texts_are_made_to_fit() -> None:
     fitted = await made.fitted(texts, [8, 6, 4], random.Random(0))
     assert await Syllables().count(fitted) == [8, 6, 4]
     assert fitted[2] == "one two three"
+
+
+async def test_a_vocabulary_that_splits_all_words_gets_texts_of_the_right_length() -> None:
+    made, rng = await writer_for(Letters()), random.Random(0)
+    assert await Letters().count([made.prompt(rng, n) for n in (2, 100, 1000)]) == [2, 100, 1000]
+    assert len(made.words_of(rng, 50)) == 49  # a space precedes it
+    (fitted,) = await made.fitted(["a b c"], [40], rng)
+    assert await Letters().count([fitted]) == [40]
+    (fitted,) = await made.fitted([fitted], [11], rng)
+    assert abs((await Letters().count([fitted]))[0] - 11) <= 1
 
 
 async def test_without_a_tokenizer_words_count_as_tokens() -> None:
