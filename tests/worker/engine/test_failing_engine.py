@@ -93,7 +93,8 @@ async def test_whatever_escapes_the_engine_is_told(where: str, monkeypatch: pyte
             stream.close()
         async with asyncio.timeout(patience(BOUND_S)):
             await running.failed.wait()
-        assert (repr(running.failures[0][1]), len(running.failures)) == (f"ZeroDivisionError('{where}')", 1)
+        # Each report that fails is told: in a real worker the first one ends the process.
+        assert {repr(error) for _, error in running.failures} == {f"ZeroDivisionError('{where}')"}
     finally:
         await running.end()
 
