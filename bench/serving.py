@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from headrace.bench.process_tree import descendants
+from headrace.common import launch
 
 _STOP_S = 20.0
 _KEPT_LINES = 1000
@@ -26,7 +27,7 @@ class Serving:
     """Runs `headrace serve` with these flags; an asynchronous context. `environment` is added to this process's."""
 
     def __init__(self, flags: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._argv = [sys.executable, "-m", "headrace.cli", "serve", *flags]
+        self._argv = launch.with_parent([sys.executable, "-m", "headrace.cli", "serve", *flags])
         self._environment = {**os.environ, **environment}
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None

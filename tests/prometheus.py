@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from headrace.cli import launch
+from headrace.common import launch
 from tests.e2e.fleet import free_port
 from tests.e2e.serving import until
 from tests.patience import patience
@@ -76,7 +74,7 @@ def prometheus(directory: Path, targets: Mapping[str, list[str]]) -> Iterator[Pr
     port = free_port()
     flags = [f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/tsdb"]
     # It dies with the tests.
-    argv = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", program, *flags]
+    argv = launch.with_parent([program, *flags])
     with (directory / "prometheus.log").open("wb") as log:
         process = subprocess.Popen([*argv, f"--web.listen-address=127.0.0.1:{port}"], stderr=log)
     try:

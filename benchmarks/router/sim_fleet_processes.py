@@ -129,7 +129,7 @@ class Fleet:
         router = f"unix:{directory}/router.sock"
         self._num_workers = num_workers
         # They end with this process, however it ends.
-        launched = ("headrace.cli.launch", str(os.getpid()), "", sys.executable, "-m")
+        launched = ("headrace.common.launch", str(os.getpid()), "", sys.executable, "-m")
         self.processes = [Process(*launched, "headrace.router", "--listen", router)]
         self.processes += [
             Process(

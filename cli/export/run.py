@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from headrace.cli import launch
 from headrace.cli.export.weights import ExportedWeights, why_unreadable
+from headrace.common import launch
 from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.host_memory import GIB
 
@@ -87,7 +87,7 @@ def export(
 
 def _run(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> None:
     python = os.environ.get("HEADRACE_EXPORT_PYTHON") or sys.executable
-    launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", python, "-I", str(_EXPORTER)]
+    launcher = launch.with_parent([python, "-I", str(_EXPORTER)])
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen([*launcher, *arguments], stdout=subprocess.PIPE, stderr=errors, env=environment)

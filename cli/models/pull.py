@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from typing import Any
 
 import click
 
-from headrace.cli import launch
 from headrace.cli.export.options import export_options, exported_weights
 from headrace.cli.export.run import check_exportable, export
 from headrace.cli.export.weights import ExportedWeights, sizes_of, weights_named
@@ -68,6 +66,7 @@ from headrace.cli.models.selection import (
 )
 from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
+from headrace.common import launch
 from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.host_memory import available_bytes
 from headrace.common.model_files.heads import heads_kind_of
@@ -431,7 +430,7 @@ def _check_servable(name: str, directory: Path) -> None:
 def _run(what: str, *module: str) -> list[str]:
     """Run a module of headrace with arguments, in a process that does not outlive this one, and return its warnings.
     Raises CommandError."""
-    command = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", sys.executable, "-m", *module]
+    command = launch.with_parent([sys.executable, "-m", *module])
     finished = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     said = finished.stderr.splitlines()
     if finished.returncode == 0:

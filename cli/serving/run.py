@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 import httpx
 
-from headrace.cli import launch
 from headrace.cli.fleet.chat import ChatClient, Conversation, talk
 from headrace.cli.fleet.fleet_access import ApiAccess, api_options
 from headrace.cli.fleet.image_files import chat_options
@@ -24,6 +23,7 @@ from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.model_cache import offline_option
 from headrace.cli.models.progress import say
 from headrace.cli.models.reference import parse_reference
+from headrace.common import launch
 from headrace.common.commands import CommandError, CommandFailed
 
 _STOP_S = 15.0
@@ -107,7 +107,7 @@ def _started(model: str) -> Iterator[str]:
     """Start `headrace serve` and yield its URL. Stop it at the end, or when this process dies."""
     log = runtime_directory() / f"run-{os.getpid()}.log"
     serve = (sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", "--offline")
-    command = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", *serve]
+    command = launch.with_parent([*serve])
     with log.open("w") as file:
         # A separate session, so that Ctrl-C stops the answer but not the server.
         process = subprocess.Popen(

@@ -17,14 +17,13 @@ import enum
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headrace.cli import launch
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.plan import ProcessSpec
+from headrace.common import launch
 from headrace.common.commands import EXIT_REFUSED
 
 _MAX_LINE_BYTES = 1 << 16
@@ -220,7 +219,7 @@ class Supervisor:
             descriptors.append(self._memory_of(spec))
             argv += [spec.memory_flag, f"fd:{descriptors[0]}"]
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), mask, *argv],
+            launch.with_parent(argv, mask),
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import httpx
 
-from headrace.cli import launch
+from headrace.common import launch
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from tests.e2e.serving import BOUND_S, HTTP, MODEL, READY_BOUND_S, until
@@ -71,7 +71,7 @@ class Process:
         """Start the process. None may be running."""
         assert not self.is_alive, f"{self.name} runs already"
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "", *self._argv],
+            launch.with_parent(self._argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -15,6 +15,11 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
+def with_parent(argv: list[str], cpus: str = "") -> list[str]:
+    """The command that starts `argv` so that it dies with this process. See above for `cpus`."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), cpus, *argv]
+
+
 def main() -> None:
     """Arrange the death signal and the affinity mask, then become the program."""
     parent_pid, cpus, *argv = sys.argv[1:]
