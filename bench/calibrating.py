@@ -59,16 +59,18 @@ class CalibrateError(Exception):
 
 
 class Cell(NamedTuple):
-    """Requests at once, for each worker, with prompts and answers of this many tokens."""
+    """Requests at once, for each worker, with prompts and answers of this many tokens. Those of a worker begin with the
+    same `shared` tokens, which the KV cache has already."""
 
     batch: int
     prompt: int
     answer: int
+    shared: int = 0
 
     @property
     def work(self) -> int:
         """A rough measure of its time."""
-        return self.batch * self.prompt + 8 * (self.batch + 4) * self.answer
+        return self.shared + self.batch * (self.prompt - self.shared) + 8 * (self.batch + 4) * self.answer
 
     @property
     def kv_tokens(self) -> int:
@@ -83,16 +85,20 @@ CELLS = (
     Cell(3, 200, 24),
     Cell(4, 1024, 24),
     Cell(6, 48, 24),
+    Cell(16, 8, 24),
     Cell(1, 2048, 16),
     Cell(8, 256, 32),
     Cell(12, 100, 24),
+    Cell(32, 8, 32),
     Cell(16, 64, 32),
     Cell(1, 4096, 12),
     Cell(24, 160, 24),
     Cell(32, 48, 32),
     Cell(8, 2048, 24),
     Cell(16, 512, 32),
+    Cell(12, 1056, 32, shared=1024),
     Cell(32, 256, 32),
+    Cell(4, 1056, 32, shared=1024),
     Cell(1, 8192, 8),
     Cell(64, 64, 32),
     Cell(48, 128, 24),
@@ -114,9 +120,13 @@ class Loader:
     num_tokens: int = 0
     """Tokens of answers."""
 
-    async def ask(self, prompt: int, answer: int) -> Record:
-        """One request. Raises CalibrateError if it fails."""
-        ids = self.rng.choices(range(min(_FIRST_TOKEN, self.vocabulary // 2), self.vocabulary), k=prompt)
+    def tokens(self, count: int) -> list[int]:
+        """So many random tokens."""
+        return self.rng.choices(range(min(_FIRST_TOKEN, self.vocabulary // 2), self.vocabulary), k=count)
+
+    async def ask(self, prompt: int, answer: int, first: Sequence[int] = ()) -> Record:
+        """One request, whose prompt begins with the tokens `first`. Raises CalibrateError if it fails."""
+        ids = [*first, *self.tokens(prompt - len(first))]
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": ids,
@@ -145,7 +155,12 @@ class Loader:
     async def run(self, cell: Cell, num_workers: int) -> list[Record]:
         """All requests of a cell."""
         count = cell.batch * num_workers if cell.batch > 1 else 1
-        return list(await asyncio.gather(*(self.ask(cell.prompt, cell.answer) for _ in range(count))))
+        prefixes: list[list[int]] = [[]]
+        if cell.shared:
+            prefixes = [self.tokens(cell.shared) for _ in range(num_workers)]
+            await asyncio.gather(*(self.ask(cell.shared + 1, 1, prefix) for prefix in prefixes))
+        asked = (self.ask(cell.prompt, cell.answer, prefixes[number % len(prefixes)]) for number in range(count))
+        return list(await asyncio.gather(*asked))
 
 
 class Measured(NamedTuple):

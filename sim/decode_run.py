@@ -89,7 +89,7 @@ class DecodeRun:
         step_factor: float = 1.0,
     ) -> None:
         contexts = first.context + first.sequences * np.arange(num_steps, dtype=np.float64)
-        milliseconds = cost.decode_ms(contexts, first.sequences)
+        milliseconds = cost.decode_ms(contexts, first.sequences, first.shared)
         if first.changed:
             milliseconds[0] += cost.change
         milliseconds *= step_factor

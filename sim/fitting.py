@@ -21,12 +21,14 @@ class Sample(NamedTuple):
 
 def features(shape: StepShape, knots: tuple[int, ...]) -> list[float]:
     """The factors of the coefficients: 1 for the cost of `knots[0]` tokens, for each segment between two knots the part
-    of it that is below the shape's tokens, and the others in the order of StepCost. So coefficients that are not
-    negative make a `base` that never falls. The last segment has no end."""
+    of it that is below the shape's tokens, and the others in the order of StepCost. Positions of contexts are in two
+    parts: those that no other sequence reads, and those that are shared. So coefficients that are not negative make a
+    `base` that never falls. The last segment has no end."""
     lengths = [
         max(0, min(shape.tokens, high) - low) for low, high in zip(knots[:-1], (*knots[1:-1], sys.maxsize), strict=True)
     ]
-    others = shape.attended, shape.reread, shape.context, shape.sequences, shape.changed
+    distinct = shape.context - shape.shared
+    others = shape.attended, shape.reread, distinct, shape.shared, shape.sequences, shape.changed
     return [1.0, *map(float, lengths), *map(float, others)]
 
 
@@ -47,8 +49,13 @@ def fitted(samples: Sequence[Sample], knots: tuple[int, ...]) -> StepCost:
     coefficients[used] = solution
     first, slopes, rest = coefficients[0], coefficients[1 : len(knots)], coefficients[len(knots) :]
     base = first + np.concatenate(((0.0,), np.cumsum(slopes * np.diff(knots))))
-    attended, reread, context, sequence, change = map(float, rest)
-    return StepCost(knots, tuple(map(float, base)), attended, reread, context, sequence, change)
+    attended, reread, context, shared, sequence, change = map(float, rest)
+    saving = 0.0
+    if any(sample.shape.shared for sample in samples):
+        if shared > context:  # they save nothing
+            return fitted([sample._replace(shape=sample.shape._replace(shared=0)) for sample in samples], knots)
+        saving = context - shared
+    return StepCost(knots, tuple(map(float, base)), attended, reread, context, sequence, change, saving=saving)
 
 
 def errors_of(cost: StepCost, samples: Sequence[Sample]) -> list[float]:

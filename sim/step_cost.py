@@ -1,6 +1,6 @@
 """The cost model that replaces OpenVINO: the time of a worker's step in milliseconds, from the step's shape.
 
-    ms = base(tokens) + per_attended * attended + per_reread * reread + per_context * context
+    ms = base(tokens) + per_attended * attended + per_reread * reread + per_context * context - saving * shared
          + per_sequence * sequences + change * changed
 
     base       multiplication with the weights: piecewise linear between certain numbers of tokens, the knots, because
@@ -49,6 +49,7 @@ class StepCost(msgspec.Struct, frozen=True):
     machine: str = ""
     median_error: float = 0.0
     p90_error: float = 0.0
+    saving: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.knots) < 2 or len(self.knots) != len(self.base) or list(self.knots) != sorted(set(self.knots)):
@@ -64,17 +65,17 @@ class StepCost(msgspec.Struct, frozen=True):
             + self.base[left + 1] * share
             + self.per_attended * shape.attended
             + self.per_reread * shape.reread
-            + self.per_context * shape.context
+            + (self.per_context * shape.context - self.saving * shape.shared)
             + self.per_sequence * shape.sequences
             + (self.change if shape.changed else 0.0)
         )
 
-    def decode_ms(self, contexts: Values, sequences: int) -> Values:
-        """How long decode steps of `sequences` sequences take, each in milliseconds, with these `contexts`: exactly as
-        `milliseconds`, with the same number of tokens as the step before."""
+    def decode_ms(self, contexts: Values, sequences: int, shared: int = 0) -> Values:
+        """How long decode steps of `sequences` sequences take, each in milliseconds, with these `contexts`, of which so
+        many positions are `shared`: exactly as `milliseconds`, with the same number of tokens as the step before."""
         left, share = place_among(self.knots, sequences)
         base = self.base[left] * (1.0 - share) + self.base[left + 1] * share
-        found: Values = base + self.per_context * contexts + self.per_sequence * sequences
+        found: Values = base + (self.per_context * contexts - self.saving * shared) + self.per_sequence * sequences
         return found
 
 
@@ -95,9 +96,9 @@ class StepCostPair(msgspec.Struct, frozen=True):
         cost = self.prompts if shape.prompt_tokens else self.decode
         return cost.milliseconds(shape)
 
-    def decode_ms(self, contexts: Values, sequences: int) -> Values:
+    def decode_ms(self, contexts: Values, sequences: int, shared: int = 0) -> Values:
         """See StepCost."""
-        return self.decode.decode_ms(contexts, sequences)
+        return self.decode.decode_ms(contexts, sequences, shared)
 
 
 def place_among(knots: tuple[int, ...], tokens: int) -> tuple[int, float]:

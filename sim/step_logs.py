@@ -41,6 +41,7 @@ class LoggedStep(msgspec.Struct, frozen=True):
     sequences: int
     prompt_tokens: int
     changed: bool
+    shared: int = 0
 
     @property
     def end_s(self) -> float:
@@ -51,7 +52,14 @@ class LoggedStep(msgspec.Struct, frozen=True):
     def shape(self) -> StepShape:
         """Its size."""
         return StepShape(
-            self.tokens, self.attended, self.reread, self.context, self.sequences, self.prompt_tokens, self.changed
+            self.tokens,
+            self.attended,
+            self.reread,
+            self.context,
+            self.sequences,
+            self.prompt_tokens,
+            self.changed,
+            self.shared,
         )
 
 

@@ -237,11 +237,12 @@ class SimulatedWorker:
         running = self.scheduler.running
         num_requests = len(running)
         context = sum(request.num_computed_tokens for request in running) + num_requests
+        num_shared = self.scheduler.kv_cache.num_shared_tokens
         changed = num_requests != self._num_step_tokens
         exact = self._reports_every_step
         self._run = DecodeRun(
             self.settings.cost,
-            StepShape(num_requests, 0, 0, context, num_requests, changed=changed),
+            StepShape(num_requests, 0, 0, context, num_requests, changed=changed, shared=min(num_shared, context)),
             num_steps,
             self._clock(),
             self._stats.infer_s,

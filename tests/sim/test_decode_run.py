@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from headrace.sim import step_cost
 from headrace.sim.images import FAMILIES, ImageSettings
@@ -111,5 +112,8 @@ def test_skipped_steps_give_the_outcome_of_single_steps_to_the_last_bit(
 @pytest.mark.parametrize("sequences", [1, 3, 64])
 def test_the_cost_of_steps_together_is_that_of_each(sequences: int) -> None:
     contexts = [sequences * past for past in (1, 700, 40_000)]
-    each = [COST.milliseconds(StepShape(sequences, 0, 0, context, sequences)) for context in contexts]
-    assert COST.decode_ms(np.array(contexts, np.float64), sequences).tolist() == each
+    cost = structs.replace(COST, saving=COST.per_context / 3)
+    for shared in (0, sequences // 2):
+        shapes = [StepShape(sequences, 0, 0, context, sequences, shared=shared) for context in contexts]
+        each = [cost.milliseconds(shape) for shape in shapes]
+        assert cost.decode_ms(np.array(contexts, np.float64), sequences, shared).tolist() == each

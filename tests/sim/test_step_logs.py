@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from msgspec import structs
 
 from headrace.sim import step_logs
 from headrace.sim.step_cost import StepCost
@@ -47,6 +48,23 @@ def test_a_fit_finds_the_costs_again_with_the_time_between_steps() -> None:
     for shape in (StepShape.of([(500, 1)] * 8), StepShape.of([(1000, 256)], changed=True)):
         cost = PROMPTS if shape.prompt_tokens else DECODE
         assert fit.steps.milliseconds(shape) == pytest.approx(cost.milliseconds(shape), rel=0.06)
+
+
+def test_a_fit_finds_what_shared_positions_save() -> None:
+    rng = random.Random(3)
+    cost = structs.replace(DECODE, saving=0.0008)
+    plain = step_logs.timed(logged("a", rng, 5.0, 900), 5.0)
+    steps = [*plain]
+    for _ in range(300):
+        batch = rng.choice((4, 8, 16))
+        shape = StepShape.of([(rng.randrange(600, 900), 1)] * batch, shared=512 * (batch - rng.choice((1, 2, 4))))
+        steps.append(step_logs.Timed(shape, cost.milliseconds(shape) * rng.uniform(0.98, 1.02), 0.0))
+    found = step_logs.fit(steps, "a model", "a host").steps.decode
+    assert found.per_context == pytest.approx(0.002, rel=0.1)
+    assert found.saving == pytest.approx(0.0008, rel=0.15)
+    dear = [step._replace(ms=step.ms + 0.002 * step.shape.shared) for step in steps]
+    assert step_logs.fit(dear, "a model", "a host").steps.decode.saving == 0, "shared positions that cost more"
+    assert step_logs.fit(plain, "a model", "a host").steps.decode.saving == 0
 
 
 def test_a_disturbed_step_does_not_count() -> None:

@@ -89,10 +89,16 @@ class StepShape(NamedTuple):
     """Tokens of sequences that compute several."""
     changed: bool = False
     """Whether the previous step had another number of tokens."""
+    shared: int = 0
+    """Positions of `context` that another sequence reads too, which is then the first to bring them into the caches of
+    the CPU. The simulator counts them; the model here does not."""
 
     @classmethod
-    def of(cls, step: Iterable[tuple[int, int]], *, padding: int = 0, changed: bool = False) -> StepShape:
-        """The shape of a step. `step` has a pair for each sequence: tokens computed before, tokens computed now."""
+    def of(
+        cls, step: Iterable[tuple[int, int]], *, padding: int = 0, changed: bool = False, shared: int = 0
+    ) -> StepShape:
+        """The shape of a step. `step` has a pair for each sequence: tokens computed before, tokens computed now.
+        `shared` may be too high where sequences with prompts share positions as well."""
         attended = 0
         reread = 0
         context = 0
@@ -109,7 +115,8 @@ class StepShape(NamedTuple):
                 prompt_tokens += new
                 prompts += 1
         tokens = prompt_tokens + decoding + padding
-        return cls(tokens, attended, reread, context, decoding + prompts, prompt_tokens, changed)
+        shared = min(shared, context)
+        return cls(tokens, attended, reread, context, decoding + prompts, prompt_tokens, changed, shared)
 
     @property
     def reference_ms(self) -> tuple[float, ...]:

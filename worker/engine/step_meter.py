@@ -51,7 +51,8 @@ class StepMeter:
         num_tokens = output.num_tokens + num_padding
         changed = num_tokens != self._num_tokens.get(graph, 0)
         self._num_tokens[graph] = num_tokens
-        shape = StepShape.of(output.sequences, padding=num_padding, changed=changed)
+        num_shared = self._scheduler.kv_cache.num_shared_tokens
+        shape = StepShape.of(output.sequences, padding=num_padding, changed=changed, shared=num_shared)
         model = self.costs.of(is_decode=shape.prompt_tokens == 0)
         predicted_s = model.predict_ms(shape) / 1000 if model.num_steps else 0.0
         self.longest_expected_step_s = max(self._longest_step_s, predicted_s)

@@ -63,6 +63,7 @@ class BlockPool:
         self._on_eviction = on_eviction
         self._on_take = on_take
         self._num_unreferenced = num_blocks
+        self._num_shared = 0
         self._ref_count = array("i", bytes(4 * num_blocks))
         self._next = array("i", [*range(1, num_blocks + 1), 0])
         self._previous = array("i", [num_blocks, *range(num_blocks)])
@@ -86,6 +87,11 @@ class BlockPool:
     def num_partial_blocks(self) -> int:
         """Number of blocks of which only a beginning can be found, referenced or not."""
         return len(self._content) - len(self._block_of_hash)
+
+    @property
+    def num_shared_holds(self) -> int:
+        """Number of holders beyond the first of each block."""
+        return self._num_shared
 
     def num_held_once(self, blocks: Iterable[int]) -> int:
         """How many of these blocks have exactly one holder."""
@@ -197,6 +203,8 @@ class BlockPool:
                 assert block in self._content, "holding a block that nobody has and nobody can find"
                 self._unlink(block)
                 self._num_unreferenced -= 1
+            else:
+                self._num_shared += 1
             self._ref_count[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -211,6 +219,8 @@ class BlockPool:
                 self._link(block, at_front=not is_cached)
                 if is_cached:
                     cached.append(block)
+            else:
+                self._num_shared -= 1
         if self._journal is not None:
             self._journal.use(cached)
 
@@ -291,6 +301,7 @@ class BlockPool:
         held = sum(1 for count in self._ref_count if count > 0)
         assert held + len(queue) == self.num_blocks, "free + referenced != total"
         assert all(count >= 0 for count in self._ref_count), "a negative reference count"
+        assert self._num_shared == sum(self._ref_count) - held, "holders are counted wrongly"
         full = {content.block_hash: block for block, content in self._content.items() if content.block_hash is not None}
         assert full == self._block_of_hash, "a hash leads to the wrong block"
         behind = {(parent, block) for parent, blocks in self._blocks_behind.items() for block in blocks}

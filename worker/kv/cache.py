@@ -111,6 +111,11 @@ class KVCache:
         """Number of blocks that can be taken: free and cached ones."""
         return self.pool.num_free_blocks
 
+    @property
+    def num_shared_tokens(self) -> int:
+        """Positions in blocks of several requests, counted once for each request but the first."""
+        return self.pool.num_shared_holds * self.pool.block_size
+
     def figures(self) -> CacheFigures:
         """Sizes of the cache, and what is in it now."""
         pool = self.pool

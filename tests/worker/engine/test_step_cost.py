@@ -63,6 +63,8 @@ def test_the_shape_tells_prompts_from_decoding() -> None:
     assert StepShape.of([(10, 3)]) == StepShape(3, 11 + 12 + 13, 10, 0, 1, 3)
     assert StepShape.of([(10, 3), (0, 2), (7, 1)], padding=4) == StepShape(10, 36 + 1 + 2, 10, 8, 3, 5)
     assert StepShape.of([(10, 1)], changed=True) == StepShape(1, 0, 0, 11, 1, 0, True)
+    assert StepShape.of([(10, 1), (10, 1)], shared=8) == StepShape(2, 0, 0, 22, 2, 0, False, 8)
+    assert StepShape.of([(10, 3), (4, 1)], shared=8).shared == 5
 
 
 def test_a_chunked_prompt_attends_to_as_much_as_a_whole_one() -> None:
