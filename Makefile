@@ -45,7 +45,7 @@ help:
 
 .venv/.dev: .venv/pyvenv.cfg pyproject.toml setup.py constraints.txt $(PACKAGES)
 	@echo "installing headrace and what its development needs into .venv" >&2
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,encryption,otel]' >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,encryption,kv-events,otel]' >&2
 	@touch $@ .venv/.serve
 
 # Tools that cannot follow an editable install see the packages under their real names through these links.

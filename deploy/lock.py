@@ -42,7 +42,9 @@ def lock_of(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Resolve and write."""
-    locked = lock_of(resolve(".[convert,encryption,otel]", *_BEFORE_3_11_3)) + lock_of(resolve("setuptools>=77"))
+    locked = lock_of(resolve(".[convert,encryption,kv-events,otel]", *_BEFORE_3_11_3)) + lock_of(
+        resolve("setuptools>=77")
+    )
     Path("requirements.lock").write_text(_HEAD + locked)
 
 

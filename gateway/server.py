@@ -136,6 +136,7 @@ def _services(settings: Settings, controls: EdgeControls, threads: Threads) -> S
         formats=Formats(settings.tool_parsers, settings.reasoning_parsers),
         special_tokens_in_text=settings.special_tokens_in_text,
         images=settings.images.loader(threads.images),
+        vllm_metrics=settings.controls.vllm_metrics,
     )
 
 
@@ -152,9 +153,10 @@ def services_behind(
     formats: Formats | None = None,
     special_tokens_in_text: SpecialTokensInText = SpecialTokensInText.PROMPTS,
     images: ImageLoader | None = None,
+    vllm_metrics: bool = False,
 ) -> Services:
     """The services of a gateway, connected with each other."""
-    metrics = Metrics()
+    metrics = Metrics(vllm=vllm_metrics)
     in_use = Counter[str]()
     host = ModelHost(model_host, transport, in_use=in_use, is_awaited=await_model_host)
     upstream = Upstream(

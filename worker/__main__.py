@@ -148,6 +148,19 @@ _NEED_DRAFT_MODEL = {
     type=click.Path(path_type=Path, dir_okay=False),
     help="Append the size and time of each step to this file, as lines of JSON. `headrace bench calibrate` reads them.",
 )
+@click.option(
+    "--vllm-metrics", is_flag=True, help="Show the metrics under the names of vLLM too, for schedulers that read them."
+)
+@click.option(
+    "--kv-events",
+    metavar="ADDR",
+    help="Publish the changes of the prefix cache in the form of vLLM, on this ZeroMQ address, such as tcp://*:5557. "
+    "Needs headrace[kv-events].",
+)
+@click.option(
+    "--kv-events-replay", metavar="ADDR", help="Address where subscribers of --kv-events get what they have missed."
+)
+@click.option("--kv-events-topic", metavar="TEXT", help="Topic of --kv-events. Default: kv@ADVERTISE@NAME.")
 @membership_options
 @observation_options
 def command(log_level: str, log_format: str, otlp_endpoint: str | None, **options: Any) -> None:
@@ -183,6 +196,10 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         raise ConfigurationError("--kv-disk-key encrypts the files in a directory; name it with --kv-disk")
     if options["kv_disk_gb"] is not None and options["kv_disk"] is None:
         raise ConfigurationError("--kv-disk-gb is the size of the files in a directory; name it with --kv-disk")
+    if options["kv_events"] is None and (options["kv_events_replay"] or options["kv_events_topic"]):
+        raise ConfigurationError("--kv-events-replay and --kv-events-topic need --kv-events ADDR")
+    if options["vllm_metrics"] and options["metrics"] is None:
+        raise ConfigurationError("--vllm-metrics needs --metrics HOST:PORT")
     if options["role"] != "both" and not options["kv_peers"]:
         raise ConfigurationError(
             f"--role {options['role']} moves cached prefixes between workers; leave out --no-kv-peers"

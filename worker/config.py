@@ -44,6 +44,12 @@ class WorkerConfig:
     normalizes: bool | None
     """Whether an embedding model's vectors have length 1; None: as its files say."""
     metrics: str | None
+    vllm_metrics: bool
+    """Whether the metrics are shown under the names of vLLM too."""
+    kv_events: str | None
+    """ZeroMQ address for the changes of the prefix cache; None: they are not published."""
+    kv_events_replay: str | None
+    kv_events_topic: str | None
     tls_dir: Path | None
     insecure: bool
     join_token_file: Path | None

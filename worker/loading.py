@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.kv.cache import GroupBudget
+from headrace.worker.kv.chain import Content
 from headrace.worker.kv.disk_cipher import read_key
 from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.exclusions import refuse_flags, refuse_for_model
@@ -94,6 +95,11 @@ class LoadedModel:
     def handover(self) -> Handover | None:
         """Exchanges blocks with other workers; None if it does not."""
         return self.tiers.handover
+
+    @property
+    def locate(self) -> Callable[[int], tuple[int, Content] | None]:
+        """Finds a block of the prefix cache and its content by its hash; see `KVCache.locate`."""
+        return self.engine.scheduler.kv_cache.locate
 
     def close(self) -> None:
         """End the model's work outside of its thread."""

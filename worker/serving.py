@@ -37,6 +37,7 @@ from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import ModelLimits
 from headrace.worker.server.blocks import BlockCalls
 from headrace.worker.server.images import ImageDesk, Images
+from headrace.worker.server.kv_events import AllBlocksCleared, EventLog, KvEventPublisher, roots_of
 from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.registration import REDIS_TIMEOUT_S, RedisLease, Registration
 from headrace.worker.server.service import INFERENCE, SERVICE_NAMES, InferenceService, WorkerService
@@ -80,9 +81,11 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     adapters = AdapterDesk(model.adapters, model.card.name, config.max_ttft_s)
     hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size, adapters)
     mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish, bell=model.bell)
-    observer = serve_metrics(config.metrics, hub) if config.metrics else RequestObserver()
+    vllm_name = model.card.name if config.vllm_metrics else ""
+    observer = serve_metrics(config.metrics, hub, vllm_name) if config.metrics else RequestObserver()
     blocks = BlockCalls(model.handover, hub)
     health, sessions = add_services(server, config, model, mailbox, hub, observer, adapters, blocks)
+    kv_events = _publish_kv_events(config, model, hub, adapters)
     thread = model.make_thread(mailbox, config.max_ttft_s)
     thread.start()
     # Reading the binding and collecting garbage take 0.1 s of a core, so do both before the first request.
@@ -116,6 +119,8 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     await asyncio.gather(server.stop(0.2), *([probe.stop(0.0)] if probe is not None else []))
     mailbox.stop()
     thread.join(1.0)
+    if kv_events is not None:
+        await kv_events.close()
     model.close()
 
 
@@ -244,20 +249,45 @@ def add_services(
     return servicer, inference.sessions
 
 
+def _publish_kv_events(
+    config: WorkerConfig, model: LoadedModel | LoadedEncoder, hub: WatchHub, adapters: AdapterDesk
+) -> KvEventPublisher | None:
+    """Publish the changes of the prefix cache from now on, if that is wanted."""
+    if config.kv_events is None:
+        return None
+    if model.locate is None:
+        raise ConfigurationError("--kv-events is for models that generate text: an encoder has no prefix cache")
+    card = model.card
+    topic = config.kv_events_topic or f"kv@{config.advertise}@{card.name}"
+    publisher = KvEventPublisher(config.kv_events, config.kv_events_replay, topic)
+
+    def adapters_by_root() -> dict[int, str | None]:
+        return roots_of(card.fingerprint, ((known.name, known.sha256) for known in adapters.list().adapters))
+
+    changes = EventLog(model.locate, card.block_size, adapters_by_root)
+    publisher.start()
+    publisher.publish([AllBlocksCleared()])
+    hub.reports.add(lambda report: publisher.publish(changes.events(report.stored, report.evicted)))
+    return publisher
+
+
 def _images_of(model: LoadedModel | LoadedEncoder) -> Images | None:
     vision = model.vision if isinstance(model, LoadedModel) else None
     return None if vision is None else Images(vision.family, vision.limits)
 
 
-def serve_metrics(address: str, hub: WatchHub) -> RequestObserver:
-    """Serve Prometheus metrics at host:port in a thread of their own. Returns the recorder of requests.
-    ConfigurationError if the address cannot be used."""
+def serve_metrics(address: str, hub: WatchHub, vllm_name: str = "") -> RequestObserver:
+    """Serve Prometheus metrics at host:port in a thread of their own, also under the names of vLLM if the model's name
+    is given as `vllm_name`. Returns the recorder of requests. ConfigurationError if the address cannot be used."""
     # Imported late: this takes a while.
-    from headrace.worker.server.metrics import LoadCollector, RequestMetrics, new_registry
+    from headrace.common.telemetry.vllm_metrics import Waits
+    from headrace.worker.server.metrics import LoadCollector, RequestMetrics, VllmCollector, new_registry
 
     registry = new_registry()
     registry.register(LoadCollector(hub))
-    metrics = RequestMetrics(registry)
+    if vllm_name:
+        registry.register(VllmCollector(hub, vllm_name))
+    metrics = RequestMetrics(registry, vllm_name, Waits(registry) if vllm_name else None)
     host, _, port = address.rpartition(":")
     try:
         serve_scrapes(host or "0.0.0.0", int(port), registry)

@@ -320,11 +320,11 @@ class Generator:
                     self._metrics.recent.delivered(piece.num_tokens)
                     if not first_s:
                         first_s = last_s
-                        self._metrics.first_token(last_s - caller.arrived_s)
+                        self._metrics.first_token(job.model.name, last_s - caller.arrived_s)
                         current_span().event("first token")
                     if piece.ending is not None:
                         current_span().append("gen_ai.response.finish_reasons", piece.ending.reason)
-                        self._metrics.timed(message.finish)
+                        self._metrics.timed(job.model.name, message.finish)
                         break
                     yield piece
             if check is not None and piece.ending is not None and piece.ending.reason == "stop":

@@ -53,6 +53,11 @@ class EdgeSettings:
         help="Redis that gateways share: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
     )
     open_metrics: bool = _flag(default=False, is_flag=True, help="Serve metrics without a key.")
+    vllm_metrics: bool = _flag(
+        default=False,
+        is_flag=True,
+        help="Show the metrics of models under the names of vLLM too, for other schedulers.",
+    )
     tls_cert: Path | None = _flag(
         type=_FILE, metavar="FILE", help="Serve HTTPS, and gRPC over TLS, with this certificate chain."
     )

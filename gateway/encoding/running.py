@@ -92,7 +92,7 @@ class EncodingRunner:
             async with aclosing(answer) as messages:
                 async for message in messages:
                     if message.HasField("finish"):
-                        self._metrics.timed(message.finish)
+                        self._metrics.timed(plan.model.name, message.finish)
                     vectors[number] = message.vector
             if not vectors[number]:
                 raise StatusError(Reason.INTERNAL, "the worker sent no vector; its version is older than the gateway's")

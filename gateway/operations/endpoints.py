@@ -118,7 +118,8 @@ class _State:
         except StatusError as error:
             _LOG.debug("the workers cannot be listed: %s", error.message)
             workers = []
-        text = self._services.metrics.exposition(workers, self._services.host.models.values())
+        block_sizes = {card.name: card.block_size for card in self._services.models.cards}
+        text = self._services.metrics.exposition(workers, self._services.host.models.values(), block_sizes)
         await exchange.respond(text, content_type=CONTENT_TYPE.encode())
 
     async def version(self, exchange: Exchange) -> None:

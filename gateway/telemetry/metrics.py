@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from headrace.common.telemetry.vllm_metrics import ModelFigures, Waits, families, kv_use
 from headrace.gateway.telemetry.recent import Recent
 from headrace.protos.host_pb2 import HostedModel, HostedModelState
 from headrace.protos.inference_pb2 import Finish
@@ -47,9 +49,11 @@ def outcome_of(error: StatusError, *, has_deadline: bool) -> str:
 class Metrics:
     """The gateway's own metrics. Times are in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, vllm: bool = False) -> None:
+        """`vllm`: show the metrics of models under the names of vLLM too."""
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
+        self._waits = Waits(self._registry) if vllm else None
         self.recent = Recent()
         self._requests = self._counter(
             "requests",
@@ -129,9 +133,11 @@ class Metrics:
         """Count a request that was refused because of an image."""
         self._image_refusals.labels(reason).inc()
 
-    def first_token(self, since_arrival_s: float) -> None:
+    def first_token(self, model: str, since_arrival_s: float) -> None:
         """Observe the time to the first token of a choice."""
         self._ttft.observe(since_arrival_s)
+        if self._waits is not None:
+            self._waits.first_token(model, since_arrival_s)
         self.recent.first_token(since_arrival_s)
 
     def choice_ended(
@@ -145,9 +151,11 @@ class Metrics:
         if num_generated_tokens > 1:
             self._per_token.observe(decoding_s / (num_generated_tokens - 1))
 
-    def timed(self, finish: Finish) -> None:
+    def timed(self, model: str, finish: Finish) -> None:
         """Observe the times of a generation that a worker reports with its finish."""
         if finish.HasField("timings"):
+            if self._waits is not None:
+                self._waits.scheduled(model, 1e-6 * finish.timings.queue_us)
             self._queue.observe(1e-6 * finish.timings.queue_us)
             self._prefill.observe(1e-6 * finish.timings.prefill_us)
             self._decode.observe(1e-6 * finish.timings.decode_us)
@@ -160,12 +168,56 @@ class Metrics:
         """Count a copy of a request for another model."""
         self._shadowed.labels(model, outcome).inc()
 
-    def exposition(self, workers: Iterable[WorkerInfo], models: Iterable[HostedModel] = ()) -> bytes:
-        """All metrics, including those of the workers and of a host's models, in the Prometheus text format."""
+    def exposition(
+        self,
+        workers: Iterable[WorkerInfo],
+        models: Iterable[HostedModel] = (),
+        block_sizes: Mapping[str, int] = MappingProxyType({}),
+    ) -> bytes:
+        """All metrics, including those of the workers and of a host's models, in the Prometheus text format.
+        `block_sizes` are the tokens of a KV block of each model."""
         fleet = CollectorRegistry()
-        fleet.register(_Fleet(list(workers)))
+        workers = list(workers)
+        fleet.register(_Fleet(workers))
         fleet.register(_Hosted(list(models)))
+        if self._waits is not None:
+            fleet.register(_Vllm(workers, block_sizes))
         return generate_latest(self._registry) + generate_latest(fleet)
+
+
+class _Vllm:
+    """Collects the sums over the workers of each model under the names of vLLM."""
+
+    def __init__(self, workers: Sequence[WorkerInfo], block_sizes: Mapping[str, int]) -> None:
+        self._workers = workers
+        self._block_sizes = block_sizes
+
+    def collect(self) -> Iterator[Metric]:
+        models: dict[str, ModelFigures] = {}
+        for worker in self._workers:
+            if worker.state == WORKER_STATE_READY and worker.HasField("load"):
+                figures = self._figures(worker)
+                known = models.get(worker.model)
+                models[worker.model] = figures if known is None else known.plus(figures)
+        yield from families(models.values())
+
+    def _figures(self, worker: WorkerInfo) -> ModelFigures:
+        load = worker.load
+        counters = load.counters
+        return ModelFigures(
+            worker.model,
+            load.num_running,
+            load.num_waiting,
+            load.num_blocks,
+            load.num_free_blocks,
+            self._block_sizes.get(worker.model, 0),
+            counters.prompt_tokens_computed + counters.prompt_tokens_cached,
+            counters.prompt_tokens_cached,
+            counters.tokens_generated,
+            counters.preemptions,
+            [adapter.name for adapter in worker.adapters.adapters if adapter.is_in_memory],
+            worker.adapters.max_in_memory,
+        )
 
 
 class _Hosted:
@@ -213,6 +265,10 @@ class _Fleet:
             for worker in reporting:
                 gauge.add_metric([worker.worker_id], getattr(worker.load, field))
             yield gauge
+        use = _gauge("kv_use", "Part of the KV blocks that requests use, from 0 to 1.")
+        for worker in reporting:
+            use.add_metric([worker.worker_id], kv_use(worker.load.num_blocks, worker.load.num_free_blocks))
+        yield use
         for counter_field in Counters.DESCRIPTOR.fields:
             description = f"Total of {counter_field.name.replace('_', ' ')} since the worker's start."
             name = f"headrace_worker_{counter_field.name}"

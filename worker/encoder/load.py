@@ -66,6 +66,7 @@ class LoadedEncoder:
     kept: None = None
     handover: None = None
     adapters: None = None
+    locate: None = None
 
     def close(self) -> None:
         """Does nothing: only the thread runs."""

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from headrace.common.kernel_files import format_list
+from headrace.common.telemetry.vllm_metrics import ModelFigures, Waits, families, kv_use
 from headrace.protos.status import Reason
 from headrace.worker.host.binding import Binding
 from headrace.worker.request.request import Request
@@ -60,6 +61,10 @@ class LoadCollector(Collector):
         load = self._hub.report.load
         for field, (name, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"headrace_worker_{name}", text, value=getattr(load, field))
+        text = "Part of the KV blocks that requests use, from 0 to 1."
+        yield GaugeMetricFamily("headrace_worker_kv_use", text, value=kv_use(load.num_blocks, load.num_free_blocks))
+        text = "Tokens of a KV block."
+        yield GaugeMetricFamily("headrace_worker_kv_block_tokens", text, value=self._hub.block_size)
         is_stuck = self._hub.silent_because is not None
         text = "1 while the engine has work and no step ends (--stuck-after-s), else 0."
         yield GaugeMetricFamily("headrace_worker_stuck", text, value=is_stuck)
@@ -69,6 +74,38 @@ class LoadCollector(Collector):
         for name, value in self._hub.counters.items():
             yield CounterMetricFamily(f"headrace_worker_{name}", f"Total of {name} since the start.", value=value)
         yield from binding_metrics(self._hub.binding)
+
+
+class VllmCollector(Collector):
+    """Exports the same report under the names of vLLM, for the model of this name."""
+
+    def __init__(self, hub: WatchHub, model: str) -> None:
+        self._hub = hub
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        load, counters = self._hub.report.load, self._hub.counters
+        cached = counters.get("prompt_tokens_cached", 0)
+        adapters, max_adapters = self._hub.adapters_in_memory()
+        yield from families(
+            [
+                ModelFigures(
+                    self._model,
+                    load.num_running,
+                    load.num_waiting,
+                    load.num_blocks,
+                    load.num_free_blocks,
+                    self._hub.block_size,
+                    counters.get("prompt_tokens_computed", 0) + cached,
+                    cached,
+                    counters.get("tokens_generated", 0),
+                    counters.get("preemptions", 0),
+                    adapters,
+                    max_adapters,
+                )
+            ]
+        )
 
 
 def binding_metrics(binding: Binding | None) -> Iterator[Metric]:
@@ -98,8 +135,11 @@ def binding_metrics(binding: Binding | None) -> Iterator[Metric]:
 class RequestMetrics:
     """Histograms of the times of requests, in seconds, and counters of refused requests by reason."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str = "", waits: Waits | None = None) -> None:
+        """`waits` gets the waits of requests for the `model` too."""
         self._registry = registry
+        self._model = model
+        self._waits = waits
         self._queue = self._histogram("queue", "Time from the arrival of a request to its first step.", _WAIT_BUCKETS)
         self._prefill = self._histogram(
             "prefill", "Time from the first step of a request to its first token.", _WAIT_BUCKETS
@@ -139,6 +179,10 @@ class RequestMetrics:
         if not request.scheduled_s:
             return
         self._queue.observe(request.scheduled_s - request.arrival_s)
+        if self._waits is not None:
+            self._waits.scheduled(self._model, request.scheduled_s - request.arrival_s)
+            if request.first_token_s:
+                self._waits.first_token(self._model, request.first_token_s - request.arrival_s)
         if request.images:
             self._images.observe(request.image_wait_s)
         if not request.first_token_s:

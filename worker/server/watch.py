@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from headrace.common.kernel_files import format_list
+from headrace.common.observers import Observers
 from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief
 from headrace.protos.status import Reason, StatusError
@@ -153,12 +154,16 @@ class WatchHub:
         self.is_published: bool | None = None
         """Whether the lease in Redis is renewed; None without Redis."""
         self._max_num_seqs = max_num_seqs
+        self.block_size = block_size
+        """Tokens of a KV block."""
         self.findable: dict[int, None] = {}
         """The findable hashes, in the order in which they became findable."""
         self.on_disk: dict[int, None] = {}
         """The hashes that are known to be on the disk."""
         self.states: dict[int, None] = {}
         """The hashes of blocks behind which a state is saved."""
+        self.reports: Observers[EngineReport] = Observers()
+        """Told of each report of the engine."""
         self._watchers: set[_Watcher] = set()
         self.silent_because: str | None = None
         """Why nothing is sent to watchers at the moment; None if it is."""
@@ -174,6 +179,12 @@ class WatchHub:
     def counters(self) -> dict[str, int]:
         """Totals since the start: those of the latest report, and those of adapters."""
         return self.report.counters | ({} if self._adapters is None else self._adapters.counters())
+
+    def adapters_in_memory(self) -> tuple[list[str], int]:
+        """Names of the LoRA adapters in memory, and how many fit; none and 0 without adapters."""
+        if self._adapters is None:
+            return [], 0
+        return list(self._adapters.in_memory().names), self._adapters.list().max_in_memory
 
     def publish(self, report: EngineReport) -> None:
         """Take the engine's report of a step, and queue its changes for each watcher."""
@@ -192,6 +203,7 @@ class WatchHub:
                     present.pop(block_hash, None)
         for watcher in self._watchers:
             watcher.note(report)
+        self.reports.tell(report)
 
     @contextlib.contextmanager
     def expecting(self, num_tokens: int, belief: Belief) -> Iterator[None]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.protos import router_pb2, worker_pb2
+from headrace.protos.inference_pb2 import Finish
+from headrace.protos.router_pb2 import WORKER_STATE_READY, WORKER_STATE_UNREACHABLE, WorkerInfo, WorkerState
+from headrace.protos.worker_pb2 import Load
 
 BOUND = worker_pb2.Load(
     numa_node=1,
@@ -42,3 +45,31 @@ def test_each_worker_shows_its_place_and_its_memory_by_node() -> None:
 
 def test_a_worker_that_has_told_nothing_has_none() -> None:
     assert exposition(router_pb2.WorkerInfo(worker_id="a", load=worker_pb2.Load()), router_pb2.WorkerInfo()) == []
+
+
+def test_a_gateway_sums_the_workers_of_each_model_under_the_names_of_vllm() -> None:
+    def worker(number: int, model: str, state: WorkerState = WORKER_STATE_READY) -> WorkerInfo:
+        load = Load(num_running=number, num_waiting=1, num_blocks=100, num_free_blocks=100 - 10 * number)
+        load.counters.prompt_tokens_computed, load.counters.prompt_tokens_cached = 30, 10
+        return WorkerInfo(worker_id=f"w{number}", model=model, state=state, load=load)
+
+    workers = [worker(1, "m"), worker(3, "m"), worker(5, "n"), worker(9, "m", WORKER_STATE_UNREACHABLE)]
+    metrics = Metrics(vllm=True)
+    metrics.first_token("m", 0.3)
+    finish = Finish()
+    finish.timings.queue_us = 250_000
+    metrics.timed("m", finish)
+    page = metrics.exposition(workers, block_sizes={"m": 32}).decode().splitlines()
+    for line in (
+        'vllm:num_requests_running{model_name="m"} 4.0',
+        'vllm:num_requests_running{model_name="n"} 5.0',
+        'vllm:num_requests_waiting{model_name="m"} 2.0',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.2',
+        'vllm:prefix_cache_hits_total{model_name="m"} 20.0',
+        'vllm:cache_config_info{block_size="32",model_name="m",num_gpu_blocks="200"} 1.0',
+        'vllm:time_to_first_token_seconds_sum{model_name="m"} 0.3',
+        'vllm:request_queue_time_seconds_sum{model_name="m"} 0.25',
+        'headrace_worker_kv_use{worker="w3"} 0.3',
+    ):
+        assert line in page, line
+    assert not any(line.startswith("vllm:") for line in Metrics().exposition(workers).decode().splitlines())

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import create_autospec
 
+from prometheus_client import generate_latest
+
+from headrace.common.telemetry.vllm_metrics import Waits
+from headrace.protos import worker_pb2
 from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.server.adapters import AdapterDesk
-from headrace.worker.server.metrics import LoadCollector
+from headrace.worker.server.metrics import LoadCollector, RequestMetrics, VllmCollector, new_registry
 from headrace.worker.server.watch import WatchHub
 
 
@@ -34,3 +40,41 @@ def test_metrics_count_loads_and_evictions_of_adapters() -> None:
     assert found["headrace_worker_steps_total"] == 5
     assert found["headrace_worker_adapter_loads_total"] == 4
     assert found["headrace_worker_adapter_evictions_total"] == 2
+
+
+def test_metrics_show_the_part_of_the_kv_cache_in_use_and_the_size_of_its_blocks() -> None:
+    found = exported(EngineReport(LoadReport(num_blocks=200, num_free_blocks=150, num_cached_blocks=120)))
+    assert found["headrace_worker_kv_use"] == 0.25
+    assert found["headrace_worker_kv_block_tokens"] == 4
+    assert exported(EngineReport())["headrace_worker_kv_use"] == 0.0
+
+
+def test_the_page_has_the_names_of_vllm_if_that_is_wanted() -> None:
+    desk = create_autospec(AdapterDesk, instance=True)
+    desk.counters.return_value = {}
+    desk.in_memory.return_value = worker_pb2.AdapterNames(names=["a", "b"])
+    desk.list.return_value = worker_pb2.AdapterList(max_in_memory=4)
+    hub = WatchHub(epoch=1, max_num_seqs=8, block_size=32, adapters=desk)
+    load = LoadReport(num_running=3, num_waiting=2, num_blocks=200, num_free_blocks=150)
+    hub.publish(EngineReport(load, counters={"prompt_tokens_computed": 60, "prompt_tokens_cached": 40}))
+    registry = new_registry()
+    registry.register(VllmCollector(hub, "m"))
+    metrics = RequestMetrics(registry, "m", Waits(registry))
+    times = {"arrival_s": 10.0, "scheduled_s": 10.2, "first_token_s": 10.7, "ended_s": 11.0}
+    request = SimpleNamespace(**times, images=(), num_generated_tokens=1, resume_token_ids=())
+    metrics.ended(cast(Any, request), 11.0)
+    page = generate_latest(registry).decode()
+    for line in (
+        'vllm:num_requests_running{model_name="m"} 3.0',
+        'vllm:num_requests_waiting{model_name="m"} 2.0',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.25',
+        'vllm:prefix_cache_queries_total{model_name="m"} 100.0',
+        'vllm:prefix_cache_hits_total{model_name="m"} 40.0',
+        'vllm:cache_config_info{block_size="32",model_name="m",num_gpu_blocks="200"} 1.0',
+        'vllm:time_to_first_token_seconds_bucket{le="1.0",model_name="m"} 1.0',
+        'vllm:time_to_first_token_seconds_bucket{le="0.5",model_name="m"} 0.0',
+        'vllm:request_queue_time_seconds_bucket{le="0.25",model_name="m"} 1.0',
+    ):
+        assert line in page.splitlines(), line
+    labels = 'max_lora="4",model_name="m",running_lora_adapters="a,b",waiting_lora_adapters=""'
+    assert f"vllm:lora_requests_info{{{labels}}} " in page
