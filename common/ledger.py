@@ -35,6 +35,7 @@ class Ledger:
         """The model that generated the tokens, as its worker reported it; empty if unknown."""
         self.is_finished = False
         self._request = request
+        self._mirostat_mu = request.mirostat_mu if request.HasField("mirostat_mu") else None
         self._num_cached_tokens = 0
         self._num_before_attempt = 0
 
@@ -71,6 +72,8 @@ class Ledger:
             self.model_identity = message.model_identity or self.model_identity
             if not self.num_delivered:  # clients get the number of the attempt that began the answer
                 self._num_cached_tokens = message.num_cached_tokens
+        if message.HasField("mirostat_mu"):
+            self._mirostat_mu = message.mirostat_mu
         self.token_ids.extend(token_ids)
         self.is_finished = message.HasField("finish")
 
@@ -95,6 +98,8 @@ class Ledger:
         again.resume_token_ids.extend(self.token_ids)
         if self.token_ids:
             again.model_identity = self.model_identity
+        if self._mirostat_mu is not None:
+            again.mirostat_mu = self._mirostat_mu
         again.attempt = attempt
         return again
 

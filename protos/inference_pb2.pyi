@@ -19,6 +19,17 @@ class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TASK_EMBED: _ClassVar[Task]
     TASK_RANK: _ClassVar[Task]
 
+class Sampler(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SAMPLER_UNSPECIFIED: _ClassVar[Sampler]
+    SAMPLER_TEMPERATURE: _ClassVar[Sampler]
+    SAMPLER_TOP_N_SIGMA: _ClassVar[Sampler]
+    SAMPLER_TOP_K: _ClassVar[Sampler]
+    SAMPLER_TYPICAL_P: _ClassVar[Sampler]
+    SAMPLER_TOP_P: _ClassVar[Sampler]
+    SAMPLER_MIN_P: _ClassVar[Sampler]
+    SAMPLER_XTC: _ClassVar[Sampler]
+
 class AggregationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     AGGREGATION_MODE_UNSPECIFIED: _ClassVar[AggregationMode]
@@ -37,6 +48,14 @@ IMAGE_DETAIL_HIGH: ImageDetail
 TASK_UNSPECIFIED: Task
 TASK_EMBED: Task
 TASK_RANK: Task
+SAMPLER_UNSPECIFIED: Sampler
+SAMPLER_TEMPERATURE: Sampler
+SAMPLER_TOP_N_SIGMA: Sampler
+SAMPLER_TOP_K: Sampler
+SAMPLER_TYPICAL_P: Sampler
+SAMPLER_TOP_P: Sampler
+SAMPLER_MIN_P: Sampler
+SAMPLER_XTC: Sampler
 AGGREGATION_MODE_UNSPECIFIED: AggregationMode
 AGGREGATION_MODE_SUM: AggregationMode
 AGGREGATION_MODE_NORM_SUM: AggregationMode
@@ -107,7 +126,7 @@ class CallEnd(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority", "model_identity", "max_wait_ms", "belief", "tokenizer_sha256", "prediction_token_ids", "task", "num_first_text_tokens", "kv_source", "kv_source_tokens", "images")
+    __slots__ = ("request_id", "model", "adapter", "token_ids", "sampling", "resume_token_ids", "attempt", "cache_salt", "session_key", "tenant", "priority", "model_identity", "max_wait_ms", "belief", "tokenizer_sha256", "prediction_token_ids", "task", "num_first_text_tokens", "kv_source", "kv_source_tokens", "images", "mirostat_mu")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +148,7 @@ class GenerateRequest(_message.Message):
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     KV_SOURCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_MU_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     adapter: str
@@ -150,7 +170,8 @@ class GenerateRequest(_message.Message):
     kv_source: str
     kv_source_tokens: int
     images: _containers.RepeatedCompositeFieldContainer[Image]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model_identity: _Optional[str] = ..., max_wait_ms: _Optional[int] = ..., belief: _Optional[_Union[Belief, _Mapping]] = ..., tokenizer_sha256: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, str]] = ..., num_first_text_tokens: _Optional[int] = ..., kv_source: _Optional[str] = ..., kv_source_tokens: _Optional[int] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+    mirostat_mu: float
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_key: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model_identity: _Optional[str] = ..., max_wait_ms: _Optional[int] = ..., belief: _Optional[_Union[Belief, _Mapping]] = ..., tokenizer_sha256: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, str]] = ..., num_first_text_tokens: _Optional[int] = ..., kv_source: _Optional[str] = ..., kv_source_tokens: _Optional[int] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., mirostat_mu: _Optional[float] = ...) -> None: ...
 
 class Image(_message.Message):
     __slots__ = ("data", "detail")
@@ -181,7 +202,7 @@ class Belief(_message.Message):
     def __init__(self, watcher_id: _Optional[int] = ..., placement_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., slack_ms: _Optional[float] = ..., num_requests: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., ms_per_token: _Optional[float] = ..., ms_per_request: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "allowed_token_ids", "bad_words", "constraint", "prompt_logprobs", "cache_eviction", "top_n_sigma")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "allowed_token_ids", "bad_words", "constraint", "prompt_logprobs", "cache_eviction", "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_breaker_token_ids", "dry_breakers", "samplers", "thinking_budget")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +230,22 @@ class SamplingParams(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_EVICTION_FIELD_NUMBER: _ClassVar[int]
     TOP_N_SIGMA_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
+    XTC_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    XTC_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    DYNATEMP_RANGE_FIELD_NUMBER: _ClassVar[int]
+    DYNATEMP_EXPONENT_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_TAU_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_ETA_FIELD_NUMBER: _ClassVar[int]
+    DRY_MULTIPLIER_FIELD_NUMBER: _ClassVar[int]
+    DRY_BASE_FIELD_NUMBER: _ClassVar[int]
+    DRY_ALLOWED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRY_PENALTY_LAST_N_FIELD_NUMBER: _ClassVar[int]
+    DRY_BREAKER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRY_BREAKERS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLERS_FIELD_NUMBER: _ClassVar[int]
+    THINKING_BUDGET_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -229,7 +266,37 @@ class SamplingParams(_message.Message):
     prompt_logprobs: int
     cache_eviction: CacheEviction
     top_n_sigma: float
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., cache_eviction: _Optional[_Union[CacheEviction, _Mapping]] = ..., top_n_sigma: _Optional[float] = ...) -> None: ...
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_breaker_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    dry_breakers: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    samplers: _containers.RepeatedScalarFieldContainer[Sampler]
+    thinking_budget: ThinkingBudget
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., cache_eviction: _Optional[_Union[CacheEviction, _Mapping]] = ..., top_n_sigma: _Optional[float] = ..., typical_p: _Optional[float] = ..., xtc_probability: _Optional[float] = ..., xtc_threshold: _Optional[float] = ..., dynatemp_range: _Optional[float] = ..., dynatemp_exponent: _Optional[float] = ..., mirostat: _Optional[int] = ..., mirostat_tau: _Optional[float] = ..., mirostat_eta: _Optional[float] = ..., dry_multiplier: _Optional[float] = ..., dry_base: _Optional[float] = ..., dry_allowed_length: _Optional[int] = ..., dry_penalty_last_n: _Optional[int] = ..., dry_breaker_token_ids: _Optional[_Iterable[int]] = ..., dry_breakers: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., samplers: _Optional[_Iterable[_Union[Sampler, str]]] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ...) -> None: ...
+
+class ThinkingBudget(_message.Message):
+    __slots__ = ("max_tokens", "opening", "closing", "is_open", "ends")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
+    IS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    opening: _containers.RepeatedScalarFieldContainer[int]
+    closing: int
+    is_open: bool
+    ends: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    def __init__(self, max_tokens: _Optional[int] = ..., opening: _Optional[_Iterable[int]] = ..., closing: _Optional[int] = ..., is_open: bool = ..., ends: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ...) -> None: ...
 
 class CacheEviction(_message.Message):
     __slots__ = ("max_cache_size", "start_size", "recent_size", "aggregation_mode")
@@ -274,7 +341,7 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("start_pos", "token_ids", "logprobs", "num_cached_tokens", "finish", "prompt_logprobs", "model_identity", "num_drafted_tokens", "num_accepted_tokens", "vector", "num_disk_tokens", "num_peer_tokens")
+    __slots__ = ("start_pos", "token_ids", "logprobs", "num_cached_tokens", "finish", "prompt_logprobs", "model_identity", "num_drafted_tokens", "num_accepted_tokens", "vector", "num_disk_tokens", "num_peer_tokens", "mirostat_mu")
     START_POS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +354,7 @@ class GenerateResponse(_message.Message):
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     NUM_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_MU_FIELD_NUMBER: _ClassVar[int]
     start_pos: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
@@ -299,7 +367,8 @@ class GenerateResponse(_message.Message):
     vector: bytes
     num_disk_tokens: int
     num_peer_tokens: int
-    def __init__(self, start_pos: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., model_identity: _Optional[str] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., vector: _Optional[bytes] = ..., num_disk_tokens: _Optional[int] = ..., num_peer_tokens: _Optional[int] = ...) -> None: ...
+    mirostat_mu: float
+    def __init__(self, start_pos: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., model_identity: _Optional[str] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., vector: _Optional[bytes] = ..., num_disk_tokens: _Optional[int] = ..., num_peer_tokens: _Optional[int] = ..., mirostat_mu: _Optional[float] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "rank", "top_token_ids", "top_logprobs")

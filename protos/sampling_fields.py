@@ -122,6 +122,89 @@ class SamplingNumbers(msgspec.Struct, kw_only=True):
             open_below_on_wire=True,
         ),
     ] = None
+    typical_p: Annotated[
+        float | None,
+        Number(
+            0.0,
+            1.0,
+            "0 to 1",
+            "Locally typical sampling: keeps the tokens whose information is closest to the expected one, until they"
+            " have this total probability. 1 keeps all",
+            1.0,
+        ),
+    ] = None
+    xtc_probability: Annotated[
+        float | None,
+        Number(
+            0.0,
+            1.0,
+            "0 to 1",
+            "Exclude top choices: with this probability, a token is drawn without those that reach `xtc_threshold`,"
+            " except the least probable one of them",
+            0.0,
+        ),
+    ] = None
+    xtc_threshold: Annotated[
+        float | None, Number(0.0, 1.0, "0 to 1", "See `xtc_probability`. Over 0.5 excludes nothing", 0.1)
+    ] = None
+    dynatemp_range: Annotated[
+        float | None,
+        Number(
+            0.0,
+            2.0,
+            "0 to 2",
+            "Dynamic temperature: between `temperature` - range and + range, by the entropy of the logits. 0: fixed",
+            0.0,
+        ),
+    ] = None
+    dynatemp_exponent: Annotated[
+        float | None,
+        Number(0.0, 100.0, "0 to 100", "Exponent of the entropy, as a share of the largest possible one", 1.0),
+    ] = None
+    mirostat: Annotated[
+        int | None,
+        Number(
+            0,
+            2,
+            "0, 1, 2",
+            "Mirostat, version 1 or 2: a filter that keeps the mean surprise of the tokens near `mirostat_tau`. It"
+            " replaces all others but temperature. 0: off",
+            0,
+        ),
+    ] = None
+    mirostat_tau: Annotated[
+        float | None, Number(0.0, 100.0, "0 to 100", "Target surprise in bits, for `mirostat`", 5.0)
+    ] = None
+    mirostat_eta: Annotated[float | None, Number(0.0, 10.0, "0 to 10", "How fast `mirostat` corrects itself", 0.1)] = (
+        None
+    )
+    dry_multiplier: Annotated[
+        float | None,
+        Number(
+            0.0,
+            100.0,
+            "0 to 100",
+            "DRY: a token that would continue a repetition of n tokens of prompt and answer loses multiplier *"
+            " `dry_base` ^ (n - `dry_allowed_length`) of its logit. 0: off",
+            0.0,
+        ),
+    ] = None
+    dry_base: Annotated[float | None, Number(1.0, 100.0, "1 to 100", "See `dry_multiplier`", 1.75)] = None
+    dry_allowed_length: Annotated[
+        int | None,
+        Number(0, 2**31 - 1, "0 or more", "Shorter repetitions cost nothing; see `dry_multiplier`", 2),
+    ] = None
+    dry_penalty_last_n: Annotated[
+        int | None,
+        Number(-1, 2**31 - 1, "-1 or more", "How many of the last tokens DRY looks at. -1: all. 0: none", -1),
+    ] = None
+
+
+FILTERS = ("temperature", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc")
+"""What reduces the tokens that may be drawn, in the order in which it is applied unless a request has another. Entry i
+is the value i + 1 of the enum `Sampler`."""
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""Texts at which DRY begins anew, unless a request has others."""
 
 
 def _numbers() -> Mapping[str, Number]:

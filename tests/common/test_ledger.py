@@ -57,6 +57,16 @@ def test_a_resumption_names_the_model_that_began_the_answer() -> None:
     assert ledger.resumption(request(), 2).model_identity == "one", "a worker that does not say so has the same"
 
 
+def test_a_resumption_has_the_state_of_mirostat_after_its_last_token() -> None:
+    ledger = Ledger(request(), 3)
+    assert not ledger.resumption(request(), 1).HasField("mirostat_mu")
+    ledger.record(message(0, 9, mirostat_mu=4.5))
+    ledger.record(message(1, 9, mirostat_mu=4.25))
+    again = ledger.resumption(request(), 1)
+    assert again.mirostat_mu == 4.25
+    assert Ledger(again, 3).resumption(again, 2).mirostat_mu == 4.25, "a router lost it before another token"
+
+
 @pytest.mark.parametrize(
     "wrong", [message(0, 9), message(2, 9), message(0, finish=finish(STOP)), message(1, *range(20))]
 )

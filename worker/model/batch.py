@@ -245,7 +245,7 @@ def one_by_one(scheduled: Sequence[Scheduled], block_size: int) -> Batch:
 
 def depends_on_tokens(sampling: SamplingParams) -> bool:
     """Whether sampling depends on the tokens of the answer in other ways than through the model's logits."""
-    return sampling.has_penalties or sampling.has_edits
+    return sampling.has_penalties or sampling.has_edits or bool(sampling.mirostat)
 
 
 class _Sequences:

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.worker.grammar.constraint import Constraint
 
 # A higher value would only separate logits that float32 can hardly distinguish.
 _MAX_INVERSE_TEMPERATURE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class DryBreakers:
+    """Tokens at which DRY begins anew: single ones, and sequences by their length."""
+
+    single: frozenset[int] = frozenset()
+    sequences: tuple[tuple[int, frozenset[tuple[int, ...]]], ...] = ()
+    """Shorter ones first."""
+
+    def head_of(self, tokens: Sequence[int], place: int) -> int | None:
+        """Where the shortest breaker begins that ends with the token at `place`; None if there is none. It begins
+        latest."""
+        if tokens[place] in self.single:
+            return place
+        for length, sequences in self.sequences:
+            first = place + 1 - length
+            if first >= 0 and tuple(tokens[first : place + 1]) in sequences:
+                return first
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Fields are those of the protocol message of the same name."""
+
+    max_tokens: int
+    closing: int
+    ends: tuple[tuple[int, ...], ...]
+    opening: tuple[int, ...] = ()
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +62,28 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_breakers: DryBreakers = DryBreakers()
+    samplers: tuple[str, ...] = ()
+    """The order of the filters, by their names in `FILTERS`; empty for the order there."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
+    thinking_budget: ThinkingBudget | None = None
 
     inverse_temperature: float = field(init=False)
     """Factor of the logits. 1 for greedy requests, which draw nothing."""
@@ -45,21 +93,39 @@ class SamplingParams:
     """Whether tokens that have occurred are penalised."""
     has_edits: bool = field(init=False)
     """Whether logits are changed other than by penalties."""
+    has_dry: bool = field(init=False)
+    """Whether repetitions are penalised."""
+    has_xtc: bool = field(init=False)
+    """Whether top choices may be left out."""
+    has_chain: bool = field(init=False)
+    """Whether its filters are applied one after the other; see `headrace.worker.sampling.chain`."""
     is_plain: bool = field(init=False)
     """Whether an argmax over the model's logits is enough."""
 
     def __post_init__(self) -> None:
         """Compute once the values that every step reads."""
         has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+        has_dry = bool(self.dry_multiplier and self.dry_penalty_last_n)
         has_edits = bool(
-            self.logit_bias
+            has_dry
+            or self.thinking_budget is not None
+            or self.logit_bias
             or self.allowed_token_ids
             or self.bad_words
             or self.constraint is not None
             or (self.min_tokens and self.stop_token_ids)
         )
-        is_greedy = self.temperature == 0.0
-        inverse = 1.0 if is_greedy else min(1.0 / self.temperature, _MAX_INVERSE_TEMPERATURE)
+        has_xtc = self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
+        # In an order of its own, temperature 0 may come after filters that leave out the best token.
+        may_lose_best = bool(self.samplers and not self.mirostat and (has_xtc or self.typical_p < 1.0))
+        is_greedy = self.temperature == 0.0 and not self.dynatemp_range and not may_lose_best
+        has_chain = not is_greedy and bool(
+            self.samplers or self.mirostat or self.dynatemp_range or has_xtc or self.typical_p < 1.0
+        )
+        inverse = min(1.0 / self.temperature, _MAX_INVERSE_TEMPERATURE) if self.temperature and not is_greedy else 1.0
+        object.__setattr__(self, "has_dry", has_dry)
+        object.__setattr__(self, "has_xtc", has_xtc)
+        object.__setattr__(self, "has_chain", has_chain)
         object.__setattr__(self, "inverse_temperature", inverse)
         object.__setattr__(self, "is_greedy", is_greedy)
         object.__setattr__(self, "has_penalties", has_penalties)

@@ -69,6 +69,34 @@ class StepNote(NamedTuple):
     num_batch_requests: int
 
 
+class MirostatStates:
+    """Mirostat's state before each token that this process generates: the largest surprise of the next token, in bits.
+
+    All of them are kept, so that a token that is sampled again is sampled from the same state. They go to the client's
+    side beside the tokens, because they depend on the probabilities of these: a worker that resumes the answer does not
+    compute them again.
+    """
+
+    __slots__ = ("_first", "_states")
+
+    def __init__(self, first: int, mu: float) -> None:
+        """`mu` is the state before the generated token `first`."""
+        self._first = first
+        self._states = [mu]
+
+    def before(self, position: int) -> float:
+        """The state before the generated token at `position`, counted from 0."""
+        return self._states[position - self._first]
+
+    def note(self, position: int, mu: float) -> None:
+        """The token at `position` was sampled, and this is the state after it."""
+        place = position - self._first + 1
+        if place == len(self._states):
+            self._states.append(mu)
+        else:
+            self._states[place] = mu
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence. The service makes it; after that only the engine thread touches it.
@@ -110,6 +138,8 @@ class Request:
     """The images of its prompt, in the order of their tokens."""
     eviction: Eviction | None = None
     """The blocks that it evicts when it becomes long; None if it keeps all."""
+    mirostat_mu: float | None = None
+    """Mirostat's state after `resume_token_ids`, if it is known."""
     prompt_hashes: list[int] = field(default_factory=list)
     """The part of `block_hashes` that covers the prompt. Requests that arrived together with the same prompt and
     `root_hash` share the list, so each hash is computed once."""
@@ -161,6 +191,8 @@ class Request:
     position_shift: int = field(init=False)
     """The positions of tokens after all images, minus their places."""
     prompt_logprobs: PromptLogprobs = field(init=False)
+    mirostat: MirostatStates | None = field(init=False)
+    """Mirostat's states; None without mirostat."""
 
     def __post_init__(self) -> None:
         self.prompt_logprobs = PromptLogprobs(self.sampling.num_prompt_logprobs or 0)
@@ -169,6 +201,10 @@ class Request:
         self.token_ids = array("I", self.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.token_ids.extend(self.resume_token_ids)
+        self.mirostat = None
+        if self.sampling.mirostat:
+            first = 2.0 * self.sampling.mirostat_tau if self.mirostat_mu is None else self.mirostat_mu
+            self.mirostat = MirostatStates(len(self.resume_token_ids), first)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -1,7 +1,7 @@
 """Logits processors: change a row's logits according to its request, before a token is chosen.
 
-They run in this order: penalties, logit bias, allowed tokens, grammar, banned tokens (bad words, and end of sequence
-before `min_tokens`). A row ends up in one of three forms:
+They run in this order: penalties, logit bias with DRY, allowed tokens, grammar, the end of reasoning, banned tokens
+(bad words, and end of sequence before `min_tokens`). A row ends up in one of three forms:
 
 - **single changes** of some logits, noted beside the model's values (`Changes`),
 - **whole**: a copied row, if most tokens are forbidden or very many have a bias,
@@ -21,9 +21,11 @@ import numpy.typing as npt
 from headrace.worker.grammar.constraint import Allowed, Constraint, LookAhead, Matcher
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
+from headrace.worker.sampling.dry import DryPenalty
 from headrace.worker.sampling.logits import Changes, Logits, Places
 from headrace.worker.sampling.penalties import Penalties
 from headrace.worker.sampling.reduction import FloatArray, IndexArray
+from headrace.worker.sampling.thinking import ThinkingEnd
 
 # A row with more biases is copied as a whole, because sorting them in each step would take longer.
 MOST_SINGLE = 4096
@@ -63,16 +65,46 @@ class Edits:
     """The changes of one request. `biases` are added to the logits of `biased_ids`. If there are `allowed_ids`, only
     these may be chosen."""
 
-    __slots__ = ("_always_banned", "_min_tokens", "_stop_ids", "_words", "allowed_ids", "biased_ids", "biases")
+    __slots__ = (
+        "_always_banned",
+        "_dry",
+        "_min_tokens",
+        "_stop_ids",
+        "_thinking",
+        "_words",
+        "allowed_ids",
+        "biased_ids",
+        "biases",
+    )
 
     def __init__(self, sampling: SamplingParams) -> None:
         self.biased_ids: IndexArray = np.array([token_id for token_id, _ in sampling.logit_bias], np.intp)
         self.biases: FloatArray = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+        self._dry = DryPenalty(sampling) if sampling.has_dry else None
+        budget = sampling.thinking_budget
+        self._thinking = None if budget is None else ThinkingEnd(budget)
         self.allowed_ids: IndexArray = np.array(sampling.allowed_token_ids, np.intp)
         self._words = BadWords(sampling.bad_words, sampling.max_tokens)
         self._always_banned = _sorted(self._words.always)
         self._min_tokens = sampling.min_tokens
         self._stop_ids = sampling.stop_token_ids
+
+    def added(self, request: Request) -> tuple[IndexArray, FloatArray]:
+        """Tokens `[n]` without repeats, and what is added to their logits: their biases, less the penalties of
+        repetitions."""
+        if self._dry is None:
+            return self.biased_ids, self.biases
+        repeating, lost = self._dry.penalties(request)
+        if not len(self.biased_ids):
+            return repeating, -lost
+        token_ids, which = np.unique(np.concatenate([self.biased_ids, repeating]), return_inverse=True)
+        added = np.zeros(len(token_ids), np.float32)
+        np.add.at(added, which, np.concatenate([self.biases, -lost]))
+        return token_ids, added
+
+    def forced_id(self, request: Request) -> int | None:
+        """The token that ends the reasoning, if it has to end; else None."""
+        return None if self._thinking is None else self._thinking.next_token(request)
 
     def banned_ids(self, request: Request) -> IndexArray:
         """Tokens that would complete a bad word, and stop tokens before `min_tokens`; sorted."""
@@ -146,8 +178,11 @@ class LogitsProcessors:
             self._look_ahead.begin(steps)
 
     def begin_again(self, request: Request) -> None:
-        """Begin with the request's constraint, which may be another one now, when it is sampled next."""
+        """Begin with the request's constraint, which may be another one now, and what follows from its tokens, when
+        it is sampled next."""
         self._matchers.pop(request, None)
+        if request.sampling.has_dry or request.sampling.thinking_budget is not None:
+            self._edits.pop(request, None)
 
     def forced_tokens(self, request: Request) -> Sequence[int]:
         """See BatchSampler."""
@@ -177,15 +212,19 @@ class LogitsProcessors:
         sampling = request.sampling
         single: list[_Single] = []
         edits = self._edits_of(request)
-        num_biased = len(edits.biased_ids)
+        biased_ids, biases = edits.added(request)
+        num_biased = len(biased_ids)
         if num_biased:
-            changed = processed.at(row, edits.biased_ids) + edits.biases
-            single.append((np.full(num_biased, row), edits.biased_ids, changed))
+            changed = processed.at(row, biased_ids) + biases
+            single.append((np.full(num_biased, row), biased_ids, changed))
         few, mask = None, None
         if sampling.constraint is not None:
             few, mask = self._allowed(request)
-            if few is not None:
-                processed.few[row] = few
+        forced = edits.forced_id(request)
+        if forced is not None and _allows(few, mask, forced):
+            few = np.array([forced], np.intp)
+        if few is not None:
+            processed.few[row] = few
         banned = edits.banned_ids(request)
         # A grammar takes precedence over bans: if it allows only banned tokens, they stay.
         if few is not None and np.isin(few, banned).all():
@@ -227,6 +266,13 @@ def _with_single(logits: Logits, single: Sequence[_Single]) -> Logits:
     places = Places(logits.shape, rows, token_ids)
     before = logits.with_changes(None).at(places.rows, places.token_ids)
     return logits.with_changes(Changes(places, before, values[places.order]))
+
+
+def _allows(few: IndexArray | None, mask: FloatArray | None, token_id: int) -> bool:
+    """Whether a grammar allows this token."""
+    if few is not None:
+        return bool((few == token_id).any())
+    return mask is None or not np.isneginf(mask[token_id])
 
 
 def _only(values: FloatArray, token_ids: IndexArray) -> FloatArray:

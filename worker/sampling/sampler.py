@@ -8,7 +8,8 @@
          +--> log-probabilities: of the model's own distribution, read while the next step computes
 
 All rows are sampled together (rows.py has their parameters and random numbers), except those where a grammar allows few
-tokens, and those that were copied as a whole. If every request is plainly greedy, a step is one argmax.
+tokens, those that were copied as a whole, and those whose filters form a chain (chain.py). If every request is plainly
+greedy, a step is one argmax.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
+from headrace.worker.sampling.chain import draw_by_chain
 from headrace.worker.sampling.draw import draw, draw_among, least_near_the_best
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.penalties import PenaltyCounter
 from headrace.worker.sampling.processors import LogitsProcessors, Processed
 from headrace.worker.sampling.reduction import FloatArray, IndexArray, Reducer, Reduction, reduce_with_numpy, weights_of
-from headrace.worker.sampling.rows import RowParams
+from headrace.worker.sampling.rows import DRAWS, RowParams
 from headrace.worker.sampling.runs import Runs
 
 NOTHING_ALLOWED = StatusError(
@@ -65,7 +67,7 @@ class BatchSampler:
                 return [_sampled(token_id) for token_id in _argmax(logits).tolist()]
             penalties = self._penalties.penalties(requests, logits.shape[1])
             processed = self._processors.process(requests, logits, penalties)
-            token_ids = self._choose(processed, RowParams.of(requests, ahead)).tolist()
+            token_ids = self._choose(requests, processed, RowParams.of(requests, ahead)).tolist()
         sampled = [_sampled(token_id) for token_id in token_ids]
         self._processors.begin_look_ahead(requests, [entry.token_id for entry in sampled])
         return sampled
@@ -119,19 +121,25 @@ class BatchSampler:
                 entries += row_logprobs(runs, chosen, [num_top] * len(chosen))
         return entries
 
-    def _choose(self, processed: Processed, params: RowParams) -> IndexArray:
+    def _choose(self, requests: Sequence[Request], processed: Processed, params: RowParams) -> IndexArray:
         """The token of each row, _NOTHING or _NO_NUMBER."""
         num_rows = len(params.is_greedy)
         few = processed.few
         whole = processed.whole
         chosen = np.empty(num_rows, np.intp)
+        chained = {row for row, request in enumerate(requests) if request.sampling.has_chain}
+        for row in chained:
+            chosen[row] = _choose_by_chain(processed, row, requests[row], params)
         for row, token_ids in few.items():
+            if row in chained:
+                continue
             chosen[row] = _choose_among(processed.at(row, token_ids), token_ids, params.part(np.array([row])))
         for row, values in whole.items():
-            if row not in few:
+            if row not in few and row not in chained:
                 part = params.part(np.array([row]))
                 chosen[row] = _choose(self._read(values[None], part.inverse_temperatures), part)[0]
-        rows = np.array([row for row in range(num_rows) if row not in few and row not in whole], np.intp)
+        alone = {*few, *whole, *chained}
+        rows = np.array([row for row in range(num_rows) if row not in alone], np.intp)
         if len(rows):
             part = params.part(rows)
             is_drawn = not part.is_greedy.all()
@@ -214,6 +222,33 @@ def _choose_among(values: FloatArray, token_ids: IndexArray, params: RowParams) 
         weights = weights_of(row, row.max(axis=1), params.inverse_temperatures).astype(np.float64)
         best = int(draw_among(weights, params, weights.sum(axis=1), params.uniforms[:, 0])[0])
     return int(token_ids[best])
+
+
+def _choose_by_chain(processed: Processed, row: int, request: Request, params: RowParams) -> int:
+    """The token of a row whose filters form a chain, _NOTHING or _NO_NUMBER."""
+    few = processed.few.get(row)
+    if few is not None:
+        values = processed.at(row, few)
+    else:
+        whole = processed.whole.get(row)
+        values = processed.logits.whole(np.array([row]))[0] if whole is None else whole
+    best = values.max() if len(values) else -np.inf
+    if np.isneginf(best):
+        return _NOTHING
+    if not math.isfinite(best):
+        return _NO_NUMBER
+    states, position = request.mirostat, request.num_generated_tokens
+    drawn = draw_by_chain(
+        values,
+        request.sampling,
+        for_draw=float(params.uniforms[row, DRAWS - 1]),
+        for_xtc=float(params.uniforms[row, 0]),
+        vocab_size=processed.logits.shape[1],
+        mu=0.0 if states is None else states.before(position),
+    )
+    if states is not None:
+        states.note(position, drawn.mu)
+    return drawn.place if few is None else int(few[drawn.place])
 
 
 def _argmax(logits: Logits) -> IndexArray:

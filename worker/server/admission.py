@@ -21,14 +21,14 @@ from headrace.protos.answer_bounds import check_context, stop_tokens
 from headrace.protos.block_hash import root_hash
 from headrace.protos.cache_eviction import longest_context_of
 from headrace.protos.model_identity import identity_of
-from headrace.protos.sampling_fields import NUMBERS, Number
+from headrace.protos.sampling_fields import FILTERS, NUMBERS, Number
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.tasks import check_task
 from headrace.protos.worker_pb2 import ModelCard
 from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request.eviction_rules import eviction_for
 from headrace.worker.request.images import PlacedImage
-from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.params import DryBreakers, SamplingParams, ThinkingBudget
 from headrace.worker.request.request import Request
 
 _Number = TypeVar("_Number", int, float)
@@ -40,12 +40,16 @@ MAX_LOGPROBS = 20
 # Log-probabilities of one prompt, its own and the most probable tokens': 8 MB in memory, and a message of 10 MB.
 MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_BAD_WORDS = 256
+MAX_DRY_BREAKERS = 1 << 16
+MAX_DRY_BREAKER_TOKENS = 32
+MAX_OPENING_TOKENS = 16
+MAX_THINKING_ENDS = 8
 MAX_CONSTRAINT_BYTES = 256 << 10
 MAX_CHOICES = 4096
 # Terminals may contain one another, and compiling takes time and memory with the square of their number.
 MAX_TERMINALS = 2000
 _TERMINAL = re.compile(r"^[ \t]*[!?]*_*[A-Z][A-Z0-9_]*[ \t]*(?:\.[^:\n]*)?:", re.MULTILINE)
-_LONG_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words")
+_LONG_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words", "dry_breaker_token_ids", "dry_breakers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +122,13 @@ class _Lists(NamedTuple):
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...]
+    dry_breakers: DryBreakers
 
     @classmethod
     def of(cls, message: inference_pb2.SamplingParams, limits: ModelLimits) -> Self:
         """Check and convert the fields of a message."""
         allowed = _listed(message.allowed_token_ids, "allowed_token_ids", limits.vocab_size, limits)
-        return cls(_logit_bias(message, limits), allowed, _bad_words(message, limits))
+        return cls(_logit_bias(message, limits), allowed, _bad_words(message, limits), _dry_breakers(message, limits))
 
 
 class ReadPart:
@@ -277,6 +282,7 @@ def admit(
         kv_source=message.kv_source,
         num_source_tokens=message.kv_source_tokens,
         eviction=eviction_for(limits.card, message.sampling),
+        mirostat_mu=_mirostat_mu(message),
     )
     if admitted.wants_prompt_logprobs and any(image.is_whole for image in images):
         raise _invalid(
@@ -394,7 +400,42 @@ def _sampling(decoded: DecodedRequest, limits: ModelLimits, room: int) -> Sampli
         num_prompt_logprobs=_num_top(message, "prompt_logprobs"),
         allowed_token_ids=lists.allowed_token_ids,
         bad_words=lists.bad_words,
+        dry_breakers=lists.dry_breakers,
+        samplers=_samplers(message),
+        thinking_budget=_thinking_budget(message, limits),
     )
+
+
+def _samplers(message: inference_pb2.SamplingParams) -> tuple[str, ...]:
+    """The names of the filters in the order that the request wants; empty for the usual one."""
+    places = [int(sampler) - 1 for sampler in message.samplers]
+    if len(set(places)) < len(places) or not all(0 <= place < len(FILTERS) for place in places):
+        raise _invalid("sampling.samplers", f"must name each of the samplers 1 to {len(FILTERS)} at most once")
+    return tuple(FILTERS[place] for place in places)
+
+
+def _thinking_budget(message: inference_pb2.SamplingParams, limits: ModelLimits) -> ThinkingBudget | None:
+    if not message.HasField("thinking_budget"):
+        return None
+    budget, name = message.thinking_budget, "sampling.thinking_budget"
+    opening = tuple(_token_ids(budget.opening, f"{name}.opening", limits))
+    if len(opening) > MAX_OPENING_TOKENS:
+        raise _invalid(f"{name}.opening", f"may have at most {MAX_OPENING_TOKENS} tokens")
+    (closing,) = _token_ids([budget.closing], f"{name}.closing", limits)
+    ends = tuple(tuple(_token_ids(end.token_ids, f"{name}.ends", limits)) for end in budget.ends)
+    if not 1 <= len(ends) <= MAX_THINKING_ENDS:
+        raise _invalid(f"{name}.ends", f"must be 1 to {MAX_THINKING_ENDS} sequences")
+    if not all(closing in end and len(end) <= MAX_STOP_TOKENS for end in ends):
+        raise _invalid(f"{name}.ends", f"must have at most {MAX_STOP_TOKENS} tokens each, with closing among them")
+    return ThinkingBudget(budget.max_tokens, closing, ends, opening, budget.is_open)
+
+
+def _mirostat_mu(message: inference_pb2.GenerateRequest) -> float | None:
+    if not message.HasField("mirostat_mu"):
+        return None
+    if not math.isfinite(message.mirostat_mu):
+        raise _invalid("mirostat_mu", "must be a finite number: that of the message with the last resumed token")
+    return float(message.mirostat_mu)
 
 
 def _max_tokens(message: inference_pb2.SamplingParams, room: int) -> int:
@@ -447,6 +488,23 @@ def _bad_words(message: inference_pb2.SamplingParams, limits: ModelLimits) -> tu
     if not all(words):
         raise _invalid("sampling.bad_words", "must not have an empty sequence")
     return tuple(words)
+
+
+def _dry_breakers(message: inference_pb2.SamplingParams, limits: ModelLimits) -> DryBreakers:
+    single = _listed(message.dry_breaker_token_ids, "dry_breaker_token_ids", limits.vocab_size, limits)
+    if not message.dry_breakers:
+        return DryBreakers(frozenset(single))
+    if len(message.dry_breakers) > MAX_DRY_BREAKERS:
+        raise _invalid("sampling.dry_breakers", f"may have at most {MAX_DRY_BREAKERS} sequences")
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for sequence in message.dry_breakers:
+        token_ids = tuple(_token_ids(sequence.token_ids, "sampling.dry_breakers", limits))
+        if not 2 <= len(token_ids) <= MAX_DRY_BREAKER_TOKENS:
+            raise _invalid("sampling.dry_breakers", f"must be sequences of 2 to {MAX_DRY_BREAKER_TOKENS} tokens")
+        found.setdefault(len(token_ids), set()).add(token_ids)
+    return DryBreakers(
+        frozenset(single), tuple((length, frozenset(sequences)) for length, sequences in sorted(found.items()))
+    )
 
 
 def _invalid(field: str, problem: str) -> StatusError:

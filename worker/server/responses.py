@@ -65,6 +65,8 @@ def _response_of(request: Request, outputs: Sequence[RequestOutput]) -> inferenc
     else:
         token_ids = [token_id for output in outputs for token_id in output.token_ids]
         response = inference_pb2.GenerateResponse(start_pos=outputs[0].start_pos, token_ids=token_ids)
+    if request.mirostat is not None and last.token_ids:
+        response.mirostat_mu = request.mirostat.before(last.start_pos + len(last.token_ids))
     if request.num_drafted:
         response.num_drafted_tokens = sum(output.num_drafted for output in outputs)
         response.num_accepted_tokens = sum(output.num_accepted for output in outputs)

@@ -196,7 +196,8 @@ class Speculation:
 
     def _draft_of(self, request: Request) -> Draft:
         most = min(MAX_DRAFT, request.sampling.max_tokens - request.num_generated_tokens - 1)
-        if most < 1 or request.eviction is not None:
+        # Mirostat and DRY go on from token to token, so that the rows of a draft would be sampled one after the other.
+        if most < 1 or request.eviction is not None or request.sampling.mirostat or request.sampling.has_dry:
             return NO_DRAFT
         forced = self._grammars.forced_tokens(request) if request.sampling.constraint is not None else ()
         if forced:
