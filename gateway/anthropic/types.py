@@ -189,6 +189,7 @@ def chat_of(request: PromptFields, effort: str | None, answer: AnswerFields | No
         response_format=_response_format(request),
         continue_final_message=goes_on or None,
         chat_template_kwargs=request.chat_template_kwargs,
+        thinking_token_budget=None if request.thinking is None else request.thinking.budget_tokens,
     )
     if isinstance(request, MessagesRequest):
         # A worker computes a prompt only in order to sample a token.
@@ -222,6 +223,7 @@ def _names(turns: Sequence[Turn], tools: Sequence[str]) -> FieldNames:
             (r"messages\.content\.image", "tool_result.image"),
             ("stop", "stop_sequences"),
             ("reasoning_effort", "output_config.effort"),
+            ("thinking_token_budget", "thinking.budget_tokens"),
             (r"response_format\.json_schema", "output_config.format"),
             ("response_format", "output_config.format"),
             (r"tools\[(\d{1,9})\](\.function\.parameters|\.function)?", tool),

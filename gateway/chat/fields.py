@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.chat.conversation import EFFORTS
+from headrace.gateway.chat.filters import MAX_BREAKERS, SAMPLERS
 from headrace.gateway.chat.request import MAX_KEY_CHARS, VERBOSITIES
 from headrace.gateway.chat.sampling import (
     MAX_BAD_WORD_CHARS,
@@ -59,6 +60,15 @@ _COUNT = {"minimum": 0, "maximum": 2**31 - 1}
 APPLIED: dict[str, Row] = {
     "model": Applied("name", "Optional while there is only one model"),
     **{name: Applied(number.values, number.meaning) for name, number in NUMBERS.items()},
+    "samplers": Applied(
+        f"list of {', '.join(f'`{name}`' for name in SAMPLERS)}; or a text of llama.cpp's letters",
+        "The order of the samplers, which is this one by default. Those that are not named have no effect",
+    ),
+    "dry_sequence_breakers": Applied(
+        f"up to {MAX_BREAKERS} texts",
+        'No repetition reaches across one of them; see `dry_multiplier`. Default: line feed, `:`, `"` and `*`',
+        schema={"maxItems": MAX_BREAKERS},
+    ),
     "n": Applied(
         f"1 to {MAX_CHOICES}",
         "At most 256 answers in one request, over all its prompts",
@@ -225,10 +235,23 @@ OF_CHATS: dict[str, Row] = {
         schema={"enum": list(EFFORTS)},
     ),
     "thinking": Applied(
-        '`{"type": "disabled"}`, `{"type": "enabled"}`',
-        "Disabled is the same as a `reasoning_effort` of `none`, enabled the same as `enable_thinking`",
+        '`{"type": "disabled"}`, `{"type": "enabled", "budget_tokens"}`',
+        "Disabled is the same as a `reasoning_effort` of `none`, enabled the same as `enable_thinking`."
+        " `budget_tokens` is `thinking_token_budget`",
         neutral=(),
     ),
+    "thinking_token_budget": Applied(
+        "-1 or more",
+        "After this many tokens of reasoning, its end is forced and the answer follows. -1: no limit. Default: 256 for"
+        " a `reasoning_effort` of `minimal`, 1024 for `low` and 8192 for `medium` if the model's template has no"
+        " efforts of its own. A hint if the model does not reason, or the end of its reasoning is no single token",
+        neutral=(-1,),
+        schema={"minimum": -1, "maximum": 2**31 - 1},
+    ),
+    **{
+        name: Applied("-1 or more", "The same as `thinking_token_budget`, from other servers", neutral=(-1,))
+        for name in ("reasoning_budget", "thinking_budget", "thinking_budget_tokens")
+    },
     "enable_thinking": Applied("bool", "The same as `chat_template_kwargs.enable_thinking`, which wins", neutral=()),
     "include_reasoning": Applied(
         "bool, default true",
@@ -249,9 +272,9 @@ OF_CHATS: dict[str, Row] = {
         neutral=(),
     ),
     "reasoning": Applied(
-        "object: `effort`, `enabled`, `exclude`",
+        "object: `effort`, `enabled`, `exclude`, `max_tokens`",
         "`effort` is the same as `reasoning_effort`, `enabled` false the same as its `none`, `exclude` the same as"
-        " `include_reasoning` false. `max_tokens` is refused",
+        " `include_reasoning` false, `max_tokens` the same as `thinking_token_budget`",
         neutral=({},),
     ),
     "tools": Applied(
@@ -274,6 +297,12 @@ OF_COMPLETIONS: dict[str, Row] = {
         f"0 to {MAX_LOGPROBS}",
         "Number of most probable tokens to list at each position, in addition to the chosen one",
         schema={"minimum": 0, "maximum": MAX_LOGPROBS},
+    ),
+    "suffix": Applied(
+        "text",
+        "The text behind the prompt: the answer is what goes between them, in the form of models with tokens for it,"
+        " such as those for code. Other models refuse it",
+        neutral=("",),
     ),
     "echo": Applied(
         "bool", "The answer begins with the prompt, and so do the lists of `logprobs`, with null for the first token"

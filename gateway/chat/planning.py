@@ -11,7 +11,7 @@ from headrace.gateway.chat.conversation import Reader, conversation_of, conversa
 from headrace.gateway.chat.formats import Formats, ModelFormat
 from headrace.gateway.chat.generation import Common, Job, Plan, plan_job
 from headrace.gateway.chat.output import ChatChoice, Reading, reading_of
-from headrace.gateway.chat.prompts import ChatPrompt, Conversation, Prompts
+from headrace.gateway.chat.prompts import ChatPrompt, Conversation, Gap, Prompts
 from headrace.gateway.chat.request import (
     Chat,
     Completion,
@@ -23,6 +23,7 @@ from headrace.gateway.chat.request import (
     sampling_of,
 )
 from headrace.gateway.chat.sampling import Sampling
+from headrace.gateway.chat.thinking import OF_EFFORTS, budget_of
 from headrace.gateway.chat.tool_grammar import can_be_held
 from headrace.gateway.chat.tools import ToolUse, functions_of
 from headrace.gateway.checks import invalid
@@ -32,7 +33,8 @@ from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.image_tokens import PromptImage, shown
 from headrace.gateway.text.models import Model, Models
 from headrace.protos.cache_eviction import longest_context
-from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
+from headrace.protos.inference_pb2 import TASK_UNSPECIFIED, ThinkingBudget
+from headrace.protos.sampling_fields import DRY_BREAKERS
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.tasks import check_task
 
@@ -101,13 +103,14 @@ class Chats:
         check_chat(request)
         sampling, expected = sampling_of(request), predicted_text(request)
         model, form, use, conversation, prompt = await self._prompted(request)
-        bad_words = await self._prompts.of_words(model, request.bad_words) if request.bad_words else ()
+        sampling = await self._in_tokens(model, request, sampling)
         prediction = await self._prompts.of_text(model, expected, add_special_tokens=False) if expected else ()
         content = await self._constraints.of(request)
         if use.required and not can_be_held(form):
             form = self._formats.plain(model) or form
         reading = reading_of(form, use, prompt.ending, conversation.continue_final_message, content)
-        sampling = replace(sampling, structure=reading.structure, bad_words=bad_words)
+        thinking_budget = _thinking_budget(request, model, reading)
+        sampling = replace(sampling, structure=reading.structure, thinking_budget=thinking_budget)
         plan = plan_of(
             request,
             model,
@@ -168,17 +171,20 @@ class Chats:
             self._on_image_refused(refusal.why)
             raise
 
-    async def plan_completion(self, request: Completion) -> CompletionPlan:
-        """Check a completion and tokenize its prompts. Raises `StatusError`."""
+    async def plan_completion(self, request: Completion, gap: Gap | None = None) -> CompletionPlan:
+        """Check a completion and tokenize its prompts. With a suffix or a `gap`, the answers are the texts between.
+        Raises `StatusError`."""
         check_completion(request)
+        if request.suffix:
+            gap = Gap(request.suffix)
         model = await self._generating(request)
         structure = await self._constraints.of(request)
-        bad_words = await self._prompts.of_words(model, request.bad_words) if request.bad_words else ()
-        sampling = replace(sampling_of(request), structure=structure, bad_words=bad_words)
+        sampling = await self._in_tokens(model, request, replace(sampling_of(request), structure=structure))
         plans: list[Plan] = []
         echoes: list[str] = []
         prompts = prompts_of(request)
         common = Common() if len(prompts) > 1 else None
+        num_answer_tokens = sampling.max_tokens or sampling.default_max_tokens or 1
         for prompt in prompts:
             if isinstance(prompt, str):
                 add_special_tokens = request.add_special_tokens is not False
@@ -188,14 +194,21 @@ class Chats:
                 raise invalid("add_special_tokens", problem)
             else:
                 token_ids = prompt
+            if gap is not None:
+                token_ids, ends = await self._prompts.with_gap(model, prompt, gap, num_answer_tokens)
+                sampling = replace(sampling, stop_token_ids=[*(request.stop_token_ids or ()), *ends])
             plans.append(plan_of(request, model, token_ids, sampling, common=common))
             kept = plans[-1].job.token_ids
-            if request.echo and isinstance(prompt, str) and len(kept) == len(token_ids):
+            if request.echo and isinstance(prompt, str) and (gap is not None or len(kept) == len(token_ids)):
                 echoes.append(prompt)
             elif request.echo:
                 echoes.append(detokenize(kept, model.text.tokenizer.token_bytes, model.text.tokenizer.special_ids))
         self.offer_copy(request)
         return CompletionPlan(model, plans, echoes)
+
+    async def tokens_of(self, model: Model, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a part of a prompt that the caller wrote whole. Raises `StatusError`."""
+        return await self._prompts.of_prompt(model, text, add_special_tokens=add_special_tokens)
 
     async def tokenize(self, request: Tokenization) -> tuple[Model, list[int]]:
         """The model and the tokens of a text or a conversation. Raises `StatusError`."""
@@ -214,6 +227,16 @@ class Chats:
             prompt = await self._prompts.of_conversation(model, conversation)
         return model, [*prompt.token_ids] if model.images is None else shown(prompt.token_ids, model.images)
 
+    async def _in_tokens(self, model: Model, request: Chat | Completion, sampling: Sampling) -> Sampling:
+        """The sampling with texts of the request in the model's tokens: banned words, and breakers of repetitions."""
+        if request.bad_words:
+            sampling = replace(sampling, bad_words=await self._prompts.of_words(model, request.bad_words))
+        if sampling.numbers.dry_multiplier:
+            given = sampling.dry_sequence_breakers
+            texts = DRY_BREAKERS if given is None else tuple(given)
+            sampling = replace(sampling, dry_breakers=await self._prompts.breakers(model, texts))
+        return sampling
+
     async def _generating(self, request: Chat | Completion) -> Model:
         """The model of a request, if it generates text. Raises `StatusError`."""
         model = await self._models.find(request.model or "", key=request.prompt_cache_key or "")
@@ -222,6 +245,15 @@ class Chats:
         if most and request.best_of is not None and request.best_of > most:
             raise invalid("best_of", f"best_of must be at most {most}, the limit that this model's operator has set")
         return model
+
+
+def _thinking_budget(request: Chat, model: Model, reading: Reading) -> ThinkingBudget | None:
+    """The budget of a chat's reasoning: the request's, or that of its effort if the model's template has no efforts."""
+    budget = request.thinking_token_budget
+    if budget is None and reading.output.reasoning is not None and not model.chat_template().uses("reasoning_effort"):
+        budget = OF_EFFORTS.get(request.reasoning_effort or "")
+    encode = model.text.tokenizer.encode
+    return budget_of(budget, reading, lambda text: encode(text, add_special_tokens=False))
 
 
 def _check_number(num_messages: int, max_context_tokens: int) -> None:

@@ -8,23 +8,30 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from headrace.common.telemetry.tracing import current_span
 from headrace.common.vision.family import check_not_reduced
 from headrace.common.vision.header import ImageError
+from headrace.gateway.checks import invalid
 from headrace.gateway.images.given import GivenImage
 from headrace.gateway.images.loading import ImageLoader, check_number
 from headrace.gateway.images.refusal import ImageRefusal, Why
+from headrace.gateway.text.breakers import Breakers, breakers_of
 from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.gateway.text.content import images_in, text_of
 from headrace.gateway.text.control_text import ControlTexts, Marking
+from headrace.gateway.text.fill import FillTokens, cut_to, fill_tokens
 from headrace.gateway.text.image_tokens import ImageTokens, PromptImage, with_images
 from headrace.gateway.text.models import Model, TextSide
 from headrace.gateway.text.plain_encoding import PlainEncoding
 from headrace.protos.status import Reason, StatusError
+
+if TYPE_CHECKING:
+    from headrace.gateway.text.tokenizer import Tokenizer
 
 # Tokenizing this much takes about 0.2 ms, too short to delay a running stream noticeably.
 MAX_INLINE_CHARS = 2000
@@ -37,6 +44,11 @@ _TEXT_CHARS = 100
 
 # The cost of tokenizing a word twice, in characters of one long text.
 _WORD_CHARS = 500
+
+# Breakers of repetitions that are kept for each model, and the most sequences that begin one of them.
+_MOST_KEPT_BREAKERS = 32
+_NO_GAPS = "none"
+MAX_BREAKER_SEQUENCES = 1 << 16
 
 # Number of characters at the end of a prompt that are examined.
 _ENDING_CHARS = 100
@@ -84,6 +96,19 @@ class ChatPrompt:
     """In the order of their places."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The text behind a prompt, when the model writes what is between them."""
+
+    suffix: str
+    files: Sequence[tuple[str, str]] = ()
+    """Names and texts of files that belong to them."""
+    field: str = "suffix"
+    """The caller's name of the suffix."""
+    cuts: bool = False
+    """Leave out what is farthest from the gap, if prompt and suffix are too long."""
+
+
 class _Rendered(NamedTuple):
     """A conversation as its template writes it."""
 
@@ -116,6 +141,8 @@ class Prompts:
         self._loader = images or ImageLoader(executor)
         self._special_tokens_in_text = special_tokens_in_text
         self._num_pending = 0
+        self._fills: WeakKeyDictionary[Tokenizer, FillTokens | str] = WeakKeyDictionary()
+        self._breakers: WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Breakers]] = WeakKeyDictionary()
 
     async def of_prompt(self, model: Model, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt that the caller wrote whole, with the markup of the model's turns. Texts of the tokens
@@ -162,6 +189,65 @@ class Prompts:
             return [list(token_ids) for token_ids in found if token_ids]
 
         return await self._run(encode, len(words) * _WORD_CHARS)
+
+    async def breakers(self, model: Model, texts: tuple[str, ...]) -> Breakers:
+        """The tokens at which repetitions begin anew. They are kept: finding them reads the vocabulary."""
+        tokenizer = model.text.tokenizer
+        of_model = self._breakers.setdefault(tokenizer, {})
+        found = of_model.get(texts)
+        if found is None:
+
+            def find() -> Breakers:
+                return breakers_of(
+                    texts, tokenizer.token_bytes, lambda text: tokenizer.encode(text, add_special_tokens=False)
+                )
+
+            found = await self._run(find, len(tokenizer.token_bytes) * max(1, sum(map(len, texts))))
+            if len(found.sequences) > MAX_BREAKER_SEQUENCES:
+                problem = (
+                    "dry_sequence_breakers begin in too many ways in this model's tokens; use fewer or shorter texts"
+                )
+                raise invalid("dry_sequence_breakers", problem)
+            if len(of_model) >= _MOST_KEPT_BREAKERS:
+                of_model.pop(next(iter(of_model)))
+            of_model[texts] = found
+        return found
+
+    async def with_gap(
+        self, model: Model, prompt: str | Sequence[int], gap: Gap, num_answer_tokens: int
+    ) -> tuple[list[int], Sequence[int]]:
+        """Token ids of a prompt and its suffix in the model's own form, and the tokens that end the text between them.
+        Raises `StatusError` if the model has no such form."""
+        tokenizer = model.text.tokenizer
+        tokens = self._fills.get(tokenizer)
+        if tokens is None:
+            tokens = self._fills[tokenizer] = fill_tokens(tokenizer.token_bytes) or _NO_GAPS
+        if isinstance(tokens, str):
+            problem = f"{gap.field} is not supported: the model '{model.name}' has no tokens to fill a gap in a text"
+            raise StatusError(Reason.UNSUPPORTED, f"{problem}; use a model for code that has them", field=gap.field)
+        found = tokens
+
+        def made() -> list[int]:
+            _, encoding = _kept_as_text(model.text, self._stays_text)
+            one = tokenizer.encode if encoding is None else encoding.plain
+
+            def encode(text: str) -> list[int]:
+                return one(text, add_special_tokens=False) if text else []
+
+            begin = tokenizer.special_around[0]
+            before: Sequence[int] = encode(prompt) if isinstance(prompt, str) else prompt
+            after: Sequence[int] = encode(gap.suffix)
+            files = list(gap.files)
+            if gap.cuts:
+                room = model.card.max_context_tokens - num_answer_tokens - len(begin) - found.num_marks
+                while files and len(found.prompt((), (), files, encode=encode)) > room // 2:
+                    files.pop(0)
+                room -= len(found.prompt((), (), files, encode=encode)) - found.num_marks
+                before, after = cut_to(max(room, 1), before, after)
+            return found.prompt(before, after, files, encode=encode, begin=begin)
+
+        num_chars = len(prompt) + len(gap.suffix) + sum(len(name) + len(text) for name, text in gap.files)
+        return await self._run(made, num_chars), found.ends
 
     async def of_conversation(self, model: Model, conversation: Conversation) -> ChatPrompt:
         """The prompt of a conversation. Raises `StatusError` if the model's template refuses it, or an image in it is

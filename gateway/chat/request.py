@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from headrace.gateway.cache_eviction import CacheEvictionFields, eviction_rule
+from headrace.gateway.chat.filters import check_breakers, order_of, without_others
 from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, Sampling
 from headrace.gateway.checks import check_range, invalid, texts_or_tokens, unsupported
 from headrace.gateway.hints import ignored
@@ -27,6 +28,8 @@ VERBOSITIES = ("low", "medium", "high")
 class AnswerFields(ConstraintFields, kw_only=True):
     """Fields that all protocols share by name and meaning; None if the caller omits them."""
 
+    samplers: list[str] | str | None = None
+    dry_sequence_breakers: list[str] | None = None
     cache_salt: str | None = None
     priority: int | None = None
     cache_eviction: CacheEvictionFields | bool | None = None
@@ -97,6 +100,7 @@ class Chat(Generation, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
 
@@ -112,6 +116,7 @@ class Completion(Generation, kw_only=True):
     """
 
     prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -138,6 +143,8 @@ def check_chat(request: Chat) -> None:
     if request.verbosity not in (None, *VERBOSITIES):
         raise invalid("verbosity", f"verbosity must be one of {', '.join(VERBOSITIES)}")
     predicted_text(request)
+    if request.thinking_token_budget is not None:
+        check_range("thinking_token_budget", request.thinking_token_budget, -1, 2**31 - 1)
     if request.top_logprobs is not None:
         if not request.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
@@ -180,6 +187,7 @@ def _check_common(request: Generation) -> None:
         if request.stream:
             raise unsupported("prompt_logprobs", "prompt_logprobs cannot be streamed; leave stream out")
     _check_prompt(request)
+    check_breakers(request.dry_sequence_breakers)
     for name in ("prompt_cache_key", "cache_salt"):
         if len(getattr(request, name) or "") > MAX_KEY_CHARS:
             raise invalid(name, f"{name} must have at most {MAX_KEY_CHARS} characters")
@@ -231,8 +239,11 @@ def sampling_of(request: Chat | Completion) -> Sampling:
         max_tokens, max_tokens_field = request.max_completion_tokens, "max_completion_tokens"
     if logprobs is None and (request.best_of or 1) > (request.n or 1):
         logprobs = 0  # to rank the answers
+    order, numbers = order_of(request.samplers), numbers_of(request)
     return Sampling(
-        numbers=numbers_of(request),
+        numbers=numbers if order is None else without_others(numbers, order),
+        samplers=() if order is None else order.filters,
+        dry_sequence_breakers=request.dry_sequence_breakers,
         logit_bias=request.logit_bias or {},
         allowed_token_ids=request.allowed_token_ids or (),
         max_tokens=max_tokens,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from headrace.gateway.checks import check_range, invalid
 from headrace.gateway.hints import ignored
+from headrace.gateway.text.breakers import NO_BREAKERS, Breakers
 from headrace.protos.cache_eviction import longest_context_of, rule_for
-from headrace.protos.inference_pb2 import CacheEviction, SamplingParams, TokenSequence
+from headrace.protos.inference_pb2 import CacheEviction, SamplingParams, ThinkingBudget, TokenSequence
 from headrace.protos.sampling_fields import NUMBERS, SamplingNumbers
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
@@ -30,7 +31,14 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 4096
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 64
-_LARGE_FIELDS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
+_LARGE_FIELDS = (
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "logit_bias",
+    "dry_breaker_token_ids",
+    "dry_breakers",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +71,16 @@ class Sampling:
     """Report log-probabilities of every generated token, including those after the end of the text."""
     prompt_logprobs: int | None = None
     """The same as `logprobs`, for the tokens of the prompt."""
+    samplers: tuple[str, ...] = ()
+    """The order of the filters; empty for the usual one."""
+    dry_sequence_breakers: Sequence[str] | None = None
+    """Texts at which DRY begins anew; None: the usual ones."""
+    dry_breakers: Breakers = NO_BREAKERS
+    """The same in the model's tokens."""
     bad_words: Sequence[Sequence[int]] = ()
     """Sequences of tokens that are never completed."""
+    thinking_budget: ThinkingBudget | None = None
+    """Ends reasoning; None: it may be as long as the answer."""
     structure: Structure | None = None
     """The constraint of the whole answer; None: any text."""
     cache_eviction: CacheEviction | None = None
@@ -147,6 +163,11 @@ def sampling_params(
     for token_id, bias in sampling.logit_bias.items():
         params.logit_bias[token_id] = bias
     params.bad_words.extend(TokenSequence(token_ids=word) for word in sampling.bad_words)
+    params.MergeFrom(SamplingParams(samplers=[f"SAMPLER_{name.upper()}" for name in sampling.samplers]))
+    if sampling.thinking_budget is not None:
+        params.thinking_budget.CopyFrom(sampling.thinking_budget)
+    params.dry_breaker_token_ids.extend(sampling.dry_breakers.token_ids)
+    params.dry_breakers.extend(TokenSequence(token_ids=one) for one in sampling.dry_breakers.sequences)
     if sampling.cache_eviction is not None:
         params.cache_eviction.CopyFrom(sampling.cache_eviction)
         rule_for(card, params)

@@ -141,6 +141,8 @@ def _common(model: str, params: text_pb2.TextParams) -> dict[str, Any]:
         "allowed_token_ids": list(params.allowed_token_ids),
         "include_stop_str_in_output": params.include_stop,
         "bad_words": list(params.bad_words),
+        "samplers": list(params.samplers) or None,
+        "dry_sequence_breakers": list(params.dry_sequence_breakers) or None,
         "structured_outputs": _structured(params.constraint) if params.HasField("constraint") else None,
         "prompt_cache_key": params.prompt_cache_key,
         "cache_salt": params.cache_salt,

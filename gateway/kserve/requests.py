@@ -34,7 +34,9 @@ OPTIONAL_OUTPUTS = {
     "num_output_tokens": "return_num_output_tokens",
 }
 FLAGS = ("stream", "exclude_input_in_output", *OPTIONAL_OUTPUTS.values())
-_LISTS = frozenset({"stop", "stop_words", "bad_words", "stop_token_ids", "allowed_token_ids"})
+_LISTS = frozenset(
+    {"stop", "stop_words", "bad_words", "stop_token_ids", "allowed_token_ids", "samplers", "dry_sequence_breakers"}
+)
 _OBJECTS = frozenset({"response_format", "structured_outputs", "logit_bias"})
 _SCHEMAS = ("guided_json", "json_schema")
 _ALIASES = {"stop_words": "stop", "random_seed": "seed"}

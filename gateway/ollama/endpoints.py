@@ -173,7 +173,7 @@ class _Generations:
         model = await find(self._services.models, request.model)
         if not request.prompt and not request.images:
             await _load(exchange, request, model)
-        elif request.raw or model.text.own_template is None:
+        elif request.raw or request.suffix or model.text.own_template is None:
             await self._continue(exchange, request, model)
         else:
             await self._prompted(exchange, request, model)
@@ -220,7 +220,7 @@ class _Generations:
                 _watch(exchange),
                 _logprobs(request, model),
                 is_chat=False,
-                prompt=None if request.raw else plan.job.token_ids,
+                prompt=None if request.raw or request.suffix else plan.job.token_ids,
             )
             await self._answer(exchange, request, plan, answer, [ChatChoice(None)])
 

@@ -67,11 +67,11 @@ OPTIONS = FieldTable(
             "-1: penalties consider the whole prompt and answer. 0: no penalties. 64, Ollama's default, which clients"
             " send unasked, is a hint and means -1",
         ),
-        "typical_p": Refused(_SAMPLING, (1,)),
+        "typical_p": Applied(_AS_CHATS),
         "tfs_z": Refused(_SAMPLING, (1,)),
-        "mirostat": Refused(_SAMPLING, (0,)),
-        "mirostat_tau": Hint("it applies only with mirostat"),
-        "mirostat_eta": Hint("it applies only with mirostat"),
+        "mirostat": Applied(_AS_CHATS),
+        "mirostat_tau": Applied(_AS_CHATS),
+        "mirostat_eta": Applied(_AS_CHATS),
         "num_keep": Hint("a context is never shifted"),
         "penalize_newline": Hint("newer versions of Ollama ignore it, too", (True,)),
         **{
@@ -130,7 +130,11 @@ GENERATE = FieldTable(
             "The `context` of an earlier answer, which contains its prompt and text. The new prompt is appended to it",
         ),
         **_OF_ANSWERS,
-        "suffix": Refused("the models continue texts and fill no gaps", ("",)),
+        "suffix": Applied(
+            "text",
+            "The answer is what goes between prompt and suffix, without a chat template. Excludes `system`, `context`,"
+            " `think` and `images`. Models without tokens for it refuse it",
+        ),
         "template": Refused("the model's own chat template is used; with raw, the prompt is taken as it is", ("",)),
         "images": _IMAGES,
         "width": Refused("the models write texts only", (0,)),

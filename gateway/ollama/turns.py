@@ -29,7 +29,18 @@ _DURATION = re.compile(r"[+-]?(0|((\d++\.?\d*+|\.\d++)(ns|us|µs|μs|ms|s|m|h))+
 _REPEAT_LAST_N = 64  # Ollama's default
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 # Options that a chat has under the same name.
-_SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+_SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "typical_p",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+)
 _OPTIONS = [
     *((name, f"options.{name}") for name in (*_SAME, "seed", "stop")),
     ("max_tokens", "options.num_predict"),
@@ -91,12 +102,15 @@ def prompted_chat_of(request: OllamaGenerate, model: str, effort: str | None) ->
 
 def completion_of(request: OllamaGenerate, model: str) -> Completion:
     """The completion of a checked request whose prompt is used without a template. Raises `StatusError`."""
-    for name in ("system", "context", "think", "images") if request.raw else ("system", "think", "images"):
+    is_alone = request.raw or request.suffix
+    for name in ("system", "context", "think", "images") if is_alone else ("system", "think", "images"):
         if getattr(request, name):
             why = "raw takes the prompt as it is" if request.raw else "the model has no chat template"
+            why = "it does not go with suffix" if request.suffix else why
             raise unsupported(name, f"{name} is not supported: {why}; leave it out")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _OllamaCompletion(prompt=request.prompt or "", logprobs=logprobs, **_common(request, model))
+    prompt, suffix = request.prompt or "", request.suffix or None
+    return _OllamaCompletion(prompt=prompt, suffix=suffix, logprobs=logprobs, **_common(request, model))
 
 
 class _OllamaCompletion(Completion, kw_only=True):

@@ -33,6 +33,10 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     repeat_last_n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    typical_p: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True):
@@ -71,6 +75,7 @@ class OllamaGenerate(_Question, kw_only=True):
     """Body of POST /api/generate."""
 
     prompt: str | None = None
+    suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
     context: TokenIds | None = None

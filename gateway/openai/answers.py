@@ -248,14 +248,15 @@ class Tokens(Shape, kw_only=True):
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | dict[str, Any]]
     token_strs: list[str] | None = None
 
 
 class DetokenizedText(Shape):
-    """The text of tokens."""
+    """The text of tokens, by the names of vLLM and of llama.cpp."""
 
     prompt: str
+    content: str
 
 
 def identity(prefix: str, kind: str, request_id: str, created_s: int, card: worker_pb2.ModelCard) -> Identity:

@@ -221,11 +221,18 @@ class _Models:
     async def tokenize(self, exchange: Exchange) -> None:
         request = await request_of(exchange, TokenizeRequest, TOKENIZE)
         take_images(request.messages or ())
+        if request.content is not None:
+            if request.prompt is not None:
+                raise invalid("content", "content is the name of prompt in llama.cpp's API; leave out one of them")
+            request.prompt, request.add_special_tokens = request.content, bool(request.add_special)
         model, token_ids = await self._services.chats.tokenize(request)
-        answer = Tokens(count=len(token_ids), max_model_len=model.card.max_context_tokens, tokens=token_ids)
+        answer = Tokens(count=len(token_ids), max_model_len=model.card.max_context_tokens, tokens=[*token_ids])
         if request.return_token_strs:
             table = _table(model)
             answer.token_strs = [token_bytes_of(table, i).decode(errors="replace") for i in token_ids]
+        if request.with_pieces and request.content is not None:
+            table = _table(model)
+            answer.tokens = [{"id": i, "piece": _piece(token_bytes_of(table, i))} for i in token_ids]
         await exchange.respond(encode(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
@@ -233,7 +240,16 @@ class _Models:
         model = await self._services.models.find(request.model or "")
         if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < model.card.vocab_size:
             raise invalid("tokens", f"tokens must be from 0 to {model.card.vocab_size - 1}")
-        await exchange.respond(encode(DetokenizedText(detokenize(request.tokens, _table(model)))))
+        text = detokenize(request.tokens, _table(model))
+        await exchange.respond(encode(DetokenizedText(text, text)))
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """The text of a token, or its bytes if they are not whole characters."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
 
 
 def _table(model: Model) -> Sequence[bytes]:

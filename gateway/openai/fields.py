@@ -23,8 +23,6 @@ from headrace.gateway.openai.types import (
 _SAMPLING = "use temperature, top_p, top_k or min_p"
 _CACHE = "the prefix cache needs no such parameters"
 _DRAFTS = "the server chooses by itself how much to speculate; drafts change no answer"
-# The order of this server's filters, in llama.cpp's names.
-_ORDER = ["penalties", "temperature", "top_n_sigma", "top_k", "top_p", "min_p"]
 
 # Fields of other servers and of the provider's own infrastructure, the same for chats and completions.
 _OTHERS: dict[str, Row] = {
@@ -39,7 +37,6 @@ _OTHERS: dict[str, Row] = {
     ),
     # vLLM
     **REFUSED,
-    "thinking_token_budget": Refused("use reasoning_effort", (-1,)),
     "logprob_token_ids": Refused("use top_logprobs", ([],)),
     "prompt_embeds": Refused("send the prompt as text or tokens", ([],)),
     "repetition_detection": Refused("use repetition_penalty"),
@@ -58,12 +55,6 @@ _OTHERS: dict[str, Row] = {
     # llama.cpp's server
     "n_predict": Refused("use max_tokens", (-1,)),
     "repeat_penalty": Refused("use repetition_penalty", (1,)),
-    "typical_p": Refused(_SAMPLING, (1,)),
-    "mirostat": Refused(_SAMPLING, (0,)),
-    "dynatemp_range": Refused(_SAMPLING, (0,)),
-    "xtc_probability": Refused(_SAMPLING, (0,)),
-    "dry_multiplier": Refused("use repetition_penalty", (0,)),
-    "samplers": Refused("the order of the filters is fixed", (_ORDER, _ORDER[1:])),
     "n_probs": Refused("use logprobs", (0,)),
     "lora": Refused("name the adapter as the model", ([],)),
     "reasoning_format": Refused("reasoning is in reasoning_content", ("auto", "deepseek", "parsed")),
@@ -117,7 +108,6 @@ COMPLETION = FieldTable(
         **OF_COMPLETIONS,
         **APPLIED,
         **_OTHERS,
-        "suffix": Refused("the model continues a prompt and fills no gaps", ("",)),
         **lacking((CompletionRequest,), {"top_logprobs": "use logprobs"}, _OTHERS),
     },
 )
@@ -143,6 +133,12 @@ TOKENIZE = FieldTable(
         "prompt": Applied("text", "Excludes `messages`"),
         "messages": Applied("a conversation", "Tokenized through the chat template"),
         "add_special_tokens": Applied("bool, default true", "For `prompt`"),
+        "content": Applied(
+            "text", "As `prompt`, for clients of llama.cpp: without special tokens around it by default"
+        ),
+        "add_special": Applied("bool", "As `add_special_tokens`, for `content`"),
+        "with_pieces": Applied("bool", "For `content`: `tokens` are objects with `id` and `piece`"),
+        "parse_special": Hint("--special-tokens-in-text decides whether the texts of special tokens become these"),
         "return_token_strs": Applied("bool", "The answer has the texts of the tokens, too"),
         "tools": Applied("functions", "Needs `messages`"),
         "add_generation_prompt": Applied("bool, default true", "Needs `messages`"),

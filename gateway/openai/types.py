@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.gateway.chat.request import Chat, ChatMessage, Completion, Tokenization
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.chat.thinking import ALIASES, FIELD, one_budget
+from headrace.gateway.checks import invalid
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import GivenImage, detail_of, image_of_url, part_of, refuse_file
 
@@ -28,6 +29,7 @@ class Thinking(msgspec.Struct, kw_only=True):
     """Whether to reason. Other members of it are hints."""
 
     type: Literal["enabled", "disabled"]
+    budget_tokens: int | None = None
 
 
 class ChatReasoning(msgspec.Struct, kw_only=True):
@@ -37,7 +39,7 @@ class ChatReasoning(msgspec.Struct, kw_only=True):
     enabled: bool | None = None
     exclude: bool | None = None
     """Leave the reasoning out of the answer."""
-    max_tokens: Any = None
+    max_tokens: int | None = None
 
 
 # Both bodies list the same four fields, because a msgspec struct has a single base, and theirs is the neutral one.
@@ -49,6 +51,9 @@ class ChatRequest(Chat, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
+    reasoning_budget: int | None = None
+    thinking_budget: int | None = None
+    thinking_budget_tokens: int | None = None
     enable_thinking: bool | None = None
     thinking: Thinking | None = None
     reasoning: ChatReasoning | None = None
@@ -79,6 +84,9 @@ class TokenizeRequest(Tokenization, kw_only=True):
     """Body of POST /tokenize: a text, or a conversation through the chat template."""
 
     return_token_strs: bool | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -95,6 +103,13 @@ def check_chat_body(request: ChatRequest) -> None:
     """Raise `StatusError` for contradictory fields of this protocol. A switch for the template becomes one of its
     variables."""
     _check_body(request)
+    request.thinking_token_budget = one_budget(
+        {
+            **{name: getattr(request, name) for name in (FIELD, *ALIASES)},
+            "thinking.budget_tokens": None if request.thinking is None else request.thinking.budget_tokens,
+            "reasoning.max_tokens": None if request.reasoning is None else request.reasoning.max_tokens,
+        }
+    )
     if request.reasoning is not None:
         _apply_reasoning(request, request.reasoning)
     if request.thinking is not None and request.thinking.type == "disabled":
@@ -115,8 +130,6 @@ def check_chat_body(request: ChatRequest) -> None:
 
 def _apply_reasoning(request: ChatRequest, reasoning: ChatReasoning) -> None:
     """The object `reasoning` becomes the fields of the same meaning."""
-    if reasoning.max_tokens is not None:
-        raise unsupported("reasoning.max_tokens", "reasoning.max_tokens is not supported; use reasoning.effort")
     effort = "none" if reasoning.enabled is False else reasoning.effort
     if effort is not None:
         if request.reasoning_effort not in (None, effort):

@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.gateway.chat.request import Chat, ChatMessage, SamplingFields
 from headrace.gateway.chat.sampling import MAX_LOGPROBS
+from headrace.gateway.chat.thinking import one_budget
 from headrace.gateway.checks import check_range, invalid
 from headrace.gateway.field_names import FieldNames, messages_at
 from headrace.gateway.hints import ignored
@@ -34,6 +35,7 @@ class ReasoningFields(msgspec.Struct, kw_only=True):
     """How to reason. There are no summaries, because reasoning is shown in full."""
 
     effort: str | None = None
+    max_tokens: int | None = None
     summary: str | None = None
     generate_summary: str | None = None
     context: str | None = None
@@ -65,6 +67,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     background: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = None
+    thinking_token_budget: int | None = None
     max_tool_calls: int | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
@@ -161,6 +164,12 @@ def chat_of(request: ResponsesRequest, turns: Sequence[Turn], offer: Offer, shor
         tool_choice=offer.choice,
         parallel_tool_calls=request.parallel_tool_calls if offer.tools else None,
         reasoning_effort=None if reasoning is None else reasoning.effort,
+        thinking_token_budget=one_budget(
+            {
+                "thinking_token_budget": request.thinking_token_budget,
+                "reasoning.max_tokens": None if reasoning is None else reasoning.max_tokens,
+            }
+        ),
         verbosity=text.verbosity,
         response_format=_response_format(text.format),
         chat_template_kwargs=request.chat_template_kwargs,

@@ -16,8 +16,8 @@ PARAMETERS = FieldTable(
         "max_new_tokens": Applied("1 or more", f"Default: {DEFAULT_NEW_TOKENS}"),
         "do_sample": Applied(
             "bool",
-            "Sample instead of decoding greedily. A `temperature` or `top_p` other than 1, or a `top_k`, also turns"
-            " sampling on",
+            "Sample instead of decoding greedily. A `temperature`, `top_p` or `typical_p` other than 1, or a `top_k`,"
+            " also turns sampling on",
         ),
         "temperature": _AS_COMPLETIONS,
         "top_k": _AS_COMPLETIONS,
@@ -42,7 +42,7 @@ PARAMETERS = FieldTable(
         "grammar.type": Applied("`json`, `json_schema`, `regex`"),
         "grammar.value": Applied("a schema, or an expression"),
         "adapter_id": Applied("name", "The model: adapters are selected by model name"),
-        "typical_p": Refused("use temperature, top_p, top_k or min_p", (1,)),
+        "typical_p": Applied("as for completions"),
         "watermark": Refused("leave it out", (False,)),
     },
 )

@@ -45,6 +45,7 @@ class TgiParameters(msgspec.Struct, kw_only=True):
     top_n_tokens: int | None = None
     top_p: float | None = None
     truncate: int | None = None
+    typical_p: float | None = None
 
 
 class TgiRequest(msgspec.Struct, kw_only=True):
@@ -56,7 +57,17 @@ class TgiRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-_SAME = ("temperature", "top_k", "top_p", "repetition_penalty", "frequency_penalty", "seed", "stop", "best_of")
+_SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "best_of",
+)
 NAMES = FieldNames(
     [
         *((name, f"parameters.{name}") for name in _SAME),
@@ -92,6 +103,7 @@ def completion_of(request: TgiRequest, streams: bool) -> Completion:
         top_k=parameters.top_k or 0,
         top_p=1.0 if parameters.top_p is None else parameters.top_p,
         min_p=0.0,
+        typical_p=1.0 if parameters.typical_p is None else parameters.typical_p,
         repetition_penalty=1.0 if parameters.repetition_penalty is None else parameters.repetition_penalty,
         frequency_penalty=parameters.frequency_penalty or 0.0,
         presence_penalty=0.0,
@@ -115,6 +127,7 @@ def samples(request: TgiRequest) -> bool:
 def _samples(parameters: TgiParameters) -> bool:
     """Whether to sample. A parameter that shapes the distribution turns sampling on, as `do_sample` does."""
     shaped = parameters.temperature not in (None, 1.0) or parameters.top_p not in (None, 1.0)
+    shaped = shaped or parameters.typical_p not in (None, 1.0)
     return bool(parameters.do_sample or shaped or parameters.top_k)
 
 

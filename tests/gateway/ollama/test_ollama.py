@@ -386,9 +386,9 @@ async def test_hints_change_nothing(ask: Any, model: Any) -> None:
         ("options.stop", CHAT, {"options": {"stop": [str(i) for i in range(65)]}}),
         ("options.repeat_penalty", CHAT, {"options": {"repeat_penalty": 0}}),
         ("options.repeat_last_n", CHAT, {"options": {"repeat_last_n": 128}}),
-        ("options.mirostat", CHAT, {"options": {"mirostat": 1}}),
+        ("options.mirostat", CHAT, {"options": {"mirostat": 3}}),
         ("options.tfs_z", CHAT, {"options": {"tfs_z": 0.5}}),
-        ("options.typical_p", CHAT, {"options": {"typical_p": 0.5}}),
+        ("options.typical_p", CHAT, {"options": {"typical_p": 1.5}}),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_by_name(refused: Any, field: str, path: str, fields: Any) -> None:
