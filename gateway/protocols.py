@@ -20,6 +20,7 @@ NAMES = (
     "anthropic",
     "ollama",
     "tgi",
+    "llamacpp",
     "kserve",
     "adapters",
     "grpc_text",

@@ -23,6 +23,7 @@ TESTS = {
     "anthropic": ("anthropic/test_messages.py", "test_a_message_has_the_text_and_the_account"),
     "ollama": ("ollama/test_ollama.py", "test_the_context_of_an_answer_is_continued"),
     "tgi": ("tgi/test_tgi.py", "test_details_have_all_tokens_with_their_texts"),
+    "llamacpp": ("llamacpp/test_llamacpp.py", "test_an_answer_has_its_text_its_counts_and_its_timings"),
     "kserve": ("kserve/test_http.py", "test_server_and_models_are_described"),
     "adapters": ("adapters/test_adapters.py", "test_what_is_wrong_is_named"),
     "grpc_text": ("grpc_text/test_service.py", "test_a_completion_takes_text_or_tokens_and_all_parameters"),
