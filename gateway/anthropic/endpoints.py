@@ -114,8 +114,9 @@ class _Messages:
     ) -> tuple[Chat, FieldNames, Reasoning]:
         check_messages(request, interleaves=_INTERLEAVED in exchange.header("anthropic-beta"))
         model = await self._services.models.find(request.model or "")
-        reasoning = reasoning_of(request, model.chat_template(), self._services.chats.reasons(model))
-        return *chat_of(request, reasoning.effort, answer), reasoning
+        reasons = self._services.chats.reasons(model)
+        reasoning = reasoning_of(request, model.chat_template(), reasons)
+        return *chat_of(request, reasoning.effort, answer, reasons=reasons), reasoning
 
 
 @contextmanager

@@ -162,10 +162,13 @@ def reasoning_of(request: PromptFields, template: ChatTemplate, reasons: bool) -
     return Reasoning(next((name for most, name in _BUDGETS if thinking.budget_tokens <= most), "high"))
 
 
-def chat_of(request: PromptFields, effort: str | None, answer: AnswerFields | None = None) -> tuple[Chat, FieldNames]:
+def chat_of(
+    request: PromptFields, effort: str | None, answer: AnswerFields | None = None, *, reasons: bool = True
+) -> tuple[Chat, FieldNames]:
     """The chat of a checked request, and the names of its fields. Raises `StatusError`.
 
-    `answer` has the other fields of the body of a `MessagesRequest`, if it is one.
+    `reasons` is whether the model does; otherwise its `thinking` is a hint, and has no budget. `answer` has the other
+    fields of the body of a `MessagesRequest`, if it is one.
     """
     catalogue = Catalogue(request.tools or ())
     choice, parallel = _chat_tool_choice(request.tool_choice)
@@ -189,7 +192,7 @@ def chat_of(request: PromptFields, effort: str | None, answer: AnswerFields | No
         response_format=_response_format(request),
         continue_final_message=goes_on or None,
         chat_template_kwargs=request.chat_template_kwargs,
-        thinking_token_budget=None if request.thinking is None else request.thinking.budget_tokens,
+        thinking_token_budget=request.thinking.budget_tokens if request.thinking is not None and reasons else None,
     )
     if isinstance(request, MessagesRequest):
         # A worker computes a prompt only in order to sample a token.

@@ -253,7 +253,8 @@ def _thinking_budget(request: Chat, model: Model, reading: Reading) -> ThinkingB
     if budget is None and reading.output.reasoning is not None and not model.chat_template().uses("reasoning_effort"):
         budget = OF_EFFORTS.get(request.reasoning_effort or "")
     encode = model.text.tokenizer.encode
-    return budget_of(budget, reading, lambda text: encode(text, add_special_tokens=False))
+    is_number = request.thinking_token_budget is not None
+    return budget_of(budget, reading, lambda text: encode(text, add_special_tokens=False), is_number=is_number)
 
 
 def _check_number(num_messages: int, max_context_tokens: int) -> None:

@@ -29,13 +29,17 @@ def one_budget(given: Mapping[str, Any]) -> int | None:
     return next(iter(found.values()), None)
 
 
-def budget_of(budget: int | None, reading: Reading, encode: _Encode) -> ThinkingBudget | None:
+def budget_of(
+    budget: int | None, reading: Reading, encode: _Encode, *, is_number: bool = True
+) -> ThinkingBudget | None:
     """The budget of answers that are read so; None if there is none. `encode` tokenizes a text, in which the texts of
-    special tokens are these tokens. Notes as a hint that a budget has no effect."""
+    special tokens are these tokens. If the caller gave it as a number (`is_number`), notes as a hint that it has no
+    effect."""
     if budget is None or budget < 0:
         return None
     if reading.output.reasoning is None and not reading.output.is_harmony:
-        ignored(FIELD, "the model's format of reasoning is unknown, or it does not reason")
+        if is_number:
+            ignored(FIELD, "the model's format of reasoning is unknown, or it does not reason")
         return None
     if reading.output.is_harmony:
         opening = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}"
@@ -52,7 +56,8 @@ def budget_of(budget: int | None, reading: Reading, encode: _Encode) -> Thinking
         ends = [closing]
     closing_ids = encode(closing)
     if len(closing_ids) != 1:
-        ignored(FIELD, "the end of the model's reasoning is not a token of its own")
+        if is_number:
+            ignored(FIELD, "the end of the model's reasoning is not a token of its own")
         return None
     return ThinkingBudget(
         max_tokens=budget,

@@ -621,14 +621,18 @@ async def test_members_without_effect_are_named(hinted: Any) -> None:
         {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}, "citations": []}]},
         {"tools": [{**WEATHER, "type": "custom", "eager_input_streaming": True, "allowed_callers": ["direct"]}]},
         {"headers": {"anthropic-version": "2023-06-01", "anthropic-beta": "context-1m-2025-08-07,effort-2025-11-24"}},
-        {
-            "thinking": {"type": "enabled", "budget_tokens": 20000},
-            "headers": {"anthropic-beta": "interleaved-thinking-2025-05-14"},
-        },
     ],
 )
 async def test_what_asks_for_nothing_is_not_named(hinted: Any, fields: dict[str, Any]) -> None:
     assert await hinted(**fields) == []
+
+
+async def test_a_budget_is_named_where_no_token_ends_the_reasoning(hinted: Any) -> None:
+    thinking, headers = (
+        {"type": "enabled", "budget_tokens": 20000},
+        {"anthropic-beta": "interleaved-thinking-2025-05-14"},
+    )
+    assert await hinted(thinking=thinking, headers=headers) == ["thinking.budget_tokens"]
 
 
 async def test_the_answer_says_that_the_context_was_not_edited(ask: Any, front: Any) -> None:

@@ -175,13 +175,14 @@ async def test_parameters_reach_the_worker(ask: Any, model: Any) -> None:
         repetition_penalty=1.5,
         frequency_penalty=0.25,
         max_new_tokens=7,
-        typical_p=None,
+        typical_p=0.75,
         watermark=False,
         adapter_id="tiny",
     )
     sampling = model.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 3, 0.75, 11)
     assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.max_tokens) == (1.5, 0.25, 7)
+    assert sampling.typical_p == 0.75
 
 
 async def test_drawing_is_asked_for_by_any_parameter_that_shapes_it(ask: Any, model: Any) -> None:
@@ -246,7 +247,7 @@ async def test_a_grammar_holds_the_answer(ask: Any, model: Any) -> None:
                 "top_k": -2,
                 "top_p": 2,
                 "truncate": 0,
-                "typical_p": 0.5,
+                "typical_p": 1.5,
                 "watermark": True,
             }.items()
         ),
