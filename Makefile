@@ -54,11 +54,16 @@ help:
 	@ln -sfn .. .links/headrace
 	@ln -sfn ../../../protos .links/protos/headrace/protos
 
+# The folder of headrace.ray has another name (setup.py).
+.links/ray/headrace/ray:
+	@mkdir -p $(@D)
+	@ln -sfn ../../../on_ray $@
+
 serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
 # One process starts fleets with the real model, the other runs all else. ARGS="-n 0" runs all in one.
-test: .venv/.check .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done
+test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done
 	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # Programs that pip does not bring, unpacked from Debian's packages unless they are installed. A machine without apt-get
@@ -117,18 +122,24 @@ test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz .make/tools/.emulator
 	HEADRACE_NUMA_KERNEL=.make/numa/vmlinuz $(BIN)/pytest tests/infra/test_two_nodes.py $(ARGS)
 
 # OpenVINO then chooses the kernels of such a CPU, which are not exact in steps of every size.
-test-avx2: .venv/.check .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done
+test-avx2: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done
 	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done .make/aider/.done
 	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py tests/e2e/test_codex.py tests/e2e/test_editor_shapes.py $(ARGS)
+
+# Half a gigabyte, which only the tests of fleets on Ray need.
+.venv/.ray: .venv/.dev
+	@echo "installing Ray into .venv" >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]' >&2
+	@touch $@
 
 # What checks images, compose files, manifests and workflows: large, and of no use to most tests.
 .venv/.check: .venv/.dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[check]' >&2
 	@touch $@
 
-check: .venv/.check .links/headrace
+check: .venv/.check .links/headrace .links/ray/headrace/ray
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

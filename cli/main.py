@@ -47,6 +47,7 @@ _SUBCOMMANDS = {
     "plan": _Subcommand(
         "serving.roles:plan", "Plan a fleet: workers, hosts and memory for a load, and what breaks first."
     ),
+    "ray": _Subcommand("serving.roles:ray", "Start, show and stop a fleet on a Ray cluster."),
     "sim": _Subcommand("serving.roles:sim", "Compare routing policies on a simulated fleet."),
 }
 

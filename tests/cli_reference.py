@@ -11,6 +11,7 @@ from headrace.bench.__main__ import main as bench
 from headrace.cli.main import cli
 from headrace.gateway.__main__ import command as gateway
 from headrace.plan.__main__ import main as plan
+from headrace.ray.__main__ import main as ray
 from headrace.router.__main__ import command as router
 from headrace.sim.__main__ import main as sim
 from headrace.worker.__main__ import command as worker
@@ -23,6 +24,7 @@ DELEGATES: Mapping[str, click.Command] = {
     "gateway": gateway,
     "bench": bench,
     "plan": plan,
+    "ray": ray,
     "sim": sim,
 }
 _HEAD = """\

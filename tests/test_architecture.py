@@ -14,7 +14,10 @@ import pytest
 from headrace.gateway import protocols
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "common", "gateway", "router", "worker", "cli", "sim", "bench", "plan", "client")
+PACKAGES = ("protos", "common", "gateway", "router", "worker", "cli", "sim", "bench", "plan", "client", "ray")
+
+# The folder of a package, where that has another name (setup.py).
+FOLDERS = {"ray": "on_ray"}
 
 # package -> headrace packages that it may import, besides itself
 MAY_IMPORT = {
@@ -28,7 +31,11 @@ MAY_IMPORT = {
     "bench": {"protos", "common", "gateway", "sim"},
     "plan": {"protos", "common", "sim", "bench"},
     "client": {"protos", "common"},
+    "ray": {"protos", "common", "cli", "worker"},
 }
+
+# modules of workers that actors of Ray may import: the registration with routers, which may move there
+RAY_MAY_IMPORT = {"worker.server.registration"}
 
 # modules of the gateway that the benchmark client may import: its tokenizer, which counts tokens
 BENCH_MAY_IMPORT = {"gateway.text.tokenizer", "gateway.upstream.bundle"}
@@ -128,12 +135,13 @@ ONLY_IN = {
         "common/model_files/gguf_files.py",
         "worker/adapters/gguf.py",
     },
-    "starlette": {"gateway/edge/http.py"},
+    "starlette": {"gateway/edge/http.py", "on_ray/actors.py"},
     "jinja2": {"gateway/text/chat_template.py"},
     "redis": {"common/stores/redis_link.py", "cli/fleet/key_store.py"},
     "opentelemetry": {"common/telemetry/otel.py"},
     "uvicorn": {"gateway/edge/http.py", "gateway/edge/connections.py", "bench/study/genai_server.py"},
     "xllamacpp": {"bench/study/llama_server.py"},
+    "ray": {"on_ray/__main__.py", "on_ray/actors.py", "on_ray/app.py", "on_ray/nodes.py"},
 }
 
 # Package -> its wings by tier. A wing imports only from lower tiers; wings of one tier do not know each other.
@@ -202,6 +210,14 @@ TIERS = {
         ("planning", "page"),
         ("__main__",),
     ),
+    "ray": (
+        ("settings", "signals", "scaling", "places", "processes"),
+        ("directory", "llm_config", "commands"),
+        ("nodes", "report"),
+        ("actors",),
+        ("app",),
+        ("__main__",),
+    ),
     "cli": (
         ("errors", "launch", "gguf"),
         ("http_client",),
@@ -217,7 +233,7 @@ TIERS = {
 
 
 def modules(package: str) -> Iterator[Path]:
-    for path in sorted((ROOT / package).rglob("*.py")):
+    for path in sorted((ROOT / FOLDERS.get(package, package)).rglob("*.py")):
         if "_pb2" not in path.name:
             yield path
 
@@ -288,6 +304,13 @@ def test_the_benchmark_client_imports_only_a_tokenizer_and_costs_of_steps() -> N
                 assert ".".join(parts[1:3]) in BENCH_MAY_IMPORT_OF_SIM, f"{path.name} imports {name}"
 
 
+def test_actors_of_ray_import_only_the_registration_of_workers() -> None:
+    for path in modules("ray"):
+        for name in imported(path):
+            if name.startswith("headrace.worker."):
+                assert ".".join(name.split(".")[1:4]) in RAY_MAY_IMPORT, f"{path.name} imports {name}"
+
+
 @pytest.mark.parametrize("distribution", ONLY_IN)
 def test_a_foreign_library_is_imported_only_where_the_house_says(distribution: str) -> None:
     for package in PACKAGES:
@@ -298,7 +321,9 @@ def test_a_foreign_library_is_imported_only_where_the_house_says(distribution: s
 
 def module_of(path: Path) -> str:
     """gateway/chat/planning.py is gateway.chat.planning."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
+    package = next((name for name, other in FOLDERS.items() if other == folder), folder)
+    return ".".join((package, *rest)).removesuffix(".__init__")
 
 
 def import_graph() -> dict[str, set[str]]:

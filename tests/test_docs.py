@@ -30,6 +30,7 @@ OF_OTHERS = {
     *("--wait", "--build", "--scale", "--no-recreate", "--profile"),  # docker compose
     *("--user", "--interleave", "--cpunodebind"),  # docker, numactl
     *("--weight-format", "--grpc", "--pairs", "--case"),  # optimum-cli, buf, benchmarks
+    *("--num-cpus", "--resources"),  # ray
 }
 
 
@@ -222,6 +223,7 @@ FOLDERS = (
     "docs",
     "examples",
     "gateway",
+    "on_ray",
     "plan",
     "protos",
     "router",

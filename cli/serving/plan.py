@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,10 +181,15 @@ def _kv_cache_shares(options: ServeOptions, model: ModelPlan, place: WorkerPlace
     is_sized = model.kv_cache_gb is not None or options.worker.get("kv_cache_gb") is not None
     if model.is_encoder or is_sized or (len(model.places) == 1 and model.kv_share == 1.0):
         return []
-    num_on_node = sum(other.node == place.node for other in model.places)
-    share = _KV_CACHE_SHARE * model.kv_share
+    return kv_cache_shares(place, model.places, model.kv_share)
+
+
+def kv_cache_shares(place: WorkerPlace, places: Sequence[WorkerPlace], kv_share: float = 1.0) -> list[str]:
+    """The flags for the KV cache at one of the `places` of a host, whose workers together have the share `kv_share`."""
+    num_on_node = sum(other.node == place.node for other in places)
+    share = _KV_CACHE_SHARE * kv_share
     return [
-        *("--kv-cache-share", str(share / len(model.places))),
+        *("--kv-cache-share", str(share / len(places))),
         *("--kv-cache-node-share", str(share / num_on_node)),
     ]
 

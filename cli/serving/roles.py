@@ -1,4 +1,4 @@
-"""`headrace worker|router|gateway|bench|plan|sim`: replaces this process by the role's, with the same arguments."""
+"""`headrace worker|router|gateway|bench|plan|ray|sim`: replaces this process by the role's, with the same arguments."""
 
 from __future__ import annotations
 
@@ -21,4 +21,6 @@ def _command(role: str) -> click.Command:
     return become
 
 
-worker, router, gateway, bench, plan, sim = map(_command, ("worker", "router", "gateway", "bench", "plan", "sim"))
+worker, router, gateway, bench, plan, ray, sim = map(
+    _command, ("worker", "router", "gateway", "bench", "plan", "ray", "sim")
+)

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.common.version import headrace_version
 from tests.deploy.distributions import built_sdist, built_wheel, tree
+from tests.test_architecture import FOLDERS
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,9 @@ def test_a_source_distribution_has_the_whole_tree(sdist: Path) -> None:
 
 def test_a_wheel_has_the_tree_and_nothing_else(wheel: Path) -> None:
     names = sorted(name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name)
-    assert names == [f"headrace/{name}" for name in tree()]
+    named = {folder: package for package, folder in FOLDERS.items()}
+    parts = [name.partition("/") for name in tree()]
+    assert names == sorted(f"headrace/{named.get(top, top)}/{rest}" for top, _, rest in parts)
 
 
 def test_a_wheel_runs_outside_of_the_tree(wheel: Path, tmp_path: Path) -> None:

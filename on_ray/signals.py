@@ -1,0 +1,23 @@
+"""What a router says of the need of each model, as the values that scaling follows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from headrace.protos import router_pb2
+
+Signal = Mapping[str, float]
+"""`workers` that take requests, `workers_wanted`, and the values whose targets are in `settings.Scaling`."""
+
+
+def signals_of(signals: Iterable[router_pb2.ScalingSignal]) -> dict[str, Signal]:
+    """The signal of each model. The only place that knows where it comes from."""
+    return {
+        signal.model: {
+            "workers": float(signal.workers_ready),
+            "workers_wanted": float(signal.workers_wanted),
+            "queue_wait_s": signal.queue_wait_ms / 1000.0,
+            "kv_pressure": signal.kv_pressure,
+        }
+        for signal in signals
+    }
