@@ -53,6 +53,11 @@ SOAKS = {
         ("tests/gateway/images/test_hostile.py", "tests/e2e/test_images_hostile.py"),
         ("-n", "0", "--timeout", "7200"),
     ),
+    "ray": Soak(
+        "a cluster of Ray with three nodes: nodes and the head are lost, workers come and go, updates; ten minutes",
+        ("tests/e2e/test_ray_nodes.py",),
+        ("-n", "0", "--timeout", "1800"),
+    ),
     "speculation": Soak(
         "500 prompts with each proposer, up to 64 at once, compared with answers without drafts bit for bit; for hours",
         ("tests/e2e/test_speculation_exact.py",),
