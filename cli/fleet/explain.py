@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from headrace.cli.fleet.tables import console_for
 from headrace.cli.http_client import is_same_server, server_url, tls_problem
 from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.transport.channels import PLAIN, Transport
+from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
 from headrace.protos.cache_scope import cache_scope, scoped_salt
 from headrace.protos.status import error_of
@@ -87,9 +89,9 @@ def body_of(text: str) -> dict[str, object]:
 
 
 def tokenize(url: str, model: str, text: str, access: ApiAccess = OPEN) -> list[int]:
-    """Ask the gateway for the tokens of a chat; see `body_of`. Raises CommandError."""
+    """Ask the gateway for the tokens of a chat, as caches compare them; see `body_of`. Raises CommandError."""
     url = server_url(url)
-    body = body_of(text)
+    body = {**body_of(text), "return_image_identities": True}
     try:
         body |= {"model": model} if model else {}
         with access.client(url, _TIMEOUT_S) as client:
@@ -131,10 +133,16 @@ def difference(tokens: Sequence[int], others: Sequence[int], text_of: Callable[[
     ]
     start = max(0, position - _TOKENS_BEFORE)
     for name, prompt in (("this one", tokens), ("the other", others)):
-        before = text_of(prompt[start:position])
-        behind = text_of(prompt[position : position + _TOKENS_BEHIND])
+        before = _words(prompt[start:position], text_of)
+        behind = _words(prompt[position : position + _TOKENS_BEHIND], text_of)
         lines.append(f"  {name:>9}: {before!r} then {behind!r}")
     return lines
+
+
+def _words(tokens: Sequence[int], text_of: Callable[[Sequence[int]], str]) -> str:
+    """The text of tokens. Those of images have none."""
+    runs = [(kind, list(run)) for kind, run in itertools.groupby(tokens, lambda token: token >= FIRST_PSEUDO_TOKEN)]
+    return "".join(f"<{len(run)} tokens of images>" if is_image else text_of(run) for is_image, run in runs)
 
 
 def ask(router: str, request: router_pb2.ExplainRequest, transport: Transport = PLAIN) -> router_pb2.ExplainResponse:

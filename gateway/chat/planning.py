@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.gateway.chat.conversation import Reader, conversation_of, conversation_with_tools
 from headrace.gateway.chat.formats import Formats, ModelFormat
@@ -66,6 +66,19 @@ class CompletionPlan:
     """One for each prompt."""
     echoes: Sequence[str]
     """The prompts' texts, if the answers begin with them; else empty."""
+
+
+class Tokenized(NamedTuple):
+    """The tokens of a prompt as they are computed: pseudo tokens tell its images apart."""
+
+    model: Model
+    token_ids: Sequence[int]
+
+    @property
+    def shown(self) -> list[int]:
+        """The tokens as callers know them."""
+        images = self.model.images
+        return [*self.token_ids] if images is None else shown(self.token_ids, images)
 
 
 class Copies(Protocol):
@@ -210,8 +223,8 @@ class Chats:
         """The tokens of a part of a prompt that the caller wrote whole. Raises `StatusError`."""
         return await self._prompts.of_prompt(model, text, add_special_tokens=add_special_tokens)
 
-    async def tokenize(self, request: Tokenization) -> tuple[Model, list[int]]:
-        """The model and the tokens of a text or a conversation. Raises `StatusError`."""
+    async def tokenize(self, request: Tokenization) -> Tokenized:
+        """The tokens of a text or a conversation. Raises `StatusError`."""
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         for name in _OF_CONVERSATIONS if request.prompt is not None else ():
@@ -220,12 +233,13 @@ class Chats:
         model = await self._models.find(request.model or "")
         if request.prompt is not None:
             add_special_tokens = request.add_special_tokens is not False
-            return model, await self._prompts.of_prompt(model, request.prompt, add_special_tokens=add_special_tokens)
+            tokens = await self._prompts.of_prompt(model, request.prompt, add_special_tokens=add_special_tokens)
+            return Tokenized(model, tokens)
         tools = functions_of(request.tools or ())
         with self._counting():
             conversation = conversation_of(request, model.chat_template(), tools, reader=self._reader(model))
             prompt = await self._prompts.of_conversation(model, conversation)
-        return model, [*prompt.token_ids] if model.images is None else shown(prompt.token_ids, model.images)
+        return Tokenized(model, prompt.token_ids)
 
     async def _in_tokens(self, model: Model, request: Chat | Completion, sampling: Sampling) -> Sampling:
         """The sampling with texts of the request in the model's tokens: banned words, and breakers of repetitions."""

@@ -81,8 +81,8 @@ class TextService(TextServicer):
 
         async def tokenize() -> TokenizeResponse:
             with FIELD_NAMES.in_callers_terms():
-                model, token_ids = await self._chats.tokenize(tokenize_request(request))
-            return TokenizeResponse(token_ids=token_ids, max_context_tokens=model.card.max_context_tokens)
+                found = await self._chats.tokenize(tokenize_request(request))
+            return TokenizeResponse(token_ids=found.shown, max_context_tokens=found.model.card.max_context_tokens)
 
         return await self.calls.answered(tokenize, "grpc_tokenize", "Tokenize", context)
 

@@ -90,7 +90,8 @@ class _Llama:
     async def apply_template(self, exchange: Exchange) -> None:
         """POST /apply-template."""
         request = await request_of(exchange, LlamaTemplate, APPLY_TEMPLATE)
-        model, token_ids = await self._services.chats.tokenize(request)
+        found = await self._services.chats.tokenize(request)
+        model, token_ids = found.model, found.shown
         await exchange.respond(encode(LlamaText(detokenize(token_ids, model.text.tokenizer.token_bytes))))
 
     async def props(self, exchange: Exchange) -> None:

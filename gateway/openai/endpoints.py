@@ -225,14 +225,16 @@ class _Models:
             if request.prompt is not None:
                 raise invalid("content", "content is the name of prompt in llama.cpp's API; leave out one of them")
             request.prompt, request.add_special_tokens = request.content, bool(request.add_special)
-        model, token_ids = await self._services.chats.tokenize(request)
-        answer = Tokens(count=len(token_ids), max_model_len=model.card.max_context_tokens, tokens=[*token_ids])
+        found = await self._services.chats.tokenize(request)
+        shown = found.shown
+        tokens = [*found.token_ids] if request.return_image_identities else shown
+        answer = Tokens(count=len(tokens), max_model_len=found.model.card.max_context_tokens, tokens=[*tokens])
         if request.return_token_strs:
-            table = _table(model)
-            answer.token_strs = [token_bytes_of(table, i).decode(errors="replace") for i in token_ids]
+            table = _table(found.model)
+            answer.token_strs = [token_bytes_of(table, i).decode(errors="replace") for i in shown]
         if request.with_pieces and request.content is not None:
-            table = _table(model)
-            answer.tokens = [{"id": i, "piece": _piece(token_bytes_of(table, i))} for i in token_ids]
+            table = _table(found.model)
+            answer.tokens = [{"id": i, "piece": _piece(token_bytes_of(table, i))} for i in shown]
         await exchange.respond(encode(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:

@@ -140,6 +140,10 @@ TOKENIZE = FieldTable(
         "with_pieces": Applied("bool", "For `content`: `tokens` are objects with `id` and `piece`"),
         "parse_special": Hint("--special-tokens-in-text decides whether the texts of special tokens become these"),
         "return_token_strs": Applied("bool", "The answer has the texts of the tokens, too"),
+        "return_image_identities": Applied(
+            "bool",
+            "`tokens` has the pseudo tokens by which caches and routers tell images apart, as `headrace explain` needs",
+        ),
         "tools": Applied("functions", "Needs `messages`"),
         "add_generation_prompt": Applied("bool, default true", "Needs `messages`"),
         "continue_final_message": Applied("bool", "Needs `messages`"),

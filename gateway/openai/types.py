@@ -84,6 +84,7 @@ class TokenizeRequest(Tokenization, kw_only=True):
     """Body of POST /tokenize: a text, or a conversation through the chat template."""
 
     return_token_strs: bool | None = None
+    return_image_identities: bool | None = None
     content: str | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None

@@ -141,7 +141,7 @@ def test_a_text_is_tokenized_as_a_chat_by_the_gateway(router: FakeRouter, monkey
     flags = ("--router", router.address, "--url", "http://h:1/v1", "--model", "m", "--api-key", "hr-1")
     done = explain("hello", *flags)
     assert done.exit_code == 0, done.output
-    body = {"messages": [{"role": "user", "content": "hello"}], "model": "m"}
+    body = {"messages": [{"role": "user", "content": "hello"}], "return_image_identities": True, "model": "m"}
     assert seen == [("http://h:1/tokenize", body, "Bearer hr-1")]
     assert list(router.asked[0].token_ids) == [5, 6]
 
@@ -159,6 +159,17 @@ def test_the_first_difference_of_two_prompts_is_shown_with_the_texts_around() ->
     assert lines[1:] == ["   this one: '1,2' then '3,4'", "  the other: '1,2' then '9,4,5'"]
     assert difference([1], [1], str) == ["The prompts are the same: 1 tokens."]
     assert "at token 1;" in difference([1], [1, 2], str)[0]
+
+
+def test_images_are_told_apart_and_have_no_text() -> None:
+    first, other = [1, *range(1 << 31, (1 << 31) + 20), 7], [1, *range((1 << 31) + 50, (1 << 31) + 70), 7]
+    lines = difference(first, other, lambda tokens: ",".join(map(str, tokens)))
+    assert "at token 1;" in lines[0]
+    assert lines[1:] == [
+        "   this one: '1' then '<12 tokens of images>'",
+        "  the other: '1' then '<12 tokens of images>'",
+    ]
+    assert difference([1, 1 << 31, 7], [1, 1 << 31, 8], str)[1].endswith("'[1]<1 tokens of images>' then '[7]'")
 
 
 def test_the_bodies_of_two_requests_are_compared(

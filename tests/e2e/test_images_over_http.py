@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.serving import HTTP, MODEL, Serve, serving, until
+from tests.e2e.serving import HTTP, MODEL, Serve, headrace, serving, until
 from tests.e2e.shapes import MODEL as SHAPES
 from tests.e2e.shapes import TOKENS_PER_PICTURE, Question, questions, swapped
 from tests.e2e.streams import http_client
@@ -140,3 +143,25 @@ def test_what_is_no_image_is_refused_by_its_place(served: Serve) -> None:
     response = HTTP.post(f"{served.base_url}/v1/chat/completions", json=body(message(cut)))
     assert response.status_code == 400, "the process that encodes images says so"
     assert "truncated or broken PNG" in response.json()["error"]["message"]
+
+
+def test_explain_tells_pictures_apart(served: Serve, tmp_path: Path) -> None:
+    """And finds what is cached of a chat that was answered."""
+    one, *others = [question for question in questions() if len(question.pictures) == 1]
+    other = next(question for question in others if question.text == one.text)
+    asyncio.run(words(served, [long(one)]))
+    files = []
+    for number, question in enumerate((one, other)):
+        files.append(tmp_path / str(number))
+        files[-1].write_text(json.dumps(body(message(long(question)))))
+    explained = headrace(
+        *("explain", "--url", served.base_url, "--model", MODEL, f"@{files[0]}", "--against", f"@{files[1]}")
+    )
+    assert explained.returncode == 0, explained.stderr
+    assert "have their first difference at token 1;" in explained.stdout
+    assert f"<{12} tokens of images>" in explained.stdout
+    cached = re.search(r"(\d+) of (\d+)", explained.stdout.partition("Expected milliseconds")[2])
+    assert cached is not None
+    assert int(cached[1]) >= BLOCK
+    same = headrace("explain", "--url", served.base_url, "--model", MODEL, f"@{files[0]}", "--against", f"@{files[0]}")
+    assert "The prompts are the same" in same.stdout

@@ -184,6 +184,23 @@ async def test_limits_name_the_image(view: Any, seer: Any, parts: Any, param: in
     assert not seer.streams
 
 
+async def test_tokenize_tells_images_apart_if_asked(view: Any) -> None:
+    async def tokens(data: bytes, **fields: Any) -> list[int]:
+        body = {"model": "seeing", "messages": [user("a", image_part(data), "b")], **fields}
+        answer = (await view.http.post("/tokenize", json=body)).json()
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"] or answer["tokens"])
+        return list(answer["tokens"])
+
+    assert await tokens(RED) == await tokens(GREEN), "the model's image token stands for both"
+    identities = {"return_image_identities": True, "return_token_strs": True}
+    red, same, green = [await tokens(data, **identities) for data in (RED, RED, GREEN)]
+    assert red == same
+    different = [place for place, (one, other) in enumerate(zip(red, green, strict=True)) if one != other]
+    assert different == [place for place, token in enumerate(await tokens(RED)) if token == IMAGE_ID]
+    assert len(different) == image_model.NUM_TOKENS
+    assert all(red[place] >= FIRST_PSEUDO_TOKEN for place in different)
+
+
 async def test_images_count_for_the_context(view: Any, seer: Any) -> None:
     card = seer.cards[0]
     whole, card.max_context_tokens = card.max_context_tokens, 10
