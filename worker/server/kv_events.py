@@ -26,7 +26,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -169,7 +169,7 @@ class KvEventPublisher:
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_REPLAYED)
         self._sequence = 0
         self._context = zmq.asyncio.Context()
-        self._publisher: Any = self._context.socket(zmq.PUB, socket_class=zmq.Socket)  # it never blocks
+        self._publisher: Any = self._context.socket(zmq.PUB, socket_class=cast("Any", zmq.Socket))  # never blocks
         self._replayer: Any = None if replay_address is None else self._context.socket(zmq.ROUTER)
         self._replaying: asyncio.Task[None] | None = None
         try:
