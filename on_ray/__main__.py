@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -129,7 +129,7 @@ def up(models: tuple[str, ...], app: str, address: str | None, wait: bool, **opt
         fleet = fleet_of(_fleet_of_options(models, options))
     except SettingsError as error:
         raise CommandError(str(error)) from None
-    with _connected(address):
+    with _connected(address) as out:
         from ray import serve
 
         from headrace.ray.app import build_app, describes
@@ -145,7 +145,7 @@ def up(models: tuple[str, ...], app: str, address: str | None, wait: bool, **opt
         if wait:
             _wait_until_running(app)
             for front in _fronts(app):
-                click.echo(f"ready: {front}/v1")
+                click.echo(f"ready: {front}/v1", file=out)
 
 
 def _fleet_of_options(models: tuple[str, ...], options: dict[str, Any]) -> Fleet:
@@ -202,15 +202,16 @@ def _absolute(model: str) -> str:
 @_address_option
 def status(as_json: bool, app: str, address: str | None) -> None:
     """Show the gateways and workers of a fleet, where they run, and what scaling sees."""
-    with _connected(address):
+    with _connected(address) as out:
         from headrace.ray.report import as_object, as_tables
 
         state, message, deployments = _state(app)
         members = _members(app)
         if as_json:
-            click.echo(json.dumps(as_object(app, state, message, deployments, members), indent=2))
+            click.echo(json.dumps(as_object(app, state, message, deployments, members), indent=2), file=out)
         else:
-            as_tables(app, state, message, deployments, members)
+            with contextlib.redirect_stdout(out):
+                as_tables(app, state, message, deployments, members)
 
 
 @main.command()
@@ -240,8 +241,9 @@ def resources(resource: str) -> None:
 
 
 @contextlib.contextmanager
-def _connected(address: str | None) -> Iterator[None]:
-    """A connection to the cluster. Raises CommandError without Ray, CommandFailed if there is no cluster."""
+def _connected(address: str | None) -> Iterator[TextIO]:
+    """A connection to the cluster, and where to print: meanwhile standard output is standard error, because Ray tells
+    there of nodes that have died. Raises CommandError without Ray, CommandFailed if there is no cluster."""
     try:
         import ray
     except ImportError:
@@ -256,7 +258,9 @@ def _connected(address: str | None) -> Iterator[None]:
         ) from None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        yield
+        out = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            yield out
     finally:
         ray.shutdown()
 

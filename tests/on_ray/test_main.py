@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,25 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert run("status") == commands.EXIT_REFUSED
     assert "install headrace[ray] on every node" in capsys.readouterr().err
+
+
+def test_what_ray_prints_is_not_in_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def state(app: str) -> tuple[str, str, dict[str, Any]]:
+        print("(raylet) The node with node id 1 has died")
+        return "RUNNING", "", {}
+
+    library = SimpleNamespace(init=lambda *args, **named: None, shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", library)  # type: ignore[arg-type]
+    monkeypatch.setattr("headrace.ray.__main__._state", state)
+    monkeypatch.setattr("headrace.ray.__main__._members", lambda app: [])
+    assert run("status", "--json") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["state"] == "RUNNING"
+    assert "has died" in printed.err
+    assert run("status") == 0
+    assert capsys.readouterr().out.startswith("headrace: running\n")
 
 
 def test_a_host_tells_its_resources(capsys: pytest.CaptureFixture[str]) -> None:
