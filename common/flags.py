@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from headrace.common.kubernetes.cluster import CREDENTIALS
 from headrace.common.telemetry.logs import FORMATS, LEVELS
 
 
@@ -49,6 +50,23 @@ observation_options = options_of(
     ),
 )
 """The decorator for logs and traces, which gateways, routers and workers have."""
+cluster_options = options_of(
+    click.option(
+        "--kubernetes-api",
+        envvar="HEADRACE_KUBERNETES_API",
+        metavar="URL",
+        help="API server for addresses kubernetes:///. Default: that of the cluster in which this process runs.",
+    ),
+    click.option(
+        "--kubernetes-credentials",
+        envvar="HEADRACE_KUBERNETES_CREDENTIALS",
+        type=click.Path(path_type=Path),
+        default=CREDENTIALS,
+        metavar="DIR",
+        help="Directory of a service account, with token, ca.crt and namespace. Changed files are read again.",
+    ),
+)
+"""The decorator for the API server of Kubernetes, which gateways and routers have."""
 membership_options = options_of(
     click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics at this address."),
     click.option(

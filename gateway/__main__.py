@@ -11,7 +11,8 @@ import click
 import uvloop
 
 from headrace.common.aliases import Aliases, parse_aliases
-from headrace.common.flags import FiniteRange, observation_options
+from headrace.common.flags import FiniteRange, cluster_options, observation_options
+from headrace.common.kubernetes.services import is_service, service_of
 from headrace.common.parser_names import (
     AUTO,
     NONE,
@@ -39,6 +40,11 @@ MAX_FILES = 65_536
 def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     for address in addresses:
         _, _, port = address.rpartition(":")
+        if is_service(address):
+            try:
+                service_of(address)
+            except ValueError as error:
+                raise click.BadParameter(str(error)) from None
         if address.startswith(("http:", "https:")) or not (address.startswith("unix:") or port.isdecimal()):
             raise click.BadParameter(f"{address[:200]!r} is not an address: write HOST:PORT or unix:/PATH")
     return addresses
@@ -55,7 +61,9 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     required=True,
     envvar="HEADRACE_GATEWAY_ROUTER",
     callback=lambda context, option, addresses: _checked_addresses(addresses),
-    help="Router (or worker) to use; may be repeated.",
+    metavar="ADDR",
+    help="Router (or worker) to use, or kubernetes:///SERVICE[.NAMESPACE]:PORT for all pods of a Service; may be "
+    "repeated.",
 )
 @click.option(
     "--drain-timeout",
@@ -126,6 +134,7 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     is_flag=True,
     help="Call routers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
+@cluster_options
 @image_options
 @edge_options
 @observation_options

@@ -12,11 +12,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from headrace.common.aliases import Aliases
+from headrace.common.kubernetes.cluster import Cluster, ClusterError
+from headrace.common.kubernetes.services import is_service
+from headrace.common.kubernetes.watches import ServiceWatches
 from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.gateway.chat.answering import Answering
@@ -73,6 +77,10 @@ class Settings:
     """Address of the host that loads and unloads models."""
     await_model_host: bool
     """Whether requests wait until the host's models are known."""
+    kubernetes_api: str | None
+    """URL of the API server for routers that are named as a Service; None: that of the cluster of this process."""
+    kubernetes_credentials: Path
+    """Directory with the credentials for it."""
     aliases: Aliases
     """Other names of models."""
     images: ImageSources
@@ -106,13 +114,19 @@ async def serve(settings: Settings) -> None:
     await controls.start()
     threads = Threads()
     services = _services(settings, controls, threads)
+    watches: ServiceWatches | None = None
     opened: list[OpenProtocol] = []
     try:
+        watches = _watches(settings, services)
+        if watches is not None:
+            watches.start()
         for protocol in PROTOCOLS.values():
             flags = protocol.flags(settings.protocol_flags)
             opened.append(protocol.open(Setup(services, flags, settings.controls.redis_url)))
         await _run(settings, controls, services, opened, bound, threads, stop)
     finally:
+        if watches is not None:
+            await watches.close()
         await services.shadows.close()
         await services.upstream.close()
         await services.host.close()
@@ -121,6 +135,18 @@ async def serve(settings: Settings) -> None:
         await controls.close()
         threads.close()
         services.models.close()
+
+
+def _watches(settings: Settings, services: Services) -> ServiceWatches | None:
+    """The watches of the routers that are named as a Service; None if there are none. Raises `CannotServeError`."""
+    named = list(filter(is_service, settings.routers))
+    if not named:
+        return None
+    try:
+        cluster = Cluster(settings.kubernetes_api, settings.kubernetes_credentials)
+    except ClusterError as error:
+        raise CannotServeError(str(error)) from None
+    return ServiceWatches(named, cluster, services.upstream.pods_seen, registry=services.metrics.registry)
 
 
 def _services(settings: Settings, controls: EdgeControls, threads: Threads) -> Services:

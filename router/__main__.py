@@ -21,7 +21,10 @@ from typing import Any
 import click
 import uvloop
 
-from headrace.common.flags import FiniteRange, membership_options, observation_options
+from headrace.common.flags import FiniteRange, cluster_options, membership_options, observation_options
+from headrace.common.kubernetes.cluster import Cluster, ClusterError
+from headrace.common.kubernetes.services import is_service, service_of
+from headrace.common.kubernetes.watches import ServiceWatches
 from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
 from headrace.common.transport.channels import Transport, TransportError
@@ -52,6 +55,14 @@ def split_host_port(address: str) -> tuple[str, int]:
     if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise CannotServeError(f"{address!r} is not an address: write HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def check_service(address: str) -> None:
+    """Raise CannotServeError if this names no Service of Kubernetes."""
+    try:
+        service_of(address)
+    except ValueError as error:
+        raise CannotServeError(f"--worker {error}") from None
 
 
 def weight_of(given: str) -> tuple[str, float]:
@@ -101,6 +112,7 @@ class Router:
     server: RouterServer
     metrics: RouterMetrics
     leases: LeaseReader | None
+    services: ServiceWatches | None
     drain_timeout_s: float
     probe: str | None
     scaler: str | None
@@ -122,11 +134,15 @@ class Router:
         await self.server.start()
         if self.leases is not None:
             self.leases.start()
+        if self.services is not None:
+            self.services.start()
 
     async def stop(self) -> None:
         """Let running streams finish for a limited time, then end them; a gateway resumes them elsewhere."""
         if self.leases is not None:
             await self.leases.close()
+        if self.services is not None:
+            await self.services.close()
         await self.server.stop(self.drain_timeout_s)
 
 
@@ -178,17 +194,33 @@ def wired(
             # Without the URL: it may have a password.
             raise CannotServeError(f"--redis is not a Redis URL: {error}") from None
         metrics.observe_leases(leases)
+    services = None
+    if options["services"]:
+        try:
+            cluster = Cluster(options["kubernetes_api"], options["kubernetes_credentials"])
+        except ClusterError as error:
+            raise CannotServeError(str(error)) from None
+        services = ServiceWatches(
+            options["services"], cluster, fleet.pods_seen, registry=metrics.registry, prefix="headrace_router"
+        )
     forwarding = ForwardingConfig(max_attempts=options["max_attempts"])
     bounds = RequestBounds(options["max_in_flight"], options["max_request_mb"] << 20)
     on_demand = OnDemand(frozenset(options["on_demand"]), options["cold_start"])
     scaling = ScalingConfig(options["idle_after"], options["scaling_window"])
-    server = RouterServer(fleet, metrics, forwarding, admission, bounds, transport, leases, on_demand, scaling)
-    return Router(server, metrics, leases, options["drain_timeout"], options["probe"], options["scaler"])
+    server = RouterServer(
+        fleet, metrics, forwarding, admission, bounds, transport, leases, services, on_demand, scaling
+    )
+    return Router(server, metrics, leases, services, options["drain_timeout"], options["probe"], options["scaler"])
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_ROUTER", "show_default": True})
 @click.option("--listen", required=True, metavar="ADDR", help="Address to serve on: HOST:PORT or unix:/path.sock.")
-@click.option("--worker", multiple=True, metavar="ADDR", help="A worker's address; may be repeated.")
+@click.option(
+    "--worker",
+    multiple=True,
+    metavar="ADDR",
+    help="A worker's address, or kubernetes:///SERVICE[.NAMESPACE]:PORT for all pods of a Service; may be repeated.",
+)
 @click.option(
     "--redis",
     "redis_url",
@@ -196,6 +228,7 @@ def wired(
     metavar="URL",
     help="Redis with the leases of workers: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
 )
+@cluster_options
 @membership_options
 @observation_options
 @click.option(
@@ -324,6 +357,9 @@ def command(
     """Place requests on workers, by their cached prefixes and their load."""
     configure_logging(log_level, log_format)
 
+    services = tuple(filter(is_service, worker))
+    worker = tuple(address for address in worker if not is_service(address))
+
     async def run() -> None:
         registry = Registry(worker, lease_s=lease, max_workers=options["max_workers"])
         bounds = FleetConfig(
@@ -332,7 +368,7 @@ def command(
             long_prompt_ms=options["long_prompt_ms"],
             plain_grpc=plain_grpc,
         )
-        router = wired(registry, bounds, admission, {**options, "listen": listen})
+        router = wired(registry, bounds, admission, {**options, "listen": listen, "services": services})
         await serve(listen, metrics, router)
 
     try:
@@ -346,6 +382,8 @@ def command(
         if len(set(worker)) > options["max_workers"]:
             problem = f"--worker names {len(set(worker))} workers, more than --max-workers ({options['max_workers']})"
             raise CannotServeError(f"{problem}: raise it or name fewer")
+        for service in services:
+            check_service(service)
         for address in (listen, *worker):
             if not address.startswith("unix:"):
                 split_host_port(address)

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from headrace.common.kubernetes.watches import ServiceWatches
 from headrace.common.retries import AT_WORKERS, Verdict, verdict_of
 from headrace.common.tasks import end_tasks
 from headrace.common.telemetry.logs import NO_REQUEST, request_id_of, request_id_var
@@ -404,8 +405,8 @@ class RouterServer:
     """A listening router: both services, health and reflection.
 
     `bind` and `start` in this order; `stop` ends it. Health of Inference follows the fleet: SERVING while at least one
-    worker is ready, or if requests are held for models on demand.
-    With leases, health also has the name `REDIS`, SERVING while leases can be read and renewed.
+    worker is ready, or if requests are held for models on demand. Health of Router is SERVING from when the pods of all
+    Services are known. With leases, health also has the name `REDIS`, SERVING while leases can be read and renewed.
     """
 
     def __init__(
@@ -417,11 +418,13 @@ class RouterServer:
         bounds: RequestBounds = RequestBounds(),
         transport: Transport = PLAIN,
         leases: LeaseReader | None = None,
+        services: ServiceWatches | None = None,
         on_demand: OnDemand = OnDemand(),  # noqa: B008  frozen
         scaling: ScalingConfig = ScalingConfig(),  # noqa: B008  frozen
     ) -> None:
         self._fleet = fleet
         self._leases = leases
+        self._services = services
         self._transport = transport
         self._handovers = Handovers(fleet, metrics)
         holding = Holding(on_demand)
@@ -477,7 +480,7 @@ class RouterServer:
         await self._fleet.start()
         await self._server.start()
         self.scaling.start()
-        await set_serving(self._health, [ROUTER, SCALER], True)
+        await set_serving(self._health, [SCALER, *([ROUTER] if self._knows_pods else [])], True)
         self._health_task = asyncio.create_task(self._follow_health(), name="health")
 
     async def stop(self, grace_s: float) -> None:
@@ -494,9 +497,14 @@ class RouterServer:
         await self._handovers.close()
         await self._fleet.close()
 
+    @property
+    def _knows_pods(self) -> bool:
+        return self._services is None or self._services.have_listed
+
     async def _follow_health(self) -> None:
         while True:
             status = health_pb2.HealthCheckResponse
+            await self._health.set(ROUTER, status.SERVING if self._knows_pods else status.NOT_SERVING)
             takes_requests = self._fleet.num_ready > 0 or self._has_on_demand
             await self._health.set(INFERENCE, status.SERVING if takes_requests else status.NOT_SERVING)
             if self._leases is not None:

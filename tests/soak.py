@@ -38,6 +38,11 @@ SOAKS = {
         ),
     ),
     "chaos": Soak("an hour of random faults under random clients", ("tests/e2e/test_chaos.py",)),
+    "kubernetes": Soak(
+        "ten minutes of 500 changes a minute of the pods of a Service, with faults of its API server",
+        ("tests/router/test_services.py",),
+        ("-n", "0", "-k", "500_changes"),
+    ),
     "models": Soak(
         "ten minutes of three models in memory for two, and kills",
         ("tests/infra/test_model_budget.py",),

@@ -267,7 +267,8 @@ def test_what_all_processes_share_imports_only_the_standard_library_grpc_protobu
         for name in imported(path):
             top = name.split(".")[0]
             allowed = {"grpc", "grpc_health", "grpc_reflection", "google", "headrace", "msgspec"}
-            # Imported only where tracing or metrics are on, with Redis, by commands, and where model files are read.
+            # Imported only where tracing or metrics are on, with Redis, with Kubernetes, by commands, and where model
+            # files are read.
             allowed |= {
                 "otel.py": {"opentelemetry"},
                 "redis_link.py": {"redis"},
@@ -279,6 +280,8 @@ def test_what_all_processes_share_imports_only_the_standard_library_grpc_protobu
                 "safetensors.py": {"numpy"},
                 "scrapes.py": {"prometheus_client"},
                 "vllm_metrics.py": {"prometheus_client"},
+                "cluster.py": {"httpx"},
+                "watches.py": {"prometheus_client"},
             }.get(path.name, set())
             # Imported only where a model takes images.
             allowed |= {"numpy", "PIL"} if path.is_relative_to(ROOT / "common/vision") else set()

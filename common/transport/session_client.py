@@ -86,6 +86,13 @@ class SessionClient:
             return self.begin_alone(wire, timeout, metadata)
         return self._session_for(wire).begin(wire, timeout, metadata)
 
+    def retire(self) -> None:
+        """End each session with its last call. A later call begins another session."""
+        for session in self._sessions:
+            if session is not None and not session.is_over:
+                self._retired.add(session)
+                session.retire()
+
     def _session_for(self, wire: WireRequest) -> ClientSession:
         """The session for a new call: the next in turn, or a separate one for a large request. Requests with the same
         first part use the same session."""

@@ -51,9 +51,9 @@ class Metrics:
 
     def __init__(self, *, vllm: bool = False) -> None:
         """`vllm`: show the metrics of models under the names of vLLM too."""
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
-        self._waits = Waits(self._registry) if vllm else None
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._waits = Waits(self.registry) if vllm else None
         self.recent = Recent()
         self._requests = self._counter(
             "requests",
@@ -61,7 +61,7 @@ class Metrics:
             "endpoint",
             "outcome",
         )
-        self.in_flight = Gauge("headrace_requests_in_flight", "Requests being answered.", registry=self._registry)
+        self.in_flight = Gauge("headrace_requests_in_flight", "Requests being answered.", registry=self.registry)
         self._ttft = self._histogram("time_to_first_token", "Arrival of a request to its first token.", _TTFT_BUCKETS)
         self._per_token = self._histogram(
             "time_per_output_token", "Mean time between the tokens of one answer.", _PER_TOKEN_BUCKETS
@@ -76,7 +76,7 @@ class Metrics:
             "Position of the first difference in prompts that repeat much of a recent one of their tenant behind it.",
             ("model",),
             buckets=_POSITION_BUCKETS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._repeated = self._counter(
             "prompt_tokens_behind_difference",
@@ -105,13 +105,13 @@ class Metrics:
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"headrace_{name}", text, labels, registry=self._registry)
+        return Counter(f"headrace_{name}", text, labels, registry=self.registry)
 
     def _histogram(
         self, name: str, description: str, buckets: Sequence[float], labels: Sequence[str] = ()
     ) -> Histogram:
         full_name = f"headrace_{name}_seconds"
-        return Histogram(full_name, description, labels, buckets=buckets, registry=self._registry)
+        return Histogram(full_name, description, labels, buckets=buckets, registry=self.registry)
 
     def request_ended(self, endpoint: str, outcome: str, duration_s: float) -> None:
         """Count a request that was answered, refused, failed or cancelled."""
@@ -182,7 +182,7 @@ class Metrics:
         fleet.register(_Hosted(list(models)))
         if self._waits is not None:
             fleet.register(_Vllm(workers, block_sizes))
-        return generate_latest(self._registry) + generate_latest(fleet)
+        return generate_latest(self.registry) + generate_latest(fleet)
 
 
 class _Vllm:

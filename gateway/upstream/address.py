@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from headrace.common.kubernetes.services import service_of
 from headrace.common.transport.channels import CHANNEL_OPTIONS, Options, Transport
 from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.silence import Silences
@@ -88,6 +89,14 @@ def _may_be_several(address: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+def fallback_of(service: str) -> str:
+    """The address of a Kubernetes Service while none of its pods is known: its name in the cluster's DNS. Raises
+    ValueError if this is not the address of a Service."""
+    named = service_of(service)
+    name = f"{named.name}.{named.namespace}" if named.namespace else named.name
+    return f"dns:///{name}:{named.port}"
 
 
 def best_of(in_turn: Sequence[Address]) -> Address:

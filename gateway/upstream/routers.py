@@ -4,6 +4,9 @@ Calls use the addresses in turn. An address that is not connected, or has just f
 works. When the transport of a generation fails, the generation resumes after the delivered tokens, through the next
 address or the same one. The caller of `generate` sees a pause but no gap and no repetition.
 
+A Kubernetes Service stands for the addresses of its pods. They may change at any time: calls begin at those that are
+there then, and running calls go on at those that have left.
+
     attempt 0   t0 t1 t2 |x            the router dies
     attempt 1            | t3 t4 ...   resume_token_ids = [t0, t1, t2], start_pos = 3
 
@@ -24,6 +27,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from headrace.common.kubernetes.services import Endpoints, is_service, usable
 from headrace.common.ledger import FencedError, Ledger
 from headrace.common.retries import AT_ROUTERS, Attempts, Verdict, verdict_of
 from headrace.common.telemetry.span import Span
@@ -31,7 +35,7 @@ from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.silence import Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.gateway.telemetry.spans import begin_attempt
-from headrace.gateway.upstream.address import Address, best_of, connect
+from headrace.gateway.upstream.address import Address, best_of, connect, fallback_of
 from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
 from headrace.gateway.upstream.served_adapters import (
     AdapterCards,
@@ -149,7 +153,7 @@ class Upstream:
         self._transport = transport
         self._version = transport.version
         self._silences = Silences()
-        self._endpoints = [self._connect(address) for address in addresses]
+        self._sources = {address: [self._connect(_target_of(address))] for address in addresses}
         self._turn = 0
         self._on_retry = on_retry
         self._problem_of = problem_of
@@ -160,6 +164,29 @@ class Upstream:
         self.on_demand: frozenset[str] = frozenset()
         """The models that the router starts on demand, according to its last list."""
         self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def _endpoints(self) -> list[Address]:
+        """All addresses; never none."""
+        return [endpoint for endpoints in self._sources.values() for endpoint in endpoints]
+
+    def pods_seen(self, service: str, endpoints: Endpoints) -> None:
+        """Use the pods of a Kubernetes Service, which is one of the addresses that this object was made with."""
+        targets = sorted(usable(endpoints)) or [_target_of(service)]
+        before = {endpoint.address: endpoint for endpoint in self._sources[service]}
+        self._sources[service] = [
+            before.pop(target) if target in before else self._connect(target) for target in targets
+        ]
+        for endpoint in before.values():
+            _LOG.info("%s has left %s", endpoint.address, service)
+            self._retire(endpoint)
+
+    def _retire(self, endpoint: Address) -> None:
+        """Let the running calls of an address end, then close its channel."""
+        endpoint.sessions.retire()
+        task = asyncio.create_task(endpoint.channel.close(ATTEMPT_TIMEOUT_S))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _connect(self, address: str) -> Address:
         return connect(address, self._transport, self._silences, plain_grpc=self._plain_grpc)
@@ -350,7 +377,6 @@ class Upstream:
         one is also asked if an address does not have the object, and with `may_be_empty` if an answer is empty. Raises
         `StatusError`."""
         asked = set[str]()
-        addresses = {endpoint.address for endpoint in self._endpoints}
         empty: list[_T] = []
         while True:
             endpoint = self._next_endpoint(asked)
@@ -362,7 +388,7 @@ class Upstream:
                 if lost:
                     self._avoid(endpoint, error_of(error))
                 is_elsewhere = may_be_elsewhere and error.code() is grpc.StatusCode.NOT_FOUND
-                if asked != addresses and (lost or is_elsewhere):
+                if self._has_others(asked) and (lost or is_elsewhere):
                     continue
                 if not (lost and empty):
                     raise error_of(error) from error
@@ -370,8 +396,11 @@ class Upstream:
                 if answer or not may_be_empty:
                     return answer
                 empty.append(answer)
-            if asked == addresses:
+            if not self._has_others(asked):
                 return empty[0]
+
+    def _has_others(self, asked: Collection[str]) -> bool:
+        return any(endpoint.address not in asked for endpoint in self._endpoints)
 
     def _next_endpoint(self, asked: Collection[str] = ()) -> Address:
         """The next address in turn, preferably one that seems to work. Those in `asked` come last of all."""
@@ -388,12 +417,13 @@ class Upstream:
     def _renew_channels(self) -> None:
         """Open channels with the new certificates for new calls. Running calls end on the old channels."""
         self._version = self._transport.version
-        old = [endpoint.channel for endpoint in self._endpoints]
-        self._endpoints = [self._connect(endpoint.address) for endpoint in self._endpoints]
-        for channel in old:
-            task = asyncio.create_task(channel.close(ATTEMPT_TIMEOUT_S))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        old = self._endpoints
+        self._sources = {
+            source: [self._connect(endpoint.address) for endpoint in endpoints]
+            for source, endpoints in self._sources.items()
+        }
+        for endpoint in old:
+            self._retire(endpoint)
 
     def _avoid(self, endpoint: Address, failure: StatusError) -> None:
         """Prefer other addresses for a while. The log gets one line for all requests that fail meanwhile."""
@@ -402,6 +432,11 @@ class Upstream:
             _LOG.warning("%s fails; its requests use another address or wait: %s", endpoint.address, failure.message)
         endpoint.is_worker = False
         endpoint.avoided_until_s = now_s + AVOID_S
+
+
+def _target_of(address: str) -> str:
+    """The target to connect to at first."""
+    return fallback_of(address) if is_service(address) else address
 
 
 def _begin(

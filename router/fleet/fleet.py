@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.common.kubernetes.services import Endpoints
 from headrace.common.observers import Observers
 from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
@@ -142,12 +143,26 @@ class Fleet:
     def deregister(self, worker_id: str, address: str) -> None:
         """Deregister a worker. It gets no new requests, and its running ones may end."""
         if self._registry.deregister(worker_id, address):
-            self._sync(gone=address)
+            self._sync(gone=(address,))
 
     def leases_seen(self, addresses: Mapping[str, str]) -> None:
         """Apply the leases of the shared store: worker id -> address."""
         self._registry.shared.seen(addresses, self._clock())
         self._sync()
+
+    def pods_seen(self, service: str, endpoints: Endpoints) -> None:
+        """Apply the pods of a Kubernetes Service. A pod that has left it gets no new requests, and its running ones may
+        end."""
+        num_left_out = self._registry.services.num_left_out
+        self._sync(gone=self._registry.services.seen(service, endpoints))
+        if self._registry.services.num_left_out not in (0, num_left_out):
+            log.warning(
+                "the service %s has %d pods more than this router accepts; they get no requests from it: raise "
+                "--max-workers",
+                service,
+                self._registry.services.num_left_out,
+            )
+        self._tell_waiters()
 
     def is_leased(self, address: str) -> bool:
         """Whether the address is in the fixed list or has a lease, whether or not its worker can be reached."""
@@ -157,18 +172,19 @@ class Fleet:
         """Note that the shared store could not be read. Known workers stay."""
         self._registry.shared.lost()
 
-    def _sync(self, gone: str | None = None) -> None:
-        """Connect to new members, and drop two kinds of old ones: the worker that deregistered (`gone`), and silent
-        workers without a lease. A worker that reports stays even after its lease has ended."""
+    def _sync(self, gone: Collection[str] = ()) -> None:
+        """Connect to new members, and drop two kinds of old ones: those that have left (`gone`), and silent workers
+        without a lease. A worker that reports stays even after its lease has ended."""
         members = self._registry.members()
         for address, member in members.items():
             if address not in self._links:
                 self._link(address)
             self._links[address].registered_id = member.worker_id
+            self._links[address].withhold(member.withheld)
         known_ids = {member.worker_id for member in members.values()}
         for address in self._links.keys() - members.keys():
             link = self._links[address]
-            if address != gone and not self._is_given_up(link, is_elsewhere=link.registered_id in known_ids):
+            if address not in gone and not self._is_given_up(link, is_elsewhere=link.registered_id in known_ids):
                 continue
             self._models.workers_changed()
             link = self._links.pop(address)
@@ -413,7 +429,7 @@ class Fleet:
     # -- changes of state -------------------------------------------------------------------------------------------
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait for the next change of any worker's state, at most `timeout_s`."""
+        """Wait for the next change of any worker's state, or of the pods of a Service, at most `timeout_s`."""
         # asyncio.wait_for in Python 3.11 loses a cancellation that arrives together with the result.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -435,5 +451,8 @@ class Fleet:
             self.adapters.joined(link)
             self._on_room(link)
         self.states.tell(link)
+        self._tell_waiters()
+
+    def _tell_waiters(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -7,6 +7,8 @@
          +------silent for too long------- SUSPECT
          +------the Watch broke, from any state
 
+A worker that is withheld (its pod is not ready) is SUSPECT instead of READY, whatever it reports.
+
 A link reconnects until it is closed. The pause between attempts is a fiftieth of the time since the worker was lost,
 between 50 ms and 1 s. So a restarted worker is found quickly, and a worker that stays away costs little.
 """
@@ -185,6 +187,7 @@ class WorkerLink:
         self.created_at_s = clock()
         self.away_since_s = self.created_at_s
         self._own_id = ""
+        self._withheld = ""  # why, or empty
         self._is_silent = False
         self._heartbeat_ms = heartbeat_ms
         self._suspect_after_s = _SUSPECT_HEARTBEATS * heartbeat_ms / 1000
@@ -297,6 +300,17 @@ class WorkerLink:
         """Send no new requests until the worker reports again. Called when a call fails as if the worker were dead."""
         if self.state is LinkState.READY:
             self._enter(LinkState.SUSPECT, why)
+
+    def withhold(self, why: str) -> None:
+        """Send no new requests for this reason, although the worker may report that it takes some. An empty reason ends
+        that, with the worker's next report. Running requests continue."""
+        if why == self._withheld:
+            return
+        self._withheld = why
+        if why:
+            self.suspect(why)
+        else:
+            self.nudge()
 
     def draining(self) -> None:
         """Send no new requests, because the worker refused one while draining. Its next report will say so, too."""
@@ -441,6 +455,8 @@ class WorkerLink:
         self._take_load(message.load, message.placement_ids)
         if message.load.draining:
             self._enter(LinkState.DRAINING, "the worker drains")
+        elif self._withheld:
+            self._enter(LinkState.SUSPECT, self._withheld)
         else:
             self._enter(LinkState.READY, "")
 

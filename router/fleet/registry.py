@@ -1,5 +1,5 @@
-"""The members of the fleet: a fixed list of addresses, workers that registered with this router, and workers that have
-a lease in the shared store.
+"""The members of the fleet: a fixed list of addresses, workers that registered with this router, workers that have a
+lease in the shared store, and the pods of Kubernetes Services.
 
 The router connects to these addresses from inside its network. So callers that neither a join token nor mutual TLS
 authenticates may register only some of them (`check_target`).
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
+from headrace.common.kubernetes.services import Condition, Endpoint, Endpoints, usable
 from headrace.common.transport.channels import stays_on_host
 from headrace.protos.status import Reason, StatusError
 
@@ -23,10 +24,12 @@ MAX_WORKERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker to connect to. `worker_id` is empty for an address of the fixed list that never registered."""
+    """A worker to connect to. `worker_id` is empty for an address of the fixed list that never registered. `withheld`
+    says why it gets no new requests, whatever it reports; empty if it may get some."""
 
     address: str
     worker_id: str
+    withheld: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,42 @@ class SharedLeases:
         return self._addresses
 
 
+_WITHHELD = {Condition.NOT_READY: "its pod is not ready", Condition.TERMINATING: "its pod is terminating"}
+
+
+class ServicePods:
+    """The pods of Kubernetes Services, each worker's pod by its address. A pod stays until it has left its Service."""
+
+    def __init__(self, max_workers: int) -> None:
+        self._max_workers = max_workers
+        self._pods: dict[str, dict[str, Member]] = {}  # by service, then by address
+        self.num_left_out = 0
+        """Pods beyond `max_workers`. They get no requests."""
+
+    def seen(self, service: str, endpoints: Endpoints) -> set[str]:
+        """Apply the pods of a Service. Returns the addresses of those that have left it."""
+        takes = set(usable(endpoints))
+        room = self._max_workers - sum(len(pods) for name, pods in self._pods.items() if name != service)
+
+        def in_order(one: Endpoint) -> tuple[bool, str, str]:
+            return one.address not in takes, one.pod, one.address
+
+        kept = sorted(endpoints.values(), key=in_order)[: max(room, 0)]
+        self.num_left_out = len(endpoints) - len(kept)
+        before = self._pods.get(service, {})
+        now = {
+            one.address: Member(one.address, one.pod, "" if one.address in takes else _WITHHELD[one.condition])
+            for one in kept
+        }
+        self._pods[service] = now
+        return before.keys() - {address for pods in self._pods.values() for address in pods}
+
+    def members(self) -> Iterable[Member]:
+        """The pods of all Services."""
+        for pods in self._pods.values():
+            yield from pods.values()
+
+
 class Registry:
     """The members of the fleet.
 
@@ -84,6 +123,7 @@ class Registry:
         self._leases: dict[str, _Lease] = {}
         self._holders: dict[str, str] = {}  # address -> the worker that has its lease
         self.shared = SharedLeases(lease_s)
+        self.services = ServicePods(max_workers)
 
     def register(self, worker_id: str, address: str, now_s: float) -> bool:
         """Grant or renew a worker's lease. Returns whether the set of members changed. The newest registration of a
@@ -132,13 +172,17 @@ class Registry:
 
     def members(self) -> dict[str, Member]:
         """The members of the fleet by address. If several name one address, a registered worker counts before one with
-        a lease in the store, and that before the fixed list."""
+        a lease in the store, then pods, then the fixed list. A pod's condition applies in any case."""
         members = {address: Member(address, "") for address in self._static}
-        for worker_id, address in self.shared.addresses().items():
-            if worker_id not in self._leases:  # a registration is newer than the store's lease
-                members[address] = Member(address, worker_id)
-        for worker_id, lease in self._leases.items():
-            members[lease.address] = Member(lease.address, worker_id)
+        pods = {member.address: member for member in self.services.members()}
+        members |= pods
+        named = [
+            # a registration is newer than the store's lease
+            *((address, name) for name, address in self.shared.addresses().items() if name not in self._leases),
+            *((lease.address, name) for name, lease in self._leases.items()),
+        ]
+        for address, worker_id in named:
+            members[address] = Member(address, worker_id, pods[address].withheld if address in pods else "")
         return members
 
 

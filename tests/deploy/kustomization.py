@@ -86,6 +86,8 @@ def _transform(resource: Resource, kustomization: Resource) -> Resource:
     resource = copy.deepcopy(resource)
     if "namespace" in kustomization and resource["kind"] not in _CLUSTER_WIDE:
         resource["metadata"]["namespace"] = kustomization["namespace"]
+        for subject in resource.get("subjects", []):
+            subject["namespace"] = kustomization["namespace"]
     for label in kustomization.get("labels", []):
         assert set(label) == {"pairs"}, label
         resource["metadata"].setdefault("labels", {}).update(label["pairs"])

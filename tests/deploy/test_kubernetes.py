@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from headrace.common.kubernetes.cluster import CREDENTIALS
+from headrace.common.kubernetes.services import is_service, service_of
 from headrace.router.keda import _metric_of
 from tests.deploy.command_lines import refuse_what_is_unknown
 from tests.deploy.kustomization import Resource, containers, documents, identity, render
@@ -191,9 +193,11 @@ def test_ports_of_services_probes_and_addresses_are_those_that_the_commands_list
             env = {variable["name"]: variable.get("value", "x") for variable in container.get("env", [])}
             params = refuse_what_is_unknown(monkeypatch, container["args"], env)
             assert set(listened_ports(params)) == set(declared.values())
-            for address in routers_of(params):
-                host, _, port = address.removeprefix("dns:///").rpartition(":")
-                assert int(port) in {found["port"] for found in services[host]["spec"]["ports"]}
+            for address in services_of(params):
+                named = service_of(address)
+                assert named.namespace == "", "that of the pod"
+                assert named.port in ports_of(workloads[named.name]).values()
+                assert services[named.name]["spec"]["clusterIP"] == "None", "its name resolves to the pods"
 
 
 def listened_ports(params: dict[str, Any]) -> Iterator[int]:
@@ -206,9 +210,10 @@ def listened_ports(params: dict[str, Any]) -> Iterator[int]:
             yield int(params[name].rpartition(":")[2])
 
 
-def routers_of(params: dict[str, Any]) -> tuple[str, ...]:
-    routers: tuple[str, ...] = params.get("routers", ())
-    return routers
+def services_of(params: dict[str, Any]) -> tuple[str, ...]:
+    """The Services whose pods a process with these parameters watches."""
+    named: tuple[str, ...] = params.get("routers", ()) or params.get("worker", ())
+    return named
 
 
 def allowed(resources: list[Resource], source: str, target: str) -> set[int]:
@@ -237,18 +242,19 @@ def allowed(resources: list[Resource], source: str, target: str) -> set[int]:
 
 
 @overlays
-def test_only_gateways_and_workers_reach_routers_and_only_these_two_reach_workers(overlay: str) -> None:
+def test_only_gateways_reach_routers_and_only_routers_and_workers_reach_workers(overlay: str) -> None:
     resources = rendered(overlay)
     gateway, router, worker = "headrace-gateway", "headrace-router", "headrace-worker"
     assert allowed(resources, gateway, router) == {50051}
-    assert allowed(resources, worker, router) == {50051}
+    assert allowed(resources, worker, router) == set()
     assert allowed(resources, router, worker) == {50061}
     assert allowed(resources, gateway, worker) == allowed(resources, worker, gateway) == set()
     assert allowed(resources, worker, worker) == {50061}, "they exchange cached prefixes"
     assert allowed(resources, router, router) == set()
     names = [identity(workload)[1] for workload in of_kind(resources, *WORKLOADS)]
     if "headrace-redis" in names:
-        assert allowed(resources, router, "headrace-redis") == allowed(resources, worker, "headrace-redis") == {6379}
+        assert allowed(resources, gateway, "headrace-redis") == {6379}
+        assert allowed(resources, router, "headrace-redis") == allowed(resources, worker, "headrace-redis") == set()
     closed = [policy for policy in of_kind(resources, "NetworkPolicy") if policy["spec"]["podSelector"] == {}]
     assert [set(policy["spec"]["policyTypes"]) for policy in closed] == [{"Ingress", "Egress"}]
 
@@ -281,7 +287,57 @@ def test_every_part_presents_the_join_token(overlay: str) -> None:
             if "redis" not in container["image"]:
                 env = {variable["name"]: variable.get("value", "") for variable in container["env"]}
                 assert str(Path(env["HEADRACE_JOIN_TOKEN_FILE"]).parent) in mounts
-                assert str(Path(env["HEADRACE_REDIS_PASSWORD_FILE"]).parent) in mounts
+                password = env.get("HEADRACE_REDIS_PASSWORD_FILE")
+                assert (password is not None) == (container["name"] == "gateway"), "nobody else talks to Redis"
+                assert password is None or str(Path(password).parent) in mounts
+
+
+@overlays
+def test_who_watches_services_may_read_slices_and_nothing_else_and_nobody_else_has_a_token(
+    overlay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resources = rendered(overlay)
+    (role,) = of_kind(resources, "Role")
+    verbs = ["get", "list", "watch"]
+    assert role["rules"] == [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": verbs}]
+    (binding,) = of_kind(resources, "RoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    accounts = {account["metadata"]["name"]: account for account in of_kind(resources, "ServiceAccount")}
+    assert all(account["automountServiceAccountToken"] is False for account in accounts.values())
+    reaching = {
+        name
+        for policy in of_kind(resources, "NetworkPolicy")
+        if {"port": 6443} in [port for rule in policy["spec"].get("egress", []) for port in rule["ports"]]
+        for name, labels in ((identity(one)[1], labels_of(one)) for one in of_kind(resources, *WORKLOADS))
+        if selects(policy["spec"]["podSelector"], labels)
+    }
+    for workload in of_kind(resources, *WORKLOADS):
+        pod, name = pod_of(workload), identity(workload)[1]
+        assert pod.get("serviceAccountName", "headrace") in accounts
+        tokens = [volume["name"] for volume in pod["volumes"] if "serviceAccountToken" in json.dumps(volume)]
+        watching = [container for container in pod["containers"] if watches(container, monkeypatch)]
+        assert (pod.get("serviceAccountName") == subject["name"]) == bool(watching) == bool(tokens)
+        assert bool(watching) == (name in reaching)
+        for container in containers(workload):
+            mounted = [mount for mount in container["volumeMounts"] if mount["name"] in tokens]
+            assert len(mounted) == (container in watching)
+            assert all(Path(mount["mountPath"]) == CREDENTIALS for mount in mounted)
+        for volume in pod["volumes"]:
+            if volume["name"] in tokens:
+                sources = volume["projected"]["sources"]
+                files = [
+                    item["path"] for source in sources for one in source.values() for item in one.get("items", [one])
+                ]
+                assert sorted(files) == ["ca.crt", "namespace", "token"]
+
+
+def watches(container: Resource, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a container follows the pods of a Service."""
+    if "redis" in container["image"]:
+        return False
+    env = {variable["name"]: variable.get("value", "x") for variable in container.get("env", [])}
+    return any(map(is_service, services_of(refuse_what_is_unknown(monkeypatch, container["args"], env))))
 
 
 @overlays

@@ -29,7 +29,16 @@ MANUAL = ROOT / "docs/reference/metrics.md"
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 # Metrics that only some fleets have, and what they need.
-NEEDS_MORE = {"headrace_router_redis_up", "headrace_router_redis_writable", "headrace_worker_lease_published"}
+NEEDS_MORE = {
+    "headrace_router_redis_up",
+    "headrace_router_redis_writable",
+    "headrace_worker_lease_published",
+    *(
+        f"{role}_{name}"
+        for role in ("headrace", "headrace_router")
+        for name in ("service_watch_up", "service_pods", "service_watch_ends_total")
+    ),
+}
 
 
 @dataclass

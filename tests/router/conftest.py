@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 import pytest
 
+from headrace.common.kubernetes.cluster import Cluster
+from headrace.common.kubernetes.watch import Pace
+from headrace.common.kubernetes.watches import ServiceWatches
 from headrace.protos import inference_pb2, inference_pb2_grpc, router_pb2_grpc
 from headrace.router.dispatch.admission import AdmissionConfig
 from headrace.router.dispatch.forwarding import ForwardingConfig
@@ -38,6 +41,8 @@ class RunningRouter:
         admission: AdmissionConfig,
         plain_grpc: bool = False,
         leases: LeaseReader | None = None,
+        services: Sequence[str] = (),
+        cluster: Cluster | None = None,
         policy: Policy = place,
         on_demand: OnDemand = OnDemand(),  # noqa: B008  frozen
         scaling: ScalingConfig = ScalingConfig(),  # noqa: B008  frozen
@@ -47,6 +52,13 @@ class RunningRouter:
         self.fleet = Fleet(registry, config, policy=policy, rng=random.Random(1))
         self.metrics = RouterMetrics()
         self.metrics.observe(self.fleet)
+        self.services = None
+        if cluster is not None:
+            pace = Pace(first_pause_s=0.02, max_pause_s=0.2)
+            registry_of = self.metrics.registry
+            self.services = ServiceWatches(
+                services, cluster, self.fleet.pods_seen, registry=registry_of, prefix="headrace_router", pace=pace
+            )
         self.server = RouterServer(
             self.fleet,
             self.metrics,
@@ -56,6 +68,7 @@ class RunningRouter:
             leases=leases,
             on_demand=on_demand,
             scaling=scaling,
+            services=self.services,
         )
         self.port = self.server.bind("127.0.0.1:0")
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
@@ -136,6 +149,8 @@ async def start_router() -> AsyncIterator[StartRouter]:
         max_request_bytes: int = 1 << 26,
         plain_grpc: bool = False,
         leases: LeaseReader | None = None,
+        services: Sequence[str] = (),
+        cluster: Cluster | None = None,
         policy: Policy = place,
         on_demand: OnDemand = OnDemand(),  # noqa: B008  frozen
         scaling: ScalingConfig = ScalingConfig(),  # noqa: B008  frozen
@@ -150,16 +165,22 @@ async def start_router() -> AsyncIterator[StartRouter]:
             admission=config,
             plain_grpc=plain_grpc,
             leases=leases,
+            services=services,
+            cluster=cluster,
             policy=policy,
             on_demand=on_demand,
             scaling=scaling,
         )
         routers.append(router)
         await router.server.start()
+        if router.services is not None:
+            router.services.start()
         await router.until_ready(len(workers))
         return router
 
     yield start
     for router in routers:
         await router.channel.close()
+        if router.services is not None:
+            await router.services.close()
         await router.server.stop(0.0)

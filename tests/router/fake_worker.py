@@ -68,6 +68,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.address = ""
         self.epoch = 0
         self.budget: int | None = None
+        self.token_s = 0.0  # seconds between tokens
         self.eos_at: int | None = None  # position at which EOS is generated
         self.error: StatusError | None = None  # answer of every Generate
         self.gives_back: worker_pb2.GivenBack | None = None  # answer of every Generate that may be given back
@@ -111,7 +112,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(address)
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"{address.rpartition(':')[0]}:{port}"
         await self._server.start()
         return self
 
@@ -264,7 +265,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
             await asyncio.sleep(0.005)
         if self.budget is not None:
             self.budget -= 1
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.token_s)
 
     def _messages(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
         limit = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else 20

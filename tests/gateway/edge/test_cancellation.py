@@ -117,7 +117,7 @@ class Books:
         return accounts
 
     def _metric(self, name: str) -> float:
-        families = self.gateway.edge._metrics._registry.collect()
+        families = self.gateway.edge._metrics.registry.collect()
         return float(sum(one.value for family in families for one in family.samples if one.name == name))
 
 

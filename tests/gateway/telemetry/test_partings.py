@@ -93,7 +93,7 @@ def test_the_metrics_have_position_and_tokens() -> None:
     watch = Partings(metrics.parted)
     for number in range(2):
         watch.prompt("m", "", "", [*HEAD, number + 60_000, *STABLE])
-    value = metrics._registry.get_sample_value
+    value = metrics.registry.get_sample_value
     assert value("headrace_prompt_parting_tokens_count", {"model": "m"}) == 1
     assert value("headrace_prompt_parting_tokens_sum", {"model": "m"}) == 35
     assert (value("headrace_prompt_tokens_behind_difference_total", {"model": "m"}) or 0) > 2_000
