@@ -62,3 +62,16 @@ def cgroup_places(root: Path, controller: str) -> list[Path]:
             directory = directory if directory.is_dir() else base
             places += [place for place in (directory, *directory.parents) if place.is_relative_to(base)]
     return places
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """The tightest CPU quota of this process's cgroups, in CPUs. None means no limit."""
+    quotas = []
+    for place in cgroup_places(root, "cpu"):
+        limit, period = (read_text(place / "cpu.max") or "max 0").split()
+        if limit == "max":
+            limit = read_text(place / "cpu.cfs_quota_us") or "-1"
+            period = read_text(place / "cpu.cfs_period_us") or "0"
+        if int(limit) > 0 and int(period) > 0:
+            quotas.append(int(limit) / int(period))
+    return min(quotas, default=None)

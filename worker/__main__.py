@@ -25,6 +25,7 @@ from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.encoder.pooling import Pooling
 from headrace.worker.host.advertise import advertised_address, fleet_address
 from headrace.worker.host.numa import bind_memory
+from headrace.worker.host.pinning import warn_if_not_pinned
 from headrace.worker.server.adapters import check_name
 from headrace.worker.serving import serve
 
@@ -168,6 +169,7 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     configure_logging(log_level, log_format)
     try:
         config = config_of(options)
+        warn_if_not_pinned()
         # Threads inherit the memory policy, so it is set before any other thread exists.
         config = replace(config, memory_node=bind_memory(config.memory_node))
         start_tracing("worker", otlp_endpoint)

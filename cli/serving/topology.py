@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.common.kernel_files import ROOT, cgroup_places, cpu_flags, parse_list, read_text
+from headrace.common.kernel_files import ROOT, cgroup_places, cpu_flags, cpu_quota, parse_list, read_text
 
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
@@ -69,7 +69,7 @@ def read_topology(root: Path = ROOT, affinity: Collection[int] | None = None) ->
             cache_group=_cache_group(place, cpu),
         )
     ordered = sorted(cores.values(), key=lambda core: (core.node, core.cache_group, core.cpus))
-    return Topology(tuple(ordered), nodes, _quota_cpus(root), cpu_flags(root))
+    return Topology(tuple(ordered), nodes, cpu_quota(root), cpu_flags(root))
 
 
 def _read_nodes(root: Path) -> tuple[tuple[Node, ...], dict[int, int]]:
@@ -101,19 +101,6 @@ def _cache_group(place: Path, cpu: int) -> int:
         if level:
             shared[int(level)] = parse_list(read_text(index / "shared_cpu_list") or str(cpu))
     return min(shared[max(shared)]) if shared else 0
-
-
-def _quota_cpus(root: Path) -> float | None:
-    """The tightest CPU quota, in CPUs."""
-    quotas = []
-    for place in cgroup_places(root, "cpu"):
-        limit, period = (read_text(place / "cpu.max") or "max 0").split()
-        if limit == "max":
-            limit = read_text(place / "cpu.cfs_quota_us") or "-1"
-            period = read_text(place / "cpu.cfs_period_us") or "0"
-        if int(limit) > 0 and int(period) > 0:
-            quotas.append(int(limit) / int(period))
-    return min(quotas, default=None)
 
 
 def _cpuset(root: Path) -> frozenset[int]:

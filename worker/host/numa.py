@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.common.kernel_files import ROOT, format_list, parse_list, read_text
+from headrace.common.kernel_files import ROOT, cpu_quota, format_list, parse_list, read_text
 from headrace.worker.config import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -33,15 +33,16 @@ def usable_cpus() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def num_threads_for(asked: int | None) -> int:
-    """Number of threads to compute with: `asked`, or the number of usable CPUs. Remaining CPUs are left to the event
-    loop.
+def num_threads_for(asked: int | None, root: Path = ROOT) -> int:
+    """Number of threads to compute with: `asked`, or the number of usable CPUs, or of those in the CPU quota of the
+    cgroup if it is smaller. Remaining CPUs are left to the event loop.
 
     ConfigurationError if there are fewer CPUs than that, because threads that share a core only wait for each other.
     """
     num_cpus = len(usable_cpus())
     if asked is None:
-        return num_cpus
+        quota = cpu_quota(root)
+        return num_cpus if quota is None else max(1, min(num_cpus, int(quota)))
     if not 1 <= asked <= num_cpus:
         raise ConfigurationError(
             f"{asked} threads were asked for (--threads) but {num_cpus} CPUs are usable here; ask for 1 to {num_cpus}"
