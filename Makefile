@@ -63,8 +63,14 @@ serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
 # One process starts fleets with the real model, the other runs all else. ARGS="-n 0" runs all in one.
-test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done
+test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/helm/.done
 	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
+
+# Helm as a library: 244 MB, so not in .venv.
+.make/helm/.done: .venv/pyvenv.cfg
+	@echo "fetching Helm into .make/helm" >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .make/helm helm-python-sdk==0.2.2
+	@touch $@
 
 # Programs that pip does not bring, unpacked from Debian's packages unless they are installed. A machine without apt-get
 # skips the tests that need them.
@@ -139,7 +145,7 @@ test-clients: .venv/.dev .links/headrace .make/clients/.done .make/aider/.done
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[check]' >&2
 	@touch $@
 
-check: .venv/.check .links/headrace .links/ray/headrace/ray
+check: .venv/.check .links/headrace .links/ray/headrace/ray .make/helm/.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

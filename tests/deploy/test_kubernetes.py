@@ -94,7 +94,7 @@ def test_every_file_belongs_to_an_overlay_or_component_that_a_test_renders() -> 
     used = {KUBERNETES / "kubelet.yaml"}
     pending = [KUBERNETES / "overlays" / overlay for overlay in OVERLAYS]
     # Whoever wants them says so; they are rendered by tests of their own.
-    pending += [KUBERNETES / "components" / name for name in ("shared-models", "autoscaling-keda")]
+    pending += [KUBERNETES / "components" / name for name in ("shared-models", "model-image", "autoscaling-keda")]
     while pending:
         directory = pending.pop().resolve()
         used.add(directory / "kustomization.yaml")
@@ -475,6 +475,22 @@ def test_workers_of_a_shared_volume_fetch_nothing(tmp_path: Path) -> None:
     assert [container["name"] for container in containers(worker)] == ["worker"]
     claims = [volume for volume in pod_of(worker)["volumes"] if volume["name"] == "models"]
     assert claims == [{"name": "models", "persistentVolumeClaim": {"claimName": "headrace-models", "readOnly": True}}]
+    assert "volumeClaimTemplates" not in worker["spec"]
+
+
+def test_workers_of_a_model_in_an_image_fetch_nothing_and_the_node_keeps_it(tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    lines = {"resources": [str(KUBERNETES / "base")], "components": [str(KUBERNETES / "components" / "model-image")]}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(lines))
+    (worker,) = of_kind(render(overlay), "StatefulSet")
+    if importlib.util.find_spec("kubernetes_validate") is not None:
+        import kubernetes_validate
+
+        kubernetes_validate.validate(worker, RELEASES[-1], strict=True)
+    assert [container["name"] for container in containers(worker)] == ["worker"]
+    (models,) = [volume for volume in pod_of(worker)["volumes"] if volume["name"] == "models"]
+    assert models["image"] == {"reference": "headrace-model", "pullPolicy": "IfNotPresent"}
     assert "volumeClaimTemplates" not in worker["spec"]
 
 
