@@ -27,13 +27,6 @@ from tests.patience import patience, until
 
 _START_S = 60.0
 _MARK = "HEADRACE_TEST_CLUSTER"
-# A lost node is noticed in seconds rather than in a quarter of a minute.
-_QUICK = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 2000,
-    "health_check_failure_threshold": 3,
-}
 
 
 class RayCluster:
@@ -157,7 +150,6 @@ class _Commands:
     def add(self, name: str, **arguments: Any) -> str:
         """Add a node; the first one is the head. Returns the cluster's address."""
         if not self.nodes:
-            arguments |= {"_system_config": _QUICK}
             self.head = arguments
         self.nodes[name] = self.cluster.add_node(node_name=name, **_ports(), **arguments)
         return str(self.cluster.address)

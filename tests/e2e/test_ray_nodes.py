@@ -35,6 +35,13 @@ pytestmark = [
 
 NODES = ("one", "two", "three")
 NODE = {"num_cpus": 1, "resources": {"numa": 2}}
+# A lost node is noticed in seconds rather than in a quarter of a minute.
+QUICK = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 3,
+}
 TOKENS = 300
 BODIES = [chat_body(number, TOKENS, temperature=0) for number in range(6)]
 SIZES = ("--kv-cache-gb", "0.3", "--max-num-seqs", "4")
@@ -45,10 +52,10 @@ _LONG_S = 6 * BOUND_S
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     """A head without CPUs, whose state is in a Redis, and three nodes with two places each."""
     server = RedisServer(tmp_path_factory.mktemp("redis")).start()
-    # Ray would share a Redis with other clusters only with a namespace.
     with ray_cluster({"RAY_REDIS_ADDRESS": f"127.0.0.1:{server.port}"}) as made:
-        made.start(num_cpus=0, dashboard_port=(dashboard := free_port()), include_dashboard=True)
-        made.dashboard = f"http://127.0.0.1:{dashboard}"
+        port = free_port()
+        made.start(num_cpus=0, dashboard_port=port, include_dashboard=True, _system_config=QUICK)
+        made.dashboard = f"http://127.0.0.1:{port}"
         for name in NODES:
             made.tell("add", name=name, **NODE)
         yield made
