@@ -39,7 +39,6 @@ REFUSED: dict[str, Refused] = {
     "diversity_penalty": Refused(_BEAMS, (0,)),
     "logits_processors": Refused("use logit_bias, allowed_token_ids or bad_words", ([],)),
     "guided_whitespace_pattern": Refused("leave it out: JSON has no white space between tokens"),
-    "structural_tag": Refused("use response_format, or tools with strict"),
     "grammar_lazy": Refused(_LAZY, (False,)),
     "grammar_triggers": Refused(_LAZY, ([],)),
 }
@@ -195,6 +194,7 @@ APPLIED: dict[str, Row] = {
             "regex",
             "grammar",
             "ebnf",
+            "structural_tag",
         )
     },
     "guided_decoding_backend": Hint("constraints have one implementation here"),

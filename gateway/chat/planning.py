@@ -156,6 +156,10 @@ class Chats:
         """Whether this model's format of tool calls is known."""
         return self._formats.of(model).output.tools is not None
 
+    def fills_gaps(self, model: Model) -> bool:
+        """Whether this model has tokens for a text with a gap."""
+        return self._prompts.fills_gaps(model)
+
     async def _prompted(self, request: Chat) -> tuple[Model, ModelFormat, ToolUse, Conversation, ChatPrompt]:
         """The model of a checked chat with its format, and the chat's tools, conversation and prompt."""
         model = await self._generating(request)

@@ -213,16 +213,25 @@ class Prompts:
             of_model[texts] = found
         return found
 
+    def fills_gaps(self, model: Model) -> bool:
+        """Whether the model has tokens for a text with a gap."""
+        return self._fill_tokens(model) is not None
+
+    def _fill_tokens(self, model: Model) -> FillTokens | None:
+        tokenizer = model.text.tokenizer
+        tokens = self._fills.get(tokenizer)
+        if tokens is None:
+            tokens = self._fills[tokenizer] = fill_tokens(tokenizer.token_bytes) or _NO_GAPS
+        return None if isinstance(tokens, str) else tokens
+
     async def with_gap(
         self, model: Model, prompt: str | Sequence[int], gap: Gap, num_answer_tokens: int
     ) -> tuple[list[int], Sequence[int]]:
         """Token ids of a prompt and its suffix in the model's own form, and the tokens that end the text between them.
         Raises `StatusError` if the model has no such form."""
         tokenizer = model.text.tokenizer
-        tokens = self._fills.get(tokenizer)
+        tokens = self._fill_tokens(model)
         if tokens is None:
-            tokens = self._fills[tokenizer] = fill_tokens(tokenizer.token_bytes) or _NO_GAPS
-        if isinstance(tokens, str):
             problem = f"{gap.field} is not supported: the model '{model.name}' has no tokens to fill a gap in a text"
             raise StatusError(Reason.UNSUPPORTED, f"{problem}; use a model for code that has them", field=gap.field)
         found = tokens

@@ -355,7 +355,7 @@ class _Models:
         if model.card.task:
             return ["embedding"] if model.card.task == TASK_EMBED else []
         chats = self._services.chats
-        found = ["completion"]
+        found = ["completion", *(["insert"] * chats.fills_gaps(model))]
         if model.text.template is not None:
             found += ["vision"] * (model.images is not None)
             found += ["tools"] * chats.calls_tools(model) + ["thinking"] * chats.reasons(model)

@@ -17,11 +17,12 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from headrace.gateway.checks import invalid
+from headrace.gateway.checks import invalid, json_of
 from headrace.gateway.hints import ignored
 from headrace.gateway.structure.gbnf import GrammarError, is_gbnf
 from headrace.gateway.structure.lark import lark_of
 from headrace.gateway.structure.relaxed import checker, may_need_relaxing, relaxed
+from headrace.gateway.structure.tags import lark_of_tags
 from headrace.protos.inference_pb2 import Choices, Constraint, JsonObject
 from headrace.protos.sampling_fields import SamplingNumbers
 from headrace.protos.status import Reason, StatusError
@@ -39,6 +40,7 @@ _FORMATS: Mapping[str, tuple[str, ...]] = {
     "json_schema": ("schema", "json_schema"),
     "regex": ("pattern",),
     "grammar": ("grammar",),
+    "structural_tag": (),
 }
 _SCHEMA = {"type": ["object", "string"]}
 SCHEMAS: Mapping[str, Mapping[str, Any]] = {
@@ -63,7 +65,7 @@ SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """The fields with constraints, by JSON type and name, as the OpenAPI document shows them."""
-_REFUSED_OPTIONS = ("structural_tag", "whitespace_pattern", "disable_additional_properties")
+_REFUSED_OPTIONS = ("whitespace_pattern", "disable_additional_properties")
 
 
 class ConstraintFields(SamplingNumbers, kw_only=True):
@@ -79,6 +81,7 @@ class ConstraintFields(SamplingNumbers, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
     ebnf: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,8 @@ def _all_of(request: ConstraintFields) -> list[_Found | None]:
         value = getattr(request, name)
         if value is not None and value != "":  # llama.cpp's clients send an empty text for none
             found.append(_guided(kind, value, name))
+    if request.structural_tag is not None:
+        found.append(_structural_tag(request.structural_tag, "structural_tag"))
     if request.structured_outputs is not None:
         found += _of_structured_outputs(request.structured_outputs)
     return found
@@ -148,7 +153,7 @@ def _all_of(request: ConstraintFields) -> list[_Found | None]:
 def _of_response_format(value: Mapping[str, Any]) -> _Found | None:
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _FORMATS:
-        known = "text, json_object, json_schema, regex or grammar"
+        known = "text, json_object, json_schema, regex, grammar or structural_tag"
         raise invalid("response_format.type", f"response_format.type must be {known}")
     said = [name for name in ("schema", "json_schema", "pattern", "grammar") if value.get(name) is not None]
     for name in said:
@@ -159,6 +164,8 @@ def _of_response_format(value: Mapping[str, Any]) -> _Found | None:
         raise invalid(field, f"{field} and response_format.{said[0]} exclude each other; give one of them")
     if kind == "text":
         return None
+    if kind == "structural_tag":
+        return Structure(Constraint(grammar=lark_of_tags(value, "response_format")), "response_format")
     if kind == "grammar":
         return _guided("gbnf", value.get("grammar"), "response_format.grammar")
     if kind == "regex":
@@ -186,14 +193,27 @@ def _of_structured_outputs(options: Mapping[str, Any]) -> list[_Found]:
     found: list[_Found] = [
         _guided(kind, options[kind], f"structured_outputs.{kind}") for kind in _GUIDED if options.get(kind) is not None
     ]
+    if options.get("structural_tag") is not None:
+        found.append(_structural_tag(options["structural_tag"], "structured_outputs.structural_tag"))
     wants_object = options.get("json_object")
     if not isinstance(wants_object, bool | None):
         raise invalid("structured_outputs.json_object", "structured_outputs.json_object must be true or false")
     if wants_object:
         found.append(Structure(Constraint(json_object=JsonObject()), "structured_outputs.json_object"))
     if not found:
-        raise invalid("structured_outputs", "structured_outputs needs json, json_object, regex, choice or grammar")
+        raise invalid(
+            "structured_outputs", "structured_outputs needs json, json_object, regex, choice, grammar or structural_tag"
+        )
     return found
+
+
+def _structural_tag(value: Any, field: str) -> Structure:
+    """A structural tag given as an object or as JSON text."""
+    if isinstance(value, str):
+        value = json_of(field, value)
+    if not isinstance(value, dict):
+        raise invalid(field, f"{field} must be an object, or the same as JSON text")
+    return Structure(Constraint(grammar=lark_of_tags(value, field)), field)
 
 
 def _guided(kind: str, value: Any, field: str) -> _Found:

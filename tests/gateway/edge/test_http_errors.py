@@ -134,7 +134,6 @@ async def test_a_bad_field_of_a_chat_is_named(gateway: Any, router: Any, fields:
         ({"diversity_penalty": 0.5}, "diversity_penalty"),
         ({"logits_processors": ["x"]}, "logits_processors"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
-        ({"structural_tag": {}}, "structural_tag"),
         ({"grammar_lazy": True}, "grammar_lazy"),
         ({"grammar_triggers": [{}]}, "grammar_triggers"),
         ({"documents": [{}]}, "documents"),

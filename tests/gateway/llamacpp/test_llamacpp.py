@@ -190,6 +190,12 @@ async def test_completions_take_a_suffix(editor: Any, coder: Any, kit: Any) -> N
         assert read(coder, kit) == "<|bos|><|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
 
 
+async def test_a_model_that_fills_gaps_says_so(editor: Any, gateway: Any) -> None:
+    for running, can in ((editor, True), (gateway, False)):
+        shown = (await running.http.post("/api/show", json={"model": "tiny"})).json()
+        assert ("insert" in shown["capabilities"]) is can
+
+
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [

@@ -127,6 +127,8 @@ async def test_other_protocols_take_the_same_fields(gateway: Any, router: Any, p
         ({"guided_choice": ["a"]}, "choice"),
         ({"ebnf": GBNF}, "grammar"),
         ({"structured_outputs": {"json_object": True}}, "json_object"),
+        ({"structural_tag": TAGS}, "grammar"),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAGS)}}, "grammar"),
     ):
         response = await gateway.http.post(path, json={"model": "tiny", **body, **fields})
         assert response.status_code == 200, response.text
@@ -137,6 +139,7 @@ async def test_other_protocols_take_the_same_fields(gateway: Any, router: Any, p
         assert next(iter(fields)) in response.json()["error"]["message"]
 
 
+TAGS = {"structures": [{"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}], "triggers": ["<a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -160,7 +163,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"guided_choice": ["a", ""]}, "guided_choice"),
         ({"guided_grammar": 1}, "guided_grammar"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
-        ({"structural_tag": {}}, "structural_tag"),
+        ({"structural_tag": {}}, "structural_tag.structures"),
+        ({"structural_tag": "x"}, "structural_tag"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format"),
         ({"grammar": 'start: "a"'}, "grammar"),
         ({"ebnf": "root ::= a"}, "ebnf"),
         ({"guided_grammar": "root ::= <think>"}, "guided_grammar"),
