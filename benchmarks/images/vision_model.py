@@ -227,7 +227,8 @@ def _model(shape: Shape, layers: int) -> Any:
     setattr(config.vision_config, depth, 1)
     # As published weights: 16 bits, which also halves the memory of the export.
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float16).eval()
-    text_layers = model.get_decoder().layers
+    decoder = model.get_decoder()
+    text_layers = getattr(decoder, "text_model", decoder).layers  # of SmolVLM it is the whole model
     for module in list(model.modules()):
         if isinstance(module, torch.nn.ModuleList):
             _repeat(module, layers if module is text_layers else shape.vision[depth])
