@@ -11,6 +11,7 @@ try:
     from typing import Any, NamedTuple
 
     import click
+    from click.shell_completion import CompletionItem
 
     from headrace.common.commands import told
 except KeyboardInterrupt:  # from here on, click catches it
@@ -29,15 +30,18 @@ _SUBCOMMANDS = {
     "ovms": _Subcommand("serving.ovms_command:ovms", "Serve with the command line of OpenVINO Model Server."),
     "run": _Subcommand("serving.run:run", "Chat with a model; start and stop a server for it if none runs."),
     "models": _Subcommand("hosting.models:models", "List, show and remove cached models; load and unload served ones."),
-    "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host."),
+    "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host, or a fleet's workers."),
+    "top": _Subcommand("fleet.top:top", "Watch the workers and models of a fleet, live."),
     "health": _Subcommand("fleet.health:health", "Check whether one process is serving."),
-    "drain": _Subcommand("fleet.drain:drain", "Drain a worker, or let it take requests again (--undo)."),
+    "drain": _Subcommand("fleet.drain:drain", "Let a worker finish its requests and take no new ones."),
+    "undrain": _Subcommand("fleet.drain:undrain", "Let a draining worker take requests again."),
     "topology": _Subcommand("serving.machine:topology", "Show this machine's cores, and where workers would run."),
     "adapters": _Subcommand("fleet.adapters:adapters", "List, load and unload LoRA adapters of a fleet."),
     "explain": _Subcommand("fleet.explain:explain", "Show which worker a prompt would go to, and why."),
     "chat": _Subcommand("fleet.chat:chat", "Chat with a served model in the terminal."),
     "keys": _Subcommand("fleet.keys:keys", "Create, list and revoke API keys."),
     "certs": _Subcommand("fleet.certs:certs", "Create certificates for a fleet."),
+    "completion": _Subcommand("completion:completion", "Complete commands, models and workers in bash, zsh or fish."),
     "worker": _Subcommand("serving.roles:worker", "Run one worker."),
     "router": _Subcommand("serving.roles:router", "Run one router."),
     "gateway": _Subcommand("serving.roles:gateway", "Run one gateway."),
@@ -94,6 +98,15 @@ class _LazyGroup(click.Group):
         command = getattr(importlib.import_module(f"headrace.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands, and the options of the group, without importing any command."""
+        found = [
+            CompletionItem(name, help=found.summary)
+            for name, found in _SUBCOMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import IO, Any
 
 import click
 
+_HINT = re.compile(r"\.? \(?Did you mean (?:one of: )?(.*?)\?\)?$")
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 # The status that shells use for a process that Ctrl-C has ended.
@@ -39,7 +41,8 @@ def told(error: Exception) -> int:
             return EXIT_REFUSED
         case click.UsageError():
             command = error.ctx.command_path if error.ctx is not None else "headrace"
-            said = error.format_message().rstrip(".")
+            # click has several forms of this hint.
+            said = _HINT.sub(r"; did you mean \1?", error.format_message()).rstrip(".")
             mark = "" if said.endswith("?") else ";"
             click.echo(f"error: {said[:1].lower()}{said[1:]}{mark} see {command} --help", err=True)
             return EXIT_REFUSED

@@ -93,6 +93,22 @@ class AwaitModelResponse(_message.Message):
     card: _worker_pb2.ModelCard
     def __init__(self, card: _Optional[_Union[_worker_pb2.ModelCard, _Mapping]] = ...) -> None: ...
 
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker", "undo")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    undo: bool
+    def __init__(self, worker: _Optional[str] = ..., undo: bool = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ("worker_id", "num_running")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    num_running: int
+    def __init__(self, worker_id: _Optional[str] = ..., num_running: _Optional[int] = ...) -> None: ...
+
 class ServedAdapter(_message.Message):
     __slots__ = ("model", "adapter", "num_workers", "num_in_memory")
     MODEL_FIELD_NUMBER: _ClassVar[int]

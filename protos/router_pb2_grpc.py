@@ -85,6 +85,11 @@ class RouterStub(object):
                 request_serializer=headrace_dot_protos_dot_router__pb2.AwaitModelRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_router__pb2.AwaitModelResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/headrace.v1.Router/DrainWorker',
+                request_serializer=headrace_dot_protos_dot_router__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_router__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer(object):
@@ -164,6 +169,14 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """DrainWorker passes Drain on to a worker of the fleet. INVALID_FIELD if the router knows no such worker, WORKER_LOST if
+        it cannot be reached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -216,6 +229,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.AwaitModel,
                     request_deserializer=headrace_dot_protos_dot_router__pb2.AwaitModelRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_router__pb2.AwaitModelResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=headrace_dot_protos_dot_router__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_router__pb2.DrainWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -489,6 +507,33 @@ class Router(object):
             '/headrace.v1.Router/AwaitModel',
             headrace_dot_protos_dot_router__pb2.AwaitModelRequest.SerializeToString,
             headrace_dot_protos_dot_router__pb2.AwaitModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Router/DrainWorker',
+            headrace_dot_protos_dot_router__pb2.DrainWorkerRequest.SerializeToString,
+            headrace_dot_protos_dot_router__pb2.DrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

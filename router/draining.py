@@ -1,4 +1,4 @@
-"""Hands the cached blocks of a draining worker over to others.
+"""Drains workers for operators, and hands the cached blocks of a draining worker over to others.
 
 The worker names its blocks. This router distributes those that no other worker has, and the other workers fetch them.
 They fetch in small parts: each part can be stopped soon, and none delays requests. If several routers watch the worker,
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import grpc
 
 from headrace.common.tasks import end_tasks
-from headrace.protos import worker_pb2
+from headrace.protos import router_pb2, worker_pb2
+from headrace.protos.status import Reason, StatusError, error_of
 from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.links import LinkState, WorkerLink
@@ -31,6 +32,48 @@ _MAX_S = 90.0
 _MAX_TAKERS = 3
 _BLOCKS_A_CALL = 64
 _CALL_TIMEOUT_S = 30.0
+# Of a call of DrainWorker without a deadline, and the time before the deadline at which the worker is to answer.
+_DRAIN_S = 600.0
+_SLACK_S = 0.1
+# Workers that an error names.
+_MAX_NAMED = 20
+
+
+async def drain_worker(
+    fleet: Fleet, request: router_pb2.DrainWorkerRequest, timeout_s: float | None
+) -> router_pb2.DrainWorkerResponse:
+    """Pass Drain on to the worker with this name or address, which answers within `timeout_s`.
+
+    Raises StatusError: INVALID_FIELD for an unknown or ambiguous name, and what the worker or the connection to it
+    fails with.
+    """
+    link = _named(fleet, request.worker)
+    left_s = max(_SLACK_S, (_DRAIN_S if timeout_s is None else timeout_s) - _SLACK_S)
+    try:
+        answer = await link.drain(worker_pb2.DrainRequest(undo=request.undo), timeout=left_s)
+    except grpc.aio.AioRpcError as error:
+        failure = error_of(error)
+        raise StatusError(failure.reason, f"worker {link.worker_id}: {failure.message}") from None
+    return router_pb2.DrainWorkerResponse(worker_id=link.worker_id, num_running=answer.num_running)
+
+
+def _named(fleet: Fleet, name: str) -> WorkerLink:
+    """The worker with this address, or the only one with this name. Raises StatusError (INVALID_FIELD)."""
+    links = fleet.links()
+    found = [link for link in links if link.address == name] or [link for link in links if link.worker_id == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        addresses = _listed(each.address for each in found)
+        problem = f"several workers are named {name[:100]!r}; give the address: {addresses}"
+    else:
+        there_are = _listed(each.worker_id for each in links) or "none"
+        problem = f"there is no worker {name[:100]!r}; there is {there_are}"
+    raise StatusError(Reason.INVALID_FIELD, problem, field="worker")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:_MAX_NAMED])
 
 
 class _Given(NamedTuple):

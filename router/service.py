@@ -36,7 +36,7 @@ from headrace.router.dispatch.generation import Generation, Metadata
 from headrace.router.dispatch.holding import Holding, OnDemand
 from headrace.router.dispatch.metrics import RequestLoad, RouterMetrics
 from headrace.router.dispatch.scaling import Scaling, ScalingConfig, ScalingSignal
-from headrace.router.draining import Handovers
+from headrace.router.draining import Handovers, drain_worker
 from headrace.router.explain import explain
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.fleet_adapters import FleetAdapters, ServedList
@@ -264,6 +264,12 @@ class RouterService:
         self._fleet.deregister(request.worker_id, request.address)
         return router_pb2.DeregisterResponse()
 
+    async def drain_worker(
+        self, request: router_pb2.DrainWorkerRequest, context: _Context
+    ) -> router_pb2.DrainWorkerResponse:
+        """Drain a worker, or let it take requests again. Answers when the worker does."""
+        return await _answered(context, drain_worker(self._fleet, request, context.time_remaining()))
+
     async def explain(self, raw: bytes, context: _Context) -> router_pb2.ExplainResponse:
         """Where a request would go now. Only a few at a time, because each costs as much as a placement."""
         self._num_explaining += 1
@@ -329,6 +335,7 @@ class RouterService:
             "UnloadAdapter": unary(calls.unload, pb.RouterUnloadAdapterRequest.FromString, serialize),
             "AwaitModel": unary(self.await_model, pb.AwaitModelRequest.FromString, serialize),
             "ListScalingSignals": unary(self.list_scaling_signals, pb.ListScalingSignalsRequest.FromString, serialize),
+            "DrainWorker": unary(self.drain_worker, pb.DrainWorkerRequest.FromString, serialize),
             "Explain": unary(self.explain, None, serialize),
             "GetTokenizer": grpc.unary_stream_rpc_method_handler(self.get_tokenizer),
         }

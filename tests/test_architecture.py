@@ -219,7 +219,7 @@ TIERS = {
         ("__main__",),
     ),
     "cli": (
-        ("errors", "launch", "gguf"),
+        ("errors", "launch", "gguf", "completion"),
         ("http_client",),
         ("export",),
         ("models", "fleet"),

@@ -15,13 +15,13 @@ from typing import Any
 import click
 import httpx
 
+from headrace.cli.fleet.completers import complete_served_models
 from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, api_options
+from headrace.cli.fleet.gateway_access import default_url
 from headrace.cli.fleet.image_files import chat_options, image_url
-from headrace.cli.fleet.run_state import running_serves
 from headrace.cli.http_client import server_url, tls_problem
 from headrace.common.commands import CommandError, CommandFailed
 
-_DEFAULT_URL = "http://127.0.0.1:8000"
 _HELP = (
     "/image FILE shows the model an image with your next question, /reset forgets the conversation, /exit or Ctrl-D "
     "leaves, Ctrl-C stops an answer"
@@ -279,15 +279,9 @@ def _obey(command: str, argument: str, conversation: Conversation) -> bool:
     return command != "/exit"
 
 
-def default_url() -> str:
-    """The serve of this host if there is exactly one, else port 8000 of this host."""
-    records = running_serves()
-    return records[0].url.replace("//0.0.0.0:", "//127.0.0.1:") if len(records) == 1 else _DEFAULT_URL
-
-
 @click.command()
 @click.option("--url", help="Server, such as http://127.0.0.1:8000.  [default: the one on this host]")
-@click.option("--model", help="Model to ask.  [default: the first one served]")
+@click.option("--model", shell_complete=complete_served_models, help="Model to ask.  [default: the first one served]")
 @chat_options
 @api_options
 def chat(

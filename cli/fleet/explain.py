@@ -7,13 +7,15 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import grpc
 import httpx
 
-from headrace.cli.fleet.chat import default_url
-from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, access_options, api_options, transport_of
+from headrace.cli.fleet.completers import complete_served_models
+from headrace.cli.fleet.fleet_access import OPEN, ApiAccess, access_options, transport_of
+from headrace.cli.fleet.gateway_access import FleetClient, default_url, operator_options
 from headrace.cli.fleet.run_state import ServeRecord, running_serves
 from headrace.cli.fleet.tables import console_for
 from headrace.cli.http_client import is_same_server, server_url, tls_problem
@@ -191,15 +193,17 @@ def _print(explained: router_pb2.ExplainResponse) -> None:
     click.echo(f"{chosen}{_REASONS[explained.reason]}")
 
 
-def _default_serve(url: str | None) -> ServeRecord:
-    """The serve at this URL, or the only one on this host."""
+def _serve_here(url: str | None) -> ServeRecord | None:
+    """The serve of this host at this URL, or the only one on this host. None if the URL is that of another gateway.
+    Raises CommandError without a URL if there is not exactly one."""
     wanted = None if url is None else server_url(url)
     records = [record for record in running_serves() if wanted is None or is_same_server(wanted, record.url)]
-    if len(records) != 1:
-        known = "no headrace serve" if not records else "several of headrace serve"
-        where = "this host runs" if url is None else f"at {url} this host runs"
-        raise CommandError(f"{where} {known}; name a router with --router ADDR")
-    return records[0]
+    if len(records) == 1:
+        return records[0]
+    if url is not None:
+        return None
+    known = "no headrace serve" if not records else "several of headrace serve"
+    raise CommandError(f"this host runs {known}; name a gateway with --url, or a router with --router ADDR")
 
 
 @click.command()
@@ -208,8 +212,10 @@ def _default_serve(url: str | None) -> ServeRecord:
 @click.option("--tokens", help="Token ids of the prompt, such as 1,2,3, instead of a text.")
 @click.option("--against", help="Another prompt, a text or @FILE: show where the two have their first difference.")
 @click.option("--router", help="Router to ask, HOST:PORT or unix:PATH.  [default: that of the running headrace serve]")
-@click.option("--url", help="Gateway that tokenizes.  [default: the one on this host]")
-@click.option("--model", default="", help="Model to ask for.  [default: the only one]")
+@click.option("--url", help="Gateway to ask, from anywhere.  [default: the one on this host]")
+@click.option(
+    "--model", default="", shell_complete=complete_served_models, help="Model to ask for.  [default: the only one]"
+)
 @click.option("--adapter", default="", help="LoRA adapter.")
 @click.option("--cache-salt", default="", help="Salt of the prompt's cache blocks.")
 @click.option("--tenant", help="Tenant of the API key to predict for (headrace keys list).")
@@ -218,7 +224,7 @@ def _default_serve(url: str | None) -> ServeRecord:
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
 @click.option("--json", "as_json", is_flag=True, help="The router's answer as JSON.")
 @access_options
-@api_options
+@operator_options
 def explain(
     text: str | None,
     prompt: str | None,
@@ -243,30 +249,38 @@ def explain(
     One row for each worker of the model, in expected milliseconds, the cheapest first; the arrow marks the choice.
     Nothing is placed. TEXT may be @FILE, the body of a chat.
     """
-    if tenant is not None or cache_group is not None:  # as a gateway with keys sends them
-        scope = cache_scope(tenant or "", cache_group)
-        cache_salt = scoped_salt(scope, cache_salt)
-        session_key = scoped_salt(scope, session_key) if session_key else ""
-    request = router_pb2.ExplainRequest(
-        model=model, adapter=adapter, cache_salt=cache_salt, session_key=session_key, max_tokens=max_tokens
-    )
     asked_for = [given for given in (text, prompt, tokens) if given is not None]
     if len(asked_for) != 1:
         raise CommandError("give a prompt: either TEXT, or --prompt, or --tokens")
-    if router is None:
-        record = _default_serve(url)
-        router = record.router_address
-        transport = transport_of(record.tls_dir, record.join_token_file)
+    record = _serve_here(url) if router is None else None
+    token_ids = _tokens(tokens, text if text is not None else prompt, url, model, access)
+    asked: dict[str, Any] = {
+        "model": model,
+        "adapter": adapter,
+        "cache_salt": cache_salt,
+        "session_key": session_key,
+        "max_tokens": max_tokens,
+    }
+    if router is None and record is None:
+        with FleetClient(url or default_url(), access) as client:
+            explained = client.explain({**asked, "tokens": token_ids, "tenant": tenant, "cache_group": cache_group})
     else:
-        transport = transport_of(tls_dir, join_token_file)
-    request.token_ids.extend(_tokens(tokens, text if text is not None else prompt, url, model, access))
-    explained = ask(router, request, transport)
+        if tenant is not None or cache_group is not None:  # as a gateway with keys sends them
+            scope = cache_scope(tenant or "", cache_group)
+            asked["cache_salt"] = scoped_salt(scope, cache_salt)
+            asked["session_key"] = scoped_salt(scope, session_key) if session_key else ""
+        if record is None:
+            assert router is not None
+            transport = transport_of(tls_dir, join_token_file)
+        else:
+            router, transport = record.router_address, transport_of(record.tls_dir, record.join_token_file)
+        explained = ask(router, router_pb2.ExplainRequest(token_ids=token_ids, **asked), transport)
     if against is not None and not as_json:
         if tokens is not None:
             raise CommandError("--against compares texts; give TEXT instead of --tokens")
         gateway = url or default_url()
         others = tokenize(gateway, model, against, access)
-        for line in difference(request.token_ids, others, lambda several: detokenize(gateway, model, several, access)):
+        for line in difference(token_ids, others, lambda several: detokenize(gateway, model, several, access)):
             click.echo(line)
     if as_json:
         from google.protobuf.json_format import MessageToJson

@@ -1,4 +1,5 @@
-"""`headrace status`: the processes that serve on this host, with data from supervisor, router and gateway."""
+"""`headrace status`: the processes that serve on this host, with data from supervisor, router and gateway; with --url
+the workers of a fleet."""
 
 from __future__ import annotations
 
@@ -12,29 +13,23 @@ from typing import TYPE_CHECKING, Any
 import click
 import grpc
 
-from headrace.cli.fleet.fleet_access import transport_of
+from headrace.cli.fleet.completers import complete_served_models
+from headrace.cli.fleet.fleet_access import ApiAccess, transport_of
+from headrace.cli.fleet.fleet_view import Rates, print_fleet, worker_rows
+from headrace.cli.fleet.gateway_access import FleetClient, operator_options
 from headrace.cli.fleet.http_probe import http_status
 from headrace.cli.fleet.run_state import ProcessRecord, ServeRecord, is_stopped, running_serves
 from headrace.cli.fleet.tables import width_of
+from headrace.cli.fleet.watching import watch_option, watched
+from headrace.cli.fleet.worker_columns import LOST_STATES, WORKER_STATES, worker_columns
 from headrace.common.commands import EXIT_FAILED
-from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
+from headrace.protos import router_pb2, router_pb2_grpc
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _ASK_TIMEOUT_S = 2.0
 _WIDTH_OF_A_PIPE = 200
-_ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
-_WORKER_STATES = {
-    router_pb2.WORKER_STATE_READY: "ready",
-    router_pb2.WORKER_STATE_DRAINING: "draining",
-    router_pb2.WORKER_STATE_SUSPECT: "suspect",
-}
-_LOST_STATES = {
-    router_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
-    router_pb2.WORKER_STATE_NOT_ANSWERING: "not answering",
-}
-_PROPOSERS = ("ngram", "prediction", "grammar", "draft", "eagle3", "medusa")
 _COLOURS = {"ready": "green"} | dict.fromkeys(("failed", "suspect", "stopped", "unreachable", "not answering"), "red")
 
 
@@ -78,7 +73,7 @@ def row_of(
     window_slots, window_slots_held, kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored, kv_blocks_read,
     kv_blocks_not_written, kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by
     tier), requests_running, requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which
-    are None while unknown, and the columns of `_binding_columns`. A gateway also has grpc_address.
+    are None while unknown, and the columns of `worker_columns._binding_columns`. A gateway also has grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -94,7 +89,7 @@ def row_of(
     answers = process.state == "starting"
     if process.role == "worker":
         info = workers.get(process.name) if workers is not None else None
-        row |= _worker_columns(info)
+        row |= worker_columns(info)
         if answers and info is not None:
             row |= _state_columns(info, process.started_s, now_s)
         elif answers and is_router_silent:
@@ -114,91 +109,10 @@ def _state_columns(info: router_pb2.WorkerInfo, started_s: float, now_s: float) 
     """The state of a worker as its router reports it, with silent_s if it does not answer. A process that has not
     reported since its start is starting."""
     has_reported = info.report_age_ms > 0 and now_s - info.report_age_ms / 1000 > started_s
-    lost = _LOST_STATES.get(info.state, "unreachable") if has_reported else "starting"
-    state = _WORKER_STATES.get(info.state, lost)
+    lost = LOST_STATES.get(info.state, "unreachable") if has_reported else "starting"
+    state = WORKER_STATES.get(info.state, lost)
     silent = {"silent_s": round(info.report_age_ms / 1000, 1)} if state == "not answering" else {}
     return {"state": state, **silent}
-
-
-def _worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
-    is_known = info is not None and info.HasField("load")
-    load = info.load if info is not None else worker_pb2.Load()
-    of_load = {
-        "kv_blocks": load.num_blocks,
-        "kv_blocks_free": load.num_free_blocks,
-        "kv_blocks_cached": load.num_cached_blocks,
-        "state_slots": load.num_state_slots,
-        "states_saved": load.num_saved_states,
-        "window_slots": load.num_window_slots,
-        "window_slots_held": load.num_held_window_slots,
-        **_tier_columns(load),
-        "requests_running": load.num_running,
-        "requests_waiting": load.num_waiting,
-        **_draft_columns(load.counters),
-    }
-    return {
-        "silent_s": None,
-        "model": info.model or None if info is not None else None,
-        "serves": _ROLES.get(info.role, "both") if info is not None else None,
-        **(of_load if is_known else dict.fromkeys(of_load)),
-        **_binding_columns(load),
-    }
-
-
-def _tier_columns(load: worker_pb2.Load) -> dict[str, Any]:
-    """The content and the counters of the tiers of the prefix cache. `cached_tokens` are those of prompts, by where
-    they were found: in memory, on the disk, at other workers."""
-    counters = load.counters
-    elsewhere = counters.prompt_tokens_from_disk + counters.prompt_tokens_from_peers
-    return {
-        "kv_blocks_evicted": counters.blocks_evicted,
-        "kv_blocks_given_up": counters.blocks_given_up,
-        "kv_blocks_restored": counters.blocks_restored,
-        "kv_blocks_read": counters.blocks_read,
-        "kv_blocks_not_written": counters.blocks_not_written,
-        "kv_blocks_received": counters.blocks_received,
-        "kv_blocks_taken_over": counters.blocks_taken_over,
-        "kv_disk_blocks": load.num_disk_blocks,
-        "kv_disk_slots": load.num_disk_slots,
-        "cached_tokens": {
-            "memory": max(0, counters.prompt_tokens_cached - elsewhere),
-            "disk": counters.prompt_tokens_from_disk,
-            "peers": counters.prompt_tokens_from_peers,
-        },
-    }
-
-
-def _draft_columns(counters: worker_pb2.Counters) -> dict[str, Any]:
-    """Draft tokens of speculative decoding that were verified, and that became part of answers, since the start: in
-    total, and for each proposer that had any."""
-    found = {
-        name: {
-            "drafted": getattr(counters, f"{name}_tokens_drafted"),
-            "accepted": getattr(counters, f"{name}_tokens_accepted"),
-        }
-        for name in _PROPOSERS
-    }
-    return {
-        "draft_tokens": sum(each["drafted"] for each in found.values()),
-        "draft_tokens_accepted": sum(each["accepted"] for each in found.values()),
-        "draft_tokens_by_proposer": {name: each for name, each in found.items() if each["drafted"]},
-    }
-
-
-def _binding_columns(load: worker_pb2.Load) -> dict[str, Any]:
-    """numa_node, cpus_allowed and memory_policy as the kernel reports them; resident_bytes, anonymous_bytes (without
-    files) and kv_resident_bytes as objects from node to bytes; kv_huge_bytes. None while unknown."""
-    binding = load.binding if load.HasField("binding") else None
-    memory = load.binding.memory
-    return {
-        "numa_node": load.numa_node if load.HasField("numa_node") else None,
-        "cpus_allowed": binding and binding.cpus_allowed,
-        "memory_policy": binding and binding.memory_policy,
-        "resident_bytes": binding and {str(node.node): node.resident_bytes for node in memory},
-        "anonymous_bytes": binding and {str(node.node): node.anonymous_bytes for node in memory},
-        "kv_resident_bytes": binding and {str(node.node): node.kv_bytes for node in memory},
-        "kv_huge_bytes": binding and binding.kv_huge_bytes,
-    }
 
 
 async def _list_workers(record: ServeRecord) -> tuple[dict[str, router_pb2.WorkerInfo] | None, bool]:
@@ -310,22 +224,71 @@ def _duration(seconds: float) -> str:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="A JSON list of objects with role, pid, address, state, ...")
-@click.option("--port", type=click.IntRange(1, 65535), help="Only the server on this port.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON list of objects with role, name, address, state, ...")
+@click.option("--port", type=click.IntRange(1, 65535), help="Only the server on this port of this host.")
+@click.option("--url", help="Show all workers of the fleet behind this gateway, such as http://10.0.0.5:8000.")
+@click.option("--model", help="With --url: only the workers of this model.", shell_complete=complete_served_models)
+@watch_option
+@operator_options
 @click.pass_context
-def status(ctx: click.Context, as_json: bool, port: int | None) -> None:
-    """Show the processes that serve on this host.
+def status(
+    ctx: click.Context,
+    as_json: bool,
+    port: int | None,
+    url: str | None,
+    model: str | None,
+    watch_s: float | None,
+    access: ApiAccess,
+) -> None:
+    """Show the processes that serve on this host, or with --url the workers of a fleet, whoever has started them.
 
-    The exit status is 1 when there are none.
+    With --json and --watch, each look is one line. The exit status is 1 when there is nothing that serves.
     """
+    if url is None:
+        if model is not None:
+            raise click.UsageError("--model is for --url, the workers of a fleet")
+        found = watched(lambda: _show_host(port, as_json=as_json, is_watching=watch_s is not None), watch_s)
+    else:
+        if port is not None:
+            raise click.UsageError("--port is for the processes of this host; write the port into --url")
+        with FleetClient(url, access) as client:
+            look = _FleetLook(client, model, as_json=as_json, is_watching=watch_s is not None)
+            found = watched(look.show, watch_s)
+    if not found:
+        ctx.exit(EXIT_FAILED)
+
+
+def _show_host(port: int | None, *, as_json: bool, is_watching: bool) -> bool:
+    """Print the processes of this host. Returns whether there are any."""
     records = running_serves(port)
     rows = asyncio.run(_collect_all(records))
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps(rows, indent=None if is_watching else 2))
     elif records:
         _print_table(records, rows)
     else:
         where = "" if port is None else f" on port {port}"
         click.echo(f"nothing is being served{where}; headrace serve starts it", err=True)
-    if not records:
-        ctx.exit(EXIT_FAILED)
+    return bool(records)
+
+
+class _FleetLook:
+    """The workers of a fleet, and with further looks their rates."""
+
+    def __init__(self, client: FleetClient, model: str | None, *, as_json: bool, is_watching: bool) -> None:
+        self._client = client
+        self._model = model
+        self._as_json = as_json
+        self._is_watching = is_watching
+        self._rates = Rates()
+
+    def show(self) -> bool:
+        """Print the workers. Returns whether any takes requests."""
+        picture = self._client.picture()
+        rows = worker_rows(picture, self._rates.of(picture.workers, time.monotonic()))
+        rows = [row for row in rows if self._model in (None, row["model"])]
+        if self._as_json:
+            click.echo(json.dumps(rows, indent=None if self._is_watching else 2))
+        else:
+            print_fleet(picture, rows)
+        return any(row["state"] == "ready" for row in rows)

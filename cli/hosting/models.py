@@ -12,10 +12,14 @@ from typing import Any
 
 import click
 
+from headrace.cli.fleet.fleet_access import ApiAccess
+from headrace.cli.fleet.gateway_access import operator_options
 from headrace.cli.fleet.run_state import running_serves
 from headrace.cli.fleet.tables import print_columns
-from headrace.cli.hosting.remote import alias, load, ps, unload
+from headrace.cli.fleet.watching import watch_option
+from headrace.cli.hosting.remote import alias, load, ps, show_fleet_models, unload
 from headrace.cli.models.catalogue import CATALOGUE
+from headrace.cli.models.completers import complete_cached_models
 from headrace.cli.models.model_cache import (
     cache_directory,
     cached_names,
@@ -147,9 +151,24 @@ def _memory(weight_bytes: int, shape: ModelShape, vision_bytes: int = 0) -> dict
     return {str(length): round(base + kv_cache_gib(shape, length), 2) for length in fitting}
 
 
-@click.group()
-def models() -> None:
-    """List, show and remove the models in the cache, list those with short names, and load and unload served ones."""
+@click.group(invoke_without_command=True, subcommand_metavar="COMMAND [ARGS]...")
+@click.option("--url", help="Without a command: the models of the fleet behind this gateway, as headrace models ps.")
+@click.option("--json", "as_json", is_flag=True, help="With --url: print JSON.")
+@watch_option
+@operator_options
+@click.pass_context
+def models(ctx: click.Context, url: str | None, as_json: bool, watch_s: float | None, access: ApiAccess) -> None:
+    """List, show and remove the models in the cache, list those with short names, and load and unload served ones.
+
+    headrace models --url URL shows the models of a fleet.
+    """
+    if ctx.invoked_subcommand is not None:
+        if url is not None or as_json or watch_s is not None:
+            raise click.UsageError(f"write --url, --json and --watch after `{ctx.invoked_subcommand}`")
+    elif url is None:
+        raise click.exceptions.NoArgsIsHelpError(ctx)
+    else:
+        show_fleet_models(url, access, as_json=as_json, watch_s=watch_s)
 
 
 for _command in (ps, load, unload, alias):
@@ -231,7 +250,7 @@ def _cells(model: CachedModel) -> tuple[str, str, str, str]:
 
 
 @models.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_cached_models)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(name: str, as_json: bool) -> None:
     """Show a model's source, size and memory needs."""
@@ -275,7 +294,7 @@ def _details(model: CachedModel) -> Iterator[tuple[str, str]]:
 
 
 @models.command()
-@click.argument("names", nargs=-1, required=True)
+@click.argument("names", nargs=-1, required=True, shell_complete=complete_cached_models)
 @click.option("--force", is_flag=True, help="Remove a model even while it is being served.")
 @click.option(
     "--downloads", is_flag=True, help="Also remove its files from the Hub's cache, which other programs share."

@@ -1,4 +1,5 @@
-"""`headrace models ps`, `load`, `unload` and `alias`: the models of a running `headrace serve`."""
+"""`headrace models ps`, `load`, `unload` and `alias`: the models of a running `headrace serve`, or with --url those of
+a fleet."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headrace.cli.fleet.fleet_access import transport_of
+from headrace.cli.fleet.completers import complete_served_models
+from headrace.cli.fleet.fleet_access import ApiAccess, transport_of
+from headrace.cli.fleet.gateway_access import FleetClient, operator_options
 from headrace.cli.fleet.run_state import ServeRecord, only_serve
-from headrace.cli.fleet.tables import print_columns
+from headrace.cli.fleet.tables import console_for, print_columns
+from headrace.cli.fleet.watching import watch_option, watched
+from headrace.cli.models.completers import complete_known_models
 from headrace.cli.models.model_cache import expanded
 from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.host_memory import GIB
@@ -24,51 +29,100 @@ _LIST_TIMEOUT_S = 10.0
 _TITLES = ("NAME", "STATE", "MEMORY", "WORKERS", "LOADED", "LAST USED", "UNTIL", "PROBLEM")
 
 _port_option = click.option("--port", type=click.IntRange(1, 65535), help="Only the server on this port.")
+_url_option = click.option("--url", help="Gateway to ask instead of the server that runs here, from anywhere.")
+_WIDTH_OF_A_PIPE = 160
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_port_option
-def ps(as_json: bool, port: int | None) -> None:
-    """Show the models of the running server, and which of them are loaded."""
-    rows = [_row(model) for model in _models(_record(port))]
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
+@_url_option
+@watch_option
+@operator_options
+def ps(as_json: bool, port: int | None, url: str | None, watch_s: float | None, access: ApiAccess) -> None:
+    """Show the models of the running server, and which of them are loaded.
+
+    With --url those of a fleet, with the sums of their workers.
+    """
+    if url is not None:
+        show_fleet_models(url, access, as_json=as_json, watch_s=watch_s)
         return
-    print_columns([_TITLES, *map(_cells, rows)])
+
+    def show() -> bool:
+        rows = [_row(model) for model in _models(_record(port))]
+        if as_json:
+            click.echo(json.dumps(rows, indent=2 if watch_s is None else None))
+        else:
+            print_columns([_TITLES, *map(_cells, rows)])
+        return True
+
+    watched(show, watch_s)
+
+
+def show_fleet_models(url: str, access: ApiAccess, *, as_json: bool, watch_s: float | None) -> None:
+    """Print the models of the fleet behind a gateway, once or again and again."""
+    from headrace.cli.fleet.fleet_view import MODEL_COLUMNS, Rates, model_rows, table_of, worker_rows
+
+    rates = Rates()
+    with FleetClient(url, access) as client:
+
+        def show() -> bool:
+            picture = client.picture()
+            rows = model_rows(picture, worker_rows(picture, rates.of(picture.workers, time.monotonic())))
+            if as_json:
+                click.echo(json.dumps(rows, indent=2 if watch_s is None else None))
+            else:
+                table = table_of(MODEL_COLUMNS, rows)
+                console_for(table, _WIDTH_OF_A_PIPE).print(table)
+            return True
+
+        watched(show, watch_s)
 
 
 @click.command()
-@click.argument("name")
-@click.argument("model", required=False)
+@click.argument("name", shell_complete=complete_known_models)
+@click.argument("model", required=False, shell_complete=complete_known_models)
 @_port_option
-def load(name: str, model: str | None, port: int | None) -> None:
+@_url_option
+@operator_options
+def load(name: str, model: str | None, port: int | None, url: str | None, access: ApiAccess) -> None:
     """Load the model NAME of the running server, and wait until it is loaded.
 
     With MODEL, a server that has no NAME gets it: a name in the cache or the catalogue, OWNER/NAME on a hub, a
     directory or a GGUF file. Such a model gives way to others if memory is short, and requests load it again.
+    With --url it is loaded on the gateway's host, which needs the admin key.
     """
-    from headrace.protos import host_pb2
+    if url is not None:
+        with FleetClient(url, access) as client:
+            client.change_model("load", {"model": name} | ({"path": model} if model else {}))
+    else:
+        from headrace.protos import host_pb2
 
-    path = expanded(model) if model else None
-    where = str(path.absolute()) if path is not None and path.exists() else model or ""
-    request = host_pb2.LoadModelRequest(name=name, model=where, by_operator=True)
-    _call(_record(port), "LoadModel", request, None)
+        path = expanded(model) if model else None
+        where = str(path.absolute()) if path is not None and path.exists() else model or ""
+        request = host_pb2.LoadModelRequest(name=name, model=where, by_operator=True)
+        _call(_record(port), "LoadModel", request, None)
     click.echo(f"{name} is loaded")
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_served_models)
 @_port_option
-def unload(name: str, port: int | None) -> None:
+@_url_option
+@operator_options
+def unload(name: str, port: int | None, url: str | None, access: ApiAccess) -> None:
     """Unload the model NAME of the running server, and wait until its memory is free. Its requests end first.
 
     A model that is loaded on demand is loaded again for the next request. Others stay unloaded until headrace models
-    load.
+    load. With --url it is unloaded on the gateway's host, which needs the admin key.
     """
-    from headrace.protos import host_pb2
+    if url is not None:
+        with FleetClient(url, access) as client:
+            client.change_model("unload", {"model": name})
+    else:
+        from headrace.protos import host_pb2
 
-    _call(_record(port), "UnloadModel", host_pb2.UnloadModelRequest(name=name), None)
+        _call(_record(port), "UnloadModel", host_pb2.UnloadModelRequest(name=name), None)
     click.echo(f"{name} is unloaded")
 
 

@@ -20,6 +20,7 @@ from headrace.cli.export.options import export_options, exported_weights
 from headrace.cli.export.run import check_exportable, export
 from headrace.cli.export.weights import ExportedWeights, sizes_of, weights_named
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
+from headrace.cli.models.completers import complete_known_models
 from headrace.cli.models.download import hub_client
 from headrace.cli.models.hub import (
     cached_listing,
@@ -448,7 +449,7 @@ def _finish(directory: Path, source: Source, record: dict[str, str]) -> None:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=complete_known_models)
 @click.option("--name", help="Name in the cache, if not the model's own.")
 @click.option("--force", is_flag=True, help="Fetch and convert again, replacing what is there.")
 @export_options

@@ -20,6 +20,7 @@ from headrace.cli.fleet.run_state import running_serves, runtime_directory
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.http_client import tls_problem
 from headrace.cli.models.catalogue import DEFAULT_MODEL
+from headrace.cli.models.completers import complete_known_models
 from headrace.cli.models.model_cache import offline_option
 from headrace.cli.models.progress import say
 from headrace.cli.models.reference import parse_reference
@@ -32,7 +33,7 @@ _PATIENCE_S = 10.0
 
 
 @click.command()
-@click.argument("model", default=DEFAULT_MODEL)
+@click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_known_models)
 @click.argument("prompt", nargs=-1)
 @chat_options
 @offline_option

@@ -21,6 +21,7 @@ from headrace.cli.hosting.finding import check_memory, find_draft_model
 from headrace.cli.hosting.memory import budget_of
 from headrace.cli.hosting.settings import HostSettings, ModelRules, ModelSettings, check_names, read_settings
 from headrace.cli.models.catalogue import DEFAULT_MODEL
+from headrace.cli.models.completers import complete_known_models
 from headrace.cli.models.model_cache import offline_option
 from headrace.cli.serving.configured import ModelsFile
 from headrace.cli.serving.log_sink import LogSink
@@ -58,7 +59,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 
 
 @click.command()
-@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.argument("models", nargs=-1, metavar="[MODEL]...", shell_complete=complete_known_models)
 @click.option(
     "--models",
     "models_file",
@@ -162,7 +163,11 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "[default: 0, all workers do both]",
 )
 @_file_option("--api-keys", "Require an API key from this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
-@_file_option("--admin-key-file", "Key for loading models and LoRA adapters over HTTP.", "HEADRACE_ADMIN_KEY_FILE")
+@_file_option(
+    "--admin-key-file",
+    "Key for loading models and LoRA adapters and draining workers over HTTP.",
+    "HEADRACE_ADMIN_KEY_FILE",
+)
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this certificate chain.", "HEADRACE_GATEWAY_TLS_CERT")
 @_file_option("--tls-key", "Private key of --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
 @_file_option("--tls-dir", "Mutual TLS between processes, with ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")

@@ -1,1 +1,1 @@
-"""Lets operators load, list and unload LoRA adapters, in the form of vLLM, and load and unload models of a host."""
+"""Operators' HTTP: LoRA adapters, in the form of vLLM, the models of a host, and the workers of the fleet."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Sequence
-from pathlib import Path
 
+from headrace.gateway.adapters.admin_key import AdminKey
 from headrace.gateway.adapters.types import (
     AdapterInfo,
     AdapterInfos,
@@ -21,39 +20,6 @@ from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.services import Services
 from headrace.protos.host_pb2 import HostedModel, HostedModelState
 from headrace.protos.router_pb2 import RouterLoadAdapterRequest, ServedAdapter
-from headrace.protos.status import Reason, StatusError
-
-_MIN_KEY_CHARS = 16
-
-
-class AdminKey:
-    """The key that operators send as `Authorization: Bearer KEY`."""
-
-    def __init__(self, path: Path | None) -> None:
-        """Without a key file, no caller is an operator. Raises ValueError with a readable message if the file has no
-        key."""
-        self._key = b""
-        if path is None:
-            return
-        try:
-            self._key = path.read_bytes().strip()
-        except OSError as error:
-            raise ValueError(f"--admin-key-file {path} cannot be read: {error.strerror}") from None
-        if len(self._key) < _MIN_KEY_CHARS:
-            raise ValueError(f"--admin-key-file {path} must have a key of at least {_MIN_KEY_CHARS} characters")
-
-    def check(self, exchange: Exchange) -> None:
-        """Raise StatusError unless the caller is an operator."""
-        if not self._key:
-            raise StatusError(
-                Reason.PERMISSION_DENIED,
-                "models and adapters cannot be changed over HTTP here: start the gateway with --admin-key-file, or use "
-                "`headrace models` and `headrace adapters`",
-            )
-        scheme, _, key = exchange.header("authorization").partition(" ")
-        # The bytes as they were sent.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1").strip(), self._key):
-            raise StatusError(Reason.UNAUTHENTICATED, "this needs the admin key, as Authorization: Bearer KEY")
 
 
 def endpoints(services: Services, admin_key: AdminKey) -> Sequence[Endpoint]:

@@ -1,4 +1,4 @@
-"""Loading and unloading adapters and models as a protocol of the gateway."""
+"""What operators do as a protocol of the gateway: load and unload adapters and models, see and drain workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from headrace.gateway.adapters.endpoints import AdminKey, endpoints
+from headrace.gateway.adapters import endpoints, fleet
+from headrace.gateway.adapters.admin_key import AdminKey
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol, Setup
 
 _OPTIONS = (
@@ -14,8 +15,8 @@ _OPTIONS = (
         ["--admin-key-file"],
         type=click.Path(path_type=Path),
         envvar="HEADRACE_ADMIN_KEY_FILE",
-        help="File with the key for loading and unloading models and LoRA adapters over HTTP. Default: none, so that "
-        "they cannot be.",
+        help="File with the key for loading and unloading models and LoRA adapters, and for draining workers, over "
+        "HTTP. Default: none, so that nobody may.",
     ),
 )
 
@@ -25,7 +26,8 @@ def _opened(setup: Setup) -> OpenProtocol:
         admin_key = AdminKey(setup.flags["admin_key_file"])
     except ValueError as error:
         raise CannotServeError(str(error)) from None
-    return OpenProtocol(endpoints(setup.services, admin_key))
+    of_fleet = fleet.endpoints(setup.services, admin_key)
+    return OpenProtocol([*endpoints.endpoints(setup.services, admin_key), *of_fleet])
 
 
 PROTOCOL = Protocol(_opened, options=_OPTIONS)

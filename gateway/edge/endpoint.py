@@ -55,6 +55,8 @@ class Endpoint:
     """The format of its errors, including those before the handler."""
     is_open: bool = False
     """Whether it is answered without a key, where others are not."""
+    admits: Callable[[Exchange], bool] = field(default=lambda exchange: False)
+    """Whether it is answered for this caller without an API key, such as an operator."""
     makes_work: bool = True
     """Whether a POST to it counts against the limits of its key."""
     request_id_header: bytes = b""

@@ -121,7 +121,7 @@ class HttpEdge:
         if bounds.wants_certificate and endpoint.name != "health" and not exchange.has_certificate:
             raise HttpError(403, "certificate_required", "the connection needs a client certificate")
         is_open = endpoint.is_open or (endpoint.name == "metrics" and bounds.open_metrics)
-        key = None if is_open else self._admission.identify(exchange.header)
+        key = None if is_open or endpoint.admits(exchange) else self._admission.identify(exchange.header)
         authorization = self._admission.authorize(key)
         timeout_s = exchange.timeout_s()
         exchange.enter(authorization, timeout_s)

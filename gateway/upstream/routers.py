@@ -37,6 +37,7 @@ from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.gateway.telemetry.spans import begin_attempt
 from headrace.gateway.upstream.address import Address, best_of, connect, fallback_of
 from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
+from headrace.gateway.upstream.fleet_calls import drain_worker, explain
 from headrace.gateway.upstream.served_adapters import (
     AdapterCards,
     list_adapters,
@@ -48,6 +49,10 @@ from headrace.protos.inference_pb2 import GenerateRequest, GenerateResponse
 from headrace.protos.router_pb2 import (
     REDIS_STATE_UNSPECIFIED,
     AwaitModelRequest,
+    DrainWorkerRequest,
+    DrainWorkerResponse,
+    ExplainRequest,
+    ExplainResponse,
     ListModelsRequest,
     ListWorkersRequest,
     RedisState,
@@ -245,6 +250,15 @@ class Upstream:
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter at all workers. Raises `StatusError`."""
         await self._first_that_works(lambda endpoint: unload_adapter(endpoint, name))
+
+    async def drain_worker(self, request: DrainWorkerRequest, wait_s: float) -> DrainWorkerResponse:
+        """Drain a worker, or let it take requests again. Waits for its requests for at most `wait_s`. Raises
+        `StatusError`."""
+        return await self._first_that_works(lambda endpoint: drain_worker(endpoint, request, wait_s))
+
+    async def explain(self, request: ExplainRequest) -> ExplainResponse:
+        """Where the next router would place a request now. Raises `StatusError`."""
+        return await self._first_that_works(lambda endpoint: explain(endpoint, request))
 
     async def list_workers(self) -> list[WorkerInfo]:
         """All workers that the router knows; none when there is no router. Raises `StatusError`."""

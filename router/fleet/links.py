@@ -208,6 +208,7 @@ class WorkerLink:
         self.unload_adapter = self._stub.UnloadAdapter
         self.hand_over = self._stub.HandOver
         self.take_blocks = self._stub.TakeBlocks
+        self.drain = self._stub.Drain
         self.sessions = SessionClient(
             self._channel, plain_grpc=self._plain_grpc, silences=self._silences, peer=self.address
         )

@@ -221,6 +221,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
         self.redis = router_pb2.REDIS_STATE_UNSPECIFIED
         self.cards = [self.card()]
         self.adapters: list[router_pb2.ServedAdapter] = []
+        self.drains: list[tuple[str, bool]] = []
+        self.explained: list[router_pb2.ExplainRequest] = []
 
     def card(self, **changes: Any) -> worker_pb2.ModelCard:
         """The tiny model's card."""
@@ -319,6 +321,17 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, router_pb2_grpc.RouterSer
 
     async def ListWorkers(self, request: Any, context: Any) -> Any:
         return router_pb2.ListWorkersResponse(workers=self.workers)
+
+    async def DrainWorker(self, request: Any, context: Any) -> Any:
+        self.drains.append((request.worker, request.undo))
+        if request.worker == "nosuch":
+            problem = "there is no worker 'nosuch'; there is w0"
+            await abort(context, StatusError(Reason.INVALID_FIELD, problem, field="worker"))
+        return router_pb2.DrainWorkerResponse(worker_id="w0", num_running=2)
+
+    async def Explain(self, request: Any, context: Any) -> Any:
+        self.explained.append(request)
+        return router_pb2.ExplainResponse(worker_id="w0", num_prompt_tokens=len(request.token_ids))
 
     async def GetTokenizer(self, request: Any, context: Any) -> Any:
         if self.lacks_tokenizer:

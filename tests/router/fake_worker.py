@@ -91,6 +91,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.num_running = 0
         self.num_cancelled = 0
         self.num_watches = 0
+        self.drains: list[bool] = []  # whether each Drain was to be undone
         self.intervals_ms: list[int] = []  # as Watch and AdjustWatch asked for
         self.placed: dict[int, list[int]] = {}  # by watcher: placements that no report has named yet
         self.names_placements = True
@@ -171,6 +172,11 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
                     report = await queue.get()
             except TimeoutError:
                 report = worker_pb2.WatchResponse(load=self.load)
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
+        self.drains.append(request.undo)
+        self.report(draining=not request.undo)
+        return worker_pb2.DrainResponse(num_running=3)
 
     async def AdjustWatch(self, request: worker_pb2.AdjustWatchRequest, context: Any) -> Any:
         self.intervals_ms.append(request.min_interval_ms)

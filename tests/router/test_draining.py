@@ -8,16 +8,18 @@ from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from headrace.common.observers import Observers
-from headrace.protos import worker_pb2
+from headrace.protos import router_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
 from headrace.protos.load_report import LoadReport
-from headrace.protos.status import Reason, StatusError, abort
+from headrace.protos.status import Reason, StatusError, abort, error_of
 from headrace.router.draining import Handovers
 from headrace.router.fleet.links import LinkState, WorkerLink
 from headrace.router.placement.block_distribution import Handed, distribute, rooms
+from tests.patience import patience
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
 
@@ -285,3 +287,38 @@ async def test_a_worker_without_handover_drains_as_before(start_router: StartRou
     worker.report(draining=False)
     await router.until_ready(1)
     await router.generate(list(range(100, 120)))
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+async def test_an_operator_drains_a_worker_by_its_name_or_address(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    one, other = [await start_worker(name) for name in ("one", "other")]
+    router = await start_router(one, other)
+    await router.until_ready(2)
+    answer = await router.router.DrainWorker(router_pb2.DrainWorkerRequest(worker="one"), timeout=patience(10))
+    assert (answer.worker_id, answer.num_running) == ("one", 3)
+    await router.until_ready(1)
+    request = router_pb2.DrainWorkerRequest(worker=one.address, undo=True)
+    assert (await router.router.DrainWorker(request)).worker_id == "one", "without a deadline, too"
+    await router.until_ready(2)
+    assert (one.drains, other.drains) == ([False, True], [])
+
+
+async def test_a_worker_that_is_unknown_or_gone_is_named(start_router: StartRouter, start_worker: StartWorker) -> None:
+    one, twin = [await start_worker(name) for name in ("one", "one")]
+    router = await start_router(one, twin)
+    await router.until_ready(2)
+    for name, said in (("nosuch", "there is one, one"), ("", "there is no worker ''"), ("one", twin.address)):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router.router.DrainWorker(router_pb2.DrainWorkerRequest(worker=name))
+        error = error_of(refused.value)
+        assert (error.reason, error.field) == (Reason.INVALID_FIELD, "worker")
+        assert said in error.message
+    assert one.drains == twin.drains == []
+    await twin.kill()
+    with pytest.raises(grpc.aio.AioRpcError) as lost:
+        await router.router.DrainWorker(router_pb2.DrainWorkerRequest(worker=twin.address), timeout=patience(10))
+    assert "worker one" in error_of(lost.value).message

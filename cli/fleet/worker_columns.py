@@ -1,0 +1,101 @@
+"""What a router knows of a worker, as columns of tables and fields of JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.protos import router_pb2, worker_pb2
+
+_ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
+WORKER_STATES = {
+    router_pb2.WORKER_STATE_READY: "ready",
+    router_pb2.WORKER_STATE_DRAINING: "draining",
+    router_pb2.WORKER_STATE_SUSPECT: "suspect",
+}
+LOST_STATES = {
+    router_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
+    router_pb2.WORKER_STATE_NOT_ANSWERING: "not answering",
+}
+_PROPOSERS = ("ngram", "prediction", "grammar", "draft", "eagle3", "medusa")
+
+
+def worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
+    """What a worker reports, as `status.row_of` describes it; None for what is unknown. Pure."""
+    is_known = info is not None and info.HasField("load")
+    load = info.load if info is not None else worker_pb2.Load()
+    of_load = {
+        "kv_blocks": load.num_blocks,
+        "kv_blocks_free": load.num_free_blocks,
+        "kv_blocks_cached": load.num_cached_blocks,
+        "state_slots": load.num_state_slots,
+        "states_saved": load.num_saved_states,
+        "window_slots": load.num_window_slots,
+        "window_slots_held": load.num_held_window_slots,
+        **_tier_columns(load),
+        "requests_running": load.num_running,
+        "requests_waiting": load.num_waiting,
+        **_draft_columns(load.counters),
+    }
+    return {
+        "silent_s": None,
+        "model": info.model or None if info is not None else None,
+        "serves": _ROLES.get(info.role, "both") if info is not None else None,
+        **(of_load if is_known else dict.fromkeys(of_load)),
+        **_binding_columns(load),
+    }
+
+
+def _tier_columns(load: worker_pb2.Load) -> dict[str, Any]:
+    """The content and the counters of the tiers of the prefix cache. `cached_tokens` are those of prompts, by where
+    they were found: in memory, on the disk, at other workers."""
+    counters = load.counters
+    elsewhere = counters.prompt_tokens_from_disk + counters.prompt_tokens_from_peers
+    return {
+        "kv_blocks_evicted": counters.blocks_evicted,
+        "kv_blocks_given_up": counters.blocks_given_up,
+        "kv_blocks_restored": counters.blocks_restored,
+        "kv_blocks_read": counters.blocks_read,
+        "kv_blocks_not_written": counters.blocks_not_written,
+        "kv_blocks_received": counters.blocks_received,
+        "kv_blocks_taken_over": counters.blocks_taken_over,
+        "kv_disk_blocks": load.num_disk_blocks,
+        "kv_disk_slots": load.num_disk_slots,
+        "cached_tokens": {
+            "memory": max(0, counters.prompt_tokens_cached - elsewhere),
+            "disk": counters.prompt_tokens_from_disk,
+            "peers": counters.prompt_tokens_from_peers,
+        },
+    }
+
+
+def _draft_columns(counters: worker_pb2.Counters) -> dict[str, Any]:
+    """Draft tokens of speculative decoding that were verified, and that became part of answers, since the start: in
+    total, and for each proposer that had any."""
+    found = {
+        name: {
+            "drafted": getattr(counters, f"{name}_tokens_drafted"),
+            "accepted": getattr(counters, f"{name}_tokens_accepted"),
+        }
+        for name in _PROPOSERS
+    }
+    return {
+        "draft_tokens": sum(each["drafted"] for each in found.values()),
+        "draft_tokens_accepted": sum(each["accepted"] for each in found.values()),
+        "draft_tokens_by_proposer": {name: each for name, each in found.items() if each["drafted"]},
+    }
+
+
+def _binding_columns(load: worker_pb2.Load) -> dict[str, Any]:
+    """numa_node, cpus_allowed and memory_policy as the kernel reports them; resident_bytes, anonymous_bytes (without
+    files) and kv_resident_bytes as objects from node to bytes; kv_huge_bytes. None while unknown."""
+    binding = load.binding if load.HasField("binding") else None
+    memory = load.binding.memory
+    return {
+        "numa_node": load.numa_node if load.HasField("numa_node") else None,
+        "cpus_allowed": binding and binding.cpus_allowed,
+        "memory_policy": binding and binding.memory_policy,
+        "resident_bytes": binding and {str(node.node): node.resident_bytes for node in memory},
+        "anonymous_bytes": binding and {str(node.node): node.anonymous_bytes for node in memory},
+        "kv_resident_bytes": binding and {str(node.node): node.kv_bytes for node in memory},
+        "kv_huge_bytes": binding and binding.kv_huge_bytes,
+    }
