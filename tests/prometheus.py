@@ -42,6 +42,11 @@ class Prometheus:
         """The values of an expression over a time."""
         return self._get("query_range", query=expression, start=begin_s, end=end_s, step=step_s)
 
+    def exemplars(self, expression: str, begin_s: float, end_s: float) -> list[dict[str, Any]]:
+        """The exemplars of the series of an expression."""
+        found: list[dict[str, Any]] = self._data("query_exemplars", query=expression, start=begin_s, end=end_s)
+        return [exemplar for series in found for exemplar in series["exemplars"]]
+
     def is_ready(self) -> bool:
         """Whether it answers."""
         try:
@@ -50,10 +55,13 @@ class Prometheus:
             return False
 
     def _get(self, path: str, **params: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._data(path, **params)["result"]
+        return found
+
+    def _data(self, path: str, **params: Any) -> Any:
         answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=patience(20))
         assert answer.status_code == 200, answer.text
-        found: list[dict[str, Any]] = answer.json()["data"]["result"]
-        return found
+        return answer.json()["data"]
 
     def num_up(self) -> int:
         """Targets that the last scrape reached."""
@@ -68,11 +76,13 @@ def prometheus(directory: Path, targets: Mapping[str, list[str]]) -> Iterator[Pr
     for job, addresses in targets.items():
         text = re.sub(rf"(job_name: {job}\n.*\n\s+- targets: )\[.*\]", rf"\g<1>{addresses!r}", text)
     (directory / "prometheus.yml").write_text(text)
-    shutil.copy(DEPLOYED / "alerts.yml", directory)
+    for rules in ("alerts.yml", "slo.yml"):
+        shutil.copy(DEPLOYED / rules, directory)
     program = shutil.which("prometheus")
     assert program is not None, "prometheus is not installed"
     port = free_port()
     flags = [f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/tsdb"]
+    flags.append("--enable-feature=exemplar-storage")
     # It dies with the tests.
     argv = launch.with_parent([program, *flags])
     with (directory / "prometheus.log").open("wb") as log:

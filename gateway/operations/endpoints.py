@@ -17,7 +17,6 @@ from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.wire import Shape, encode
 from headrace.gateway.operations.openapi import document
 from headrace.gateway.services import Services
-from headrace.gateway.telemetry.metrics import CONTENT_TYPE
 from headrace.gateway.text.models import ListedModel
 from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
 from headrace.protos.status import Reason, StatusError
@@ -119,8 +118,10 @@ class _State:
             _LOG.debug("the workers cannot be listed: %s", error.message)
             workers = []
         block_sizes = {card.name: card.block_size for card in self._services.models.cards}
-        text = self._services.metrics.exposition(workers, self._services.host.models.values(), block_sizes)
-        await exchange.respond(text, content_type=CONTENT_TYPE.encode())
+        hosted = self._services.host.models.values()
+        accept = exchange.header("accept")
+        text, content_type = self._services.metrics.exposition(workers, hosted, block_sizes, accept=accept)
+        await exchange.respond(text, content_type=content_type.encode())
 
     async def version(self, exchange: Exchange) -> None:
         await exchange.respond(encode(Version(headrace_version())))

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
+from headrace.common.telemetry.tracing import current_span
 from headrace.common.telemetry.vllm_metrics import ModelFigures, Waits, families, kv_use
 from headrace.gateway.telemetry.recent import Recent
 from headrace.protos.host_pb2 import HostedModel, HostedModelState
@@ -17,8 +19,6 @@ from headrace.protos.router_pb2 import WORKER_STATE_READY, WorkerInfo
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import Counters
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 # All series begin when the process starts, so omit their own creation times.
 prometheus_client.disable_created_metrics()
 
@@ -26,6 +26,9 @@ _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 _POSITION_BUCKETS = (16, 64, 256, 1024, 4096, 16384)
 _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
 _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+# The last line of OpenMetrics.
+_END = b"# EOF\n"
 
 # field of Load -> name and description of its gauge
 _LOAD_GAUGES = {
@@ -116,7 +119,7 @@ class Metrics:
     def request_ended(self, endpoint: str, outcome: str, duration_s: float) -> None:
         """Count a request that was answered, refused, failed or cancelled."""
         self._requests.labels(endpoint, outcome).inc()
-        self._request.labels(endpoint).observe(duration_s)
+        self._request.labels(endpoint).observe(duration_s, _trace())
         self.recent.request_ended(endpoint, outcome)
 
     def parted(self, model: str, position: int, num_repeated_tokens: int) -> None:
@@ -135,7 +138,7 @@ class Metrics:
 
     def first_token(self, model: str, since_arrival_s: float) -> None:
         """Observe the time to the first token of a choice."""
-        self._ttft.observe(since_arrival_s)
+        self._ttft.observe(since_arrival_s, _trace())
         if self._waits is not None:
             self._waits.first_token(model, since_arrival_s)
         self.recent.first_token(since_arrival_s)
@@ -149,16 +152,17 @@ class Metrics:
         self._cached.inc(num_cached_tokens)
         self._generated.inc(num_generated_tokens)
         if num_generated_tokens > 1:
-            self._per_token.observe(decoding_s / (num_generated_tokens - 1))
+            self._per_token.observe(decoding_s / (num_generated_tokens - 1), _trace())
 
     def timed(self, model: str, finish: Finish) -> None:
         """Observe the times of a generation that a worker reports with its finish."""
         if finish.HasField("timings"):
             if self._waits is not None:
                 self._waits.scheduled(model, 1e-6 * finish.timings.queue_us)
-            self._queue.observe(1e-6 * finish.timings.queue_us)
-            self._prefill.observe(1e-6 * finish.timings.prefill_us)
-            self._decode.observe(1e-6 * finish.timings.decode_us)
+            trace = _trace()
+            self._queue.observe(1e-6 * finish.timings.queue_us, trace)
+            self._prefill.observe(1e-6 * finish.timings.prefill_us, trace)
+            self._decode.observe(1e-6 * finish.timings.decode_us, trace)
 
     def retried(self, reason: Reason) -> None:
         """Count an attempt that follows a failed one."""
@@ -173,16 +177,29 @@ class Metrics:
         workers: Iterable[WorkerInfo],
         models: Iterable[HostedModel] = (),
         block_sizes: Mapping[str, int] = MappingProxyType({}),
-    ) -> bytes:
-        """All metrics, including those of the workers and of a host's models, in the Prometheus text format.
-        `block_sizes` are the tokens of a KV block of each model."""
+        *,
+        accept: str = "",
+    ) -> tuple[bytes, str]:
+        """All metrics, including those of the workers and of a host's models, and their content type: OpenMetrics, with
+        exemplars, if the header `accept` has it, else the Prometheus text format. `block_sizes` are the tokens of a KV
+        block of each model."""
         fleet = CollectorRegistry()
         workers = list(workers)
         fleet.register(_Fleet(workers))
         fleet.register(_Hosted(list(models)))
         if self._waits is not None:
             fleet.register(_Vllm(workers, block_sizes))
-        return generate_latest(self.registry) + generate_latest(fleet)
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry).removesuffix(_END) + encode(fleet), content_type
+
+
+def _trace() -> dict[str, str] | None:
+    """The exemplar of an observation: the trace of the running request, if it is recorded."""
+    span = current_span()
+    if not span.is_recording:
+        return None
+    _, trace_id, _, flags = span.traceparent.split("-")
+    return {"trace_id": trace_id} if int(flags, 16) & 1 else None
 
 
 class _Vllm:

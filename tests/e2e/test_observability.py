@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.prometheus import is_installed, prometheus
 ROOT = Path(__file__).parent.parent.parent
 DASHBOARD = ROOT / "deploy/grafana/headrace.json"
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
+OBJECTIVES = ROOT / "deploy/prometheus/slo.yml"
 MANUAL = ROOT / "docs/reference/metrics.md"
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -279,8 +281,14 @@ def dashboard_expressions() -> list[str]:
 
 def alert_expressions() -> list[str]:
     """The expressions of the alerts, with line breaks removed."""
-    found = re.findall(r"^ +expr: (?:\|\n((?: {10,}.*\n)+)|(.*)$)", ALERTS.read_text(), re.MULTILINE)
+    text = ALERTS.read_text() + OBJECTIVES.read_text()
+    found = re.findall(r"^ +expr: (?:\|\n((?: {10,}.*\n)+)|(.*)$)", text, re.MULTILINE)
     return [block or line for block, line in found]
+
+
+def recorded() -> set[str]:
+    """The series that rules record."""
+    return set(re.findall(r"record: (\S+)", OBJECTIVES.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -290,10 +298,12 @@ def test_every_expression_names_only_series_that_there_are(
     observed: Observed, what: str, expressions: list[str]
 ) -> None:
     assert len(expressions) >= 10
-    known = series_of(all_families(observed)) | NEEDS_MORE
+    known = series_of(all_families(observed)) | NEEDS_MORE | recorded()
     for expression in expressions:
         names = names_in(expression)
-        assert names or "up{" in expression, f"the {what} has an expression without a series: {expression}"
+        assert names or "up{" in expression or "vector(" in expression, (
+            f"the {what} has an expression without a series: {expression}"
+        )
         assert names <= known, f"the {what} names {sorted(names - known)}"
 
 
@@ -342,12 +352,35 @@ def promtool(*args: str | Path) -> None:
 
 
 def test_promtool_finds_nothing_wrong_with_the_alerts_and_the_scrape_configuration() -> None:
-    promtool("check", "rules", ALERTS)
+    promtool("check", "rules", ALERTS, OBJECTIVES)
     promtool("check", "config", ALERTS.parent / "prometheus.yml")
 
 
 def test_the_alerts_fire_when_they_should_and_not_otherwise() -> None:
-    promtool("test", "rules", ALERTS.parent / "alerts_test.yml")
+    promtool("test", "rules", ALERTS.parent / "alerts_test.yml", ALERTS.parent / "slo_test.yml")
+
+
+def test_every_objective_counts_in_a_bucket_that_there_is(observed: Observed) -> None:
+    exposition = observed.scrape("gateway")
+    buckets = re.findall(r'(headrace_\w+_bucket)\{le="([^"]+)"\}', OBJECTIVES.read_text())
+    assert buckets
+    for series, bound in set(buckets):
+        assert f'{series}{{le="{bound}"}}' in exposition
+
+
+def test_a_slow_bucket_names_a_trace_that_prometheus_keeps(observed: Observed, tmp_path: Path) -> None:
+    if not is_installed():
+        pytest.skip("prometheus is not installed, and make test could not fetch it")
+    begin_s = time.time()
+    with prometheus(tmp_path, {"headrace-gateway": [observed.metrics_urls["gateway"].split("/")[2]]}) as server:
+        for name in ("time_to_first_token", "time_per_output_token", "queue", "prefill", "decode", "request_duration"):
+            series = f"headrace_{name}_seconds_bucket"
+
+            def traces(series: str = series) -> set[str]:
+                found = server.exemplars(series, begin_s - 3600, time.time() + 60)
+                return {exemplar["labels"]["trace_id"] for exemplar in found}
+
+            until(lambda traces=traces: TRACE_ID in traces(), f"{series} has the trace")  # type: ignore[misc]
 
 
 def test_promtool_understands_every_expression_of_the_dashboard(tmp_path: Path) -> None:

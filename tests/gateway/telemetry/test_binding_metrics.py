@@ -25,7 +25,7 @@ NOT_BOUND = worker_pb2.Load(binding=worker_pb2.Binding(cpus_allowed="0-7", memor
 
 def exposition(*workers: router_pb2.WorkerInfo) -> list[str]:
     """Lines about bindings."""
-    text = Metrics().exposition(workers).decode()
+    text = Metrics().exposition(workers)[0].decode()
     names = ("binding_info", "resident_bytes", "anonymous_bytes", "kv_resident_bytes", "kv_huge_bytes")
     return [line for line in text.splitlines() if line.startswith(tuple(f"headrace_worker_{name}" for name in names))]
 
@@ -59,7 +59,7 @@ def test_a_gateway_sums_the_workers_of_each_model_under_the_names_of_vllm() -> N
     finish = Finish()
     finish.timings.queue_us = 250_000
     metrics.timed("m", finish)
-    page = metrics.exposition(workers, block_sizes={"m": 32}).decode().splitlines()
+    page = metrics.exposition(workers, block_sizes={"m": 32})[0].decode().splitlines()
     for line in (
         'vllm:num_requests_running{model_name="m"} 4.0',
         'vllm:num_requests_running{model_name="n"} 5.0',
@@ -72,4 +72,4 @@ def test_a_gateway_sums_the_workers_of_each_model_under_the_names_of_vllm() -> N
         'headrace_worker_kv_use{worker="w3"} 0.3',
     ):
         assert line in page, line
-    assert not any(line.startswith("vllm:") for line in Metrics().exposition(workers).decode().splitlines())
+    assert not any(line.startswith("vllm:") for line in Metrics().exposition(workers)[0].decode().splitlines())
