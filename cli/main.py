@@ -36,6 +36,7 @@ _SUBCOMMANDS = {
     "drain": _Subcommand("fleet.drain:drain", "Let a worker finish its requests and take no new ones."),
     "undrain": _Subcommand("fleet.drain:undrain", "Let a draining worker take requests again."),
     "topology": _Subcommand("serving.machine:topology", "Show this machine's cores, and where workers would run."),
+    "doctor": _Subcommand("serving.doctor:doctor", "Look for what costs speed on this host, and what to change."),
     "adapters": _Subcommand("fleet.adapters:adapters", "List, load and unload LoRA adapters of a fleet."),
     "explain": _Subcommand("fleet.explain:explain", "Show which worker a prompt would go to, and why."),
     "chat": _Subcommand("fleet.chat:chat", "Chat with a served model in the terminal."),
