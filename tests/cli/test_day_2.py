@@ -1,4 +1,4 @@
-"""What docs/how-to/day-2.md says of backups, with a real Redis. Its other commands are run as examples of the documents."""
+"""What docs/how-to/day-2.md says of backups, with a real Redis. The tests of the documents run its other commands."""
 
 from __future__ import annotations
 
