@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from headrace.common.telemetry.tracing import current_span
 from headrace.common.telemetry.vllm_metrics import ModelFigures, Waits, families, kv_use
@@ -27,6 +28,7 @@ _POSITION_BUCKETS = (16, 64, 256, 1024, 4096, 16384)
 _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
 _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
+_OPEN_METRICS = "application/openmetrics-text"
 # The last line of OpenMetrics.
 _END = b"# EOF\n"
 
@@ -189,8 +191,14 @@ class Metrics:
         fleet.register(_Hosted(list(models)))
         if self._waits is not None:
             fleet.register(_Vllm(workers, block_sizes))
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry).removesuffix(_END) + encode(fleet), content_type
+        _, content_type = choose_encoder(accept)
+        if not content_type.startswith(_OPEN_METRICS):
+            return generate_latest(self.registry) + generate_latest(fleet), content_type
+        # Names as they are: escaped, vllm:... would become vllm_...
+        own, others = (
+            openmetrics.generate_latest(part, escaping=openmetrics.ALLOWUTF8) for part in (self.registry, fleet)
+        )
+        return own.removesuffix(_END) + others, openmetrics.CONTENT_TYPE_LATEST
 
 
 def _trace() -> dict[str, str] | None:
