@@ -47,6 +47,8 @@ class LoadReport:
     image_tokens_per_s: float = 0.0
     num_cached_images: int = 0
     image_cache_bytes: int = 0
+    num_running_background: int = 0
+    num_waiting_background: int = 0
     as_of_s: float = 0.0
     """When the numbers were current, on the reader's clock. The message has their age instead."""
 
@@ -71,14 +73,21 @@ class LoadReport:
 
     def has_room(self, num_booked: int) -> bool:
         """Whether the worker takes another request, with `num_booked` requests that this report does not include: into
-        its batch, or into the short queue that keeps the batch full."""
+        its batch, or into the short queue that keeps the batch full. Requests in the background make room."""
         if not self.max_num_seqs:
             return True  # no report has arrived yet
         short_queue = 1 + self.max_num_seqs // 16
         # If requests wait although the batch has room, the pool is full, unless they wait for their own blocks.
-        if self.num_waiting - self.num_fetching - self.num_encoding >= short_queue:
+        num_waiting = self.num_waiting - self.num_waiting_background
+        if num_waiting - self.num_fetching - self.num_encoding >= short_queue:
             return False
-        return self.num_running + self.num_waiting + num_booked < self.max_num_seqs + short_queue
+        num_running = self.num_running - self.num_running_background
+        return num_running + num_waiting + num_booked < self.max_num_seqs + short_queue
+
+    def has_background_room(self, num_booked: int) -> bool:
+        """Whether the worker takes another request in the background: with `num_booked` requests that this report does
+        not include, at least half of its batch is empty."""
+        return self.num_running + self.num_waiting + num_booked < max(1, self.max_num_seqs // 2)
 
 
 _IN_MESSAGE = [field for field in fields(LoadReport) if field.name != "as_of_s"]

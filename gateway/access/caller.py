@@ -26,6 +26,8 @@ class Caller:
     """What its key allows; None without keys."""
     deadline_s: float | None = None
     """Monotonic time at which the caller stops waiting; None if unknown."""
+    is_background: bool = False
+    """Whether nobody waits for the answer: it takes only what other requests leave, whatever priority it names."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -40,6 +40,7 @@ from headrace.protos.inference_pb2 import (
     Image,
     SamplingParams,
 )
+from headrace.protos.priorities import BACKGROUND_PRIORITY
 from headrace.protos.status import Reason, StatusError
 
 MAX_GENERATIONS = 4096
@@ -266,6 +267,9 @@ class Generator:
         if self._num_running + len(generations) > MAX_GENERATIONS:
             raise StatusError(Reason.QUEUE_FULL, "the gateway has its maximum of streams", retry_after_s=1.0)
         self._num_running += len(generations)
+        if caller.is_background:
+            for _, request in generations:
+                request.priority = BACKGROUND_PRIORITY
         for plan in plans:
             self._metrics.images(len(plan.job.images), plan.job.num_image_tokens)
             for request in plan.requests[:1]:
@@ -320,11 +324,13 @@ class Generator:
                     self._metrics.recent.delivered(piece.num_tokens)
                     if not first_s:
                         first_s = last_s
-                        self._metrics.first_token(job.model.name, last_s - caller.arrived_s)
+                        if not caller.is_background:
+                            self._metrics.first_token(job.model.name, last_s - caller.arrived_s)
                         current_span().event("first token")
                     if piece.ending is not None:
                         current_span().append("gen_ai.response.finish_reasons", piece.ending.reason)
-                        self._metrics.timed(job.model.name, message.finish)
+                        if not caller.is_background:
+                            self._metrics.timed(job.model.name, message.finish)
                         break
                     yield piece
             if check is not None and piece.ending is not None and piece.ending.reason == "stop":
@@ -334,7 +340,8 @@ class Generator:
             raise _of_image(in_callers_terms(error, job.sampling.structure), job.images) from error
         finally:
             current_span().add("gen_ai.usage.output_tokens", num_tokens)
-            self._metrics.choice_ended(len(job.token_ids), choice.num_cached_tokens, num_tokens, last_s - first_s)
+            decoding_s = 0.0 if caller.is_background else last_s - first_s
+            self._metrics.choice_ended(len(job.token_ids), choice.num_cached_tokens, num_tokens, decoding_s)
 
     async def _merged(
         self, generations: Sequence[tuple[Plan, GenerateRequest]], caller: Caller

@@ -1,7 +1,7 @@
 """Sends copies of requests to another model and drops the answers, to try that model under real load.
 
-A copy never delays or fails its original. Copies have the lowest priority at the workers. At most `MAX_RUNNING` run at
-a time; further ones are dropped. A copy never causes its model to be loaded.
+A copy never delays or fails its original. Copies have a lower priority at the workers than requests of callers. At most
+`MAX_RUNNING` run at a time; further ones are dropped. A copy never causes its model to be loaded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from headrace.gateway.chat.request import Chat, Completion
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.gateway.text.models import Models
 from headrace.protos.cache_scope import cache_scope, scoped_salt
+from headrace.protos.priorities import SHADOW_PRIORITY
 from headrace.protos.status import StatusError
 
 MAX_RUNNING = 16
-LOWEST_PRIORITY = -(2**31)
 _LOG = logging.getLogger(__name__)
 
 Copy = Callable[[str, Caller], Awaitable[None]]
@@ -84,7 +84,7 @@ class ChatCopies:
         """Copy a request that was planned, if it has a shadow. `chats` plans the copy."""
 
         async def copy(model: str, caller: Caller) -> None:
-            plans = await _plans(chats, structs.replace(request, model=model, priority=LOWEST_PRIORITY))
+            plans = await _plans(chats, structs.replace(request, model=model, priority=SHADOW_PRIORITY))
             _scope(plans)
             async with aclosing(self._generator.stream(plans, caller)) as pieces:
                 async for _ in pieces:

@@ -18,12 +18,13 @@ from typing import Any
 from headrace.common.tasks import end_tasks
 from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller, authorization_var
-from headrace.gateway.chat.shadowing import LOWEST_PRIORITY, Shadows
+from headrace.gateway.chat.shadowing import Shadows
 from headrace.gateway.encoding.planning import EncodingPlan, Encodings, PairsToScore, TextsToEmbed
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.gateway.telemetry.spans import describe_generation
 from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
+from headrace.protos.priorities import BACKGROUND_PRIORITY, SHADOW_PRIORITY
 from headrace.protos.status import Reason, StatusError
 
 # Number of calls of one request at a time. They fill batches of a few workers and leave room for other requests.
@@ -87,11 +88,13 @@ class EncodingRunner:
         """Encode one text after another until none is left."""
         for number in order:
             request = self._request(plan, number, tenant)
+            if caller.is_background:
+                request.priority = BACKGROUND_PRIORITY
             answer = self._upstream.generate(request, caller.metadata, caller.deadline_s, card=plan.model.card)
             num_tokens = len(plan.prompts[number])
             async with aclosing(answer) as messages:
                 async for message in messages:
-                    if message.HasField("finish"):
+                    if message.HasField("finish") and not caller.is_background:
                         self._metrics.timed(plan.model.name, message.finish)
                     vectors[number] = message.vector
             if not vectors[number]:
@@ -134,9 +137,9 @@ class EncodingCopies:
 
         async def copy(model: str, caller: Caller) -> None:
             if isinstance(request, TextsToEmbed):
-                plan = await encodings.plan(replace(request, model=model, priority=LOWEST_PRIORITY))
+                plan = await encodings.plan(replace(request, model=model, priority=SHADOW_PRIORITY))
             else:
-                plan = await encodings.plan_pairs(replace(request, model=model, priority=LOWEST_PRIORITY))
+                plan = await encodings.plan_pairs(replace(request, model=model, priority=SHADOW_PRIORITY))
             authorization = authorization_var.get()
             await self._runner.run_copy(plan, caller, authorization.key.tenant if authorization is not None else "")
 

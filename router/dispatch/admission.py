@@ -8,7 +8,8 @@ The router predicts only the wait in its own queue. A worker predicts the wait i
 requests ahead and the cached prefix. The router passes it the rest of the time that the request may wait.
 
 A request whose answer has begun, or whose worker failed, is never refused or queued here: a client is reading its
-answer. Decisions are synchronous; only the turn in the queue is awaited.
+answer. Decisions are synchronous; only the turn in the queue is awaited. A request in the background is placed at once
+or refused, unless no worker serves its model yet: it never waits for room, where it would make others wait behind it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from msgspec import structs
 
 from headrace.common.fair_queue import Entry, FairQueue
 from headrace.protos import inference_pb2, worker_pb2
+from headrace.protos.priorities import BACKGROUND_PRIORITY
 from headrace.protos.status import Reason, StatusError
 from headrace.router.dispatch.holding import Holding, OnDemand
-from headrace.router.dispatch.refusals import queue_full, tenant_full, too_late
+from headrace.router.dispatch.refusals import background_full, queue_full, tenant_full, too_late
 from headrace.router.fleet.fleet import Fleet
 from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
 from headrace.router.placement.policy import predicted_wait_ms
@@ -142,7 +144,10 @@ class Admission:
     @contextlib.contextmanager
     def counted(self, message: inference_pb2.GenerateRequest) -> Iterator[None]:
         """Context manager: the request counts for its tenant until it exits. Raises StatusError (QUOTA) if the tenant
-        has its maximum of requests."""
+        has its maximum of requests. Requests in the background do not count."""
+        if message.priority == BACKGROUND_PRIORITY:
+            yield
+            return
         tenant = message.tenant
         most = self._config.max_in_flight_per_tenant
         number = self._num_of_tenant.get(tenant, 0)
@@ -173,6 +178,11 @@ class Admission:
         if remaining_s is not None:
             bound_s = min(bound_s, remaining_s)
         request.max_ttft_ms = bound_s * 1000
+        if request.is_background and self._fleet.is_served(card):
+            placed = self._fleet.place(request, card, ())
+            if placed is None:
+                raise background_full()
+            return placed
         if card.name not in self._queues and self._fleet.has_room(card):
             placed = self._fleet.place(request, card, ())
             if placed is not None:
@@ -213,6 +223,10 @@ class Admission:
                 placed = self._fleet.place(ticket.request, ticket.card, ())
             except StatusError as error:
                 ticket.turn.set_exception(error)
+                queue.remove(entry)
+                continue
+            if placed is None and ticket.request.is_background:
+                ticket.turn.set_exception(background_full())
                 queue.remove(entry)
                 continue
             if placed is None:

@@ -9,6 +9,7 @@ from headrace.protos.status import Reason, StatusError
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 60.0
 _CHANGED_RETRY_S = 1.0
+_BACKGROUND_RETRY_S = 1.0
 
 
 def retry_after(seconds: float) -> float:
@@ -33,6 +34,12 @@ def queue_full(num_waiting: int, wait_s: float) -> StatusError:
         f"the service is busy: {num_waiting} requests wait already, the maximum; try again later",
         retry_after_s=retry_after(wait_s),
     )
+
+
+def background_full() -> StatusError:
+    """The refusal of a request in the background when no worker has room to spare."""
+    problem = "every worker is at least half full, and a request of a batch takes only what others leave"
+    return StatusError(Reason.QUEUE_FULL, f"{problem}; try again later", retry_after_s=_BACKGROUND_RETRY_S)
 
 
 def tenant_full(tenant: str, num_in_flight: int) -> StatusError:

@@ -28,7 +28,7 @@ from headrace.protos.model_identity import model_identity
 from headrace.router.fleet.fleet_adapters import FleetAdapters, adapter_ms, members_with
 from headrace.router.fleet.known_models import REMEMBER_MODEL_S, Departed, KnownModels
 from headrace.router.fleet.links import HEARTBEAT_MS, LinkState, WorkerLink
-from headrace.router.fleet.pools import Members, Pools
+from headrace.router.fleet.pools import Members, Pools, has_background_room
 from headrace.router.fleet.registry import Registry
 from headrace.router.fleet.reported_load import report_interval_ms
 from headrace.router.fleet.routed_request import PlacedRequest, RoutedRequest
@@ -310,6 +310,8 @@ class Fleet:
         members = members_with(request, self._pools.members_for(card.name, request))
         if excluded or request.model_identity:
             members = members.where(lambda link, its_card: link not in excluded and request.may_go_to(its_card))
+        if request.is_background and not request.has_begun:
+            members = members.where(lambda link, its_card: has_background_room(link))
         members = self._pools.that_fit(request, members, self.answer_lengths.priors(card.name), may_refuse=not excluded)
         if not members:
             return None

@@ -179,6 +179,12 @@ def _has_room(link: WorkerLink) -> bool:
     return load.has_room(load.num_arrived + link.bookings.num_pending)
 
 
+def has_background_room(link: WorkerLink) -> bool:
+    """Whether a worker takes another request in the background."""
+    load = link.reported.load
+    return load.has_background_room(load.num_arrived + link.bookings.num_pending)
+
+
 NOBODY = Members.of([])
 
 

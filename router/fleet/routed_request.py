@@ -13,6 +13,7 @@ from headrace.protos import inference_pb2, worker_pb2
 from headrace.protos.block_hash import root_hash
 from headrace.protos.cache_eviction import longest_context_of, rule_for
 from headrace.protos.model_identity import model_identity
+from headrace.protos.priorities import BACKGROUND_PRIORITY
 from headrace.protos.status import StatusError
 from headrace.router.fleet.links import WorkerLink
 from headrace.router.placement.bookings import Booking
@@ -70,6 +71,8 @@ class RoutedRequest:
         self._sampling = request.sampling
         self.has_begun = bool(generated or model_identity)
         """Whether tokens of the answer have been delivered."""
+        self.is_background = request.priority == BACKGROUND_PRIORITY
+        """Whether it only takes what all other requests leave."""
         self.has_eviction_rule = request.sampling.HasField("cache_eviction")
         """Whether it has a rule for evicting its KV blocks. Not all workers of a model may allow that."""
         self._cache_salt = request.cache_salt

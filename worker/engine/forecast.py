@@ -150,7 +150,7 @@ class Forecast:
         """How long the request would wait for others, and how long its own prompt would take, in seconds. If the wait
         for a place is too long already, the first is only that."""
         waiting = self._waiting_ahead_of(request)
-        others = [*self._scheduler.running, *waiting]
+        others = [*self._running_beside(request), *waiting]
         computed = self._computed(request, others)
         wait_s = self._place_s(request, waiting, computed)
         if wait_s <= min(self._max_wait_s, request.max_wait_s):
@@ -171,6 +171,13 @@ class Forecast:
             return []
         place = rank(request)
         return [other for other in self._scheduler.waiting if rank(other) <= place]
+
+    def _running_beside(self, request: Request) -> Sequence[Request]:
+        """The running requests with which it shares the worker. Those in the background make room for others."""
+        running = self._scheduler.running
+        if request.is_background or not running or not running[-1].is_background:
+            return running
+        return [other for other in running if not other.is_background]
 
     def _overtakes(self, request: Request) -> bool:
         """Whether the first waiting request lacks blocks, and this one would be admitted now."""
@@ -202,7 +209,7 @@ class Forecast:
         """An upper bound of the work until the request's prompt is computed: nothing is cached, and all others go
         first."""
         work = _Work.behind(0, request.num_tokens)
-        for others in (self._scheduler.running, waiting):
+        for others in (self._running_beside(request), waiting):
             for other in others:
                 work = work.plus(_Work.behind(other.num_computed_tokens, other.num_uncomputed_tokens))
         return work
@@ -228,13 +235,15 @@ class Forecast:
     def _num_ends_needed(self, request: Request, waiting: Sequence[Request], computed: Mapping[Request, int]) -> int:
         """How many requests must end before this one gets a place in the batch and blocks for its prompt."""
         scheduler = self._scheduler
-        for_a_place = len(scheduler.running) + len(waiting) + 1 - scheduler.max_num_seqs
+        running = self._running_beside(request)
+        for_a_place = len(running) + len(waiting) + 1 - scheduler.max_num_seqs
         num_free = scheduler.kv_cache.num_free_blocks
-        promised = sum(self._num_missing_blocks(other, computed) for other in scheduler.running)
+        num_free += sum(len(other.block_table) for other in scheduler.running[len(running) :])
+        promised = sum(self._num_missing_blocks(other, computed) for other in running)
         num_short = 0
         for other in (*waiting, request):
             promised += self._num_missing_blocks(other, computed)
-            if promised > num_free and scheduler.running:
+            if promised > num_free and running:
                 num_short += 1
         return max(0, for_a_place, num_short)
 

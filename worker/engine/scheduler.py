@@ -8,6 +8,10 @@ whose clients already read the answer, then earlier arrival. A step
    (`step_budget`) goes to the prompt that is first in rank, so that even the longest prompt makes progress. The
    remainder goes to resumed requests, then to the prompts with the least left to compute, 3. reserves blocks in order
    of rank. If blocks are short, the requests that are last in rank are preempted.
+
+Requests in the background (`BACKGROUND_PRIORITY`) take what others leave. While another request runs, no background
+request is admitted and none of their prompts is computed; their streams get a token only in steps that this lengthens
+by at most `BACKGROUND_SHARE`. They give their places and blocks to any other request that waits for them.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import FinishReason, Request, RequestState
 from headrace.worker.request.step import RequestOutput, Sampled, Scheduled, StepPlan
 from headrace.worker.speculation.speculation import Speculation
+
+# By this share, streams in the background may lengthen a decode step of others (docs/decisions/scheduling.md#batches).
+BACKGROUND_SHARE = 0.05
 
 FetchFirst: TypeAlias = Callable[[Request, int], bool]
 """Takes a waiting request whose cached blocks are elsewhere, and fetches them into up to this many free blocks. Returns
@@ -232,19 +239,30 @@ class Scheduler:
             assert requests == sorted(requests, key=rank)
 
     def _admit(self, fetch_first: FetchFirst | None) -> None:
-        """Admit waiting requests in order of rank. If the first lacks blocks, others may overtake it."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
+        """Admit waiting requests in order of rank. If the first lacks blocks, others may overtake it. Any request but
+        those in the background may take the places and the blocks of these."""
+        if not self.waiting:
+            return
+        self._give_places()
+        if len(self.running) >= self.max_num_seqs:
             return
         kv_cache, overtaken = self.kv_cache, None
         promised = sum(self.num_missing_blocks(request) for request in self.running)
         for request in self.waiting[: self.max_num_seqs]:
             if len(self.running) >= self.max_num_seqs:
                 return
+            if request.is_background and self._has_foreground():
+                return
             if overtaken is not None and not self.may_overtake(request, overtaken, promised):
                 continue
             gained = kv_cache.reuse(request)
             missing = self.num_missing_blocks(request)
-            if not kv_cache.has_room(request, promised + missing) and self.running:
+            has_room = kv_cache.has_room(request, promised + missing)
+            while not has_room and not request.is_background and self.running and self.running[-1].is_background:
+                promised -= self.num_missing_blocks(self.running[-1])
+                self._preempt(self.running[-1])
+                has_room = kv_cache.has_room(request, promised + missing)
+            if not has_room and self.running:
                 kv_cache.free(request)
                 overtaken = overtaken or request
                 if not self.may_be_overtaken(overtaken):
@@ -258,6 +276,16 @@ class Scheduler:
             request.state = RequestState.RUNNING
             request.scheduled_s = request.scheduled_s or self.clock()
             bisect.insort(self.running, request, key=rank)
+
+    def _give_places(self) -> None:
+        """Preempt requests in the background for those that wait for a place."""
+        wanted = sum(not request.is_background for request in self.waiting[: self.max_num_seqs])
+        while wanted > self.max_num_seqs - len(self.running) and self.running and self.running[-1].is_background:
+            self._preempt(self.running[-1])
+
+    def _has_foreground(self) -> bool:
+        """Whether a request runs that is not in the background. These are last in rank."""
+        return bool(self.running) and not self.running[0].is_background
 
     def may_be_overtaken(self, first: Request) -> bool:
         """Whether others may go before the first waiting request, which lacks blocks. They may for as long as its own
@@ -289,13 +317,37 @@ class Scheduler:
 
     def _share_budget(self) -> dict[Request, int]:
         """How many tokens each running request should compute. It may wait for a block that another computes."""
-        wanted = {request: 1 for request in self.running if request.num_uncomputed_tokens == 1}
-        behind = [request for request in self.running if request not in wanted]
+        shared: Sequence[Request] = self.running
+        others: Sequence[Request] = ()
+        if self._has_foreground() and self.running[-1].is_background:
+            shared = [request for request in self.running if not request.is_background]
+            others = self.running[len(shared) :]
+        wanted = {request: 1 for request in shared if request.num_uncomputed_tokens == 1}
+        behind = [request for request in shared if request not in wanted]
         if behind:
             self._share_with(behind, wanted)
-        elif self.speculation is not None:
+            return wanted
+        guests = self._guests(wanted, others) if others else ()
+        if self.speculation is not None:
             self.speculation.propose(wanted, self.kv_cache)
-        return wanted
+        return wanted | dict.fromkeys(guests, 1)
+
+    def _guests(self, streams: Iterable[Request], background: Iterable[Request]) -> Sequence[Request]:
+        """The streams in the background that get a token in a decode step of others: as many as lengthen it by at most
+        `BACKGROUND_SHARE`, including the change of its size, which occurs when one joins or leaves."""
+        costs = self.step_costs.decode
+        if not costs.is_learned or self.speculation is not None:
+            return ()
+        step = [(request.num_kv_tokens, 1) for request in streams]
+        limit_ms = (1 + BACKGROUND_SHARE) * costs.predict_ms(StepShape.of(step))
+        guests = []
+        for request in background:
+            if request.num_uncomputed_tokens == 1:
+                step.append((request.num_kv_tokens, 1))
+                if costs.predict_ms(StepShape.of(step, changed=True)) > limit_ms:
+                    break
+                guests.append(request)
+        return guests
 
     def _share_with(self, behind: list[Request], wanted: dict[Request, int]) -> None:
         """Add to `wanted` the number of tokens that prompts, at least one, should compute."""
@@ -373,6 +425,7 @@ class Scheduler:
                 if len(self.running) == 1 and self.num_fetching:
                     break  # their blocks are free soon
                 victim = self.running[-1]
+                assert len(self.running) > 1, "a request that is alone does not fit the pool"
                 self._preempt(victim)
                 if victim is request:
                     break
@@ -382,7 +435,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take the blocks of a request. It keeps its tokens, and is computed again when there is room."""
-        assert len(self.running) > 1, "a request that is alone does not fit the pool"
         self.running.remove(request)
         self.kv_cache.free(request)
         request.draft = ()

@@ -166,6 +166,8 @@ def load_of(scheduler: Scheduler, **more: Any) -> LoadReport:
     return LoadReport(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
+        num_running_background=sum(request.is_background for request in scheduler.running),
+        num_waiting_background=sum(request.is_background for request in scheduler.waiting),
         num_uncached_tokens=uncached,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_step_ms=rates.decode_token_ms,

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.protos.priorities import BACKGROUND_PRIORITY
 from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request.eviction import Eviction
 from headrace.worker.request.images import PlacedImage
@@ -220,6 +221,11 @@ class Request:
         at each position."""
         num_top = self.sampling.num_prompt_logprobs
         return 0 if num_top is None or self.is_resumed else (1 + num_top) * (self.num_prompt_tokens - 1)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it only takes what all other requests leave."""
+        return self.priority == BACKGROUND_PRIORITY
 
     @property
     def is_resumed(self) -> bool:

@@ -28,6 +28,8 @@ _GAUGES = {
     "num_waiting": ("requests_waiting", "Requests that wait for their first step."),
     "num_fetching": ("requests_fetching", "Those of them that wait for KV blocks from the disk or another worker."),
     "num_encoding": ("requests_encoding", "Those of them that wait for their images to be encoded."),
+    "num_running_background": ("requests_running_background", "Requests of batches in the running batch."),
+    "num_waiting_background": ("requests_waiting_background", "Requests of batches that gave their places to others."),
     "encoding_tokens": ("encoding_tokens", "Image tokens that are being encoded or wait for it."),
     "image_tokens_per_s": ("image_tokens_per_second", "Mean rate of encoding images."),
     "num_cached_images": ("images_cached", "Images whose states are kept."),
