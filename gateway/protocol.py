@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from headrace.gateway.access.admission import AdmissionControl
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.grpc_edge import GrpcService
 from headrace.gateway.fields import FieldTable
@@ -29,6 +30,8 @@ class Setup:
     """Values of the protocol's own options, by parameter name."""
     shared_redis_url: str | None = None
     """The Redis of leases, limits and keys (`--redis`)."""
+    admission: AdmissionControl = field(default_factory=AdmissionControl)
+    """Admits the requests."""
 
 
 class OpenProtocol:
@@ -38,6 +41,9 @@ class OpenProtocol:
         """A gateway with a gRPC port serves the gRPC services."""
         self.endpoints = endpoints
         self.grpc_services = grpc_services
+
+    def meet(self, endpoints: Sequence[Endpoint]) -> None:
+        """Learn the endpoints of all open protocols. Called once, before `run`."""
 
     def redis_states(self) -> Mapping[str, RedisState]:
         """The state of each Redis that it uses, by purpose. Health endpoints show them."""

@@ -17,6 +17,7 @@ NAMES = (
     "openai",
     "rerank",
     "responses",
+    "batches",
     "anthropic",
     "ollama",
     "tgi",
@@ -41,4 +42,6 @@ PROTOCOLS = {name: _load(name) for name in NAMES}
 def endpoints(services: Services, opened: Sequence[OpenProtocol]) -> Sequence[Endpoint]:
     """All HTTP endpoints of the open protocols and for operators."""
     own = [endpoint for protocol in opened for endpoint in protocol.endpoints]
+    for protocol in opened:
+        protocol.meet(own)
     return operations.endpoints(services, [protocol.redis_states for protocol in opened], own)

@@ -122,7 +122,7 @@ async def serve(settings: Settings) -> None:
             watches.start()
         for protocol in PROTOCOLS.values():
             flags = protocol.flags(settings.protocol_flags)
-            opened.append(protocol.open(Setup(services, flags, settings.controls.redis_url)))
+            opened.append(protocol.open(Setup(services, flags, settings.controls.redis_url, controls.admission)))
         await _run(settings, controls, services, opened, bound, threads, stop)
     finally:
         if watches is not None:

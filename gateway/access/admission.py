@@ -18,7 +18,7 @@ import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace.common.stores.api_keys import ApiKey
@@ -214,6 +214,16 @@ class AdmissionControl:
         if key is None or self._limits is None:
             return None
         return Authorization(key, next(self._names), self._limits)
+
+    def background(self, key_id: str) -> Authorization | None:
+        """The authorization of a request that the key of this id left to be run later; empty without keys. Limits of
+        requests and tokens do not hold for it. Raises StatusError (UNAUTHENTICATED) if the key is not valid any
+        more."""
+        if self._keys is None or self._limits is None:
+            return None
+        key = self._keys.find_id(key_id)
+        free = replace(key, requests_per_minute=None, tokens_per_minute=None, max_concurrent=None)
+        return Authorization(free, next(self._names), self._limits)
 
     @asynccontextmanager
     async def admitted(

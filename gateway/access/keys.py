@@ -120,6 +120,15 @@ class KeyRing:
             raise StatusError(Reason.UNAUTHENTICATED, "the API key is not valid")
         return key
 
+    def find_id(self, key_id: str) -> ApiKey:
+        """The key of this id. Raises StatusError as `find`."""
+        if not self._is_known:
+            raise StatusError(Reason.NO_CAPACITY, "the API keys cannot be read at the moment", retry_after_s=1.0)
+        for key in self._by_sha256.values():
+            if key.id == key_id:
+                return key
+        raise StatusError(Reason.UNAUTHENTICATED, "the API key is not valid any more")
+
     async def refresh(self) -> None:
         """Read the changes since the last call. Raises KeysError."""
         keys = await self._source.read()

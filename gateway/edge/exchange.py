@@ -12,7 +12,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -180,6 +180,35 @@ class Exchange:
             raise HttpError(415, "encoding_not_supported", problem, param="content-encoding")
         self._watch = asyncio.create_task(self._watch_for_disconnect())
         return body
+
+    async def body_pieces(self, max_bytes: int, too_large: HttpError) -> AsyncIterator[bytes]:
+        """The body of an upload as it arrives, at most `max_bytes`; nothing of it is kept. It has the time of a body
+        for each `Bodies.max_bytes` of it. Raises `HttpError`: `too_large`, 408, 415."""
+        if self.header("content-encoding").lower() not in ("", "identity"):
+            raise HttpError(415, "encoding_not_supported", "send the body uncompressed", param="content-encoding")
+        num_bytes = num_in_time = 0
+        until_s = time.monotonic() + self._bodies.timeout_s
+        more = True
+        while more:
+            try:
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + until_s - time.monotonic()):
+                    message = await self._receive()
+            except TimeoutError:
+                late = f"{self._bodies.max_bytes} bytes of the body did not come within {self._bodies.timeout_s:g} s"
+                raise HttpError(408, "request_timeout", late, [(b"connection", b"close")]) from None
+            if message["type"] == "http.disconnect":
+                self.disconnected = True
+                raise asyncio.CancelledError
+            piece = message.get("body", b"")
+            more = message.get("more_body", False)
+            num_bytes += len(piece)
+            num_in_time += len(piece)
+            if num_in_time >= self._bodies.max_bytes:
+                num_in_time, until_s = 0, time.monotonic() + self._bodies.timeout_s
+            if num_bytes > max_bytes:
+                too_large.headers.append((b"connection", b"close"))
+                raise too_large
+            yield piece
 
     async def _read_body(self) -> bytes:
         parts: list[bytes] = []

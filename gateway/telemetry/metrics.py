@@ -109,6 +109,18 @@ class Metrics:
             "outcome",
         )
 
+        self._batch_lines = self._counter(
+            "batch_lines",
+            "Lines of batches by outcome: ok, failed, or retry for an attempt that is made again later.",
+            "outcome",
+        )
+        self.batch_lines_running = Gauge(
+            "headrace_batch_lines_running", "Lines of batches that this gateway runs.", registry=self._registry
+        )
+        self.batches_open = Gauge(
+            "headrace_batches_open", "Batches of the store that have not ended.", registry=self._registry
+        )
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"headrace_{name}", text, labels, registry=self.registry)
 
@@ -148,13 +160,16 @@ class Metrics:
     def choice_ended(
         self, num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int, decoding_s: float
     ) -> None:
-        """Count the tokens of a choice, whole or broken off. `decoding_s` is from its first to its last token."""
+        """Count the tokens of a choice, whole or broken off. `decoding_s` is from its first to its last token; 0 for
+        requests of batches, whose times are not those of callers."""
         self.recent.prompt(num_prompt_tokens, num_cached_tokens)
         self._prompt.inc(num_prompt_tokens)
         self._cached.inc(num_cached_tokens)
         self._generated.inc(num_generated_tokens)
         if num_generated_tokens > 1:
             self._per_token.observe(decoding_s / (num_generated_tokens - 1), _trace())
+        if num_generated_tokens > 1 and decoding_s:
+            self._per_token.observe(decoding_s / (num_generated_tokens - 1))
 
     def timed(self, model: str, finish: Finish) -> None:
         """Observe the times of a generation that a worker reports with its finish."""
@@ -173,6 +188,10 @@ class Metrics:
     def shadowed(self, model: str, outcome: str) -> None:
         """Count a copy of a request for another model."""
         self._shadowed.labels(model, outcome).inc()
+
+    def batch_line(self, outcome: str) -> None:
+        """Count the end or the attempt of a line of a batch."""
+        self._batch_lines.labels(outcome).inc()
 
     def exposition(
         self,

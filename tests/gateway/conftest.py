@@ -416,7 +416,7 @@ async def serving_gateway(
     upstream, host = services.upstream, services.host
     following = asyncio.create_task(host.run())
     opened = {
-        name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}))
+        name: protocol.open(Setup(services, {**default_flags(protocol), **(flags or {})}, admission=controls.admission))
         for name, protocol in PROTOCOLS.items()
     }
     edge = HttpEdge(
