@@ -40,6 +40,7 @@ _SUBCOMMANDS = {
     "adapters": _Subcommand("fleet.adapters:adapters", "List, load and unload LoRA adapters of a fleet."),
     "explain": _Subcommand("fleet.explain:explain", "Show which worker a prompt would go to, and why."),
     "chat": _Subcommand("fleet.chat:chat", "Chat with a served model in the terminal."),
+    "batch": _Subcommand("fleet.batch:batch", "Run the requests of a file at the lowest priority."),
     "keys": _Subcommand("fleet.keys:keys", "Create, list and revoke API keys."),
     "certs": _Subcommand("fleet.certs:certs", "Create certificates for a fleet."),
     "completion": _Subcommand("completion:completion", "Complete commands, models and workers in bash, zsh or fish."),

@@ -100,6 +100,7 @@ class ServeOptions:
     allowed_local_media_path: Path | None = None
     cors_origins: tuple[str, ...] = ()
     redis_url: str | None = None
+    batch_store: str | None = None
     log_level: str | None = None
     log_format: str | None = None
     otlp_endpoint: str | None = None
@@ -213,7 +214,7 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv += [part for name in options.allowed_media_domains for part in ("--allowed-media-domains", name)]
     argv += _given("--allowed-local-media-path", options.allowed_local_media_path)
     argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
-    argv += _given("--redis", options.redis_url)
+    argv += _given("--redis", options.redis_url) + _given("--batch-store", options.batch_store)
     argv += _observation(options) + _membership(options) + _calls(options)
     for flag in ("api_keys", "tls_cert", "tls_key", "admin_key_file"):
         argv += _given(f"--{flag.replace('_', '-')}", getattr(options.files, flag))

@@ -7,6 +7,7 @@ It checks the ports, finds or pulls the model, and starts all processes at once.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -125,6 +126,12 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "cors_origins",
     multiple=True,
     help="Origin of web pages that may call the API; * for any. May be repeated.",
+)
+@click.option(
+    "--batch-store",
+    metavar="DIR|URL",
+    help="Where files and batches are kept: a directory, a bucket (s3://, gs://, az://), or none.  [default: "
+    "~/.local/share/headrace/batches/PORT]",
 )
 @click.option("--redis", "redis_url", help="Redis for rate limits, shared with the gateways of other hosts.")
 @click.option(
@@ -280,6 +287,7 @@ class Run:
                 aliases=aliases,
                 shadows=shadows,
                 has_rules=self.file is not None or any(plan.rules != ModelRules() for plan in plans),
+                batch_store=batch_store_of(given.pop("batch_store"), port),
                 worker={flag.option: given.pop(flag.option) for flag in WORKER_FLAGS},
                 **given,
             )
@@ -287,6 +295,17 @@ class Run:
             sys.exit(asyncio.run(serving.run()))
         finally:
             log.close(_LOG_FLUSH_S)
+
+
+def batch_store_of(given: str | None, port: int) -> str | None:
+    """Where the server at a port keeps files and batches; None for nowhere. Each has a place of its own by default: the
+    gateways of one place share its batches, and must serve the same models."""
+    if given is not None:
+        is_place = "://" in given or given == "none"
+        return None if given == "none" else given if is_place else str(Path(given).absolute())
+    data = os.environ.get("XDG_DATA_HOME")
+    home = Path(data) if data else Path("~/.local/share").expanduser()
+    return str(home / "headrace" / "batches" / str(port))
 
 
 def checked_places(
