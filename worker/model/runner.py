@@ -77,8 +77,8 @@ class OpenVINOModelRunner:
     performance mode only on some CPUs (docs/decisions/speculation.md). `states` reads hidden states of every step. With
     `evicts`, requests may evict their own KV blocks. With `has_parts`, layers with a sliding window have their parts of
     blocks in separate slots of `part_bytes` bytes. `block_bytes` then counts only the other layers. `layer_groups` says
-    what the cache has to keep for which layers. `image_inputs` is what the graph takes of images; None if it
-    takes none.
+    what the cache has to keep for which layers. `image_inputs` is what the graph takes of images; None if it takes
+    none. `divide` makes the graph with PagedAttention that of one rank, and returns what must live as long as it.
     """
 
     _batch: Batch | None = None
@@ -97,11 +97,13 @@ class OpenVINOModelRunner:
         states: StateReader | None = None,
         evicts: bool = False,
         has_parts: bool = False,
+        divide: Callable[[ov.Model], object] | None = None,
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         paged = read_paged(core, model_dir, max_context_tokens, evicts=evicts)
         model, self.depends_on_context, self.image_inputs = paged
+        self._divided = None if divide is None else divide(model)
         has_parts = has_parts and not has_states(model)
         self.windows = add_window_tables(model) if has_parts else window_layers(model)
         self._in_slots: Collection[int] = self.windows.layers if has_parts else ()

@@ -13,12 +13,14 @@ import openvino as ov
 from openvino import opset13
 
 from headrace.worker.model.fused_projections import is_constant
+from headrace.worker.model.rank_sum import SUM
 from headrace.worker.model.window_tables import attentions
 
 _ELEMENTWISE = {
     *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum"),
     *("Sqrt", "Exp", "Negative", "Abs", "Convert", "Clamp"),
     *("Swish", "Gelu", "Sigmoid", "Tanh", "Relu", "SoftPlus", "Mish", "HSwish"),
+    SUM,
 }
 _REDUCTIONS = {"ReduceMean", "ReduceSum", "ReduceMax"}
 _MOVES = {"Reshape", "Transpose", "Unsqueeze", "Squeeze"}

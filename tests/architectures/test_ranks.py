@@ -1,0 +1,57 @@
+"""Small models of many architectures, divided among ranks in one process, have the log-probabilities of the whole."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import pytest
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.model.paging import read_paged
+from headrace.worker.ranks.division import divide
+from tests.architectures.exports import PYTHON, exported
+from tests.architectures.families import FAMILIES, VOCABULARY
+from tests.worker.ranks.exactness import Computed, assert_exact, divided, whole
+
+ALL = os.environ.get("HEADRACE_ARCHITECTURES") == "1"
+NAMES = [name for name, family in FAMILIES.items() if (ALL or family.is_short) and not family.refused]
+# What a refusal says: of all numbers of ranks, or of those above another.
+REFUSED = {
+    **{name: (1, "recurrent layers") for name, family in FAMILIES.items() if family.is_recurrent},
+    "falcon": (1, "would mix"),
+    "olmo2": (2, "k_norm"),
+}
+RANKS = (2, 3, 4) if ALL else (2, 3)
+CASES = [(name, num_ranks) for name in NAMES for num_ranks in RANKS]
+SERVED = [(name, num_ranks) for name, num_ranks in CASES if num_ranks <= REFUSED.get(name, (4, ""))[0]]
+REFUSALS = [case for case in CASES if case not in SERVED]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models"),
+]
+
+
+@lru_cache(maxsize=1)
+def undivided(directory: Path) -> Computed:
+    return whole(directory)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), SERVED)
+def test_a_divided_model_has_the_log_probabilities_of_the_whole(name: str, num_ranks: int) -> None:
+    directory = exported(NAMES)[name]
+    of_group, group = divided(directory, num_ranks)
+    assert group.division.whole_share < 0.05
+    tokens = np.random.default_rng(7).integers(4, VOCABULARY, 2000).tolist()
+    assert_exact(undivided(directory), of_group, [tokens[:20], tokens[:300], *([tokens] if ALL else [])])
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), REFUSALS)
+def test_what_cannot_be_divided_is_refused_in_a_sentence(name: str, num_ranks: int) -> None:
+    model = read_paged(ov.Core(), exported(NAMES)[name]).graph
+    with pytest.raises(ConfigurationError, match=REFUSED[name][1]):
+        divide(model, num_ranks)

@@ -1,0 +1,72 @@
+"""Log-probabilities of a model and of its divided form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.worker.engine.build import build_engine
+from headrace.worker.engine.engine import ModelRunner
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.step_limits import step_limits
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.sampling.sampler import BatchSampler
+from tests.worker.conftest import CHEAP_STEPS
+from tests.worker.ranks.group import Group
+
+ASKED: dict[str, Any] = {"kv_precision": "f32", "execution_mode": "accuracy"}
+TOLERANCE = 1e-4
+# Of float32, for models whose log-probabilities reach hundreds.
+_PRECISION = 1e-6
+NUM_BLOCKS = 160
+
+
+class Computed:
+    """A compiled model, whole or divided."""
+
+    def __init__(self, runner: ModelRunner, exact_rows: int) -> None:
+        self._runner = runner
+        self._exact_rows = exact_rows
+
+    def log_probabilities(self, tokens: Sequence[int], *, budget: int = 512) -> npt.NDArray[np.float64]:
+        """Of each token of a prompt but the first, and of 4 greedy tokens behind it. Steps have `budget` tokens at
+        most."""
+        limits = step_limits(8, budget, budget, exact_rows=self._exact_rows)
+        engine = build_engine(self._runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS)
+        sampling = SamplingParams(max_tokens=4, seed=0, temperature=0.0, num_prompt_logprobs=0, num_logprobs=0)
+        request = Request("scored", tokens, sampling, 1)
+        engine.scheduler.add(request)
+        found = []
+        while engine.scheduler.has_requests:
+            for output in engine.step():
+                found += [entry.logprob for entry in output.logprobs]
+        assert len(request.prompt_logprobs) == len(tokens) - 1
+        return np.array([*(entry.logprob for entry in request.prompt_logprobs), *found])
+
+
+def whole(directory: Path) -> Computed:
+    """The undivided model, in accuracy mode."""
+    runner = OpenVINOModelRunner(directory, threads=1, **ASKED)
+    runner.allocate(NUM_BLOCKS)
+    return Computed(runner, runner.exact_rows)
+
+
+def divided(directory: Path, num_ranks: int) -> tuple[Computed, Group]:
+    """The model divided among ranks, in accuracy mode."""
+    group = Group(directory, num_ranks, **ASKED)
+    group.allocate(NUM_BLOCKS)
+    return Computed(group, group.exact_rows), group
+
+
+def assert_exact(of_whole: Computed, of_group: Computed, prompts: Sequence[Sequence[int]]) -> None:
+    """The divided model has the same log-probabilities, and for each prompt the same bits in any chunks."""
+    for prompt in prompts:
+        found = of_group.log_probabilities(prompt)
+        np.testing.assert_allclose(found, of_whole.log_probabilities(prompt), rtol=_PRECISION, atol=TOLERANCE)
+        in_chunks = of_group.log_probabilities(prompt, budget=72)
+        assert in_chunks[: len(prompt) - 1].tobytes() == found[: len(prompt) - 1].tobytes()
