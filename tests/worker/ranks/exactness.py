@@ -27,9 +27,10 @@ NUM_BLOCKS = 160
 
 
 class Computed:
-    """A compiled model, whole or divided."""
+    """A compiled model, whole or divided. `block_bytes` of a whole one are those of a KV block."""
 
-    def __init__(self, runner: ModelRunner, exact_rows: int) -> None:
+    def __init__(self, runner: ModelRunner, exact_rows: int, block_bytes: int = 0) -> None:
+        self.block_bytes = block_bytes
         self._runner = runner
         self._exact_rows = exact_rows
 
@@ -53,7 +54,7 @@ def whole(directory: Path) -> Computed:
     """The undivided model, in accuracy mode."""
     runner = OpenVINOModelRunner(directory, threads=1, **ASKED)
     runner.allocate(NUM_BLOCKS)
-    return Computed(runner, runner.exact_rows)
+    return Computed(runner, runner.exact_rows, runner.block_bytes)
 
 
 def divided(directory: Path, num_ranks: int) -> tuple[Computed, Group]:
