@@ -166,10 +166,8 @@ class Metrics:
         self._prompt.inc(num_prompt_tokens)
         self._cached.inc(num_cached_tokens)
         self._generated.inc(num_generated_tokens)
-        if num_generated_tokens > 1:
-            self._per_token.observe(decoding_s / (num_generated_tokens - 1), _trace())
         if num_generated_tokens > 1 and decoding_s:
-            self._per_token.observe(decoding_s / (num_generated_tokens - 1))
+            self._per_token.observe(decoding_s / (num_generated_tokens - 1), _trace())
 
     def timed(self, model: str, finish: Finish) -> None:
         """Observe the times of a generation that a worker reports with its finish."""
