@@ -20,8 +20,8 @@ from typing import Any
 import click
 import httpx
 
-from headrace.cli.fleet.chat import default_url
 from headrace.cli.fleet.fleet_access import ApiAccess, api_options
+from headrace.cli.fleet.gateway_access import default_url
 from headrace.cli.http_client import server_url, tls_problem
 from headrace.common.commands import EXIT_FAILED, EXIT_INTERRUPTED, CommandError, CommandFailed
 

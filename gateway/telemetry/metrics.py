@@ -115,10 +115,10 @@ class Metrics:
             "outcome",
         )
         self.batch_lines_running = Gauge(
-            "headrace_batch_lines_running", "Lines of batches that this gateway runs.", registry=self._registry
+            "headrace_batch_lines_running", "Lines of batches that this gateway runs.", registry=self.registry
         )
         self.batches_open = Gauge(
-            "headrace_batches_open", "Batches of the store that have not ended.", registry=self._registry
+            "headrace_batches_open", "Batches of the store that have not ended.", registry=self.registry
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
