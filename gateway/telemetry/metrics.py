@@ -108,7 +108,6 @@ class Metrics:
             "model",
             "outcome",
         )
-
         self._batch_lines = self._counter(
             "batch_lines",
             "Lines of batches by outcome: ok, failed, or retry for an attempt that is made again later.",
