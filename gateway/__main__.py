@@ -130,6 +130,18 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     help="Send copies of a share of an alias's requests to a model, and drop its answers. May be repeated.",
 )
 @click.option(
+    "--endpoint-picker",
+    metavar="HOST:PORT",
+    help="Tell proxies at this address where to send their requests: an endpoint picker of the Gateway API Inference "
+    "Extension (Envoy's ext_proc).",
+)
+@click.option(
+    "--endpoint-port",
+    type=click.IntRange(1, 65535),
+    default=8000,
+    help="Port of the endpoints that --endpoint-picker names, on the hosts of workers.",
+)
+@click.option(
     "--plain-grpc",
     is_flag=True,
     help="Call routers with one RPC for each request, for proxies that balance or observe RPCs.",

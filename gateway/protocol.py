@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from headrace.gateway.access.admission import AdmissionControl
+from headrace.gateway.chat.generation import Plan
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.grpc_edge import GrpcService
 from headrace.gateway.fields import FieldTable
@@ -48,6 +49,11 @@ class OpenProtocol:
     def redis_states(self) -> Mapping[str, RedisState]:
         """The state of each Redis that it uses, by purpose. Health endpoints show them."""
         return {}
+
+    async def plan_of(self, path: str, body: bytes) -> Plan | None:
+        """The plan of the request with this path and body, for an endpoint picker; None for a path that is not known.
+        Raises `StatusError`."""
+        return None
 
     async def run(self) -> None:
         """Do background work until cancelled."""

@@ -37,6 +37,7 @@ from headrace.gateway.encoding.planning import Encodings
 from headrace.gateway.encoding.running import EncodingCopies, EncodingRunner
 from headrace.gateway.images.loading import ImageLoader
 from headrace.gateway.images.sources import ImageSources
+from headrace.gateway.picking.picker import EndpointPicker, PickerServer
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
@@ -73,6 +74,10 @@ class Settings:
     """How long a new request waits if no worker is reachable; None: as long as its client."""
     plain_grpc: bool
     """Whether each request is a separate RPC."""
+    endpoint_picker: str | None
+    """Address for proxies that ask where to send their requests."""
+    endpoint_port: int
+    """Port of the endpoints that it names."""
     model_host: str | None
     """Address of the host that loads and unloads models."""
     await_model_host: bool
@@ -229,6 +234,7 @@ async def _run(
     """Serve until `stop` is set, or the HTTP server or a background task ends; then drain."""
     edge = HttpEdge(endpoints(services, opened), services.metrics, admission=controls.admission, bodies=controls.bodies)
     grpc_server = await _start_grpc(settings, controls, [one for protocol in opened for one in protocol.grpc_services])
+    picker = await _start_picker(settings, services, opened)
     stop_timeout_s = math.ceil(settings.drain_timeout_s + STOP_S)
     application = with_cors(edge, controls.cors_origins)
     http_server = HttpServer(application, stop_timeout_s, controls.connections, controls.tls)
@@ -245,12 +251,28 @@ async def _run(
         protocol.refuse_new()
     interrupting = asyncio.get_running_loop().call_later(settings.drain_timeout_s, edge.interrupt)
     drained = [protocol.drain(settings.drain_timeout_s) for protocol in opened]
-    stopped = [] if grpc_server is None else [grpc_server.stop(settings.drain_timeout_s)]
+    servers = [server for server in (grpc_server, picker) if server is not None]
+    stopped = [server.stop(settings.drain_timeout_s) for server in servers]
     await asyncio.gather(serving, *drained, *stopped)
     interrupting.cancel()
     await end_tasks(*tasks)
     for task in done:
         task.result()
+
+
+async def _start_picker(settings: Settings, services: Services, opened: Sequence[OpenProtocol]) -> PickerServer | None:
+    if settings.endpoint_picker is None:
+        return None
+    most = settings.controls.max_body_mb << 20
+    picker = EndpointPicker(opened, services.upstream, settings.endpoint_port, most)
+    server = PickerServer(picker, lambda: services.models.ready)
+    try:
+        await server.start(settings.endpoint_picker)
+    except RuntimeError as error:
+        problem = f"cannot listen for proxies on {settings.endpoint_picker}; choose another with --endpoint-picker"
+        raise CannotServeError(problem) from error
+    _LOG.info("picking endpoints on %s", settings.endpoint_picker)
+    return server
 
 
 async def _start_grpc(

@@ -47,6 +47,32 @@ PLACEMENT_REASON_PREFIX: PlacementReason
 PLACEMENT_REASON_LOAD: PlacementReason
 PLACEMENT_REASON_SESSION: PlacementReason
 
+class PickRequest(_message.Message):
+    __slots__ = ("request", "hosts", "served_host")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_HOST_FIELD_NUMBER: _ClassVar[int]
+    request: ExplainRequest
+    hosts: _containers.RepeatedScalarFieldContainer[str]
+    served_host: str
+    def __init__(self, request: _Optional[_Union[ExplainRequest, _Mapping]] = ..., hosts: _Optional[_Iterable[str]] = ..., served_host: _Optional[str] = ...) -> None: ...
+
+class PickResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[PickedWorker]
+    def __init__(self, workers: _Optional[_Iterable[_Union[PickedWorker, _Mapping]]] = ...) -> None: ...
+
+class PickedWorker(_message.Message):
+    __slots__ = ("worker_id", "address", "num_cached_tokens")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    num_cached_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
 class ListScalingSignalsRequest(_message.Message):
     __slots__ = ("model",)
     MODEL_FIELD_NUMBER: _ClassVar[int]

@@ -80,6 +80,11 @@ class RouterStub(object):
                 request_serializer=headrace_dot_protos_dot_router__pb2.ListScalingSignalsRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_router__pb2.ListScalingSignalsResponse.FromString,
                 _registered_method=True)
+        self.Pick = channel.stream_stream(
+                '/headrace.v1.Router/Pick',
+                request_serializer=headrace_dot_protos_dot_router__pb2.PickRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_router__pb2.PickResponse.FromString,
+                _registered_method=True)
         self.AwaitModel = channel.unary_unary(
                 '/headrace.v1.Router/AwaitModel',
                 request_serializer=headrace_dot_protos_dot_router__pb2.AwaitModelRequest.SerializeToString,
@@ -160,6 +165,14 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pick(self, request_iterator, context):
+        """Pick chooses workers for a request that somebody else will send to them, such as a proxy with an endpoint picker, and
+        books it at the first until the call ends. QUEUE_FULL if it would wait too long, NO_CAPACITY if no worker may be picked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AwaitModel(self, request, context):
         """AwaitModel returns when a worker of a model is ready that is started on demand (--on-demand). Until then the call counts
         as a request that waits for the model. MODEL_NOT_LOADED after --cold-start; MODEL_NOT_FOUND if the model is neither
@@ -224,6 +237,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.ListScalingSignals,
                     request_deserializer=headrace_dot_protos_dot_router__pb2.ListScalingSignalsRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_router__pb2.ListScalingSignalsResponse.SerializeToString,
+            ),
+            'Pick': grpc.stream_stream_rpc_method_handler(
+                    servicer.Pick,
+                    request_deserializer=headrace_dot_protos_dot_router__pb2.PickRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_router__pb2.PickResponse.SerializeToString,
             ),
             'AwaitModel': grpc.unary_unary_rpc_method_handler(
                     servicer.AwaitModel,
@@ -480,6 +498,33 @@ class Router(object):
             '/headrace.v1.Router/ListScalingSignals',
             headrace_dot_protos_dot_router__pb2.ListScalingSignalsRequest.SerializeToString,
             headrace_dot_protos_dot_router__pb2.ListScalingSignalsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pick(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headrace.v1.Router/Pick',
+            headrace_dot_protos_dot_router__pb2.PickRequest.SerializeToString,
+            headrace_dot_protos_dot_router__pb2.PickResponse.FromString,
             options,
             channel_credentials,
             insecure,

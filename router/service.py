@@ -44,6 +44,7 @@ from headrace.router.fleet.leases import LeaseReader
 from headrace.router.fleet.links import LinkState
 from headrace.router.fleet.registry import check_target
 from headrace.router.keda import SCALER, ExternalScaler, start_scaler
+from headrace.router.picking import Picking
 
 log = logging.getLogger(__name__)
 
@@ -202,10 +203,12 @@ class RouterService:
         fleet: Fleet,
         cold_starts: ColdStarts,
         scaling: Scaling,
+        picking: Picking,
         transport: Transport = PLAIN,
         leases: LeaseReader | None = None,
     ) -> None:
         self._fleet = fleet
+        self._picking = picking
         self._cold_starts = cold_starts
         self._scaling = scaling
         self._transport = transport
@@ -231,6 +234,16 @@ class RouterService:
             return router_pb2.AwaitModelResponse(card=await self._cold_starts.card_of(request.model))
         except StatusError as error:
             self._scaling.refused(request.model, error.reason)
+            await abort(context, error)
+
+    async def pick(
+        self, request_iterator: AsyncIterator[router_pb2.PickRequest], context: _Context
+    ) -> AsyncIterator[router_pb2.PickResponse]:
+        """Choose workers for a request that somebody else sends."""
+        try:
+            async for response in self._picking.answers(request_iterator):
+                yield response
+        except StatusError as error:
             await abort(context, error)
 
     async def list_scaling_signals(
@@ -333,6 +346,7 @@ class RouterService:
             "Deregister": unary(self.deregister, pb.DeregisterRequest.FromString, serialize),
             "LoadAdapter": unary(calls.load, pb.RouterLoadAdapterRequest.FromString, serialize),
             "UnloadAdapter": unary(calls.unload, pb.RouterUnloadAdapterRequest.FromString, serialize),
+            "Pick": grpc.stream_stream_rpc_method_handler(self.pick, pb.PickRequest.FromString, serialize),
             "AwaitModel": unary(self.await_model, pb.AwaitModelRequest.FromString, serialize),
             "ListScalingSignals": unary(self.list_scaling_signals, pb.ListScalingSignalsRequest.FromString, serialize),
             "DrainWorker": unary(self.drain_worker, pb.DrainWorkerRequest.FromString, serialize),
@@ -438,6 +452,7 @@ class RouterServer:
         self.admission = Admission(fleet, admission, holding)
         self.scaling = Scaling(fleet, self.admission, holding, scaling)
         cold_starts = ColdStarts(fleet, self.admission, holding)
+        picking = Picking(fleet, self.admission, metrics)
         forwarder = Forwarding(fleet, self.admission, cold_starts, metrics, forwarding)
         self.inference = InferenceService(fleet, forwarder, self.scaling, metrics, bounds)
         metrics.observe_requests(self.admission, self)
@@ -450,7 +465,7 @@ class RouterServer:
         self._server.add_generic_rpc_handlers(
             (
                 self.inference.handler(),
-                RouterService(fleet, cold_starts, self.scaling, transport, leases).handler(),
+                RouterService(fleet, cold_starts, self.scaling, picking, transport, leases).handler(),
             )
         )
         keda_pb2_grpc.add_ExternalScalerServicer_to_server(ExternalScaler(self.scaling), self._server)

@@ -17,7 +17,7 @@ from headrace.gateway.checks import invalid, texts_or_tokens
 from headrace.gateway.edge.endpoint import API, BARE_API, EVENTS, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.requests import number_of, query_of, request_of
-from headrace.gateway.edge.wire import encode
+from headrace.gateway.edge.wire import decode_body, encode
 from headrace.gateway.encoding.planning import TextsToEmbed
 from headrace.gateway.encoding.vectors import base64_of, check_dimensions, floats_of, shortened
 from headrace.gateway.field_names import FieldNames
@@ -99,6 +99,26 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
         Endpoint("POST", "/tokenize", "tokenize", models.tokenize, tokens),
         Endpoint("POST", "/detokenize", "detokenize", models.detokenize, text),
     ]
+
+
+class Plans:
+    """Plans requests without answering them, for endpoint pickers."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def of(self, path: str, body: bytes) -> Plan | None:
+        """The plan of a chat, or of the first prompt of a completion; None for other paths. Raises `StatusError`."""
+        if path.endswith("/chat/completions"):
+            request = decode_body(body, ChatRequest)
+            check_chat_body(request)
+            take_images(request.messages)
+            return (await self._services.chats.plan(request, is_trial=True)).plan
+        if path.endswith("/completions"):
+            completion = decode_body(body, CompletionRequest)
+            check_completion_body(completion)
+            return (await self._services.chats.plan_completion(completion)).plans[0]
+        return None
 
 
 class _Generations:

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from headrace.gateway.openai.endpoints import endpoints
+from headrace.gateway.chat.generation import Plan
+from headrace.gateway.openai.endpoints import Plans, endpoints
 from headrace.gateway.openai.fields import TABLES
-from headrace.gateway.protocol import OpenProtocol, Protocol
+from headrace.gateway.protocol import OpenProtocol, Protocol, Setup
 
-PROTOCOL = Protocol(lambda setup: OpenProtocol(endpoints(setup.services)), fields=TABLES)
+
+class _OpenAI(OpenProtocol):
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(endpoints(setup.services))
+        self._plans = Plans(setup.services)
+
+    async def plan_of(self, path: str, body: bytes) -> Plan | None:
+        return await self._plans.of(path, body)
+
+
+PROTOCOL = Protocol(_OpenAI, fields=TABLES)

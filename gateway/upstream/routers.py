@@ -22,7 +22,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -55,6 +55,8 @@ from headrace.protos.router_pb2 import (
     ExplainResponse,
     ListModelsRequest,
     ListWorkersRequest,
+    PickRequest,
+    PickResponse,
     RedisState,
     RouterGetTokenizerRequest,
     RouterLoadAdapterRequest,
@@ -129,6 +131,22 @@ class Backoff:
         if position:  # an address that has not been tried in this round
             return 0.0
         return min(FIRST_BACKOFF_S * 2.0 ** min(rounds - 1, 16), MAX_BACKOFF_S)
+
+
+class PickCall:
+    """A call of Pick, which holds the booking of a request."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def served_by(self, host: str) -> None:
+        """Tell the router which host serves the request. A router that is lost has no booking any more."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.write(PickRequest(served_host=host))
+
+    def end(self) -> None:
+        """The request has ended."""
+        self._call.cancel()
 
 
 class Upstream:
@@ -238,6 +256,24 @@ class Upstream:
                 await asyncio.sleep(MAX_BACKOFF_S)
             else:
                 return
+
+    async def pick(self, request: PickRequest) -> tuple[PickCall, PickResponse]:
+        """Let a router choose workers for a request that somebody else sends. The booking lasts until the call is
+        ended. Raises `StatusError`."""
+
+        async def ask(endpoint: Address) -> tuple[PickCall, PickResponse]:
+            call = endpoint.router.Pick()
+            try:
+                await call.write(request)
+                answer = await call.read()
+            except BaseException:
+                call.cancel()
+                raise
+            if answer is grpc.aio.EOF:
+                raise StatusError(Reason.INTERNAL, "the router ended a pick without an answer")
+            return PickCall(call), answer
+
+        return await self._first_that_works(ask)
 
     async def list_adapters(self) -> list[ServedAdapter]:
         """The adapters that are served now, by name. Raises `StatusError`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from headrace.common.transport.channels import SERVER_OPTIONS
 from headrace.common.transport.session_server import SessionServer, handler_of, whole
 from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.answer_bounds import check_context
@@ -109,7 +110,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.epoch = next(_epochs)
         self.cached = set()
         self._watchers = []
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(address)
