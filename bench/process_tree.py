@@ -39,3 +39,9 @@ def process_of(directory: Path) -> Process | None:
     if fields[0] in "ZX":
         return None
     return Process(int(directory.name), int(fields[1]), sum(map(int, fields[11:15])) / TICKS_PER_S, int(fields[19]))
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process, all threads and no children, in seconds. Raises OSError if it has ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S

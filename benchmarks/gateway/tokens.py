@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import resource
 import signal
 import socket
@@ -28,6 +27,7 @@ import httpx
 
 from benchmarks.gateway.processes import NUM_STREAMS, TOKEN_IDS
 from benchmarks.machine import describe
+from headrace.bench.process_tree import cpu_s
 from headrace.cli.models.model_cache import model_directory
 from headrace.gateway.chat.choice import Choice
 from headrace.gateway.chat.output import ChatChoice
@@ -40,13 +40,6 @@ WHO = Identity("chatcmpl-" + "0" * 32, "chat.completion", 1, "benchmark", "fp_01
 MODEL = "smollm2-135m"
 LIMIT_US = 40.0
 _READY_BOUND_S = 60.0
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 def free_port() -> int:

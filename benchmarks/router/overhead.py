@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import socket
 import statistics
 import subprocess
@@ -19,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import grpc
 import uvloop
 
 from benchmarks.router.processes import NUM_TOKENS
+from headrace.bench.process_tree import cpu_s
 from headrace.common.transport.session_client import GENERATE, SessionClient
 from headrace.common.transport.sessions import Call
 from headrace.protos import inference_pb2
@@ -51,12 +50,6 @@ def process(*args: str) -> Iterator[int]:
     finally:
         started.terminate()
         started.wait(10)
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time of a process, all threads, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Way:
