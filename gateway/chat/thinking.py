@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.gateway.chat.output import Reading
 from headrace.gateway.chat.output_parsers import harmony
-from headrace.gateway.checks import invalid
+from headrace.gateway.checks import check_range, invalid
 from headrace.gateway.hints import ignored
 from headrace.protos.inference_pb2 import ThinkingBudget, TokenSequence
 
@@ -23,6 +23,8 @@ def one_budget(given: Mapping[str, Any]) -> int | None:
     """The budget that a request gives under one or more names; None for none, which -1 means, too. Raises
     `StatusError`."""
     found = {name: value for name, value in given.items() if value is not None}
+    for name, value in found.items():
+        check_range(name, value, -1, 2**31 - 1)
     if len(set(found.values())) > 1:
         first, second = list(found)[:2]
         raise invalid(second, f"{second} and {first} differ; leave out one of them")

@@ -265,6 +265,7 @@ def admit(
     resume = _token_ids(message.resume_token_ids, "resume_token_ids", limits)
     source, room = decoded.constraint(), longest - len(prompt)
     root = root_hash(limits.fingerprint, adapter_sha256, message.cache_salt)
+    mirostat_mu = _mirostat_mu(message)
     admitted = Request(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -282,7 +283,7 @@ def admit(
         kv_source=message.kv_source,
         num_source_tokens=message.kv_source_tokens,
         eviction=eviction_for(limits.card, message.sampling),
-        mirostat_mu=_mirostat_mu(message),
+        mirostat_mu=mirostat_mu,
     )
     if admitted.wants_prompt_logprobs and any(image.is_whole for image in images):
         raise _invalid(
