@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from headrace.common.kubernetes.cluster import CREDENTIALS
+from headrace.common.kubernetes import CREDENTIALS
 from headrace.common.telemetry.logs import FORMATS, LEVELS
 
 

@@ -19,13 +19,13 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.common.kubernetes import CREDENTIALS
 from headrace.common.kubernetes.services import Status, decode
 from headrace.common.stores.watched_files import stamp_of
 
 if TYPE_CHECKING:
     import httpx
 
-CREDENTIALS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CONNECT_TIMEOUT_S = 5.0
 # Until the first byte of an answer, and for a whole list.
 ANSWER_TIMEOUT_S = 15.0

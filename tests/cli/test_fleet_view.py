@@ -347,7 +347,7 @@ def test_a_terminal_shows_the_fleet_until_a_key_ends_it(gateway: FakeGateway) ->
         stdin=terminal,
         stdout=terminal,
         stderr=subprocess.PIPE,
-        env={**os.environ, "TERM": "xterm"},
+        env={**{name: value for name, value in os.environ.items() if name != "COLUMNS"}, "TERM": "xterm"},
     )
     os.close(terminal)
     seen = bytearray()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.common.kubernetes.cluster import CREDENTIALS
+from headrace.common.kubernetes import CREDENTIALS
 from headrace.common.kubernetes.services import is_service, service_of
 from headrace.router.keda import _metric_of
 from tests.deploy.command_lines import refuse_what_is_unknown

@@ -26,7 +26,7 @@ NUM_LINES = 48
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """A few layers of the demo model, with a store of its own."""
     store = tmp_path_factory.mktemp("batches") / "store"
-    with serving("--batch-store", str(store), model=small_model()) as serve:
+    with serving("--batch-store", str(store), "--execution-mode", "accuracy", model=small_model()) as serve:
         yield serve
 
 

@@ -525,5 +525,5 @@ def test_what_editors_ask_before_the_first_turn(system: Serve) -> None:
     for path in ("/", "/v1/models", "/api/version", "/api/tags"):
         assert asked("HEAD", path).status_code == 200
     # Of other servers: clients go on without an answer.
-    for path in ("/props", "/v1/props", "/api/v0/models", "/slots"):
+    for path in ("/v1/props", "/api/v0/models"):
         assert asked("GET", path).status_code == 404

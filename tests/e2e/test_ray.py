@@ -27,7 +27,7 @@ pytestmark = [
 
 TOKENS = 120
 BODIES = [chat_body(number, TOKENS, temperature=0) for number in range(4)]
-SIZES = ("--kv-cache-gb", "0.3", "--max-num-seqs", "8")
+SIZES = ("--kv-cache-gb", "0.3", "--max-num-seqs", "8", "--execution-mode", "accuracy")
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ QUICK = {
 }
 TOKENS = 300
 BODIES = [chat_body(number, TOKENS, temperature=0) for number in range(6)]
-SIZES = ("--kv-cache-gb", "0.3", "--max-num-seqs", "4")
+SIZES = ("--kv-cache-gb", "0.3", "--max-num-seqs", "4", "--execution-mode", "accuracy")
 _LONG_S = 6 * BOUND_S
 
 

@@ -22,6 +22,7 @@ from headrace.protos.host_pb2 import (
     ServingRules,
 )
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
+from headrace.protos.priorities import SHADOW_PRIORITY
 from headrace.protos.router_pb2 import ServedAdapter
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import Adapter
@@ -416,7 +417,7 @@ async def test_requests_are_split_by_weight_and_copies_go_to_the_shadow(split: S
     asked = Counter(stream.request.model for stream in split.router.streams)
     assert (asked["a"], asked["b"]) == (models["a"], models["b"])
     copies = [stream.request for stream in split.router.streams if stream.request.model == "c"]
-    assert {copy.priority for copy in copies} == {-(2**31)}
+    assert {copy.priority for copy in copies} == {SHADOW_PRIORITY}
     found = await shadowed(split)
     assert found["ok"] == len(copies)
     assert 0.4 * number < sum(found.values()) < 0.6 * number
@@ -496,7 +497,9 @@ async def test_encoders_have_shadows_too(
     assert sent["a"] + sent["b"] == number * num_texts
     assert found.keys() <= {"ok", "left_out"}
     assert sum(found.values()) < 0.8 * number
-    assert {stream.request.priority for stream in split.router.streams if stream.request.model == "c"} == {-(2**31)}
+    assert {stream.request.priority for stream in split.router.streams if stream.request.model == "c"} == {
+        SHADOW_PRIORITY
+    }
 
 
 async def test_ollamas_names_are_aliases_too(split: System) -> None:
