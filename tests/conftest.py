@@ -20,6 +20,9 @@ from tests.patience import patience, session_slowness
 from tests.redis_server import RedisServer
 from tests.time_limits import pytest_runtest_makereport, pytest_timeout_set_timer
 
+# Ray would make uvloop the loop of all later tests in the process that imports it.
+os.environ.setdefault("RAY_USE_UVLOOP", "0")
+
 __all__ = ["pytest_runtest_makereport", "pytest_timeout_set_timer"]
 
 settings.register_profile("untimed", deadline=None)

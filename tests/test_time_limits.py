@@ -68,7 +68,8 @@ def test_an_alarm_that_an_event_loop_swallowed_comes_again(limits: list[float]) 
         loop.call_soon(busy)
         await asyncio.Event().wait()
 
-    with asyncio.Runner() as runner, pytest.raises(Overdue):
+    # The loop of pytest-asyncio's tests. An exception out of a signal handler ends a process in which uvloop runs.
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner, pytest.raises(Overdue):
         runner.run(hang())
     assert [type(error) for error in lost] == [Overdue]
 
