@@ -33,7 +33,7 @@ def descendants(pid: int) -> list[Process]:
 def process_of(directory: Path) -> Process | None:
     """None if it has ended."""
     try:
-        fields = (directory / "stat").read_text().rpartition(")")[2].split()
+        fields = _fields(directory)
     except OSError:
         return None
     if fields[0] in "ZX":
@@ -43,5 +43,10 @@ def process_of(directory: Path) -> Process | None:
 
 def cpu_s(pid: int) -> float:
     """User and system time of a process, all threads and no children, in seconds. Raises OSError if it has ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = _fields(Path(f"/proc/{pid}"))
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def _fields(directory: Path) -> list[str]:
+    """The fields of `stat` after the name of the program, from the state on. Raises OSError if it has ended."""
+    return (directory / "stat").read_text().rpartition(")")[2].split()
