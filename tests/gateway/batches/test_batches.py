@@ -286,18 +286,18 @@ async def test_lines_that_find_no_room_are_asked_again(client: openai.AsyncOpenA
 
 
 async def test_a_batch_that_is_cancelled_keeps_what_it_has(client: openai.AsyncOpenAI, router: Any, kit: Any) -> None:
-    begun = asyncio.Event()
+    slow = asyncio.get_running_loop().create_future()
 
     async def script(fake: Any, stream: Any, send: Any) -> None:
         if b"slow" in bytes(token - 3 for token in stream.request.token_ids if token >= 3 and token < 259):
-            begun.set()
+            slow.set_result(stream)
             await asyncio.Event().wait()
         await kit.speak(fake, stream, send)
 
     router.script = script
     batch = await start(client, jsonl(line("fast"), line("slow")))
     async with asyncio.timeout(patience(20)):
-        await begun.wait()
+        await asyncio.shield(slow)
         while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
             await asyncio.sleep(0.05)
     with pytest.raises(openai.ConflictError, match="cancel the batch first"):
@@ -311,7 +311,7 @@ async def test_a_batch_that_is_cancelled_keeps_what_it_has(client: openai.AsyncO
     assert (await read(client, done.output_file_id)).keys() == {"fast"}
     assert (await client.batches.cancel(batch.id)).status == "cancelled"
     async with asyncio.timeout(patience(20)):
-        await router.streams[-1].cancelled.wait()
+        await slow.result().cancelled.wait()
 
 
 async def test_a_batch_whose_time_is_over_says_so_for_each_line(

@@ -243,7 +243,7 @@ def envoy_config(port: int, admin_port: int, picker_port: int, *, fail_open: boo
         },
     }
     router = {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"}
-    retry = {"retry_on": "connect-failure", "num_retries": 3}
+    retry = {"retry_on": "connect-failure,reset", "num_retries": 3}
     route = {"match": {"prefix": "/"}, "route": {"cluster": "pods", "timeout": "60s", "retry_policy": retry}}
     filters = "type.googleapis.com/envoy.extensions.filters"
     manager = {
@@ -334,10 +334,24 @@ def _address(host: str, port: int) -> dict[str, Any]:
     return {"endpoint": {"address": {"socket_address": {"address": host, "port_value": port}}}}
 
 
+@dataclass
+class Envoy:
+    """A running Envoy. `client` calls it, and it tells about itself at `admin`."""
+
+    client: httpx.AsyncClient
+    admin: str
+
+    async def statistic(self, name: str) -> int:
+        """Return one of its counters or gauges."""
+        text = (await self.client.get(f"{self.admin}/stats", params={"filter": f"^{name}$"})).text
+        return int(text.rpartition(":")[2])
+
+
 @asynccontextmanager
-async def running_envoy(fleet: Fleet, directory: Path, *, fail_open: bool = True) -> AsyncIterator[httpx.AsyncClient]:
-    """Envoy in front of the pods. The client calls it."""
+async def running_envoy(fleet: Fleet, directory: Path, *, fail_open: bool = True) -> AsyncIterator[Envoy]:
+    """Envoy in front of the pods."""
     port, admin_port = free_port(), free_port()
+    admin = f"http://127.0.0.1:{admin_port}"
     fallback = ",".join(f"{pod.worker.host}:{fleet.port}" for pod in fleet.pods)
     config = envoy_config(port, admin_port, fleet.picker_port, fail_open=fail_open, fallback=fallback)
     path = directory / "envoy.json"
@@ -351,12 +365,12 @@ async def running_envoy(fleet: Fleet, directory: Path, *, fail_open: bool = True
                 while True:
                     assert process.poll() is None, (directory / "envoy.log").read_text()
                     try:
-                        if (await client.get(f"http://127.0.0.1:{admin_port}/ready")).text.strip() == "LIVE":
+                        if (await client.get(f"{admin}/ready")).text.strip() == "LIVE":
                             break
                     except httpx.TransportError:
                         pass
                     await asyncio.sleep(0.05)
-            yield client
+            yield Envoy(client, admin)
     finally:
         process.terminate()
         await asyncio.to_thread(process.wait, 20)
@@ -416,7 +430,8 @@ async def test_prefix_hits_behind_envoy_are_those_of_the_router(fleet: Fleet, tm
     assert own > 0.5
     fleet.forget()
     await until(lambda: len(fleet.router.fleet.index) == 0)
-    async with running_envoy(fleet, tmp_path) as client:
+    async with running_envoy(fleet, tmp_path) as envoy:
+        client = envoy.client
         await spread(fleet, client, bodies)
         assert abs(fleet.hits - own) <= 0.01, (fleet.hits, own)
         assert min(len(pod.worker.requests) - had for pod, had in zip(fleet.pods, served, strict=True)) > 0
@@ -439,7 +454,8 @@ async def test_prefix_hits_behind_envoy_are_those_of_the_router(fleet: Fleet, tm
 async def test_requests_go_on_when_an_endpoint_or_the_picker_dies(own_fleet: Fleet, tmp_path: Path) -> None:
     fleet = own_fleet
     (bodies,) = conversations(2, number=3, turns=2)
-    async with running_envoy(fleet, tmp_path) as client:
+    async with running_envoy(fleet, tmp_path) as envoy:
+        client = envoy.client
         await replayed(client, bodies)
         body = bodies[0]
         before = [len(pod.worker.requests) for pod in fleet.pods]
@@ -453,8 +469,8 @@ async def test_requests_go_on_when_an_endpoint_or_the_picker_dies(own_fleet: Fle
         await fleet.picker.stop(0.0)
         others = [pod for pod in fleet.pods if pod is not first]
         async with asyncio.timeout(patience(20)):
-            while (await client.post("/v1/chat/completions", json=body)).status_code != 200:
-                await asyncio.sleep(0.1)  # Envoy does not know yet
+            while await envoy.statistic("cluster.picker.membership_healthy"):
+                await asyncio.sleep(0.05)
         served = sum(len(pod.worker.requests) for pod in others)
         for _ in range(4):
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
