@@ -1,12 +1,13 @@
 """Limits of HTTP connections, which apply before a request exists.
 
     connected --head_timeout_s--> head complete --> answered --75 s--> closed
-                                  413, 408 by the exchange; then closed
+                                  413, 408 by the exchange; then it lingers
 
 There are limits for open connections and for those that are not open yet (TLS handshakes), the time until a request's
 head is complete, the size of the head and of trailers, the framing of a body, the time for the rest of a body whose
 request is already answered, the requests that wait for the answers of earlier ones, and the time in which a client
-takes nothing of an answer. Refusals are JSON in OpenAI's error format.
+takes nothing of an answer. Refusals are JSON in OpenAI's error format. Connections that end before the client has sent
+its request linger (see `lingering`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from headrace.gateway.edge.cors import Application
 from headrace.gateway.edge.exchange import Message, Receive, Send
 from headrace.gateway.edge.failures import OPENAI_ERRORS, HttpError, failure_of
+from headrace.gateway.edge.lingering import Lingering, LingeringTransport
 
 # The event loop reads this much at a time.
 _READ_BYTES = 256 * 1024
@@ -49,12 +51,20 @@ class ConnectionBounds:
 class BoundedConnection(HttpToolsProtocol):
     """A connection with limits on its size, time and number of requests."""
 
+    transport: LingeringTransport
+
     def __init__(
-        self, *args: Any, bounds: ConnectionBounds, opening: dict[BoundedConnection, float], **options: Any
+        self,
+        *args: Any,
+        bounds: ConnectionBounds,
+        opening: dict[BoundedConnection, float],
+        lingering: Lingering,
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._bounds = bounds
         self._opening = opening
+        self._lingering = lingering
         opening[self] = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: HttpError | None = None
@@ -72,7 +82,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection if there is room for another one."""
-        super().connection_made(transport)
+        super().connection_made(LingeringTransport(transport, self._lingering, self._may_be_sending, self.loop))
         self._opening.pop(self, None)
         connection = transport.get_extra_info("ssl_object")
         if isinstance(connection, (ssl.SSLObject, ssl.SSLSocket)):
@@ -81,7 +91,7 @@ class BoundedConnection(HttpToolsProtocol):
         # The system ends a connection whose client reads nothing for this time, even while it is being closed.
         unread_ms = round(self._bounds.send_timeout_s * 1000)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
-        if len(self.connections) > self._bounds.max_connections:
+        if len(self.connections) - len(self._lingering) > self._bounds.max_connections:
             problem = f"the gateway has {self._bounds.max_connections} connections, its maximum"
             self._refuse(HttpError(503, "too_many_connections", problem, [(b"retry-after", b"1")]))
         else:
@@ -90,6 +100,7 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection, and tell the request that is being answered."""
         self._disarm()
+        self.transport.end()
         super().connection_lost(exc)
         self._leave_answer()
         self.pipeline.clear()
@@ -97,6 +108,7 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Feed the parser, and check the limits."""
         if self.transport.is_closing():
+            self.transport.drop(len(data))
             return
         self._num_new_bytes = len(data)
         self._num_fed_bytes += len(data)
@@ -124,6 +136,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
+        self._unset_keepalive_if_required()
         super().on_message_begin()
         # As in the TLS extension of ASGI.
         self.scope["extensions"] = {"tls": {"client_cert_chain": self._certificates}}
@@ -168,6 +181,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_open_message = False
         self._disarm()
         super().on_message_complete()
+        if self.cycle.response_complete:  # so it no longer begins with the answer
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         """The request is answered; the unread rest of its body may arrive for a limited time."""
@@ -221,10 +239,14 @@ class BoundedConnection(HttpToolsProtocol):
             problem = f"the headers did not come within {self._bounds.head_timeout_s:g} s"
             self._refuse(HttpError(408, "request_timeout", problem))
         elif not self.transport.is_closing():
-            self.transport.close()
+            self.transport.end()  # whatever was answered, was answered long ago
+
+    def _may_be_sending(self) -> bool:
+        """Whether the client may be sending the body of the request that is answered, or has sent more requests."""
+        return (self._is_open_message and not self._in_head) or bool(self.pipeline)
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer instead of the application, and close. If an answer has begun, only close."""
+        """Answer instead of the application, and linger. If an answer has begun, only linger."""
         if self.transport.is_closing():
             return
         if self._answering is None or self._answering.response_complete:
@@ -235,7 +257,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.write(_response(error))
             self._leave_answer()
         self._disarm()
-        self.transport.close()
+        self.transport.linger()
 
 
 def _unframed(cycle: RequestResponseCycle, app: Application) -> Application:
@@ -265,13 +287,14 @@ def connections_within(bounds: ConnectionBounds) -> Callable[..., BoundedConnect
     take memory too."""
     # Start times. A failed handshake is not reported, but it has the time limit of a head.
     opening: dict[BoundedConnection, float] = {}
+    lingering = Lingering(bounds.body_timeout_s)
 
     def make(*args: Any, **options: Any) -> BoundedConnection:
         while opening and next(iter(opening.values())) + bounds.head_timeout_s < time.monotonic():
             opening.pop(next(iter(opening)))
         if len(opening) >= bounds.max_connections:
             raise ConnectionRefusedError  # asyncio closes the socket
-        return BoundedConnection(*args, bounds=bounds, opening=opening, **options)
+        return BoundedConnection(*args, bounds=bounds, opening=opening, lingering=lingering, **options)
 
     return make
 

@@ -24,8 +24,6 @@ from headrace.gateway.hints import Hints, hints_var
 from headrace.protos.status import Reason, StatusError
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-# Bytes beyond the limit that are read and discarded, so that the client receives the refusal.
-MAX_DISCARDED_BYTES = 48 * 1024 * 1024
 KEEP_ALIVE_S = 15.0
 TIMEOUT_HEADER = "x-request-timeout"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -212,27 +210,22 @@ class Exchange:
 
     async def _read_body(self) -> bytes:
         parts: list[bytes] = []
-        num_bytes = 0
         most = self._bodies.max_bytes
-        while True:
+        more = True
+        if int(self.header("content-length") or 0) > most:
+            raise self._too_large()
+        while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.disconnected = True
                 raise asyncio.CancelledError
             part = message.get("body", b"")
-            num_bytes += len(part)
-            if num_bytes <= most:
-                self._bodies.take(len(part))
-                self._num_body_bytes += len(part)
-                parts.append(part)
-            else:
-                parts.clear()
-            if not message.get("more_body", False):
-                break
-            if num_bytes > most + MAX_DISCARDED_BYTES:
+            more = message.get("more_body", False)
+            if self._num_body_bytes + len(part) > most:
                 raise self._too_large()
-        if num_bytes > most:
-            raise self._too_large()
+            self._bodies.take(len(part))
+            self._num_body_bytes += len(part)
+            parts.append(part)
         return b"".join(parts)
 
     def _too_large(self) -> HttpError:

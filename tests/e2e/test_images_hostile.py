@@ -64,7 +64,9 @@ async def test_hostile_requests_beside_pictures(system: Serve) -> None:
     room = asyncio.Semaphore(WIDTH)
     ended = asyncio.Event()
 
-    async with httpx.AsyncClient(base_url=system.base_url, timeout=patience(120)) as http:
+    # If this process did not run for long, httpx may close a kept connection that it has just given to a request.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=system.base_url, timeout=patience(120), limits=limits) as http:
 
         async def post(path: str, body: object) -> httpx.Response:
             start_s = time.monotonic()

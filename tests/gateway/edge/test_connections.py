@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from headrace.gateway.edge import http
 from tests.certificates import make_certificates
 from tests.gateway.edge.test_bounds import BODY, BOUND_S, HEAD, bounded, connected, shaped
 from tests.patience import patience
@@ -75,6 +76,24 @@ async def test_strangers_do_not_fill_the_log(strict: Any, caplog: pytest.LogCapt
             client.send(raw)
             await client.response()
     assert not caplog.records
+
+
+# --- idle connections
+
+
+async def test_a_connection_whose_request_was_answered_before_its_end_is_closed_when_it_is_idle(
+    kit: Any, router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "KEEP_CONNECTION_S", 1)
+    async with bounded(kit, router) as gateway, connected(gateway) as client:
+        client.send(b"POST /v1/nothing HTTP/1.1\r\nhost: h\r\ncontent-length: 4\r\n\r\n")
+        assert (await client.response())[0] == 404
+        client.send(b"    " + LIVE)
+        assert (await client.response())[0] == 200
+        client.send(b"POST /v1/nothing HTTP/1.1\r\nhost: h\r\ncontent-length: 4\r\n\r\n")
+        assert (await client.response())[0] == 404
+        client.send(b"    ")
+        assert await client.is_closed()
 
 
 # --- framing
