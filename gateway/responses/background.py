@@ -18,12 +18,16 @@ from contextlib import ExitStack
 from headrace.gateway.access.caller import Caller
 from headrace.gateway.edge.failures import draining, failure_of
 from headrace.gateway.responses.answers import ResponseAnswer
-from headrace.gateway.responses.store import Store, StoredResponse, StoreError, packed
+from headrace.gateway.responses.response import ResponseError
+from headrace.gateway.responses.store import Store, StoredResponse, StoreError, packed, unavailable, unpacked
 from headrace.protos.status import Reason, StatusError
 
 MAX_RUNS = 256
 HEARTBEAT_S = 1.0
 ALIVE_S = 10.0
+MAX_ID_CHARS = 128
+ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+"""The states of a response that does not change any more."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,6 +101,32 @@ class ResponseRuns:
     def get(self, response_id: str) -> ResponseRun | None:
         """The run of a response that is being generated here."""
         return self._runs.get(response_id)
+
+    async def stored(self, owner: str, response_id: str) -> StoredResponse | None:
+        """A response of this owner in its current state. Raises `StatusError` if the store is unreachable."""
+        if not response_id.startswith("resp_") or len(response_id) > MAX_ID_CHARS or ":" in response_id:
+            return None
+        run = self._runs.get(response_id)
+        if run is not None:
+            return run.stored if run.stored.owner == owner else None
+        try:
+            found = await self._read(response_id)
+            if found is None or found.owner != owner:
+                return None
+            if found.response.status not in ENDED and not await self.is_alive(response_id):
+                # It may have ended after it was read.
+                found = await self._read(response_id)
+                if found is not None and found.response.status not in ENDED:
+                    found.response.status = "failed"
+                    lost = "the gateway that generated the response is gone"
+                    found.response.error = ResponseError("server_error", lost)
+            return found
+        except StoreError as error:
+            raise unavailable(error) from error
+
+    async def _read(self, response_id: str) -> StoredResponse | None:
+        value = await self.store.get(response_id)
+        return None if value is None else await unpacked(value, StoredResponse)
 
     async def start(self, run: ResponseRun, generate: Callable[[ResponseRun], Awaitable[None]]) -> None:
         """Start a run. Raises `StatusError` when there are too many, or its response cannot be kept."""

@@ -20,15 +20,15 @@ from headrace.gateway.edge.requests import flag_of, number_of, query_of, request
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.responses.answers import ResponseAnswer, ending_event, response_head
-from headrace.gateway.responses.background import ResponseRun, ResponseRuns
+from headrace.gateway.responses.background import ENDED, MAX_ID_CHARS, ResponseRun, ResponseRuns
 from headrace.gateway.responses.fields import FIELDS
 from headrace.gateway.responses.items import Turn, input_items, turns_of
+from headrace.gateway.responses.paging import QUERY, page_of
 from headrace.gateway.responses.references import resolved
-from headrace.gateway.responses.response import DeletedResponse, InputItems, Response, ResponseError
-from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unpacked
+from headrace.gateway.responses.response import DeletedResponse, ItemPage, Response
+from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unavailable
 from headrace.gateway.responses.tools import Offer, offer_of
 from headrace.gateway.responses.types import (
-    MAX_ID_CHARS,
     ResponseChat,
     ResponsesRequest,
     chat_of,
@@ -37,12 +37,9 @@ from headrace.gateway.responses.types import (
 from headrace.gateway.services import Services
 from headrace.protos.status import Reason, StatusError
 
-MAX_PAGE = 100
-DEFAULT_PAGE = 20
 # How often a gateway checks for the end of another gateway's run, and how long it waits after cancelling one.
 POLL_S = 0.25
 CANCEL_S = 10.0
-_ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 _LOG = logging.getLogger(__name__)
 
 
@@ -63,12 +60,7 @@ def endpoints(services: Services, runs: ResponseRuns) -> Sequence[Endpoint]:
         stream_type=EVENTS,
         query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
     )
-    page = {
-        "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
-        "order": {"enum": ["asc", "desc"]},
-        "after": {"type": "string"},
-    }
-    items = Operation("List what a response answers", InputItems, query=page)
+    items = Operation("List what a response answers", ItemPage, query=QUERY)
     delete = Operation("Forget a response", DeletedResponse)
     cancel = Operation("Cancel a response", Response)
     return under(
@@ -159,7 +151,7 @@ class _Responses:
         try:
             await self._runs.start(run, generate)
         except StoreError as error:
-            raise _unreachable(error) from error
+            raise unavailable(error) from error
         if planned.request.stream:
             await self._follow(exchange, run, 0)
         else:
@@ -170,7 +162,7 @@ class _Responses:
         if request.previous_response_id is not None:
             previous = await self._previous(exchange, request.previous_response_id)
             earlier = [*previous.items, *previous.response.output_values()]
-        items = input_items(await resolved(request.input, lambda name: self._stored(exchange, name)))
+        items = input_items(await resolved(request.input, lambda name: self._runs.stored(exchange.owner, name)))
         offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
         plan, names = await self._plan(request, turns_of(earlier, items), offer)
         params = plan.plan.requests[0]
@@ -229,7 +221,7 @@ class _Responses:
         raise too_long
 
     async def _previous(self, exchange: Exchange, response_id: str) -> StoredResponse:
-        stored = await self._stored(exchange, response_id)
+        stored = await self._runs.stored(exchange.owner, response_id)
         if stored is None:
             message = f"there is no response '{response_id[:MAX_ID_CHARS]}' to go on from; was it stored?"
             raise HttpError(400, "previous_response_not_found", message, param="previous_response_id")
@@ -266,12 +258,12 @@ class _Responses:
         """DELETE responses/{id}."""
         stored = await self._found(exchange)
         response_id = stored.response.id
-        if stored.response.status not in _ENDED:
+        if stored.response.status not in ENDED:
             await self._cancelled(exchange, stored)
         try:
             await self._store.delete(response_id, stored.owner)
         except StoreError as error:
-            raise _unreachable(error) from error
+            raise unavailable(error) from error
         await exchange.respond(encode(DeletedResponse(id=response_id)))
 
     async def cancel(self, exchange: Exchange) -> None:
@@ -279,64 +271,24 @@ class _Responses:
         stored = await self._found(exchange)
         if not stored.response.background:
             raise invalid("response_id", "only a response that was created with background can be cancelled")
-        if stored.response.status not in _ENDED:
+        if stored.response.status not in ENDED:
             stored = await self._cancelled(exchange, stored)
         await exchange.respond(encode(stored.response))
 
     async def list_input_items(self, exchange: Exchange) -> None:
         """GET responses/{id}/input_items."""
         query = _query(exchange, ("limit", "order", "after"))
-        limit = number_of(query, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise invalid("order", "order must be asc or desc")
         items = (await self._found(exchange)).items
-        if order == "desc":
-            items = items[::-1]
-        after = query.get("after")
-        if after is not None:
-            position = next((i for i, item in enumerate(items) if item["id"] == after), None)
-            if position is None:
-                raise invalid("after", "after: there is no item of this id")
-            items = items[position + 1 :]
-        page = items[:limit]
-        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        more = len(items) > len(page)
-        await exchange.respond(encode(InputItems(data=page, first_id=first, last_id=last, has_more=more)))
+        await exchange.respond(encode(page_of(items, query)))
 
     async def _found(self, exchange: Exchange) -> StoredResponse:
         """The response that the path names."""
         response_id = exchange.scope["path_params"]["response_id"]
-        stored = await self._stored(exchange, response_id)
+        stored = await self._runs.stored(exchange.owner, response_id)
         if stored is None:
             message = f"there is no response '{response_id[:MAX_ID_CHARS]}'; was it stored?"
             raise StatusError(Reason.NOT_FOUND, message, field="response_id")
         return stored
-
-    async def _stored(self, exchange: Exchange, response_id: str) -> StoredResponse | None:
-        """A response of this owner in its current state."""
-        if not response_id.startswith("resp_") or len(response_id) > MAX_ID_CHARS or ":" in response_id:
-            return None
-        run = self._runs.get(response_id)
-        if run is not None:
-            return run.stored if run.stored.owner == exchange.owner else None
-        try:
-            value = await self._store.get(response_id)
-            stored = None if value is None else await unpacked(value)
-            if stored is None or stored.owner != exchange.owner:
-                return None
-            if stored.response.status not in _ENDED and not await self._runs.is_alive(response_id):
-                # It may have ended after it was read.
-                value = await self._store.get(response_id)
-                stored = None if value is None else await unpacked(value)
-                if stored is not None and stored.response.status not in _ENDED:
-                    stored.response.status = "failed"
-                    stored.response.error = ResponseError(
-                        "server_error", "the gateway that generated the response is gone"
-                    )
-            return stored
-        except StoreError as error:
-            raise _unreachable(error) from error
 
     async def _cancelled(self, exchange: Exchange, stored: StoredResponse) -> StoredResponse:
         """The response after it was cancelled, here or by the gateway that runs it."""
@@ -350,17 +302,17 @@ class _Responses:
             async with asyncio.timeout(CANCEL_S):
                 return await self._ended(exchange, response_id)
         except StoreError as error:
-            raise _unreachable(error) from error
+            raise unavailable(error) from error
         except TimeoutError as error:
             raise StatusError(Reason.DEADLINE, "the response was not cancelled in time; try again") from error
 
     async def _ended(self, exchange: Exchange, response_id: str) -> StoredResponse:
         """Wait for the end of a response that another gateway generates."""
         while True:
-            stored = await self._stored(exchange, response_id)
+            stored = await self._runs.stored(exchange.owner, response_id)
             if stored is None:
                 raise StatusError(Reason.NOT_FOUND, "the response was deleted", field="response_id")
-            if stored.response.status in _ENDED:
+            if stored.response.status in ENDED:
                 return stored
             await asyncio.sleep(POLL_S)
 
@@ -377,7 +329,7 @@ class _Responses:
     async def _replay(self, exchange: Exchange, stored: StoredResponse, position: int) -> None:
         keep_alive = asyncio.create_task(exchange.keep_alive())
         try:
-            if stored.response.status not in _ENDED:
+            if stored.response.status not in ENDED:
                 stored = await self._ended(exchange, stored.response.id)
             # The events of a run are stored when it has ended; of one that is lost there is only the end.
             events = stored.events[position:] if stored.events else [ending_event(stored.response, position)]
@@ -393,8 +345,3 @@ def _query(exchange: Exchange, known: Sequence[str]) -> dict[str, str]:
         if name in values:
             raise unsupported("include", "include is taken when a response is created, and not later; leave it out")
     return {name: value for name, value in values.items() if name in known}
-
-
-def _unreachable(error: StoreError) -> StatusError:
-    _LOG.warning("responses cannot be looked up: %s", error)
-    return StatusError(Reason.NO_CAPACITY, "responses cannot be looked up now; try again", retry_after_s=1.0)

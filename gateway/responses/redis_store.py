@@ -1,6 +1,8 @@
-"""Responses stored in Redis, so that any gateway can continue them: one string for each, with a time to live.
+"""Responses and conversations stored in Redis, so that any gateway can continue them: one string for each, with a time
+to live.
 
-headrace:response:ID           see `response_store.packed`, and `response_runs` for those in the background
+headrace:response:ID           see `store.packed`, and `background` for those in the background; ID is also that of a
+                               conversation
 headrace:responses:OWNER       sorted set of the ids of a tenant's responses, each with the time at which it ends
 headrace:responses:OWNER:size  hash of their sizes in bytes, and of the `total`
 
@@ -11,12 +13,13 @@ their sizes count until they would have expired, which only tightens the tenant'
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Awaitable
 from typing import TypeVar, cast
 
 from headrace.common.stores.redis_link import connect, failures, state_of, word_for
-from headrace.gateway.responses.store import DEFAULT_TTL_S, TENANT_BYTES, StoreError
+from headrace.gateway.responses.store import DEFAULT_TTL_S, TENANT_BYTES, StoreError, TooLargeError
 from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNREACHABLE, REDIS_STATE_UNSPECIFIED, RedisState
 
 PREFIX = "headrace:response:"
@@ -65,6 +68,12 @@ redis.call('PEXPIRE', KEYS[3], life)
 return total
 """
 )
+# Keys and arguments as above, and behind them the SHA-1 of the value that is replaced. Nothing is written before the
+# value itself, as above.
+_SWAP = """
+local found = redis.call('GET', KEYS[1])
+if not found or redis.sha1hex(found) ~= ARGV[6] then return 0 end
+""" + _PUT.replace("return total", "return 1")
 # Keys as above. Arguments: the id.
 _DELETE = _PRELUDE + "local found = redis.call('DEL', KEYS[1]) forget(ARGV[1]) return found"
 
@@ -87,10 +96,18 @@ class RedisStore:
         if owner is None:
             await self._within(self._redis.set(PREFIX + key, value, px=ttl_ms))
             return
+        await self._within(self._redis.eval(_PUT, 3, *_keys(key, owner), *self._arguments(key, value, ttl_ms)))
+
+    async def swap(self, key: str, old: bytes, value: bytes, owner: str) -> bool:
+        """As `Store.swap`."""
+        arguments = [*self._arguments(key, value, max(1, round(1000 * self._ttl_s))), _sha1(old)]
+        return bool(await self._within(self._redis.eval(_SWAP, 3, *_keys(key, owner), *arguments)))
+
+    def _arguments(self, key: str, value: bytes, ttl_ms: int) -> list[str | bytes | int]:
+        """The arguments of a script that stores a value."""
         if len(value) > self._tenant_bytes:
-            raise StoreError(f"a response of {len(value)} bytes is too large to be kept")
-        arguments: list[str | bytes | int] = [PREFIX, key, value, ttl_ms, self._tenant_bytes]
-        await self._within(self._redis.eval(_PUT, 3, *_keys(key, owner), *arguments))
+            raise TooLargeError(len(value))
+        return [PREFIX, key, value, ttl_ms, self._tenant_bytes]
 
     async def get(self, key: str) -> bytes | None:
         """As `Store.get`."""
@@ -128,6 +145,11 @@ class RedisStore:
                 return await command
         except failures() as error:
             raise StoreError(f"Redis does not answer: {error or type(error).__name__}") from error
+
+
+def _sha1(value: bytes) -> str:
+    # Redis knows no other digest. It finds a change of a value, and is no secret.
+    return hashlib.sha1(value, usedforsecurity=False).hexdigest()
 
 
 def _keys(key: str, owner: str) -> tuple[str, str, str]:

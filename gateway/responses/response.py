@@ -193,8 +193,8 @@ class DeletedResponse(Shape, kw_only=True):
     deleted: bool = True
 
 
-class InputItems(Shape, kw_only=True):
-    """A page of the input items of a response."""
+class ItemPage(Shape, kw_only=True):
+    """A page of items."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Stored responses: for `previous_response_id`, to be retrieved, and while they run in the background.
+"""Stored responses and conversations: to go on from, to be retrieved, and while they run in the background.
 
 A store maps keys to bytes for a limited time. Without Redis it is bounded memory of this process.
 """
@@ -6,16 +6,18 @@ A store maps keys to bytes for a limited time. Without Redis it is bounded memor
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from headrace.gateway.responses.response import Response
 from headrace.protos.router_pb2 import REDIS_STATE_UNSPECIFIED, RedisState
+from headrace.protos.status import Reason, StatusError
 
 DEFAULT_TTL_S = 24 * 3600.0
 MAX_RESPONSES = 10_000
@@ -31,8 +33,20 @@ MAX_PLAIN_BYTES = 4 * MAX_RESPONSE_BYTES
 MAX_INLINE_BYTES = 128 * 1024
 
 
+_JSON = b"{"
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
 class StoreError(Exception):
     """The store is unreachable or refuses the value. The message is for logs."""
+
+
+class TooLargeError(StoreError):
+    """The value exceeds a bound of the store. The message is for logs."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"a value of {num_bytes} bytes is too large to be kept")
 
 
 class Store(Protocol):
@@ -46,6 +60,9 @@ class Store(Protocol):
 
         A value with an owner counts against the bytes of that tenant; the tenant's own oldest values are deleted first.
         """
+
+    async def swap(self, key: str, old: bytes, value: bytes, owner: str) -> bool:
+        """As `put`, if the value is still the old one. Returns whether it was, so that no change of others is lost."""
 
     async def get(self, key: str) -> bytes | None:
         """The value; None if it does not exist or has expired."""
@@ -77,51 +94,40 @@ class StoredResponse(msgspec.Struct):
     """The events of its stream, by their numbers, if it was created as one in the background."""
 
 
-class _Kept(msgspec.Struct):
-    """A `StoredResponse` whose values are JSON text if msgpack cannot hold them."""
-
-    owner: str
-    response: Response | bytes
-    items: list[dict[str, Any]] | bytes
-    events: list[bytes] | None = None
-
-
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Kept)
 
 
-async def packed(stored: StoredResponse) -> bytes:
+async def packed(stored: msgspec.Struct) -> bytes:
     """The stored bytes. Raises `StoreError` if there are too many."""
     try:
         plain = _ENCODER.encode(stored)
     except OverflowError:  # an integer of more than 64 bits, as schemas and arguments may have
-        response = msgspec.json.encode(stored.response)
-        items = msgspec.json.encode(stored.items)
-        plain = _ENCODER.encode(_Kept(stored.owner, response, items, stored.events))
+        plain = msgspec.json.encode(stored)
     if len(plain) > MAX_PLAIN_BYTES:
-        raise StoreError(f"a response of {len(plain)} bytes is too large to be kept")
+        raise TooLargeError(len(plain))
     value = _compressed(plain) if len(plain) <= MAX_INLINE_BYTES else await asyncio.to_thread(_compressed, plain)
     if len(value) > MAX_RESPONSE_BYTES:
-        raise StoreError(f"a response of {len(value)} bytes is too large to be kept")
+        raise TooLargeError(len(value))
     return value
 
 
-async def unpacked(value: bytes) -> StoredResponse:
-    """Decode a response."""
+async def unpacked(value: bytes, kind: type[_T]) -> _T:
+    """Decode stored bytes."""
     is_short = len(value) <= MAX_INLINE_BYTES // 8
-    kept = _DECODER.decode(zlib.decompress(value) if is_short else await asyncio.to_thread(zlib.decompress, value))
-    response = kept.response
-    items = kept.items
-    return StoredResponse(
-        kept.owner,
-        msgspec.json.decode(response, type=Response) if isinstance(response, bytes) else response,
-        msgspec.json.decode(items) if isinstance(items, bytes) else items,
-        kept.events,
-    )
+    plain = zlib.decompress(value) if is_short else await asyncio.to_thread(zlib.decompress, value)
+    # In msgpack, an object begins with another byte.
+    decode = msgspec.json.decode if plain.startswith(_JSON) else msgspec.msgpack.decode
+    return decode(plain, type=kind)
 
 
 def _compressed(plain: bytes) -> bytes:
     return zlib.compress(plain, 1)
+
+
+def unavailable(error: StoreError) -> StatusError:
+    """The error for a caller who needs what is stored."""
+    _LOG.warning("stored responses cannot be looked up: %s", error)
+    return StatusError(Reason.NO_CAPACITY, "responses cannot be looked up now; try again", retry_after_s=1.0)
 
 
 class MemoryStore:
@@ -158,7 +164,7 @@ class MemoryStore:
         """As `Store.put`. Older values are removed to make room."""
         self._forget(key)
         if len(value) > min(self._max_bytes, self._max_bytes if owner is None else self._tenant_bytes):
-            raise StoreError(f"a response of {len(value)} bytes is too large to be kept")
+            raise TooLargeError(len(value))
         self._values[key] = value, self._clock() + (self._ttl_s if ttl_s is None else ttl_s), owner
         self.num_bytes += len(value)
         if owner is not None:
@@ -168,6 +174,13 @@ class MemoryStore:
                 self._forget(next(iter(self._keys[owner])))
         while len(self._values) > self._max_values or self.num_bytes > self._max_bytes:
             self._forget(next(iter(self._values)))
+
+    async def swap(self, key: str, old: bytes, value: bytes, owner: str) -> bool:
+        """As `Store.swap`."""
+        if await self.get(key) != old:
+            return False
+        await self.put(key, value, owner=owner)
+        return True
 
     async def get(self, key: str) -> bytes | None:
         """As `Store.get`."""

@@ -24,7 +24,6 @@ from headrace.gateway.responses.tools import Offer
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
-MAX_ID_CHARS = 128
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"

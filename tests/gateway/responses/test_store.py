@@ -118,7 +118,7 @@ async def test_bounds_hold_whatever_is_put(steps: list[tuple[str, int, bool]]) -
 async def test_a_response_is_packed_and_unpacked(num_items: int) -> None:
     items = [{"id": f"msg_{i}"} for i in range(num_items)]
     stored = StoredResponse("o", response("é"), items, [b"event"])
-    value = await unpacked(await packed(stored))
+    value = await unpacked(await packed(stored), StoredResponse)
     assert (value.owner, value.response, value.items, value.events) == ("o", stored.response, stored.items, [b"event"])
 
 
@@ -126,7 +126,7 @@ async def test_integers_of_any_size_are_kept() -> None:
     stored = StoredResponse(
         "o", response("x", {"type": "web_search", "maximum": 10**30}), [{"const": -(10**30)}], [b"event"]
     )
-    assert await unpacked(await packed(stored)) == stored
+    assert await unpacked(await packed(stored), StoredResponse) == stored
 
 
 async def test_a_response_that_is_too_large_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
