@@ -27,11 +27,21 @@ async def request_of(exchange: Exchange, kind: type[_T], table: FieldTable) -> _
 
 def query_of(exchange: Exchange) -> dict[str, str]:
     """The last value of each parameter. Raises `StatusError` if there are too many."""
+    return {name: given[-1] for name, given in _values(exchange).items()}
+
+
+def texts_of(exchange: Exchange, name: str) -> list[str]:
+    """All values of a parameter that is a list, given as NAME=A&NAME=B or NAME[]=A&NAME[]=B. Raises `StatusError` if
+    there are too many."""
+    values = _values(exchange)
+    return [*values.get(name, ()), *values.get(f"{name}[]", ())]
+
+
+def _values(exchange: Exchange) -> dict[str, list[str]]:
     try:
-        values = parse_qs(exchange.scope["query_string"].decode("latin-1"), max_num_fields=_MAX_PARAMETERS)
+        return parse_qs(exchange.scope["query_string"].decode("latin-1"), max_num_fields=_MAX_PARAMETERS)
     except ValueError as error:
         raise StatusError(Reason.INVALID_FIELD, "the query has too many parameters") from error
-    return {name: given[-1] for name, given in values.items()}
 
 
 def flag_of(query: Mapping[str, str], name: str) -> bool:

@@ -29,6 +29,7 @@ from headrace.gateway.edge.failures import OPENAI_ERRORS, ErrorShape, Failure
 from headrace.gateway.edge.wire import encode, padding
 from headrace.gateway.responses.references import new_output_id
 from headrace.gateway.responses.response import (
+    ConversationName,
     CustomToolCall,
     FunctionCall,
     IncompleteDetails,
@@ -59,6 +60,7 @@ def response_head(request: ResponsesRequest, response_id: str, model: str, param
     """The fields of a response that are known before it is generated."""
     reasoning = request.reasoning
     text = request.text or TextFields()
+    conversation_id = request.conversation_id
     tools = [
         {"strict": False, "parameters": None, "description": None, **tool} if tool.get("type") == "function" else tool
         for tool in request.tools or ()
@@ -75,6 +77,7 @@ def response_head(request: ResponsesRequest, response_id: str, model: str, param
         id=response_id,
         created_at=int(time.time()),
         background=bool(request.background),
+        conversation=None if conversation_id is None else ConversationName(conversation_id),
         frequency_penalty=number("frequency_penalty", 0.0),
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,

@@ -15,12 +15,13 @@ from headrace.gateway.chat.planning import ChatPlan
 from headrace.gateway.checks import invalid, unsupported
 from headrace.gateway.edge.endpoint import API, EVENTS, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
-from headrace.gateway.edge.failures import HttpError
+from headrace.gateway.edge.failures import HttpError, failure_of
 from headrace.gateway.edge.requests import flag_of, number_of, query_of, request_of
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.field_names import FieldNames
 from headrace.gateway.responses.answers import ResponseAnswer, ending_event, response_head
 from headrace.gateway.responses.background import ENDED, MAX_ID_CHARS, ResponseRun, ResponseRuns
+from headrace.gateway.responses.conversations import Conversations
 from headrace.gateway.responses.fields import FIELDS
 from headrace.gateway.responses.items import Turn, input_items, turns_of
 from headrace.gateway.responses.paging import QUERY, page_of
@@ -43,9 +44,9 @@ CANCEL_S = 10.0
 _LOG = logging.getLogger(__name__)
 
 
-def endpoints(services: Services, runs: ResponseRuns) -> Sequence[Endpoint]:
+def endpoints(services: Services, runs: ResponseRuns, conversations: Conversations) -> Sequence[Endpoint]:
     """All endpoints under responses. `runs` are the background responses, with the store of all."""
-    own = _Responses(services, runs)
+    own = _Responses(services, runs, conversations)
     one = "/responses/{response_id}"
     create = Operation(
         "Answer in the manner of the Responses API",
@@ -83,6 +84,8 @@ class _Planned:
     names: FieldNames
     answer: ResponseAnswer
     stored: StoredResponse
+    new_items: Sequence[dict[str, Any]]
+    """The input, without what precedes it."""
 
     @property
     def is_stored(self) -> bool:
@@ -90,8 +93,9 @@ class _Planned:
 
 
 class _Responses:
-    def __init__(self, services: Services, runs: ResponseRuns) -> None:
+    def __init__(self, services: Services, runs: ResponseRuns, conversations: Conversations) -> None:
         self._services = services
+        self._conversations = conversations
         self._store = runs.store
         self._runs = runs
 
@@ -115,11 +119,17 @@ class _Responses:
                 usage = await self._services.answering.gather(
                     exchange.caller, [plan.plan], [planned.answer], plan.choices()
                 )
+                await self._continue_conversation(planned)
                 await self._finish(planned, usage)
                 await exchange.respond(encode(planned.answer.response))
 
     async def _generate(self, sink: Exchange | ResponseRun, planned: _Planned) -> None:
         async def before_end(usage: Usage) -> None:
+            try:
+                await self._continue_conversation(planned)
+            except StatusError as error:
+                planned.answer.fail(failure_of(error))  # as the last event says
+                return
             if isinstance(sink, ResponseRun):
                 planned.answer.finish(usage)  # the run keeps it
             else:
@@ -127,6 +137,15 @@ class _Responses:
 
         plan = planned.plan
         await self._services.answering.stream(sink, [plan.plan], planned.answer, plan.choices(), before_end)
+
+    async def _continue_conversation(self, planned: _Planned) -> None:
+        """Add the input and the output to the conversation, if there is one. Raises `StatusError`: the caller would go
+        on from a conversation that lacks both."""
+        conversation_id = planned.request.conversation_id
+        if conversation_id is not None:
+            new = [*planned.new_items, *planned.answer.response.output_values()]
+            owner = planned.stored.owner
+            await self._conversations.change(owner, conversation_id, lambda one: one.add("input", new), "conversation")
 
     async def _finish(self, planned: _Planned, usage: Usage) -> None:
         """Store the generated response, or mark it as not stored."""
@@ -158,13 +177,9 @@ class _Responses:
             await exchange.respond(encode(run.answer.response))
 
     async def _planned(self, exchange: Exchange, request: ResponsesRequest) -> _Planned:
-        earlier: list[dict[str, Any]] = []
-        if request.previous_response_id is not None:
-            previous = await self._previous(exchange, request.previous_response_id)
-            earlier = [*previous.items, *previous.response.output_values()]
-        items = input_items(await resolved(request.input, lambda name: self._runs.stored(exchange.owner, name)))
+        earlier, earlier_field, items = await self._items(exchange, request)
         offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
-        plan, names = await self._plan(request, turns_of(earlier, items), offer)
+        plan, names = await self._plan(request, turns_of(earlier, items, earlier_field), offer)
         params = plan.plan.requests[0]
         head = response_head(request, f"resp_{params.request_id}", plan.model.name, params.sampling)
         wants_logprobs = params.sampling.HasField("logprobs")
@@ -179,7 +194,27 @@ class _Responses:
             names=offer.names,
         )
         stored = StoredResponse(exchange.owner, answer.response, [*earlier, *items])
-        return _Planned(request, plan, names, answer, stored)
+        return _Planned(request, plan, names, answer, stored, items)
+
+    async def _items(
+        self, exchange: Exchange, request: ResponsesRequest
+    ) -> tuple[list[dict[str, Any]], str, list[dict[str, Any]]]:
+        """What precedes the input, the field that names it, and the input."""
+
+        async def given() -> list[dict[str, Any]]:
+            value = [] if request.input is None else request.input
+            return input_items(await resolved(value, lambda name: self._runs.stored(exchange.owner, name)))
+
+        if request.conversation_id is not None:
+            found = await self._conversations.find(exchange.owner, request.conversation_id, "conversation")
+            items = [] if found.items and request.input in (None, []) else await given()
+            found.check_new("input", items)
+            return found.items, "conversation", items
+        earlier: list[dict[str, Any]] = []
+        if request.previous_response_id is not None:
+            previous = await self._previous(exchange, request.previous_response_id)
+            earlier = [*previous.items, *previous.response.output_values()]
+        return earlier, "previous_response_id", await given()
 
     async def _plan(
         self, request: ResponsesRequest, turns: Sequence[Turn], offer: Offer

@@ -12,18 +12,33 @@ from headrace.gateway.responses.types import (
     MAX_METADATA_ENTRIES,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_VALUE_CHARS,
+    ConversationItemsRequest,
+    ConversationRequest,
+    ConversationUpdate,
     ResponsesRequest,
 )
 
 _CACHE = "the prefix cache keeps blocks as long as there is room"
 
+_METADATA = Applied(
+    f"up to {MAX_METADATA_ENTRIES} texts",
+    f"Keys of up to {MAX_METADATA_KEY_CHARS}, values of up to {MAX_METADATA_VALUE_CHARS} characters; returned",
+)
+
 _ROWS: dict[str, Row] = {
     "model": Applied("name", "Optional while there is only one model"),
-    "input": Applied("text, or items", "[Items](http-api.md#items-of-the-input)"),
+    "input": Applied(
+        "text, or items", "[Items](http-api.md#items-of-the-input). Optional with a `conversation` that has items"
+    ),
     "instructions": Applied("text", "A first turn with role `developer`, for this response only"),
     "previous_response_id": Applied(
         "id of a stored response",
         "The input continues that response's conversation. 400 `previous_response_not_found` if it does not exist",
+    ),
+    "conversation": Applied(
+        "id of a conversation, or an object with it",
+        "The input continues the [conversation](http-api.md#conversations), which gets the input and the output at the "
+        "end. 404 if it does not exist. Not with `previous_response_id`",
     ),
     "store": Applied("bool, default true", "[Keep the response](http-api.md#responses)"),
     "background": Applied("bool", "Return at once and generate in the background; needs `store`"),
@@ -68,10 +83,7 @@ _ROWS: dict[str, Row] = {
         "`disabled`, `auto`",
         "`auto` drops the oldest turns until the prompt fits and begins with a turn of role `user`",
     ),
-    "metadata": Applied(
-        f"up to {MAX_METADATA_ENTRIES} texts",
-        f"Keys of up to {MAX_METADATA_KEY_CHARS}, values of up to {MAX_METADATA_VALUE_CHARS} characters; returned",
-    ),
+    "metadata": _METADATA,
     "max_tool_calls": Applied("1 or more", "Returned. It limits hosted tools, and there are none"),
     "user": Applied("text", "Returned"),
     "safety_identifier": Applied("text", "Returned"),
@@ -81,7 +93,6 @@ _ROWS: dict[str, Row] = {
     "prompt_cache_options": Hint(_CACHE, ({"mode": "implicit"}, {})),
     "prompt_cache_retention": Hint(_CACHE, ("in_memory", "in-memory")),
     "access_programs": Hint(OF_PROVIDER),
-    "conversation": Refused("use previous_response_id"),
     "prompt": Refused("send its text as instructions and input"),
     "moderation": Refused("moderate the answer in your program"),
 }
@@ -109,3 +120,19 @@ FIELDS = FieldTable(
         ),
     },
 )
+_NEW_ITEMS = "[Items](http-api.md#items-of-the-input) at the end of the conversation"
+CONVERSATION = FieldTable(
+    "POST /v1/conversations",
+    (ConversationRequest,),
+    {"items": Applied("items", _NEW_ITEMS), "metadata": _METADATA},
+)
+CONVERSATION_UPDATE = FieldTable(
+    "POST /v1/conversations/{id}",
+    (ConversationUpdate,),
+    {"metadata": Applied(_METADATA.values, f"{_METADATA.meaning}. It replaces the older metadata; null empties it")},
+)
+CONVERSATION_ITEMS = FieldTable(
+    "POST /v1/conversations/{id}/items", (ConversationItemsRequest,), {"items": Applied("items", _NEW_ITEMS)}
+)
+TABLES = (FIELDS, CONVERSATION, CONVERSATION_UPDATE, CONVERSATION_ITEMS)
+"""All tables of the API."""

@@ -59,25 +59,30 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(24)}"
 
 
-def input_items(value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The input as items that can be stored and listed: all with an id, a type, and content in parts.
+def input_items(value: str | Sequence[Mapping[str, Any]], field: str = "input") -> list[dict[str, Any]]:
+    """The input, or the items of another field, as items that can be stored and listed: all with an id, a type, and
+    content in parts.
 
     Raises `StatusError` for an item that a chat cannot have.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not value:
-        raise invalid("input", "input must not be empty")
+        raise invalid(field, f"{field} must not be empty")
     if len(value) > MAX_ITEMS:
-        raise invalid("input", f"input takes at most {MAX_ITEMS} items")
-    return [_item(f"input[{position}]", item) for position, item in enumerate(value)]
+        raise invalid(field, f"{field} takes at most {MAX_ITEMS} items")
+    return [_item(f"{field}[{position}]", item) for position, item in enumerate(value)]
 
 
-def turns_of(earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The conversation of earlier items and the input."""
+def turns_of(
+    earlier: Sequence[Mapping[str, Any]],
+    items: Sequence[Mapping[str, Any]],
+    earlier_field: str = "previous_response_id",
+) -> list[Turn]:
+    """The conversation of earlier items, which the caller named in `earlier_field`, and the input."""
     turns: list[Turn] = []
     thoughts: dict[int, list[str]] = {}  # of turns, by their numbers
-    places = [*("previous_response_id" for _ in earlier), *(f"input[{i}]" for i in range(len(items)))]
+    places = [*(earlier_field for _ in earlier), *(f"input[{i}]" for i in range(len(items)))]
     for place, item in zip(places, [*earlier, *items], strict=True):
         kind = item["type"]
         if kind in _LEFT_OUT:

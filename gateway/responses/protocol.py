@@ -1,4 +1,4 @@
-"""The Responses API as a protocol of the gateway: its endpoints, and the store of its responses."""
+"""The Responses API as a protocol of the gateway: its endpoints, and the store of its responses and conversations."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from headrace.common.flags import FiniteRange
 from headrace.common.stores.redis_link import server_of
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol
 from headrace.gateway.responses.background import ResponseRuns
+from headrace.gateway.responses.conversation_endpoints import conversation_endpoints
+from headrace.gateway.responses.conversations import Conversations
 from headrace.gateway.responses.endpoints import endpoints
-from headrace.gateway.responses.fields import FIELDS
+from headrace.gateway.responses.fields import TABLES
 from headrace.gateway.responses.redis_store import RedisStore
 from headrace.gateway.responses.store import DEFAULT_TTL_S, TENANT_BYTES, MemoryStore, Store
 from headrace.gateway.services import Services
@@ -27,7 +29,10 @@ class OpenResponses(OpenProtocol):
         self._store = store
         self.runs = ResponseRuns(store)
         """The responses that are generated in the background."""
-        super().__init__(endpoints(services, self.runs))
+        conversations = Conversations(store)
+        super().__init__(
+            [*endpoints(services, self.runs, conversations), *conversation_endpoints(self.runs, conversations)]
+        )
 
     def redis_states(self) -> Mapping[str, RedisState]:
         """The state of the store's Redis; unspecified without one."""
@@ -67,13 +72,14 @@ def _store(flags: Mapping[str, Any], shared_redis_url: str | None) -> Store:
 
 PROTOCOL = Protocol(
     lambda setup: OpenResponses(setup.services, _store(setup.flags, setup.shared_redis_url)),
-    fields=(FIELDS,),
+    fields=TABLES,
     options=(
         click.Option(
             ["--response-ttl", "response_ttl_s"],
             default=DEFAULT_TTL_S,
             type=FiniteRange(min=1),
-            help="Seconds for which responses of the Responses API are stored.",
+            help="Seconds for which responses of the Responses API are stored, and conversations after their "
+            "last change.",
         ),
         click.Option(
             ["--response-redis", "response_redis_url"],

@@ -26,23 +26,25 @@ def new_output_id(kind: str, response_id: str) -> str:
 
 
 async def resolved(
-    value: str | list[dict[str, Any]], stored: Callable[[str], Awaitable[StoredResponse | None]]
+    value: str | list[dict[str, Any]],
+    stored: Callable[[str], Awaitable[StoredResponse | None]],
+    field: str = "input",
 ) -> str | list[dict[str, Any]]:
-    """The input with items of stored responses in place of the references to them. `stored` gives a response by its id,
-    None if there is none. Raises `StatusError` for an item that does not exist."""
+    """The input, or the items of another field, with items of stored responses in place of the references to them.
+    `stored` gives a response by its id, None if there is none. Raises `StatusError` for an item that does not exist."""
     if isinstance(value, str):
         return value
     places = {position: item for position, item in enumerate(value) if item.get("type") == REFERENCE}
     if not places:
         return value
     if len(places) > MAX_REFERENCES:
-        raise invalid("input", f"input takes at most {MAX_REFERENCES} items of type {REFERENCE}")
-    items = await _items(places, stored)
+        raise invalid(field, f"{field} takes at most {MAX_REFERENCES} items of type {REFERENCE}")
+    items = await _items(places, stored, field)
     return [items.get(position, item) for position, item in enumerate(value)]
 
 
 async def _items(
-    places: Mapping[int, Mapping[str, Any]], stored: Callable[[str], Awaitable[StoredResponse | None]]
+    places: Mapping[int, Mapping[str, Any]], stored: Callable[[str], Awaitable[StoredResponse | None]], where: str
 ) -> dict[int, dict[str, Any]]:
     """The items that are referred to, by position. Each may be referred to once, and all of them are at most as large
     as a stored response, so that a short request cannot have a huge conversation."""
@@ -52,13 +54,13 @@ async def _items(
     response_id = ""
     used = set()
     for position, reference in places.items():
-        field = f"input[{position}].id"
+        field = f"{where}[{position}].id"
         item_id = reference.get("id")
         matched = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
         if matched is None:
             raise invalid(field, f"{field} must be the id of an item in the output of a stored response")
         if item_id in used:
-            raise invalid(field, f"{field}: the item is in the input already")
+            raise invalid(field, f"{field}: the item is in {where} already")
         used.add(item_id)
         # The items of one response usually follow one another.
         if response_id != f"resp_{matched[1]}":
@@ -71,5 +73,5 @@ async def _items(
         items[position] = item
         num_bytes += len(encode(item))
         if num_bytes > MAX_RESPONSE_BYTES:
-            raise invalid("input", f"input refers to items of more than {MAX_RESPONSE_BYTES} bytes")
+            raise invalid(where, f"{where} refers to items of more than {MAX_RESPONSE_BYTES} bytes")
     return items

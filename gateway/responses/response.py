@@ -124,6 +124,12 @@ class CustomToolCall(Shape, kw_only=True, tag_field="type", tag="custom_tool_cal
 Item: TypeAlias = ReasoningItem | MessageItem | FunctionCall | CustomToolCall
 
 
+class ConversationName(Shape):
+    """The conversation that a response belongs to."""
+
+    id: str
+
+
 class Response(Shape, kw_only=True):
     """A response of the Responses API."""
 
@@ -133,6 +139,7 @@ class Response(Shape, kw_only=True):
     status: Status = "in_progress"
     background: bool
     completed_at: int | None = None
+    conversation: ConversationName | None = None
     error: ResponseError | None = None
     frequency_penalty: float
     incomplete_details: IncompleteDetails | None = None
@@ -201,3 +208,20 @@ class ItemPage(Shape, kw_only=True):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class Conversation(Shape, kw_only=True):
+    """A conversation that responses add to."""
+
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(Shape, kw_only=True):
+    """The answer to the deletion of a conversation."""
+
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: bool = True

@@ -54,13 +54,20 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class ConversationField(msgspec.Struct):
+    """A conversation by its id."""
+
+    id: str
+
+
 class ResponsesRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/responses. `fields` says what happens to each field."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationField | None = None
     store: bool | None = None
     stream: bool | None = None
     background: bool | None = None
@@ -82,13 +89,39 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     safety_identifier: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def conversation_id(self) -> str | None:
+        """The id of its conversation."""
+        return self.conversation.id if isinstance(self.conversation, ConversationField) else self.conversation
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/conversations."""
+
+    items: list[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationUpdate(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/conversations/{id}."""
+
+    metadata: dict[str, str] | None
+
+
+class ConversationItemsRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/conversations/{id}/items."""
+
+    items: list[dict[str, Any]]
+
 
 def check_response(request: ResponsesRequest) -> None:
     """Note the hints in a request's fields. Raise `StatusError` for contradictory ones. The chat's checks do the
     rest."""
-    for name in request.include or ():
-        if name not in (LOGPROBS, ENCRYPTED_REASONING):
-            ignored(f"include.{name}", "answers have no such part", is_known=False)
+    check_include(request.include or ())
+    if request.conversation is not None and request.previous_response_id is not None:
+        raise invalid("conversation", "conversation and previous_response_id exclude each other; send one of them")
+    if request.input is None and request.conversation is None:
+        raise invalid("input", "input is required")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options needs stream to be true")
     if request.background and request.store is False:
@@ -111,10 +144,18 @@ def check_response(request: ResponsesRequest) -> None:
         ignored("reasoning.context", "the template decides which earlier reasoning the model sees")
     if reasoning.mode not in (None, "standard"):
         ignored("reasoning.mode", "there is one mode")
-    _check_metadata(request.metadata)
+    check_metadata(request.metadata)
 
 
-def _check_metadata(metadata: Mapping[str, str] | None) -> None:
+def check_include(include: Sequence[str]) -> None:
+    """Note the parts that answers do not have."""
+    for name in include:
+        if name not in (LOGPROBS, ENCRYPTED_REASONING):
+            ignored(f"include.{name}", "answers have no such part", is_known=False)
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Raise `StatusError` for metadata that is too large."""
     if metadata is None:
         return
     if len(metadata) > MAX_METADATA_ENTRIES:

@@ -1,4 +1,5 @@
-"""openai-python's Responses API: create, stream, parse, tools, previous_response_id, background, retrieve, delete."""
+"""openai-python's Responses API: create, stream, parse, tools, previous_response_id, background, retrieve, delete,
+conversations."""
 
 import openai
 from openai import OpenAI
@@ -108,3 +109,33 @@ told = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "n
 assert client.responses.create(**{**noting, "input": [call, told], "tool_choice": "auto"}).output
 error = refusal(openai.BadRequestError, lambda: client.responses.create(**fields, input=QUESTION, tools=search))
 assert error.param == "tools[0].type"
+
+# A conversation, its metadata, its items in pages, and responses that continue it.
+conversation = client.conversations.create(
+    items=[{"type": "message", "role": "developer", "content": "You answer briefly."}], metadata={"topic": "capitals"}
+)
+assert client.conversations.retrieve(conversation.id) == conversation
+updated = client.conversations.update(conversation.id, metadata={"topic": "cities"})
+assert updated.metadata == {"topic": "cities"}
+answer = client.responses.create(**fields, input=QUESTION, conversation=conversation.id)
+assert answer.conversation is not None
+assert answer.conversation.id == conversation.id
+going_on = {"input": "And of Italy?", "conversation": {"id": conversation.id}, "stream": True}
+*_, last = client.responses.create(**fields, **going_on)
+listed = list(client.conversations.items.list(conversation.id, order="asc", limit=2))
+assert [item.role for item in listed] == ["developer", "user", "assistant", "user", "assistant"]
+assert [part.text for part in listed[2].content] == [answer.output_text]
+assert listed[-1].id == last.response.output[-1].id
+added = client.conversations.items.create(
+    conversation.id,
+    items=[{"role": "user", "content": "Thanks."}, {**told, "id": "ctco_1"}],
+    include=["reasoning.encrypted_content", "message.input_image.image_url"],
+)
+assert [item.type for item in added.data] == ["message", "custom_tool_call_output"]
+assert client.conversations.items.retrieve("ctco_1", conversation_id=conversation.id) == added.data[1]
+assert client.conversations.items.delete("ctco_1", conversation_id=conversation.id).id == conversation.id
+refusal(openai.NotFoundError, lambda: client.conversations.items.retrieve("ctco_1", conversation_id=conversation.id))
+both = {"conversation": conversation.id, "previous_response_id": answer.id}
+assert refusal(openai.BadRequestError, lambda: client.responses.create(**fields, **both)).param == "conversation"
+assert client.conversations.delete(conversation.id).deleted
+refusal(openai.NotFoundError, lambda: client.conversations.retrieve(conversation.id))
