@@ -62,9 +62,10 @@ help:
 serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
-# One process starts fleets with the real model, the other runs all else. ARGS="-n 0" runs all in one.
+# One process starts fleets with the real model, the others run all else: with one other, two cores were idle for a sixth of
+# the time. ARGS="-n 0" runs all in one.
 test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done .make/helm/.done
-	$(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 # Helm as a library: 244 MB, so not in .venv.
 .make/helm/.done: .venv/pyvenv.cfg
@@ -137,7 +138,7 @@ test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz .make/tools/.emulator
 
 # OpenVINO then chooses the kernels of such a CPU, which are not exact in steps of every size.
 test-avx2: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done
-	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 2 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done .make/aider/.done
 	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py tests/e2e/test_codex.py tests/e2e/test_editor_shapes.py $(ARGS)

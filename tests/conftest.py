@@ -1,4 +1,4 @@
-"""How `pytest -n 2` shares out the tests, how long a test may take, and what is said of a process that died.
+"""How the processes of a run share out the tests, how long a test may take, and what is said of a process that died.
 
 Also that no example of a property is timed, and fixtures of several folders.
 """

@@ -1,4 +1,4 @@
-"""What a process of `pytest -n 2` that died left behind, in the report of the test that it ran.
+"""What a process of `pytest -n` that died left behind, in the report of the test that it ran.
 
 A fault writes the stacks of all threads to a file of the process. A process that was killed cannot write; the signal,
 its memory and what the kernel says of memory then tell why.
