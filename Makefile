@@ -192,6 +192,7 @@ docs: .venv/.docs .links/headrace
 	$(BIN)/python -m tests.field_reference
 	$(BIN)/python -m tests.ovms_reference
 	$(BIN)/python -m tests.exclusion_reference
+	$(BIN)/python -m tests.format_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The pictures of one chat's way through gateway, router and worker, in docs/architecture.md.

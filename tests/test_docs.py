@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from headrace.protos.status import TABLE, Reason
-from tests import exclusion_reference, field_reference, ovms_reference
+from tests import exclusion_reference, field_reference, format_reference, ovms_reference
 from tests.cli_reference import PAGE, commands, page
 
 ROOT = Path(__file__).parent.parent
@@ -113,6 +113,10 @@ def test_the_tables_of_fields_are_those_of_the_gateway() -> None:
 
 def test_the_tables_of_ovmss_options_are_those_of_the_code() -> None:
     assert ovms_reference.PAGE.read_text() == ovms_reference.page(), "make docs writes it anew"
+
+
+def test_the_page_of_formats_has_those_of_the_gateway() -> None:
+    assert format_reference.PAGE.read_text() == format_reference.page(), "make docs writes it anew"
 
 
 def test_the_page_of_what_cannot_be_combined_has_the_table() -> None:

@@ -67,7 +67,8 @@ class Formats:
         template, tool_parser = model.text.template, self._tool_parser(model)
         template = None if template is None else template.chosen(tools=True)
         source = "" if template is None else template.source
-        output = detect(source, tool_parser, self._reasoning_parser(model))
+        special = _special_texts(model.text) if template is not None and takes_tools(template) else ()
+        output = detect(source, tool_parser, self._reasoning_parser(model), special)
         form = ModelFormat(output, _marker_ids(output, model.text))
         if tool_parser == AUTO and template is not None and not takes_tools(template):
             return _with_plain_tools(form, model.text)
@@ -83,11 +84,16 @@ def _said(parsers: Mapping[str, str], name: str) -> str:
     return parsers.get(name, parsers.get("", AUTO))
 
 
-def _marker_ids(output: OutputFormat, text: TextSide) -> dict[str, int]:
-    wanted = {marker.encode(): marker for one in (output.tools, output.reasoning) if one for marker in one.markers}
+def _special_texts(text: TextSide) -> dict[str, int]:
+    """The ids of the special tokens that are characters, by their text."""
     table = text.tokenizer.token_bytes
     special = (token_id for token_id in text.tokenizer.special_ids if token_id < len(table))
-    return {wanted[table[token_id]]: token_id for token_id in special if table[token_id] in wanted}
+    return {table[token_id].decode("utf-8", "replace"): token_id for token_id in special}
+
+
+def _marker_ids(output: OutputFormat, text: TextSide) -> dict[str, int]:
+    wanted = {marker for one in (output.tools, output.reasoning) if one for marker in one.markers}
+    return {found: token_id for found, token_id in _special_texts(text).items() if found in wanted}
 
 
 def parse_parsers(values: Iterable[str], named: Callable[[str], str]) -> dict[str, str]:

@@ -85,7 +85,8 @@ def reading_of(
     inside = False
     if output.reasoning is not None and output.reasoning.tags is not None and (content is None or use.schemas):
         opening, closing = output.reasoning.tags
-        inside = prompt_ending.rstrip().endswith(opening)
+        end = prompt_ending.rstrip()
+        inside = end.endswith(opening) or (output.reasoning.is_open and not end.endswith(closing))
         if goes_on:
             inside = prompt_ending.rfind(opening) > prompt_ending.rfind(closing)
     shown = frozenset(token_id for marker, token_id in form.marker_ids.items() if marker in markers)

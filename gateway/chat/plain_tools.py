@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.gateway.chat.output_parsers.hermes import CLOSING, OPENING
+from headrace.gateway.chat.output_parsers.json_tags import HERMES
 from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.gateway.text.content import Content, joined
 
@@ -49,7 +49,7 @@ def with_block(
 ) -> list[dict[str, Any]]:
     """The messages with the block in the system message, or before the first turn if the template shows none."""
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    block = _BLOCK.format(functions=functions, opening=OPENING, closing=CLOSING)
+    block = _BLOCK.format(functions=functions, opening=HERMES.opening, closing=HERMES.closing)
     first, *rest = messages
     if first["role"] == "system":
         return [{**first, "content": joined([first["content"], block], "\n\n")}, *map(dict, rest)]
@@ -73,7 +73,9 @@ def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for call in message.get("tool_calls") or ():
             function = call["function"]
             name = json.dumps(function["name"], ensure_ascii=False)
-            _append(texts, f'{OPENING}\n{{"name": {name}, "arguments": {function["arguments"]}}}\n{CLOSING}')
+            _append(
+                texts, f'{HERMES.opening}\n{{"name": {name}, "arguments": {function["arguments"]}}}\n{HERMES.closing}'
+            )
         if behind_result and turn["role"] == "user":
             for text in texts:
                 _append(contents[-1], text)

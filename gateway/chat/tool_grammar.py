@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Set
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, TypeAlias, TypeVar
 
 from headrace.gateway.chat.formats import ModelFormat
-from headrace.gateway.chat.output_parsers import deepseek, glm, harmony, hermes, mistral, phi4, pythonic, qwen3_coder
+from headrace.gateway.chat.output_parsers import glm, harmony, mistral, phi4, pythonic
+from headrace.gateway.chat.output_parsers.families import TOOL_FORMATS
+from headrace.gateway.chat.output_parsers.gemma import GemmaCalls
+from headrace.gateway.chat.output_parsers.json_tags import JsonTags, Layout
+from headrace.gateway.chat.output_parsers.marked_json import MarkedJson
 from headrace.gateway.chat.output_parsers.tagged_values import types_of
+from headrace.gateway.chat.output_parsers.xml_calls import CDATA, CDATA_END, XmlCalls
 from headrace.gateway.chat.tools import ToolUse
 from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.structure.fields import Structure
@@ -34,6 +39,7 @@ _CONTENT_OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_se
 _DELIMITER = re.compile(r"\\.|/|\n", re.DOTALL)
 _ESCAPED = {"/": r"\/", "\n": r"\n"}
 
+_T = TypeVar("_T")
 _Answer: TypeAlias = Callable[["_Writer"], str]
 
 
@@ -79,6 +85,8 @@ class _Writer:
         self.names = list(use.schemas)
         self._suffixes: dict[str, int] = {}
         self._rules: list[str] = []
+        longest_first = sorted(form.marker_ids, key=len, reverse=True)
+        self._markers = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self.content = None if content is None else "content"
         """Rule of an answer that is no call; None for any text."""
         if content is not None:
@@ -89,13 +97,24 @@ class _Writer:
         return "\n".join([f"start: {start}", *self._rules, ""])
 
     def markup(self, text: str) -> str:
-        """Markup: as its special token, if it has one."""
+        """Markup, with the special tokens that are in it; empty for an empty one."""
+        parts = self._markers.split(text) if self._markers is not None else [text]
+        return " ".join(self._one(part) for part in parts if part)
+
+    def _one(self, text: str) -> str:
         token_id = self.form.marker_ids.get(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 
     def has_token(self, text: str) -> bool:
-        """Whether this markup is a special token."""
-        return text in self.form.marker_ids
+        """Whether a special token is in this markup. Free text then never contains the markup."""
+        return self._markers is not None and self._markers.search(text) is not None
+
+    def split(self, text: str) -> tuple[str, str]:
+        """Markup with a special token: what is in front of the token, and the rest."""
+        assert self._markers is not None
+        found = self._markers.search(text)
+        assert found is not None
+        return text[: found.start()], text[found.start() :]
 
     def each(self, one: Callable[[str, str], str]) -> str:
         """Any one of the tools, by its name and the rule of its arguments."""
@@ -104,12 +123,15 @@ class _Writer:
         self._rules.append("call: " + " | ".join(one(name, f"args_{i}") for i, name in enumerate(self.names)))
         return "call"
 
-    def json_call(self, key: str) -> str:
-        """Any one of the tools as an object, with its arguments under this key."""
+    def json_call(self, key: str, name_key: str = "name", number_key: str = "") -> str:
+        """Any one of the tools as an object: its number if that has a key, its name, and its arguments."""
 
         def one(name: str, args: str) -> str:
-            head = f'{{"name": {json.dumps(name)}, "{key}": '
-            return f'{literal(head)} {args} "}}"'
+            head = f'"{name_key}": {json.dumps(name)}, "{key}": '
+            if not number_key:
+                return f'{literal("{" + head)} {args} "}}"'
+            number = literal('{"' + number_key + '": "')
+            return f'{number} /[0-9]{{1,4}}/ {literal(chr(34) + ", " + head)} {args} "}}"'
 
         return self.each(one)
 
@@ -138,11 +160,20 @@ class _Writer:
     def until(self, end: str) -> str:
         """Any text that ends with this markup, and the markup."""
         if self.has_token(end):
-            self.rule(r"free_text: /(?s:.*)/")
-            return f"free_text {self.markup(end)}"
+            text, rest = self.split(end)
+            if not text:
+                return f"{self.free_text()} {self.markup(end)}"
+            rule = f"until_{self._suffixes.setdefault(end, len(self._suffixes))}"
+            self.rule(rf"{rule}: /(?s:.*){_text_in_lark(text)}/")
+            return f"{rule} {self.markup(rest)}"
         rule = f"until_{self._suffixes.setdefault(end, len(self._suffixes))}"
         self.rule(rf"{rule}[suffix={literal(end)}]: /(?s:.*)/")
         return rule
+
+    def free_text(self) -> str:
+        """Any text without special tokens."""
+        self.rule(r"free_text: /(?s:.*)/")
+        return "free_text"
 
     def without(self, pattern: str) -> str:
         """Any text in which the pattern is not found, or the required form of content."""
@@ -156,9 +187,17 @@ class _Writer:
         if self.use.required:
             return f"{self.markup(opening)} {calls}"
         if self.content is not None:
-            return f"{self.markup(opening)} {calls} | {self.content}"
-        text = "free_text" if self.has_token(opening) else self.without(re.escape(opening))
-        return f"{self.until(opening)} {calls} | {text}"
+            return f"{self.markup(opening)} {calls} | {self.answer(self.content)}"
+        text = self.free_text() if self.has_token(opening) else self.without(re.escape(opening))
+        return f"{self.until(opening)} {calls} | {self.answer(text)}"
+
+    def answer(self, text: str) -> str:
+        """An answer that is no call, with the tokens that the model may write around it."""
+        reasoning = self.form.output.reasoning
+        for opening, closing in () if reasoning is None else reasoning.around_answer:
+            if self.has_token(opening):
+                text += f" | {self.markup(opening)} {text.split(' | ')[0]} {self.markup(closing)}"
+        return text
 
     def rule(self, rule: str) -> None:
         """Add a rule, once."""
@@ -172,10 +211,14 @@ class _Writer:
             return ""
         opening, closing = reasoning.tags
         if inside:
-            return f'{self.until(closing)} "\\n\\n" '
+            return f"{self.until(closing)} {_BREAK} "
         if prompt_ending.rstrip().endswith(closing):
             return ""
-        return f'({self.markup(opening)} {self.until(closing)} "\\n\\n")? '
+        return f"({self.markup(opening)} {self.until(closing)} {_BREAK})? "
+
+
+# Between reasoning and answer. Families have none, one or two.
+_BREAK = '("\\n" "\\n"?)?'
 
 
 def _content(structure: Structure) -> str:
@@ -208,11 +251,18 @@ def _arguments_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**whole, "x-guidance": _JSON_OPTIONS}
 
 
-def _hermes(writer: _Writer) -> str:
-    opening, closing = (writer.markup(tag) for tag in (hermes.OPENING, hermes.CLOSING))
-    call = f'"\\n" {writer.json_call("arguments")} "\\n" {closing}'
-    more = f' ("\\n" {opening} {call})*' if writer.use.parallel else ""
-    return writer.text_or(hermes.OPENING, call + more)
+def _json_tags(writer: _Writer, tags: JsonTags) -> str:
+    call = writer.json_call(tags.arguments, tags.name, tags.number)
+    opening, closing = writer.markup(tags.opening), writer.markup(tags.closing)
+    match tags.layout:
+        case Layout.LIST:
+            calls = f'"[" {writer.several(call, ", ")} "]" {closing}'
+        case Layout.LINES:
+            calls = f'"\\n" ({call} "\\n"){"+" * writer.use.parallel} {closing}'
+        case Layout.TAGS:
+            call = f'"\\n" {call} "\\n" {closing}'
+            calls = call + (f' ("\\n" {opening} {call})*' if writer.use.parallel else "")
+    return writer.text_or(tags.opening, calls)
 
 
 def _llama3(writer: _Writer) -> str:
@@ -241,19 +291,23 @@ def _mistral(writer: _Writer) -> str:
     return writer.text_or(opening, f"{call} ({writer.markup(opening)} {call})*" if writer.use.parallel else call)
 
 
-def _deepseek(writer: _Writer) -> str:
-    begin, end, separator = (writer.markup(tag) for tag in (deepseek.CALL_BEGIN, deepseek.CALL_END, deepseek.SEPARATOR))
+def _marked_json(writer: _Writer, form: MarkedJson) -> str:
+    begin, end, separator = (writer.markup(tag) for tag in (form.call_begin, form.call_end, form.separator))
+    is_fenced = writer.form.output.is_fenced and not form.prefix
 
     def fenced(name: str, args: str) -> str:
         head = literal(name + "\n```json\n")
         return f'{begin} "function" {separator} {head} {args} "\\n```" {end}'
 
     def bare(name: str, args: str) -> str:
-        return f"{begin} {literal(name)} {separator} {args} {end}"
+        head = literal(name)
+        if form.prefix:
+            head = f"{literal(f'{form.prefix}{name}:')} /[0-9]{{1,4}}/"
+        return f"{begin} {head} {separator} {args} {end}"
 
-    call = writer.each(fenced if writer.form.output.is_fenced else bare)
-    calls = writer.several(call, "\n") if writer.form.output.is_fenced else f"{call}{'+' * writer.use.parallel}"
-    return writer.text_or(deepseek.CALLS_BEGIN, f"{calls} {writer.markup(deepseek.CALLS_END)}")
+    call = writer.each(fenced if is_fenced else bare)
+    calls = writer.several(call, "\n") if is_fenced else f"{call}{'+' * writer.use.parallel}"
+    return writer.text_or(form.calls_begin, f"{calls} {writer.markup(form.calls_end)}")
 
 
 def _gpt_oss(writer: _Writer) -> str:
@@ -284,9 +338,8 @@ def _pythonic(writer: _Writer) -> str:
     """Calls in a list. The head of the first one is a single terminal, which free text cannot contain."""
     heads = "|".join(re.escape(name) for name in writer.names)
     text = writer.without(rf"\[\s*({heads})\(")
-    keywords = [_keywords(writer, number, name) for number, name in enumerate(writer.names)]
     first, following = (
-        " | ".join(f"{literal(f'{before}{name}(')} {rule}" for name, rule in zip(writer.names, keywords, strict=True))
+        " | ".join(f"{literal(f'{before}{name}(')} {rule}" for name, rule in _python_calls(writer))
         for before in ("[", ", ")
     )
     calls = f'({first}) "]"'
@@ -294,27 +347,45 @@ def _pythonic(writer: _Writer) -> str:
         writer.rule(f"following: {following}")
         calls = f'({first}) following* "]"'
     answers = [calls, text]
-    for opening, closing in pythonic.TAGS:
+    for opening, closing in pythonic.PYTHONIC.tags:
         if writer.has_token(opening):
             before = f"{text}? " if writer.content is None else ""
             answers.append(f"{before}{writer.markup(opening)} {calls} {writer.markup(closing)}")
     return " | ".join(answers)
 
 
-def _keywords(writer: _Writer, number: int, name: str) -> str:
-    """The rule for the arguments of a call and its closing parenthesis."""
-    properties = _properties(writer, name)
-    for i, (key, schema, _) in enumerate(properties):
-        if re.fullmatch(r"[\w.-]+", key) is None:
-            raise _not_held(writer, name, f"'{key[:64]}' is no name of an argument")
-        writer.rule(f"value_{number}_{i}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
-    # From the last argument to the first one: each rule is that of an argument and all behind it, with and without a
-    # comma in front.
-    after = {True: literal(")"), False: literal(")")}
-    for i, (key, _, is_required) in reversed([*enumerate(properties)]):
+def _olmo3(writer: _Writer) -> str:
+    """Calls on lines of their own."""
+    (opening, closing), *_ = pythonic.OLMO3.tags
+    writer.rule("call: " + " | ".join(f"{literal(f'{name}(')} {rule}" for name, rule in _python_calls(writer)))
+    calls = f'"\\n" (call "\\n"){"+" * writer.use.parallel} {writer.markup(closing)}'
+    return writer.text_or(opening, calls)
+
+
+def _python_calls(writer: _Writer) -> list[tuple[str, str]]:
+    """Each tool, with the rule for its arguments and the closing parenthesis."""
+    found = []
+    for number, name in enumerate(writer.names):
+        entries = []
+        for i, (key, schema, is_required) in enumerate(_properties(writer, name)):
+            if re.fullmatch(r"[\w.-]+", key) is None:
+                raise _not_held(writer, name, f"'{key[:64]}' is no name of an argument")
+            writer.rule(f"value_{number}_{i}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
+            entries.append((f"{key}=", f"value_{number}_{i}", is_required))
+        found.append((name, _entries(writer, f"{number}", entries, ", ", ")")))
+    return found
+
+
+def _entries(writer: _Writer, number: str, entries: Sequence[tuple[str, str, bool]], comma: str, end: str) -> str:
+    """The rule for entries, each a head, the rule of its value and whether it is required; with the `comma` between
+    and the `end` behind them."""
+    # From the last entry to the first one: each rule is that of an entry and all behind it, with and without a comma
+    # in front.
+    after = {True: literal(end), False: literal(end)}
+    for i, (head, value, is_required) in reversed([*enumerate(entries)]):
         rules = {}
-        for is_behind_another, before in ((False, ""), (True, ", ")):
-            body = f"{literal(f'{before}{key}=')} value_{number}_{i} {after[True]}"
+        for is_behind_another, before in ((False, ""), (True, comma)):
+            body = f"{literal(before + head)} {value} {after[True]}"
             if not is_required:
                 body += f" | {after[is_behind_another]}"
             rules[is_behind_another] = f"keys_{number}_{i}{'_more' * is_behind_another}"
@@ -324,29 +395,133 @@ def _keywords(writer: _Writer, number: int, name: str) -> str:
     return after[False]
 
 
-def _qwen3_coder(writer: _Writer) -> str:
+def _xml_calls(writer: _Writer, form: XmlCalls) -> str:
+    quote = '"' * form.is_quoted
+    # The tag that free text cannot contain is in front of the alternatives.
+    opening = form.opening or form.call
     calls = []
     for number, name in enumerate(writer.names):
-        parts = [literal(f"\n{qwen3_coder.FUNCTION}{name}>\n")]
+        head = f"{form.before}{form.call if form.opening else ''}{quote}{name}{quote}>{form.line}"
+        parts = [writer.markup(head)]
         for i, (key, schema, is_required) in enumerate(_properties(writer, name)):
             _check_key(writer, name, key)
-            head = literal(f"{qwen3_coder.PARAMETER}{key}>\n")
-            value = _parameter(writer, f"{number}_{i}", name, schema, qwen3_coder.PARAMETER_END, around="\n")
-            parts.append(f"{head} {value}" if is_required else f"({head} {value})?")
-        calls.append(" ".join([*parts, literal(f"{qwen3_coder.FUNCTION_END}\n")]))
+            parameter = _xml_parameter(writer, form, f"{number}_{i}", name, key, schema)
+            parts.append(f"({parameter}){'?' * (not is_required)}")
+        parts.append(writer.markup(form.call_end + form.after + form.line * bool(form.opening)))
+        calls.append(" ".join(parts))
     writer.rule(f"call: {' | '.join(calls)}")
-    opening, closing = (writer.markup(tag) for tag in (qwen3_coder.OPENING, qwen3_coder.CLOSING))
-    more = f' ("\\n" {opening} call {closing})*' if writer.use.parallel else ""
-    answer = f"call {closing}{more}"
+    start, closing = writer.markup(opening), writer.markup(form.closing)
+    is_parallel = writer.use.parallel
+    if not form.opening:
+        answer = "call" + (f' ("\\n" {start} call)*' * is_parallel)
+    elif form.holds_several:
+        answer = f"{literal(form.line)} call{'+' * is_parallel} {closing}"
+    else:
+        one = f"{literal(form.line)} call {closing}"
+        answer = one + (f' ("\\n" {start} {one})*' * is_parallel)
+    if not form.may_be_bare:
+        return writer.text_or(opening, answer)
     if writer.content is not None:
-        return f"{opening} {answer} | {writer.content}"
+        return f"{start} {answer} | {writer.content}"
     # The parser reads a call without its first tag, too, so that free text has neither.
-    if writer.has_token(qwen3_coder.OPENING):
-        text = writer.without(qwen3_coder.FUNCTION)
-        return f"{text}? {opening} {answer} | {text}"
-    tag, function = qwen3_coder.OPENING, qwen3_coder.FUNCTION
-    writer.rule(f"BEFORE: /(?s:.*){tag}/ & ~/(?s:.*){tag}(?s:.+)/ & ~/(?s:.*){function}(?s:.*)/")
-    return f"BEFORE {answer} | {writer.without(f'({tag}|{function})')}"
+    if writer.has_token(opening):
+        text = writer.without(form.call)
+        return f"{text}? {start} {answer} | {text}"
+    writer.rule(f"BEFORE: /(?s:.*){opening}/ & ~/(?s:.*){opening}(?s:.+)/ & ~/(?s:.*){form.call}(?s:.*)/")
+    return f"BEFORE {answer} | {writer.without(f'({opening}|{form.call})')}"
+
+
+def _xml_parameter(writer: _Writer, form: XmlCalls, number: str, name: str, key: str, schema: Mapping[str, Any]) -> str:
+    """An argument, with its tags."""
+    quote = '"' * form.is_quoted
+
+    def value(attribute: str, number: str, schema: Mapping[str, Any]) -> str:
+        head = writer.markup(f"{form.parameter}{quote}{key}{quote}{attribute}>{form.around}")
+        end, around = form.parameter_end, {"before": form.around, "after": form.line}
+        if not form.has_cdata or "string" not in (types_of(schema) or ("string",)):
+            return f"{head} {_parameter(writer, number, name, schema, end, **around)}"
+        raw = _parameter(writer, number, name, schema, end, **around, never=CDATA)
+        in_cdata = _parameter(writer, f"{number}_cdata", name, schema, CDATA_END + end, **around, start=CDATA)
+        return f"{head} ({raw} | {in_cdata})"
+
+    kinds = types_of(schema)
+    if not form.has_types:
+        return value("", number, schema)
+    if kinds and "string" not in kinds:
+        return value(' string="false"', number, schema)
+    texts = {"enum": [one for one in schema["enum"] if one is not None]} if isinstance(schema.get("enum"), list) else {}
+    found = value(' string="true"', number, {**schema, **texts, **({"type": "string"} if texts else {})})
+    if "null" in kinds or (texts and None in schema["enum"]):
+        null = value(' string="false"', f"{number}_null", {"type": "null"})
+        found += f" | {null}"
+    return found
+
+
+# Objects and lists in one another, beyond which values are JSON; schemas may refer to themselves.
+_MAX_NESTED = 8
+
+
+def _gemma(writer: _Writer, form: GemmaCalls) -> str:
+    opening, closing = writer.markup(form.opening), writer.markup(form.closing)
+    for number, name in enumerate(writer.names):
+        entries = _gemma_entries(writer, form, f"{number}", name, _properties(writer, name))
+        writer.rule(f"arguments_{number}: {entries}")
+    calls = (f"{literal(f'call:{name}{{')} arguments_{number}" for number, name in enumerate(writer.names))
+    writer.rule(f"call: {' | '.join(calls)}")
+    one = f"call {closing}"
+    return writer.text_or(form.opening, one + f" ({opening} {one})*" * writer.use.parallel)
+
+
+def _gemma_entries(
+    writer: _Writer,
+    form: GemmaCalls,
+    number: str,
+    name: str,
+    properties: Sequence[tuple[str, Mapping[str, Any], bool]],
+) -> str:
+    """The entries of an object and its end."""
+    entries = []
+    for i, (key, schema, is_required) in enumerate(properties):
+        if re.fullmatch(r"[\w.-]+( [\w.-]+)*", key) is None:
+            raise _not_held(writer, name, f"'{key[:64]}' is no name of an argument")
+        entries.append((f"{key}:", _gemma_value(writer, form, f"{number}_{i}", name, schema), is_required))
+    return _entries(writer, number, entries, ",", "}")
+
+
+def _gemma_value(writer: _Writer, form: GemmaCalls, number: str, name: str, schema: Mapping[str, Any]) -> str:
+    """A value in the model's own form; as JSON, which the parser reads, too, if the schema says more than types."""
+    schema = _resolved(schema) if number.count("_") < _MAX_NESTED else schema
+    own = schema.keys() - _NOTES - {"definitions", "components", "additionalProperties"}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and own <= {"type", "enum", "const"}:
+        if any(isinstance(one, dict | list) or (isinstance(one, str) and form.quote in one) for one in values):
+            raise _not_held(writer, name, f"an enum with a list, an object or {form.quote}")
+        quoted = (f"{form.quote}{one}{form.quote}" if isinstance(one, str) else json.dumps(one) for one in values)
+        return f"({' | '.join(map(writer.markup, quoted))})"
+    kinds = types_of(schema)
+    if not kinds or "string" in kinds:
+        text = f"{writer.markup(form.quote)} {_parameter(writer, number, name, schema, form.quote)}"
+        return f'({text} | "null")' if "null" in kinds else f"({text})"
+    is_deep = number.count("_") >= _MAX_NESTED
+    if kinds == {"object"} and own <= {"type", "properties", "required"} and "properties" in schema and not is_deep:
+        return f'"{{" ({_gemma_entries(writer, form, number, name, _properties_of(writer, name, schema))})'
+    items = schema.get("items")
+    if kinds == {"array"} and own <= {"type", "items"} and isinstance(items, dict) and items:
+        shared = {part: schema[part] for part in _SHARED if part in schema}
+        writer.rule(f"item_{number}: {_gemma_value(writer, form, f'{number}_i', name, {**items, **shared})}")
+        return f'"[" (item_{number} ("," item_{number})*)? "]"'
+    writer.rule(f"value_{number}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
+    return f"value_{number}"
+
+
+def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a schema refers to, if it is nothing but a reference to one of the tool's definitions."""
+    shared = {part: schema[part] for part in _SHARED if part in schema}
+    found = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(schema.get("$ref")))
+    if found is None or schema.keys() - _NOTES - {"$ref", "definitions", "components"}:
+        return schema
+    target = shared.get(found[1], {}).get(found[2])
+    return {**target, **shared} if isinstance(target, dict) else schema
 
 
 def _glm(writer: _Writer) -> str:
@@ -380,43 +555,60 @@ _NOTES = frozenset({"description", "title", "default", "examples", "deprecated",
 
 
 def _parameter(
-    writer: _Writer, number: str, name: str, schema: Mapping[str, Any], tag: str, *, around: str = ""
+    writer: _Writer,
+    number: str,
+    name: str,
+    schema: Mapping[str, Any],
+    tag: str,
+    *,
+    before: str = "",
+    after: str = "",
+    start: str = "",
+    never: str = "",
 ) -> str:
-    """A value in front of its end tag, and the tag with the text `around` it. Texts are raw, other values JSON."""
+    """A value in front of its end tag, and the tag with the texts `before` and `after` it. Texts are raw, other values
+    JSON. Texts are behind the text `start`; free ones do not begin with `never`."""
     kinds = types_of(schema)
     own = schema.keys() - _NOTES - {"definitions", "components"}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     is_token = writer.has_token(tag)
     # What ends the value: a token behind it, or a text that is part of its terminal.
-    text_end, token_end = ("", f" {writer.markup(tag)}") if is_token else (f"{around}{tag}{around}", "")
+    text_end, token_end = f"{before}{tag}{after}", ""
+    if is_token:
+        text, rest = writer.split(tag)
+        text_end, token_end = f"{before}{text}", f" {writer.markup(rest + after)}"
     if kinds and "string" not in kinds:
         writer.rule(f"value_{number}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
-        return f"value_{number}{token_end or f' {literal(text_end)}'}"
+        end = f" {literal(text_end)}" if text_end else ""
+        return f"value_{number}{end}{token_end}"
     if values is not None and own <= {"type", "enum", "const"}:
         if not all(isinstance(value, str) or value is None for value in values):
             raise _not_held(writer, name, "texts and other values in one enum")
         shown = ["null" if value is None else value for value in values]
         if any(tag in value for value in shown):
             raise _not_held(writer, name, f"{tag} in an enum")
-        return "(" + " | ".join(literal(value + text_end) for value in shown) + ")" + token_end
-    end, inner = (text.replace("\n", r"\n").replace("/", r"\/") for text in (text_end, tag))
+        return "(" + " | ".join(literal(start + value + text_end) for value in shown) + ")" + token_end
+    begin, end, inner = (_text_in_lark(text) for text in (start, text_end, tag))
     ends = "" if is_token else rf"{inner}(?s:.*)"
-    parts = [rf"/(?s:.*){end}/", rf"~/(?s:.*){ends}{inner}(?s:.*)/"]
+    parts = [rf"/{begin}(?s:.*){end}/", rf"~/(?s:.*){ends}{inner}(?s:.*)/"]
     least = 0
     if kinds <= {"string"}:
         if extra := own - {"type", "pattern", "minLength", "maxLength"}:
             raise _not_held(writer, name, f"{min(extra)} of a text")
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if least or most != "":
-            parts.append(rf"/(?s:.{{{least},{most}}}){end}/")
+            parts.append(rf"/{begin}(?s:.{{{least},{most}}}){end}/")
         if "pattern" in schema:
-            parts.append(rf"/{_in_lark(_whole_pattern(writer, name, str(schema['pattern'])))}{end}/")
+            parts.append(rf"/{begin}{_in_lark(_whole_pattern(writer, name, str(schema['pattern'])))}{end}/")
     elif not _may_be_any_text(schema, own):
         raise _not_held(writer, name, "a restricted text beside other types")
-    writer.rule(f"VALUE_{number}: {' & '.join(parts)}")
+    if never:
+        parts.append(rf"~/{_text_in_lark(never)}(?s:.*)/")
+    terminal = f"VALUE_{number.upper()}"
+    writer.rule(f"{terminal}: {' & '.join(parts)}")
     # A terminal is never empty.
-    may_be_empty = is_token and not least and "pattern" not in schema
-    return f"VALUE_{number}{'?' if may_be_empty else ''}{token_end}"
+    may_be_empty = is_token and not text_end and not least and "pattern" not in schema
+    return f"{terminal}{'?' if may_be_empty else ''}{token_end}"
 
 
 def _may_be_any_text(schema: Mapping[str, Any], own: Set[str]) -> bool:
@@ -444,9 +636,21 @@ def _in_lark(expression: str) -> str:
     return _DELIMITER.sub(lambda found: _ESCAPED.get(found[0], found[0]), expression)
 
 
+_SHARED = ("$defs", "definitions", "components")
+
+
+def _text_in_lark(text: str) -> str:
+    """A text as an expression that Lark writes between slashes."""
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
+
+
 def _properties(writer: _Writer, name: str) -> list[tuple[str, Mapping[str, Any], bool]]:
     """Name, schema and whether it is required, of each argument of a tool."""
-    schema = writer.use.schemas[name]
+    return _properties_of(writer, name, writer.use.schemas[name])
+
+
+def _properties_of(writer: _Writer, name: str, schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """The same of an object."""
     known = {"type", "properties", "required", "additionalProperties", "definitions", "components", "strict"}
     if extra := schema.keys() - known - _NOTES:
         raise _not_held(writer, name, f"{min(extra)} of its arguments")
@@ -455,7 +659,7 @@ def _properties(writer: _Writer, name: str) -> list[tuple[str, Mapping[str, Any]
         raise _not_held(writer, name, "its properties")
     if extra := {str(key) for key in required} - properties.keys():
         raise _not_held(writer, name, f"the required argument '{min(extra)[:64]}', which is not among its properties")
-    shared = {part: schema[part] for part in ("$defs", "definitions", "components") if part in schema}
+    shared = {part: schema[part] for part in _SHARED if part in schema}
     return [
         (key, {**(one if isinstance(one, dict) else {}), **shared}, key in required) for key, one in properties.items()
     ]
@@ -469,14 +673,29 @@ def _not_held(writer: _Writer, name: str, what: str) -> StatusError:
     return unsupported("tools", f"{message}; leave strict out")
 
 
+def _described(kind: type[_T], answer: Callable[[_Writer, _T], str]) -> dict[str, _Answer]:
+    """The families with a description of this kind."""
+
+    def of(description: _T) -> _Answer:
+        return lambda writer: answer(writer, description)
+
+    return {name: of(one.steps) for name, one in TOOL_FORMATS.items() if isinstance(one.steps, kind)}
+
+
 _ANSWERS: Mapping[str, _Answer] = {
-    "deepseek": _deepseek,
     "gpt-oss": _gpt_oss,
-    "hermes": _hermes,
     "llama3": _llama3,
     "mistral": _mistral,
     "phi4": _phi4,
+    **_described(JsonTags, _json_tags),
+    **_described(MarkedJson, _marked_json),
 }
 """With any schema."""
-_OPTIONAL_ANSWERS: Mapping[str, _Answer] = {"glm": _glm, "pythonic": _pythonic, "qwen3-coder": _qwen3_coder}
+_OPTIONAL_ANSWERS: Mapping[str, _Answer] = {
+    "glm": _glm,
+    "olmo3": _olmo3,
+    "pythonic": _pythonic,
+    **_described(XmlCalls, _xml_calls),
+    **_described(GemmaCalls, _gemma),
+}
 """With arguments of which each has a schema of its own. Required calls are in the format `hermes`."""

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from headrace.gateway.chat.output_parsers import (
-    deepseek,
+    gemma,
     glm,
     harmony,
-    hermes,
+    json_tags,
     llama3_json,
+    marked_json,
     mistral,
     phi4,
     pythonic,
-    qwen3_coder,
+    xml_calls,
 )
 from headrace.gateway.chat.output_parsers.output import Delta, Output, Tools
 from headrace.gateway.chat.output_parsers.source import Source, Steps, rest
 from headrace.gateway.chat.output_parsers.think import think
 
 ToolSteps: TypeAlias = Callable[[Source, Output, Tools], Steps[None]]
+
+
+Sign: TypeAlias = str | tuple[str, ...]
+"""A text in a chat template, or several that must all be in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,14 @@ class ToolFormat:
     steps: ToolSteps
     markers: tuple[str, ...]
     """Markup that may be special tokens of the vocabulary, which are otherwise not text."""
-    signs: tuple[str, ...]
+    signs: tuple[Sign, ...]
     """Any of these in a chat template identifies the family."""
+    models: str
+    """The models that write it, for the reference."""
+    shape: str
+    """A call, for the reference."""
+    token: str = ""
+    """The special token that identifies the family if its template, which takes tools, shows no sign of any."""
     num_id_chars: int = 24
     """Length of the ids of calls that templates of the family accept."""
 
@@ -45,7 +56,15 @@ class ReasoningFormat:
     name: str
     tags: tuple[str, str] | None
     markers: tuple[str, ...]
-    signs: tuple[str, ...]
+    signs: tuple[Sign, ...]
+    models: str
+    """The models that write it, for the reference."""
+    spellings: tuple[tuple[str, str], ...] = ()
+    """Other tags that the models write for the same."""
+    around_answer: tuple[tuple[str, str], ...] = ()
+    """Tags that they may write around the answer."""
+    is_open: bool = False
+    """The answer begins with reasoning, even if neither the prompt nor the model opens it."""
 
 
 _HARMONY_MARKERS = (
@@ -58,64 +77,278 @@ _HARMONY_MARKERS = (
     harmony.RETURN,
 )
 
+
+def _json(name: str, tags: json_tags.JsonTags, signs: tuple[Sign, ...], models: str, shape: str) -> ToolFormat:
+    token = tags.opening if tags.opening.startswith("<|START_") else ""
+    return ToolFormat(name, tags, tuple(filter(None, (tags.opening, tags.closing))), signs, models, shape, token)
+
+
 # The most specific signs come first, because a template may also contain the signs of later families.
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     one.name: one
     for one in (
-        ToolFormat("gpt-oss", harmony.harmony, _HARMONY_MARKERS, (harmony.CHANNEL,)),
+        ToolFormat(
+            "gpt-oss", harmony.harmony, _HARMONY_MARKERS, (harmony.CHANNEL,), "gpt-oss", "messages to `functions.f`"
+        ),
         ToolFormat(
             "deepseek",
-            deepseek.deepseek,
-            (
-                deepseek.CALLS_BEGIN,
-                deepseek.CALLS_END,
-                deepseek.CALL_BEGIN,
-                deepseek.CALL_END,
-                deepseek.SEPARATOR,
-            ),
-            (deepseek.CALL_BEGIN,),
+            marked_json.DEEPSEEK,
+            marked_json.DEEPSEEK.markers,
+            (marked_json.DEEPSEEK.call_begin,),
+            "DeepSeek V3, R1 and V3.1",
+            "`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or JSON in a block of code",
+            token=marked_json.DEEPSEEK.call_begin,
+        ),
+        ToolFormat(
+            "deepseek-v3.2",
+            xml_calls.DEEPSEEK_V32,
+            xml_calls.DEEPSEEK_V32.markers,
+            (("｜DSML｜", "function_calls>"),),
+            "DeepSeek V3.2",
+            '`<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1...` in `<｜DSML｜function_calls>`',
+        ),
+        ToolFormat(
+            "deepseek-v4",
+            xml_calls.DEEPSEEK_V4,
+            xml_calls.DEEPSEEK_V4.markers,
+            (("｜DSML｜", "tool_calls>"),),
+            "DeepSeek V4",
+            "the same in `<｜DSML｜tool_calls>`",
+        ),
+        ToolFormat(
+            "kimi-k2",
+            marked_json.KIMI_K2,
+            marked_json.KIMI_K2.markers,
+            (marked_json.KIMI_K2.call_begin,),
+            "Kimi K2, K2 Thinking, K2.5",
+            "`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`",
+            token=marked_json.KIMI_K2.call_begin,
+        ),
+        ToolFormat(
+            "step3",
+            xml_calls.STEP3,
+            xml_calls.STEP3.markers,
+            (xml_calls.STEP3.call,),
+            "Step 3",
+            '`<steptml:invoke name="f"><steptml:parameter name="a">1...` in `<｜tool_calls_begin｜>`',
+            token="<｜tool_calls_begin｜>",
         ),
         ToolFormat(
             "mistral",
             mistral.mistral,
             (mistral.OPENING, mistral.CALL_ID, mistral.ARGUMENTS),
             (mistral.OPENING, "[AVAILABLE_TOOLS]"),
+            "Mistral, Ministral, Magistral, Devstral",
+            "`[TOOL_CALLS]` and JSON, or `[TOOL_CALLS]f[ARGS]{...}`",
+            token=mistral.OPENING,
             num_id_chars=9,
         ),
-        ToolFormat("phi4", phi4.phi4, (phi4.OPENING, phi4.CLOSING), ("functools", phi4.OPENING, "<|tool|>")),
         ToolFormat(
-            "pythonic",
-            pythonic.pythonic,
-            tuple(tag for tags in pythonic.TAGS for tag in tags),
-            (*(opening for opening, _ in pythonic.TAGS), "[func_name1(params_name1=", "[func1(params_name1="),
+            "gemma4",
+            gemma.GEMMA4,
+            gemma.GEMMA4.markers,
+            (gemma.GEMMA4.opening,),
+            "Gemma 4",
+            '`<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>`',
+            token=gemma.GEMMA4.opening,
         ),
         ToolFormat(
-            "llama3", llama3_json.llama3_json, (llama3_json.TAG,), (llama3_json.TAG, '"parameters": dictionary')
+            "functiongemma",
+            gemma.FUNCTION_GEMMA,
+            gemma.FUNCTION_GEMMA.markers,
+            (gemma.FUNCTION_GEMMA.opening,),
+            "FunctionGemma",
+            "`<start_function_call>call:f{a:1,b:<escape>text<escape>}<end_function_call>`",
+            token=gemma.FUNCTION_GEMMA.opening,
+        ),
+        _json(
+            "cohere",
+            json_tags.COHERE,
+            (json_tags.COHERE.opening,),
+            "Command R7B, Command A",
+            '`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]<|END_ACTION|>`',
+        ),
+        _json(
+            "granite",
+            json_tags.GRANITE,
+            ("available_tools<|end_of_role|>",),
+            "Granite 3 (Granite 4 writes like `hermes`)",
+            '`<|tool_call|>[{"name": ..., "arguments": {...}}]`',
+        ),
+        ToolFormat(
+            "phi4",
+            phi4.phi4,
+            (phi4.OPENING, phi4.CLOSING),
+            ("functools", phi4.OPENING, "<|tool|>"),
+            "Phi 4 mini",
+            "`functools[{...}]`, or within `<|tool_call|>`",
+        ),
+        _json(
+            "nemotron",
+            json_tags.NEMOTRON,
+            (json_tags.NEMOTRON.opening,),
+            "Nemotron Nano 2, Llama Nemotron (Nemotron 3 writes like `qwen3-coder`)",
+            '`<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>`',
+        ),
+        ToolFormat(
+            "seed-oss",
+            xml_calls.SEED_OSS,
+            xml_calls.SEED_OSS.markers,
+            (xml_calls.SEED_OSS.opening,),
+            "Seed OSS",
+            "`<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>`",
+            token=xml_calls.SEED_OSS.opening,
+        ),
+        ToolFormat(
+            "minimax-m2",
+            xml_calls.MINIMAX_M2,
+            xml_calls.MINIMAX_M2.markers,
+            (xml_calls.MINIMAX_M2.opening,),
+            "MiniMax M2",
+            '`<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>`',
+            token=xml_calls.MINIMAX_M2.opening,
+        ),
+        ToolFormat(
+            "minicpm5",
+            xml_calls.MINICPM5,
+            (),
+            ((xml_calls.MINICPM5.call, xml_calls.MINICPM5.parameter),),
+            "MiniCPM 5",
+            '`<function name="f"><param name="a">1</param></function>`',
+        ),
+        ToolFormat(
+            "olmo3",
+            pythonic.OLMO3,
+            pythonic.OLMO3.markers,
+            ("<function_calls>",),
+            "Olmo 3",
+            "`f(a=1)`, a line each, in `<function_calls>`",
+            token="<function_calls>",
+        ),
+        ToolFormat(
+            "pythonic",
+            pythonic.PYTHONIC,
+            pythonic.PYTHONIC.markers,
+            (
+                *(opening for opening, _ in pythonic.PYTHONIC.tags),
+                "<|tool_list_start|>",
+                "[func_name1(params_name1=",
+                "[func1(params_name1=",
+            ),
+            "Llama 3.2 and 4, LFM2, ToolACE, MiniCPM 3",
+            "`[f(a=1), g()]`, each argument up to 1 MiB, of which 32 KiB outside of texts",
+            token="<|tool_call_start|>",
+        ),
+        ToolFormat(
+            "llama3",
+            llama3_json.llama3_json,
+            (llama3_json.TAG,),
+            (llama3_json.TAG, '"parameters": dictionary'),
+            "Llama 3",
+            '`{"name": ..., "parameters": {...}}`, bare or after `<|python_tag|>`',
         ),
         ToolFormat(
             "qwen3-coder",
-            qwen3_coder.qwen3_coder,
-            (qwen3_coder.OPENING, qwen3_coder.CLOSING),
-            (qwen3_coder.FUNCTION,),
+            xml_calls.QWEN3_CODER,
+            xml_calls.QWEN3_CODER.markers,
+            (xml_calls.QWEN3_CODER.call,),
+            "Qwen3 Coder, Qwen 3.5, Nemotron 3, Step 3.5, MiMo",
+            "`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`",
         ),
         ToolFormat(
-            "glm", glm.glm, (glm.OPENING, glm.CLOSING, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END), (glm.KEY,)
+            "glm",
+            glm.glm,
+            (glm.OPENING, glm.CLOSING, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END),
+            (glm.KEY,),
+            "GLM 4.5 and later",
+            "`<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`",
+            token=glm.KEY,
         ),
-        ToolFormat("hermes", hermes.hermes, (hermes.OPENING, hermes.CLOSING), (hermes.OPENING,)),
+        _json(
+            "minimax-m1",
+            json_tags.MINIMAX_M1,
+            (("<tool_calls>", "tool_setting=tools"),),
+            "MiniMax M1",
+            '`<tool_calls>` and `{"name": ..., "arguments": {...}}`, a line each',
+        ),
+        _json(
+            "jamba",
+            json_tags.JAMBA,
+            (json_tags.JAMBA.opening,),
+            "Jamba, Hunyuan A13B",
+            '`<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`',
+        ),
+        _json(
+            "hermes",
+            json_tags.HERMES,
+            (json_tags.HERMES.opening,),
+            "Hermes, Qwen 2.5 and 3, Granite 4, ERNIE 4.5, SmolLM3",
+            '`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`',
+        ),
     )
 }
 
 # Formats that are not supported although their markup contains that of a supported one.
-_UNKNOWN_SIGNS = ("<|tool_calls_section_begin|>",)
+_UNKNOWN_SIGNS = ("]<]minimax[>[",)
 
 _THINK = ("<think>", "</think>")
 _BRACKETS = ("[THINK]", "[/THINK]")
+_CHANNEL = ("<|channel>thought", "<channel|>")
+_COHERE = ("<|START_THINKING|>", "<|END_THINKING|>")
+_COHERE_ANSWERS = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>"))
+_SEED = ("<seed:think>", "</seed:think>")
+_GRANITE = ("Here is my thought process:", "Here is my response:")
+_THOUGHTS = ("<|thought_start|>", "<|thought_end|>")
+_KIMI = ("◁think▷", "◁/think▷")
+_ANSWERS = (("<response>", "</response>"), ("<answer>", "</answer>"))
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     one.name: one
     for one in (
-        ReasoningFormat("gpt-oss", None, _HARMONY_MARKERS, (harmony.CHANNEL,)),
-        ReasoningFormat("mistral", _BRACKETS, _BRACKETS, _BRACKETS[:1]),
-        ReasoningFormat("think", _THINK, _THINK, _THINK[1:]),
+        ReasoningFormat("gpt-oss", None, _HARMONY_MARKERS, (harmony.CHANNEL,), "gpt-oss"),
+        ReasoningFormat("mistral", _BRACKETS, _BRACKETS, _BRACKETS[:1], "Magistral, Ministral 3"),
+        ReasoningFormat("gemma4", _CHANNEL, ("<|channel>", "<channel|>"), ("<|channel>",), "Gemma 4"),
+        ReasoningFormat(
+            "cohere",
+            _COHERE,
+            (*_COHERE, *(tag for pair in _COHERE_ANSWERS for tag in pair)),
+            _COHERE[:1],
+            "Command R7B, Command A",
+            around_answer=_COHERE_ANSWERS,
+        ),
+        ReasoningFormat("seed-oss", _SEED, _SEED, _SEED[:1], "Seed OSS"),
+        ReasoningFormat(
+            "granite",
+            _GRANITE,
+            (),
+            ("Here is my thought process:",),
+            "Granite 3.2",
+            spellings=(("Here's my thought process:", "Here's my response:"),),
+        ),
+        ReasoningFormat("minicpm3", _THOUGHTS, _THOUGHTS, _THOUGHTS[:1], "MiniCPM 3"),
+        ReasoningFormat("kimi", _KIMI, _KIMI, _KIMI[1:], "Kimi VL Thinking, Kimi k1.5"),
+        ReasoningFormat(
+            "think-answer",
+            _THINK,
+            _THINK,
+            (("</think>", "<response>"), ("</think>", "<answer>")),
+            "Granite 3.3, ERNIE 4.5 Thinking, Hunyuan A13B",
+            around_answer=_ANSWERS,
+        ),
+        ReasoningFormat(
+            "think",
+            _THINK,
+            _THINK,
+            _THINK[1:],
+            "DeepSeek R1 and later, Qwen 3, GLM 4.5, Kimi K2, MiniMax M2, Nemotron, Olmo 3, LFM2, SmolLM3, Step 3",
+        ),
+        ReasoningFormat(
+            "think-open",
+            _THINK,
+            _THINK,
+            (),
+            "the same models with a template that does not open the reasoning, such as the first one of DeepSeek R1",
+            is_open=True,
+        ),
     )
 }
 
@@ -135,16 +368,26 @@ class OutputFormat:
         return any(one is not None and one.name == "gpt-oss" for one in (self.tools, self.reasoning))
 
 
-def detect(template: str, tools: str = "auto", reasoning: str = "auto") -> OutputFormat:
-    """The format of a model, from its chat template. Names other than `auto` take precedence; `none` means none."""
-    known = not any(sign in template for sign in _UNKNOWN_SIGNS)
-    told = next((one for one in TOOL_FORMATS.values() if known and any(s in template for s in one.signs)), None)
-    reasons = next((one for one in REASONING_FORMATS.values() if any(s in template for s in one.signs)), None)
+def detect(template: str, tools: str = "auto", reasoning: str = "auto", special: Collection[str] = ()) -> OutputFormat:
+    """The format of a model, from its chat template. Names other than `auto` take precedence; `none` means none.
+
+    `special` are the texts of special tokens. They decide if the template shows no sign of any format of calls.
+    """
+    told = None
+    if not any(sign in template for sign in _UNKNOWN_SIGNS):
+        told = next((one for one in TOOL_FORMATS.values() if _shows(template, one.signs)), None)
+        told = told or next((one for one in TOOL_FORMATS.values() if one.token and one.token in special), None)
+    reasons = next((one for one in REASONING_FORMATS.values() if _shows(template, one.signs)), None)
     return OutputFormat(
         told if tools == "auto" else TOOL_FORMATS.get(tools),
         reasons if reasoning == "auto" else REASONING_FORMATS.get(reasoning),
         is_fenced="```json" in template,
     )
+
+
+def _shows(template: str, signs: tuple[Sign, ...]) -> bool:
+    """Whether a template contains any of the signs."""
+    return any(all(part in template for part in ((sign,) if isinstance(sign, str) else sign)) for sign in signs)
 
 
 class OutputParser:
@@ -161,7 +404,7 @@ class OutputParser:
         """Without `tools`, no text is parsed as a call. `inside_reasoning` means that the prompt has already opened the
         reasoning. `custom` are the names of tools that take a text."""
         self._source = Source()
-        self._output = Output(custom)
+        self._output = Output(custom, () if form.reasoning is None else form.reasoning.around_answer)
         self._steps = _answer(self._source, self._output, form, tools, inside_reasoning)
 
     def push(self, text: str) -> list[Delta]:
@@ -196,7 +439,7 @@ def _answer(source: Source, output: Output, form: OutputFormat, tools: Tools, in
         yield from harmony.harmony(source, output, tools)
     else:
         if form.reasoning is not None and form.reasoning.tags is not None:
-            yield from think(source, output, form.reasoning.tags, inside)
+            yield from think(source, output, (form.reasoning.tags, *form.reasoning.spellings), inside)
         if form.tools is not None and tools:
             yield from form.tools.steps(source, output, tools)
     yield from rest(source, output.content)

@@ -258,7 +258,7 @@ class JsonCall:
         elif key == "function" and (yield from peek(source)) == "{":
             source.pos += 1
             yield from self._entries(source)
-        elif key in ("name", "function"):
+        elif key in ("name", "function", "tool_name"):
             self._name = yield from _text(source)
             if not self._name or (self._known is not None and self._name not in self._known):
                 raise MismatchError

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
 from headrace.gateway.chat.output_parsers.source import SPACE, MismatchError, Source, Steps
+from headrace.gateway.chat.output_parsers.wrapping import Wrapping
 
 CUSTOM_INPUT = "input"
 """The only argument of a custom tool, which takes a text."""
@@ -61,15 +62,18 @@ class Output:
         "_reasoning_space",
         "_space",
         "_trim",
+        "_wrapping",
         "custom",
         "deltas",
         "num_calls",
         "spans",
     )
 
-    def __init__(self, custom: frozenset[str] = frozenset()) -> None:
+    def __init__(self, custom: frozenset[str] = frozenset(), around_answer: Sequence[tuple[str, str]] = ()) -> None:
+        """`around_answer` are pairs of tags that the model may write around its content."""
         self.custom = custom
         """Names of custom tools."""
+        self._wrapping = Wrapping(around_answer)
         self.deltas: list[Delta] = []
         """The deltas since the last call."""
         self.num_calls = 0
@@ -83,6 +87,11 @@ class Output:
 
     def content(self, text: str) -> None:
         """Add content. White space is held back until more content follows it."""
+        text = self._wrapping.push(text)
+        self._trim = self._trim or self._wrapping.is_found
+        self._add(text)
+
+    def _add(self, text: str) -> None:
         words = text.rstrip(SPACE)
         if not words:
             self._space += text
@@ -114,6 +123,7 @@ class Output:
 
     def call(self, name: str) -> None:
         """A call begins; arguments that follow are its own."""
+        self._add(self._wrapping.finish())
         self._trim = True
         self.deltas.append(CallDelta(self.num_calls, name))
         self.num_calls += 1
@@ -129,6 +139,7 @@ class Output:
 
     def finish(self) -> None:
         """The text ends."""
+        self._add(self._wrapping.finish())
         if self._space and not self._trim:
             self._show(ContentDelta, self._space)
 

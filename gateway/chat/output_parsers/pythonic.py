@@ -1,6 +1,11 @@
-"""Llama 3.2 and 4, LFM2, ToolACE: Python calls in a list, [f(a=1, b="x"), g()], on a line of their own or in tags.
+"""Families that write calls in Python: [f(a=1, b="x"), g()], in a list or in tags. Each is a description.
 
-The calls must be those of offered tools, with arguments by name and of literals only: anything else is text.
+Llama 3.2 and 4, LFM2, ToolACE   in a list, on a line of its own or in tags
+MiniCPM 3                        on lines of their own in a block of code, in tags
+Olmo 3                           on lines of their own in <function_calls>
+
+The calls must be those of offered tools, with arguments by name and of literals only: anything else is text. In tags,
+LFM2 may also write them as JSON, if the prompt asks for that.
 """
 
 from __future__ import annotations
@@ -9,11 +14,14 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from headrace.gateway.chat.output_parsers.json_text import MAX_NAME_CHARS
+from headrace.gateway.chat.output_parsers.json_text import MAX_NAME_CHARS, JsonCall
 from headrace.gateway.chat.output_parsers.output import Output, Tools, attempt
 from headrace.gateway.chat.output_parsers.source import (
+    SPACE,
     MismatchError,
     Source,
     Steps,
@@ -27,7 +35,6 @@ from headrace.gateway.chat.output_parsers.source import (
     text_until,
 )
 
-TAGS = (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>"))
 MAX_VALUE_CHARS = 1024 * 1024
 # Maximum characters of a value outside of its texts. Python parses 32 KiB of them in about 20 ms, and nothing else runs
 # then.
@@ -38,47 +45,81 @@ _NAME = re.compile(r"[\w.-]+")
 _PLAIN = re.compile(r"""[^'"\\()\[\]{},]+""")
 _NAMED = {"true": True, "false": False, "null": None, "none": None}
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
+_FENCE = "```"
+_LINE_START = re.compile(r"[\w{]")
+_IN_TEXT = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
 
 
-def pythonic(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Parse a whole answer."""
-    openings = tuple(opening for opening, _ in TAGS)
-    yield from _calls(source, output, tools)
-    while (yield from text_until(source, output.content, "\n", *openings)):
-        yield from _calls(source, output, tools)
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """Where calls stand. An instance parses a whole answer."""
 
+    tags: Sequence[tuple[str, str]]
+    """Pairs of tags around calls."""
+    may_be_bare: bool = False
+    """A list of calls may stand on a line without tags."""
 
-def _calls(source: Source, output: Output, tools: Tools) -> Steps[None]:
-    """Parse a list of calls if one comes next."""
-    closing = ""
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All of the markup."""
+        return tuple(tag for pair in self.tags for tag in pair)
 
-    def first() -> Steps[None]:
-        nonlocal closing
-        yield from skip(source)
-        for opening, end in TAGS:
-            if (yield from literal(source, opening)):
-                closing = end
-        yield from skip(source)
-        yield from expect(source, "[")
-        yield from skip(source)
-        yield from _call(source, output, tools)
+    def __call__(self, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        """Parse a whole answer."""
+        ends = ["\n"] * self.may_be_bare + [opening for opening, _ in self.tags]
+        if self.may_be_bare:
+            yield from self._calls(source, output, tools)
+        while (yield from text_until(source, output.content, *ends)):
+            yield from self._calls(source, output, tools)
 
-    def following() -> Steps[None]:
-        yield from expect(source, ",")
-        yield from skip(source)
-        yield from _call(source, output, tools)
+    def _calls(self, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        """Take the calls if they come next."""
+        closing = ""
+        is_list = False
 
-    taken = yield from attempt(source, output, first())
-    while taken:
-        yield from skip(source)
-        if (yield from literal(source, "]")):
+        def first() -> Steps[None]:
+            nonlocal closing, is_list
             yield from skip(source)
-            if closing:
-                yield from closed_by(source, closing)
-            return
-        if (yield from peek(source)) != ",":
-            return
-        taken = yield from attempt(source, output, following())
+            for opening, end in self.tags:
+                if (yield from literal(source, opening)):
+                    closing = end
+            yield from skip(source)
+            if closing and (yield from literal(source, _FENCE)):
+                yield from literal(source, "python")
+                yield from skip(source)
+            if not closing:
+                yield from expect(source, "[")
+                is_list = True
+            else:
+                is_list = yield from literal(source, "[")
+            yield from skip(source)
+            yield from any_call()
+
+        def following() -> Steps[None]:
+            if (yield from literal(source, ",")):
+                yield from skip(source)
+            yield from any_call()
+
+        def any_call() -> Steps[None]:
+            if closing and (yield from peek(source)) == "{":
+                yield from JsonCall(output, frozenset(tools)).steps(source)
+            else:
+                yield from _call(source, output, tools)
+
+        taken = yield from attempt(source, output, first())
+        while taken:
+            yield from skip(source)
+            if is_list and (yield from literal(source, "]")):
+                break
+            char = yield from peek(source)
+            if char != "," and (is_list or _LINE_START.match(char) is None):
+                break
+            taken = yield from attempt(source, output, following())
+        if taken and closing:
+            yield from skip(source, SPACE + "`")
+            yield from closed_by(source, closing)
+        elif taken:
+            yield from skip(source)
 
 
 def _call(source: Source, output: Output, tools: Tools) -> Steps[None]:
@@ -117,28 +158,38 @@ def _expression(source: Source) -> Steps[str]:
         if not char:
             raise MismatchError
         found = _PLAIN.match(source.text, source.pos)
+        code = ""  # what Python is to read, if that is not what the model wrote
         if found is not None:
             part = found[0]
+        elif not stack and char in ",)":
+            return "".join(parts)
+        elif char in "'\"":
+            part = yield from _quoted(source)
+            # Models break lines within a text, which Python allows between three quotes only.
+            code = part if part.startswith(char * 3) else _IN_TEXT.sub(_escaped, part)
+        elif stack and char == stack[-1]:
+            part = stack.pop()
+        elif char in _CLOSERS:
+            stack.append(_CLOSERS[char])
+            part = char
+        elif char == ",":
+            part = char
         else:
-            if not stack and char in ",)":
-                return "".join(parts)
-            if char in "'\"":
-                part = yield from _quoted(source)
-            elif stack and char == stack[-1]:
-                part = stack.pop()
-            elif char in _CLOSERS:
-                stack.append(_CLOSERS[char])
-                part = char
-            elif char == ",":
-                part = char
-            else:
-                raise MismatchError
+            raise MismatchError
         source.pos += len(part)
-        parts.append(part)
+        parts.append(code or part)
         num_chars += len(part)
-        num_code_chars += _CHARS_OF_A_TEXT if part[0] in "'\"" else len(part)
+        num_code_chars += _CHARS_OF_A_TEXT if code else len(part)
         if num_chars > MAX_VALUE_CHARS or num_code_chars > MAX_CODE_CHARS:
             raise MismatchError
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """A control character as an escape sequence; a backslash in front of it stands for itself."""
+    written = found[0]
+    if written[-1] >= " ":
+        return written
+    return "\\\\" * (len(written) - 1) + f"\\x{ord(written[-1]):02x}"
 
 
 def _quoted(source: Source) -> Steps[str]:
@@ -193,3 +244,9 @@ def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     raise ValueError("a key that is no text")
+
+
+PYTHONIC = PythonCalls(
+    (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>")), may_be_bare=True
+)
+OLMO3 = PythonCalls((("<function_calls>", "</function_calls>"),))

@@ -89,6 +89,17 @@ def literal(source: Source, text: str) -> Steps[bool]:
         yield
 
 
+def next_of(source: Source, *texts: str) -> Steps[str]:
+    """Which of these texts comes next, without taking it; empty if none does."""
+    while True:
+        for text in texts:
+            if source.text.startswith(text, source.pos):
+                return text
+        if source.closed or not any(text.startswith(source.text[source.pos :]) for text in texts):
+            return ""
+        yield
+
+
 def closed_by(source: Source, text: str) -> Steps[None]:
     """Take this text if it comes next, or its beginning if the source ends there."""
     if not (yield from literal(source, text)) and source.closed and text.startswith(source.text[source.pos :]):

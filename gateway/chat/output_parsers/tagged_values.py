@@ -23,7 +23,7 @@ def value(source: Source, output: Output, schema: Any, *ends: str) -> Steps[None
         parts: list[str] = []
         end = yield from text_until(source, parts.append, *ends)
         if end:
-            output.arguments(_json_of("".join(parts), kinds))
+            output.arguments(json_of_kind("".join(parts), kinds))
     if not end:
         raise MismatchError
     source.pos += len(end)
@@ -53,8 +53,8 @@ def types_of(schema: Any) -> set[str]:
     return {"any"} if "$ref" in schema or "properties" in schema or "items" in schema else set()
 
 
-def _json_of(text: str, kinds: set[str]) -> str:
-    """A value of one of the types, as JSON; the quoted text itself if it has none of these types."""
+def json_of_kind(text: str, kinds: set[str]) -> str:
+    """A written value of one of the types, as JSON; the quoted text itself if it has none of these types."""
     if "string" in kinds and text != "null":
         return quoted(text)
     for read in (_strict_json, ast.literal_eval):

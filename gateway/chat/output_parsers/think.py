@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.gateway.chat.output_parsers.output import Output
-from headrace.gateway.chat.output_parsers.source import Source, Steps, literal, skip, text_until
+from headrace.gateway.chat.output_parsers.source import Source, Steps, literal, next_of, skip, text_until
 
 
-def think(source: Source, output: Output, tags: tuple[str, str], inside: bool) -> Steps[None]:
-    """Take the reasoning, if the text begins with one. `inside`: the prompt has opened it already."""
-    opening, closing = tags
+def think(source: Source, output: Output, tags: Sequence[tuple[str, str]], inside: bool) -> Steps[None]:
+    """Take the reasoning, if the text begins with one. `inside`: the prompt has opened it already. `tags` are those of
+    the format and its other spellings."""
     source.mark()
     if not inside:
         yield from skip(source)
     # A model may repeat the tag that the prompt ends with.
-    opened = yield from literal(source, opening)
+    opening = yield from next_of(source, *(opening for opening, _ in tags))
+    opened = bool(opening) and (yield from literal(source, opening))
     before = source.unmark()
     if not opened and not inside:
         output.content(before)
@@ -27,5 +30,5 @@ def think(source: Source, output: Output, tags: tuple[str, str], inside: bool) -
         output.spans[-1] = (begin, end)
 
     output.spans.append((begin, begin))
-    if (yield from text_until(source, take, closing)):
-        source.pos += len(closing)
+    if found := (yield from text_until(source, take, *(closing for _, closing in tags))):
+        source.pos += len(found)

@@ -55,6 +55,28 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ("<|start|>assistant<|channel|>final<|message|>", "gpt-oss", "gpt-oss"),
         ("<tool_call>name\n<arg_key>k</arg_key> </think>", "glm", "think"),
         ("<|im_start|>", None, None),
+        ("<{{ '｜DSML｜' }}function_calls> </think>", "deepseek-v3.2", "think"),
+        ("<｜DSML｜tool_calls>", "deepseek-v4", None),
+        ("<|tool_calls_section_begin|><|tool_call_begin|> <think></think>", "kimi-k2", "think"),
+        ("<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name=", "step3", None),
+        ("'<|tool_call>call:' + function['name'] '<|channel>thought'", "gemma4", "gemma4"),
+        ("<start_function_call>call:", "functiongemma", None),
+        ("<|START_THINKING|><|END_THINKING|><|START_ACTION|>[", "cohere", "cohere"),
+        ("<|start_of_role|>available_tools<|end_of_role|> respond with <|tool_call|>", "granite", None),
+        ("<|start_of_role|>available_tools<|end_of_role|> Here is my thought process:", "granite", "granite"),
+        ("<|start_of_role|> <tools></tools> <tool_call>", "hermes", None),
+        ("between <think></think> and your response between <response></response>", None, "think-answer"),
+        ("'</think>' '<answer>' <tool_calls>[", "jamba", "think-answer"),
+        ("<AVAILABLE_TOOLS> <TOOLCALL>[ </think>", "nemotron", "think"),
+        ("'<seed:tool_call>' <function=f> '<seed:think>' '</seed:think>'", "seed-oss", "seed-oss"),
+        ("<minimax:tool_call> <invoke name= </think>", "minimax-m2", "think"),
+        ('<function name="function-name"><param name="param-name">', "minicpm5", None),
+        ("<function_calls>\nget_weather(city='New York')", "olmo3", None),
+        ("<|thought_start|> <|tool_call_start|>\n```python\n", "pythonic", "minicpm3"),
+        ("List of tools: <|tool_list_start|>", "pythonic", None),
+        ("system tool_setting=tools <tool_calls>", "minimax-m1", None),
+        ("]<]minimax[>[<tool_call>", None, None),
+        ("◁think▷ ◁/think▷", None, "kimi"),
     ],
 )
 def test_templates_tell_the_format(template: str, tools: str | None, reasoning: str | None) -> None:
@@ -68,6 +90,18 @@ def test_what_the_operator_says_goes_before_the_template() -> None:
     assert found.tools is not None
     assert (found.tools.name, found.reasoning) == ("mistral", None)
     assert detect("<tool_call>", "none").tools is None
+
+
+@pytest.mark.parametrize("name", [one.name for one in TOOL_FORMATS.values() if one.token])
+def test_a_special_token_tells_the_format_where_the_template_shows_none(name: str) -> None:
+    token = TOOL_FORMATS[name].token
+    for template, expected in (("{{ tools }}", name), ("{{ messages }}", "hermes")):
+        found = Formats().of(fake_model("m", template, {1: token.encode()})).output.tools
+        assert found is not None
+        assert found.name == expected
+    found = Formats().of(fake_model("m", "{{ tools }}<tool_call>", {1: token.encode()})).output.tools
+    assert found is not None
+    assert found.name == "hermes"
 
 
 def fake_model(name: str, template: str, special: dict[int, bytes]) -> Any:
@@ -110,7 +144,7 @@ def test_names_of_other_servers_mean_a_format_of_reasoning(name: str) -> None:
 def test_an_unknown_name_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(ValueError, match=r"'onyx' is no parser; there are auto, none, gpt-oss, .* qwen3coder$"):
         tool_parser_named("onyx")
-    with pytest.raises(ValueError, match=r"'hermes3' is no parser; there are auto, none, gpt-oss, mistral, think, "):
+    with pytest.raises(ValueError, match=r"'hermes3' is no parser; there are auto, none, gpt-oss, mistral, gemma4, "):
         reasoning_parser_named("hermes3")
 
 
@@ -140,6 +174,17 @@ def test_markup_of_special_tokens_is_text_to_the_parser_alone() -> None:
     tokenizer = model.text.tokenizer
     choice = Choice(tokenizer.token_bytes, tokenizer.special_ids, Sampling(), with_tools.shown_ids)
     assert choice.push(message).text == "<|python_tag|>!"
+
+
+def test_an_open_format_takes_answers_to_begin_with_reasoning_unless_the_prompt_ends_it() -> None:
+    form = Formats({}, {"": "think-open"}).of(fake_model("m", "", {}))
+    assert [
+        reading_of(form, ToolUse(), ending, False).inside_reasoning for ending in ("x", "<think>\n", "</think>\n\n")
+    ] == [
+        True,
+        True,
+        False,
+    ]
 
 
 # --- conversations --------------------------------------------------------------------------------------------------

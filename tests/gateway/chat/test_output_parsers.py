@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.gateway.chat.output_parsers.families import REASONING_FORMATS, TOOL_FORMATS, OutputFormat, OutputParser
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from tests.gateway.chat.written_calls import call
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -82,61 +83,6 @@ NESTED = {"city": 'Köln "am" \\Rhein\n😀', "options": {"a": [1, -2.5e3, {"b":
 ONE, TWO = {"city": "Paris"}, {"city": "Rome", "days": 2}
 
 
-def call(family: str, *calls: tuple[str, dict[str, Any]]) -> str:
-    """Calls as a model of the family writes them."""
-    dumped = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
-    objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in dumped]
-    match family:
-        case "hermes":
-            return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
-        case "llama3":
-            return "<|python_tag|>" + "; ".join(one.replace('"arguments"', '"parameters"') for one in objects)
-        case "pythonic":
-            listed = (
-                f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-                for name, arguments in calls
-            )
-            return f"[{', '.join(listed)}]"
-        case "phi4":
-            return f"functools[{', '.join(objects)}]"
-        case "qwen3-coder":
-            return "\n".join(
-                f"<tool_call>\n<function={name}>\n"
-                + "".join(
-                    f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-                    for key, value in arguments.items()
-                )
-                + "</function>\n</tool_call>"
-                for name, arguments in calls
-            )
-        case "glm":
-            return "\n".join(
-                f"<tool_call>{name}\n"
-                + "".join(
-                    f"<arg_key>{key}</arg_key>\n<arg_value>"
-                    + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-                    + "</arg_value>\n"
-                    for key, value in arguments.items()
-                )
-                + "</tool_call>"
-                for name, arguments in calls
-            )
-        case "mistral":
-            return f"[TOOL_CALLS] [{', '.join(objects)}]"
-        case "deepseek":
-            inner = (
-                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
-                for name, arguments in dumped
-            )
-            return "<｜tool▁calls▁begin｜>" + "\n".join(inner) + "<｜tool▁calls▁end｜>"
-        case "gpt-oss":
-            return "<|start|>assistant".join(
-                f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
-                for name, arguments in dumped
-            )
-    raise AssertionError(family)
-
-
 FAMILIES = sorted(TOOL_FORMATS)
 # Where text in front of a call may stand.
 BEFORE = {
@@ -179,7 +125,7 @@ def test_a_call_without_arguments_has_an_empty_object(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cuts=cut_positions, before=st.booleans(), end=st.integers(0, 400))
 def test_no_cut_changes_what_is_read(family: str, cuts: list[int], before: bool, end: int) -> None:
     text = call(family, ("get_weather", NESTED), ("now", {}), ("get_weather", TWO))
@@ -218,7 +164,7 @@ def test_a_call_that_is_cut_off_has_the_beginning_of_its_arguments(family: str) 
     assert shown > 20
 
 
-LOOK_ALIKES = {
+LOOK_ALIKES: dict[str, list[str]] = {
     "hermes": ["<tool_call>", "<tool_call> is a tag", "<tool_call>{1}</tool_call>", '<tool_call>{"name": 3}', "a < b"],
     "llama3": [
         '{"answer": 42}',
@@ -249,6 +195,61 @@ LOOK_ALIKES = {
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] none", "[TOOL_CALLS][1]", "[TOOL"],
     "deepseek": ["<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>g h", "<｜tool"],
     "gpt-oss": ["a < b", "<b>", "to be"],
+    "granite": ["<|tool_call|>", "<|tool_call|> none", "<|tool_call|>[1]", "<|tool", '[{"name": "now"}]'],
+    "nemotron": ["<TOOLCALL>", "<TOOLCALL> is a tag", "<TOOLCALL>[1]</TOOLCALL>", "<TOOL", '[{"name": "now"}]'],
+    "jamba": ["<tool_calls>", "<tool_calls> is a tag", "<tool_calls>[1]</tool_calls>", '<tool_calls>[{"name": 3}]'],
+    "minimax-m1": ["<tool_calls>", "<tool_calls> is a tag", "<tool_calls>\n1\n</tool_calls>", "<tool_call>"],
+    "cohere": ["<|START_ACTION|>", "<|START_ACTION|> none", '<|START_ACTION|>[{"tool_call_id": "0"}]', "<|START"],
+    "olmo3": [
+        "<function_calls>",
+        "<function_calls>\nunknown(a=1)\n</function_calls>",
+        "<function_calls>now</function_calls>",
+        "<function_calls>get_weather(city=x)",
+        "[now()]",
+        "now()",
+    ],
+    "gemma4": [
+        "<|tool_call>",
+        "<|tool_call>call:",
+        "<|tool_call>call:now",
+        "<|tool_call>call:now[1]",
+        "<|tool_call>{}<tool_call|>",
+        "call:now{}",
+    ],
+    "functiongemma": ["<start_function_call>", "<start_function_call>call:now()", "<start", "call:now{}"],
+    "seed-oss": ["<seed:tool_call>", "<function", "<function=\n>", "<seed:tool_call>\n<fun>"],
+    "minimax-m2": [
+        "<minimax:tool_call>",
+        "<minimax:tool_call> is a tag",
+        '<invoke name="now"></invoke>',
+        "<minimax:tool_call>\n<invoke now>",
+        '<minimax:tool_call>\n<invoke name="',
+    ],
+    "deepseek-v3.2": [
+        "<｜DSML｜function_calls>",
+        "<｜DSML｜function_calls>\n</｜DSML｜function_calls>",
+        '<｜DSML｜invoke name="now"></｜DSML｜invoke>',
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="now"></｜DSML｜invoke></｜DSML｜tool_calls>',
+    ],
+    "deepseek-v4": [
+        "<｜DSML｜tool_calls>",
+        "<｜DSML｜tool_calls> none",
+        '<｜DSML｜invoke name="now"></｜DSML｜invoke>',
+    ],
+    "step3": [
+        "<｜tool_calls_begin｜>",
+        "<｜tool_calls_begin｜><｜tool_calls_end｜>",
+        "<｜tool_call_begin｜>function<｜tool_sep｜>",
+        '<steptml:invoke name="now"></steptml:invoke>',
+    ],
+    "minicpm5": ["<function", '<function name="unknown"></function>', "<function name=now></function>", "<function>"],
+    "kimi-k2": [
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.now:0",
+        "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>none",
+        "<|tool_call_begin|>0<|tool_call_argument_begin|>{}",
+        "<|tool_calls",
+    ],
 }
 
 
@@ -273,7 +274,7 @@ def test_a_call_behind_a_look_alike_is_still_read(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_mixture_of_markup_is_read_alike_under_every_cut(family: str, data: st.DataObject) -> None:
     markup = [*TOOL_FORMATS[family].markers, *LOOK_ALIKES[family], call(family, ("now", {})), "\n", " ", '"', "{", "}"]
@@ -290,6 +291,8 @@ def test_text_without_calls_is_never_changed(text: str, family: str) -> None:
     assert parse(text, family) == Answer(text, "", [])
 
 
+IN_JSON = ["hermes", "llama3", "phi4", "mistral", "deepseek", "gpt-oss", "granite", "nemotron", "jamba", "minimax-m1"]
+IN_JSON += ["cohere", "kimi-k2"]
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
@@ -303,7 +306,7 @@ json_values = st.recursive(
     ascii_only=st.booleans(),
     indent=st.sampled_from([None, 1]),
     cuts=cut_positions,
-    family=st.sampled_from(["hermes", "llama3", "phi4", "mistral", "deepseek", "gpt-oss"]),
+    family=st.sampled_from(IN_JSON),
 )
 def test_any_json_arguments_arrive_as_they_are(
     arguments: dict[str, Any], ascii_only: bool, indent: int | None, cuts: list[int], family: str
@@ -397,6 +400,86 @@ def test_pythonic_reads_calls_within_tags() -> None:
         answer = parse(f"Well. {opening}[get_weather(city='Paris')]{closing} Done.", "pythonic")
         assert args_of(answer) == [("get_weather", ONE)]
         assert answer.content == "Well.  Done."
+
+
+def test_lfm2_may_write_calls_as_json_or_break_lines_in_texts() -> None:
+    in_json = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    for inner in (f"[{in_json}]", in_json, f"[{in_json}, now()]"):
+        answer = parse(f"<|tool_call_start|>{inner}<|tool_call_end|>", "pythonic")
+        assert args_of(answer)[0] == ("get_weather", ONE)
+        assert answer.content == ""
+    text = "[get_weather(city='a\nb \\\n\\'c\\'\x00')]"
+    assert args_of(parse(text, "pythonic")) == [("get_weather", {"city": "a\nb \\\n'c'\x00"})]
+
+
+def test_minicpm3_writes_a_block_of_code() -> None:
+    text = "<|tool_call_start|>\n```python\nget_weather(city='Paris')\nnow()\n```\n<|tool_call_end|>\nWait."
+    answer = parse(text, "pythonic")
+    assert answer == Answer("Wait.", "", [("get_weather", '{"city": "Paris"}'), ("now", "{}")])
+    assert parse(text, "pythonic", list(range(len(text)))) == answer
+
+
+def test_kimi_may_leave_the_name_out_where_there_is_one_tool() -> None:
+    text = "<|tool_call_begin|>functions.0 <|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert parse(text.replace("functions.0", "0"), "kimi-k2", tools={"now": {}}).calls == [("now", "{}")]
+    text = "<|tool_call_begin|>get_weather <|tool_call_argument_begin|> {}<|tool_call_end|>"
+    assert parse(text, "kimi-k2").calls == [("get_weather", "{}")]
+
+
+def test_several_calls_in_one_pair_of_tags_are_read() -> None:
+    one = '{"name": "now", "arguments": {}}'
+    for family in ("hermes", "nemotron", "minimax-m1", "jamba"):
+        opening, closing = TOOL_FORMATS[family].markers
+        for inner in (f"{one}\n{one}", f"[{one}]\n[{one}]", f"[{one}, {one}]"):
+            answer = parse(f"a {opening}{inner}{closing} b", family)
+            assert answer == Answer("a  b", "", [("now", "{}")] * 2)
+
+
+def test_gemma_values_without_quotes_or_with_those_of_json() -> None:
+    text = (
+        '<|tool_call>call:get_weather{ city: New York , days:<|"|>7<|"|>, "exact": True, note:null, '
+        '<|"|>options<|"|>: {"a": [1, "x"], b: y}, unit: "C",}<tool_call|>'
+    )
+    expected = {"city": "New York", "days": 7, "exact": True, "note": None, "options": {"a": [1, "x"], "b": "y"}}
+    answer = parse(text, "gemma4")
+    assert args_of(answer) == [("get_weather", {**expected, "unit": "C"})]
+    assert parse(text, "gemma4", list(range(len(text)))) == answer
+
+
+@pytest.mark.parametrize(
+    "broken", ["{city", "{city:", "{city:}", "{city:,}", '{city:<|"|>a', "{city:[}", "{:1}", "{a b"]
+)
+def test_malformed_arguments_of_gemma_keep_what_was_shown(broken: str) -> None:
+    text = f"<|tool_call>call:get_weather{broken}<tool_call|>"
+    answer = parse(text, "gemma4")
+    assert [name for name, _ in answer.calls] == ["get_weather"]
+    assert parse(text, "gemma4", list(range(len(text)))) == answer
+    deep = parse(f"<|tool_call>call:now{'{a:' * 500}", "gemma4")
+    assert len(deep.calls[0][1]) < 1000
+
+
+def test_dsml_tells_types_by_its_attribute() -> None:
+    tag = "｜DSML｜"
+    text = (
+        f'<{tag}function_calls>\n<{tag}invoke name="get_weather">\n<{tag}parameter name="city" string="false">1'
+        f'</{tag}parameter>\n<{tag}parameter name="days" string="true">2</{tag}parameter>\n'
+        f'<{tag}parameter name="exact">true</{tag}parameter>\n</{tag}invoke>\n</{tag}function_calls>'
+    )
+    assert args_of(parse(text, "deepseek-v3.2")) == [("get_weather", {"city": 1, "days": "2", "exact": True})]
+
+
+def test_tags_with_names_in_other_quotes_and_cdata_are_read() -> None:
+    text = "<function name='get_weather'><param name='city'><![CDATA[a</param>\nb]]></param></function>"
+    assert args_of(parse(text, "minicpm5")) == [("get_weather", {"city": "a</param>\nb"})]
+    assert parse(text, "minicpm5", tools={"now": {}}).content == text
+
+
+def test_a_broken_call_among_others_does_not_hide_them() -> None:
+    text = call("minimax-m2", ("now", {}), ("get_weather", ONE), ("now", {}))
+    broken = text.replace('<parameter name="city">', "<parameter>")
+    answer = parse(broken, "minimax-m2")
+    assert answer.calls[:2] == [("now", "{}"), ("get_weather", "")]
+    assert parse(broken, "minimax-m2", list(range(len(broken)))) == answer
 
 
 def test_pythonic_literals_become_json() -> None:
@@ -535,6 +618,56 @@ def test_calls_behind_reasoning_are_read_and_those_within_are_not() -> None:
     assert answer.reasoning == f"Perhaps {inner}?"
     assert args_of(answer) == [("get_weather", ONE)]
     assert answer.content == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("gemma4", "<|channel>thought\nHm.<channel|>Yes.", "Yes."),
+        ("gemma4", "<|channel>thought\n<channel|>Yes.", "Yes."),
+        ("cohere", "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Yes."),
+        ("cohere", "<|START_THINKING|>Hm.<|END_THINKING|>\n<|START_TEXT|> Yes. <|END_TEXT|>\n", "Yes."),
+        ("cohere", "<|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Yes."),
+        ("cohere", "<|START_RESPONSE|>Yes.", "Yes."),
+        ("cohere", "Yes.<|END_RESPONSE|> ", "Yes.<|END_RESPONSE|> "),
+        ("seed-oss", "<seed:think>Hm.</seed:think>Yes.", "Yes."),
+        ("granite", "Here is my thought process: Hm. Here is my response: Yes.", "Yes."),
+        ("granite", "Here's my thought process:\nHm.\nHere's my response:\nYes.", "Yes."),
+        ("granite", "Here is my cat.", "Here is my cat."),
+        ("minicpm3", "<|thought_start|>\nHm.\n<|thought_end|>\nYes.", "Yes."),
+        ("kimi", "◁think▷Hm.◁/think▷Yes.", "Yes."),
+        ("think-answer", "<think>Hm.</think>\n<response>\nYes.\n</response>\n", "Yes."),
+        ("think-answer", "<think>Hm.</think>\n<answer>\nYes.</answer> No.", "Yes.</answer> No."),
+        ("think-answer", "<think>Hm.</think>\nIn <response>a</response>", "In <response>a</response>"),
+        ("think-answer", "<think>Hm.</think><response>a</response>b</response>", "a</response>b"),
+        ("think-answer", "<think>Hm.</think><respons", "<respons"),
+        ("think-answer", "<think>Hm.</think><response>a</respon", "a</respon"),
+        ("think-open", "<think>Hm.</think>Yes.", "Yes."),
+    ],
+)
+def test_reasoning_and_answer_are_told_apart_in_every_format(name: str, text: str, content: str) -> None:
+    answer = parse(text, "none", reasoning=name)
+    assert answer.content == content
+    assert answer.reasoning == ("Hm." if "Hm." in text else "")
+    assert parse(text, "none", list(range(len(text))), reasoning=name) == answer
+    for tools in ("hermes", "cohere"):
+        with_call = text + call(tools, ("now", {}))
+        answer = parse(with_call, tools, reasoning=name)
+        assert answer.calls == [("now", "{}")]
+        assert answer.content == content.strip()
+        assert parse(with_call, tools, list(range(len(with_call))), reasoning=name) == answer
+
+
+@pytest.mark.parametrize("name", [name for name, one in REASONING_FORMATS.items() if one.tags])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_mixture_of_reasoning_is_read_alike_under_every_cut(name: str, data: st.DataObject) -> None:
+    form = REASONING_FORMATS[name]
+    tags = [tag for pair in (form.tags, *form.spellings, *form.around_answer) if pair for tag in pair]
+    pieces = [*tags, *(tag[:-1] for tag in tags), call("hermes", ("now", {})), " ", "\n", "Hm.", "<", "é"]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8)))
+    options: dict[str, Any] = {"reasoning": name, "inside": data.draw(st.booleans())}
+    assert parse(text, "hermes", data.draw(cut_positions), **options) == parse(text, "hermes", **options)
 
 
 def test_brackets_are_tags_too() -> None:

@@ -19,6 +19,7 @@ from headrace.gateway.structure.fields import Structure
 from headrace.protos.inference_pb2 import Choices, Constraint, JsonObject
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.json_schema import prepared_within
+from tests.gateway.chat.written_calls import call as written_call
 
 EOS = 256
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "stop": {"properties": {}},
 }
 ENFORCED = ["deepseek", "gpt-oss", "hermes", "llama3", "mistral", "phi4"]
-OPTIONAL = ["glm", "pythonic", "qwen3-coder"]
+ENFORCED += ["cohere", "granite", "jamba", "kimi-k2", "minimax-m1", "nemotron"]
+OPTIONAL = ["deepseek-v3.2", "deepseek-v4", "functiongemma", "gemma4", "glm", "minicpm5", "minimax-m2", "olmo3"]
+OPTIONAL += ["pythonic", "qwen3-coder", "seed-oss", "step3"]
+assert sorted(ENFORCED + OPTIONAL) == sorted(TOOL_FORMATS)
 """Families whose grammar takes some schemas only, and is not for required calls."""
 
 
@@ -200,6 +204,15 @@ CALLS = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>turn<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
     "gpt-oss": "<|channel|>commentary to=functions.turn <|constrain|>json<|message|>{}",
+    "granite": '<|tool_call|>[{"name": "turn", "arguments": {}}]',
+    "nemotron": '<TOOLCALL>[{"name": "turn", "arguments": {}}]</TOOLCALL>',
+    "jamba": '<tool_calls>[{"name": "turn", "arguments": {}}]</tool_calls>',
+    "minimax-m1": '<tool_calls>\n{"name": "turn", "arguments": {}}\n</tool_calls>',
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "turn", "parameters": {}}]<|END_ACTION|>',
+    "kimi-k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.turn:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    ),
 }
 
 
@@ -369,6 +382,64 @@ def test_calls_in_a_list_are_held_to_their_schema(tags: tuple[str, str]) -> None
     for inner in ('f(text="a")', 'f(count=3, text="a")', 'f(text="a", count=2)', "f(text=a, count=3)", "g(a=1)"):
         assert read(call(inner)) is None, inner
     assert answers_of("pythonic", special, WHOLE, parallel=False)(both) is None
+
+
+LINES = {"glm", "pythonic", "qwen3-coder"}
+"""Families with tests of their own above."""
+
+
+@pytest.mark.parametrize("family", [family for family in OPTIONAL if family not in LINES])
+@pytest.mark.parametrize("as_tokens", [True, False])
+def test_calls_of_a_family_are_held_to_their_schema(family: str, as_tokens: bool) -> None:
+    special = TOOL_FORMATS[family].markers if as_tokens else ()
+    read = answers_of(family, special, WHOLE)
+
+    def written(*calls: tuple[str, dict[str, Any]]) -> str:
+        return written_call(family, *calls, python=lambda value: json.dumps(value, ensure_ascii=False))
+
+    expected = {"text": 'a\n</b> "é"\n{,', "mode": "on", "name": "x", "count": 3, "code": "ab/", "place": {"x": 1.5}}
+    if family == "minicpm5":
+        cdata = "<![CDATA[a\n</param>]]>"
+        text = written(("f", {"text": cdata, "count": 3}))
+        assert read(text) == [("f", {"text": "a\n</param>", "count": 3})]
+    for before in ("", "Let me.\n", "1 < 2 "):
+        assert read(before + written(("f", expected))) == [("f", expected)]
+    both = written(("f", {"text": "", "name": None, "count": 12}), ("g", {}))
+    assert read(both) == [("f", {"text": "", "name": None, "count": 12}), ("g", {})]
+    for answer in ("", "Just text, <b> and < tool_call>", "a" * 200):
+        assert read(answer) == []
+    for values in (
+        {"text": "a"},
+        {"count": 3, "text": "a"},
+        {"text": "a", "count": 2},
+        {"text": "a", "count": "x"},
+        {"text": "a", "mode": "up", "count": 3},
+        {"text": "a", "count": 3, "code": "d"},
+        {"text": "a", "count": 3, "place": {}},
+        {"text": "a", "count": 3, "other": 1},
+    ):
+        assert read(written(("f", values))) is None, values
+    assert read(written(("h", {}))) is None
+    assert answers_of(family, special, WHOLE, parallel=False)(both) is None
+
+
+@pytest.mark.parametrize("family", ["gemma4", "functiongemma"])
+def test_values_of_gemma_are_in_its_own_form_at_any_depth(family: str) -> None:
+    inner = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"enum": ["x", 1, None]}}}
+    schema = {
+        "properties": {"list": {"type": "array", "items": inner}, "tree": {"$ref": "#/$defs/tree"}},
+        "$defs": {"tree": {"type": "object", "properties": {"left": {"$ref": "#/$defs/tree"}}}},
+    }
+    read = answers_of(family, TOOL_FORMATS[family].markers, schema)
+    tree: dict[str, Any] = {}
+    for _ in range(5):
+        tree = {"left": tree}
+    values = {"list": [{"a": 'x, "}', "b": 1}, {"b": "x"}, {"a": "", "b": None}, {}], "tree": tree}
+    assert read(written_call(family, ("f", values))) == [("f", values)]
+    assert read(written_call(family, ("f", {"list": [{"b": 2}]}))) is None
+    assert read(written_call(family, ("f", {"list": [1]}))) is None
+    with pytest.raises(StatusError, match="an enum with a list, an object or"):
+        answers_of(family, (), {"properties": {"a": {"enum": [[1]]}}})
 
 
 @pytest.mark.parametrize("family", OPTIONAL)
