@@ -40,6 +40,7 @@ from headrace.worker.request.step import PADDING_SLOT, ZERO_SLOT, BlockCopy, Lay
 
 Ahead = npt.NDArray[np.intp]
 IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
 NO_PLAN = StepPlan()
 LongArray = npt.NDArray[np.int64]
 
@@ -71,6 +72,8 @@ class Batch:
     copies: Sequence[BlockCopy]
     prompts: Sequence[PromptRows]
     sums: Sums
+    inverse_temperatures: FloatArray
+    """The factor of the logits of each row of `sampled` and `later`."""
     adapter_slots: IntArray | None = None
     block_tables: IntArray | None = None
     """The block indices of each layer, `[layers, blocks]`, if a request has evicted blocks; they then replace the
@@ -92,11 +95,6 @@ class Batch:
     def is_decode(self) -> bool:
         """Whether every sequence has one new token."""
         return len(self.input_ids) == len(self.past_lens)
-
-    @property
-    def inverse_temperatures(self) -> npt.NDArray[np.float32]:
-        """The factor of each sampled row's logits, `[rows]`."""
-        return np.array([request.sampling.inverse_temperature for request in (*self.sampled, *self.later)], np.float32)
 
 
 class Sums(enum.Enum):
@@ -179,6 +177,7 @@ def build_batch(
         copies=plan.copies,
         prompts=prompts,
         sums=Sums.NONE if prompts else sums_for((*sampled.requests, *sampled.later)),
+        inverse_temperatures=_inverse_temperatures((*sampled.requests, *sampled.later)),
         adapter_slots=_adapter_slots(scheduled),
         part_copies=plan.part_copies,
         moves=plan.moves,
@@ -240,6 +239,7 @@ def one_by_one(scheduled: Sequence[Scheduled], block_size: int) -> Batch:
         copies=(),
         prompts=(),
         sums=sums_for(sampled),
+        inverse_temperatures=_inverse_temperatures(sampled),
     )
 
 
@@ -351,6 +351,10 @@ def sums_for(sampled: Sequence[Request]) -> Sums:
         if not sampling.is_greedy or sampling.num_logprobs is not None:
             sums = Sums.DRAWN
     return sums
+
+
+def _inverse_temperatures(sampled: Sequence[Request]) -> FloatArray:
+    return np.array([request.sampling.inverse_temperature for request in sampled], np.float32)
 
 
 def _state_inputs(steps: Sequence[StateStep], scheduled: Sequence[Scheduled]) -> StateInputs:
