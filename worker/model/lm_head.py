@@ -42,11 +42,13 @@ _Number = TypeVar("_Number", bound=np.generic)
 _NO_TEMPERATURES = np.zeros(0, np.float32)
 
 
-def replace_head(model: ov.Model, *, is_bfloat16: bool) -> bool:
-    """Give a model with PagedAttention an input `rows` `i64[n]`, and the outputs `logits` of these rows and `maxima`.
+def replace_head(model: ov.Model, *, is_bfloat16: bool, run: int | None = None) -> bool:
+    """Give a model with PagedAttention an input `rows` `i64[n]`, and the outputs `logits` of these rows and `maxima` of
+    their runs.
 
-    Returns False if there are only logits. `is_bfloat16`: the model computes in bfloat16. ConfigurationError if the end
-    of the graph is not of a known form.
+    Returns False if there are only logits. `is_bfloat16`: the model computes in bfloat16. `run` is the length of runs,
+    0 for none; by default it is that of the vocabulary. ConfigurationError if the end of the graph is not of a known
+    form.
     """
     result = model.get_results()[0]
     node = result.input_value(0).get_node()
@@ -61,7 +63,8 @@ def replace_head(model: ov.Model, *, is_bfloat16: bool) -> bool:
     model.add_parameters([rows.get_node()])
     hidden = states_of_rows(node.input_value(0), rows, model)
     vocab_size = int(node.output(0).get_partial_shape()[-1].get_length())
-    has_runs = is_product and run_length(vocab_size) > 0
+    run = run_length(vocab_size) if run is None else run
+    has_runs = is_product and run > 0
     if has_runs:
         attributes = node.get_attributes()
         logits = opset13.matmul(hidden, node.input_value(1), attributes["transpose_a"], attributes["transpose_b"])
@@ -69,7 +72,7 @@ def replace_head(model: ov.Model, *, is_bfloat16: bool) -> bool:
             logits = opset13.convert(logits, "bf16")
             logits.rt_info[_STAYS_BFLOAT16] = "YES"
         model.remove_result(result)
-        outputs = {"logits": logits.output(0), "maxima": maxima_of(logits.output(0), vocab_size)}
+        outputs = {"logits": logits.output(0), "maxima": maxima_of(logits.output(0), vocab_size, run)}
         model.add_results([_result(name, output) for name, output in outputs.items()])
     else:
         node.input(0).replace_source_output(hidden)

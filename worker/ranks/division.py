@@ -76,6 +76,16 @@ class Division(NamedTuple):
     vocabulary: Owners | None
     whole_share: float
 
+    @property
+    def run(self) -> int | None:
+        """The length of the runs in the ranks' parts of the vocabulary, which are those of the whole; 0 if a run would
+        be split, and None if every rank has the whole vocabulary."""
+        if self.vocabulary is None:
+            return None
+        run = run_length(self.vocabulary.size)
+        sizes = [positions_of(self.vocabulary, rank).size for rank in range(self.num_ranks)]
+        return run if run and all(size % run == 0 for size in sizes) else 0
+
     def share_of(self, output: ov.Output) -> Share | None:
         """How a value is divided; None if every rank has it."""
         return self.shares.get(key_of(output))

@@ -19,15 +19,19 @@ _LOGITS_AT_ONCE = 1 << 20
 class RowSums:
     """Computes sums of weights, a few rows at a time, for a vocabulary that divides into runs."""
 
-    def __init__(self, vocab_size: int, element_type: ov.Type, threads: int, *, most_outputs: int = 2) -> None:
-        """`element_type` is that of the logits and maxima. `read` can give up to `most_outputs` arrays."""
+    def __init__(
+        self, vocab_size: int, element_type: ov.Type, threads: int, *, run: int | None = None, most_outputs: int = 2
+    ) -> None:
+        """`element_type` is that of the logits and maxima. Runs have the length `run`, by default that of this
+        vocabulary. `read` can give up to `most_outputs` arrays."""
         properties = {
             "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": "1",
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": "f32",
         }
-        graphs = [_graph(vocab_size, element_type, 1 + number) for number in range(most_outputs)]
+        run = run or run_length(vocab_size)
+        graphs = [_graph(vocab_size, element_type, run, 1 + number) for number in range(most_outputs)]
         self._requests = [ov.Core().compile_model(graph, "CPU", properties).create_infer_request() for graph in graphs]
         self._most_rows = max(1, _LOGITS_AT_ONCE // vocab_size)
 
@@ -71,9 +75,9 @@ def reducer_for(vocab_size: int, threads: int) -> Reducer | None:
     return reduce
 
 
-def maxima_of(logits: ov.Output, vocab_size: int) -> ov.Output:
-    """The node with the maximum of each run, `[n, runs, 1]`, of logits `[n, ..., vocab]`."""
-    return opset13.reduce_max(_in_runs(logits, vocab_size), _within(), keep_dims=True).output(0)
+def maxima_of(logits: ov.Output, vocab_size: int, run: int) -> ov.Output:
+    """The node with the maximum of each run of `run` tokens, `[n, runs, 1]`, of logits `[n, ..., vocab]`."""
+    return opset13.reduce_max(_in_runs(logits, vocab_size, run), _within(), keep_dims=True).output(0)
 
 
 def without_lowest(maxima: FloatArray) -> FloatArray:
@@ -82,23 +86,22 @@ def without_lowest(maxima: FloatArray) -> FloatArray:
     return np.where(is_lowest, -np.inf, maxima) if is_lowest.any() else maxima
 
 
-def _graph(vocab_size: int, element_type: ov.Type, num_outputs: int) -> ov.Model:
+def _graph(vocab_size: int, element_type: ov.Type, run: int, num_outputs: int) -> ov.Model:
     """logits `[n, 1, vocab]`, maxima `[n, runs, 1]`, inverse temperatures `[n, 1, 1]` -> sums `[n, runs]` at these
     temperatures, and at temperature 1."""
     logits = opset13.parameter([-1, 1, vocab_size], element_type, "logits")
-    maxima = opset13.parameter([-1, vocab_size // run_length(vocab_size), 1], element_type, "maxima")
+    maxima = opset13.parameter([-1, vocab_size // run, 1], element_type, "maxima")
     inverse_temperatures = opset13.parameter([-1, 1, 1], np.float32, "inverse_temperatures")
-    in_runs = opset13.convert(_in_runs(logits.output(0), vocab_size), "f32")
+    in_runs = opset13.convert(_in_runs(logits.output(0), vocab_size, run), "f32")
     exponents = opset13.subtract(in_runs, opset13.convert(maxima, "f32"))
     at_temperatures = (opset13.multiply(exponents, inverse_temperatures), exponents)
     sums = [opset13.reduce_sum(opset13.exp(each), _within(), keep_dims=False) for each in at_temperatures[:num_outputs]]
     return ov.Model([each.output(0) for each in sums], [logits, maxima, inverse_temperatures], "row_sums")
 
 
-def _in_runs(logits: ov.Output, vocab_size: int) -> ov.Output:
-    """Logits `[n, ..., vocab]` in runs, `[n, runs, length]`."""
-    length = run_length(vocab_size)
-    shape = opset13.constant(np.array([0, vocab_size // length, length]))
+def _in_runs(logits: ov.Output, vocab_size: int, run: int) -> ov.Output:
+    """Logits `[n, ..., vocab]` in runs, `[n, runs, run]`."""
+    shape = opset13.constant(np.array([0, vocab_size // run, run]))
     return opset13.reshape(logits, shape, special_zero=True).output(0)
 
 

@@ -24,9 +24,11 @@ def hidden_states(num_tokens: int) -> FloatArray:
     return np.random.default_rng(1).normal(size=(num_tokens, 1, HIDDEN)).astype(np.float32)
 
 
-def head_request(vocab_size: int, precision: str, *, scaled: str = "") -> tuple[HeadRequest, ov.InferRequest]:
+def head_request(
+    vocab_size: int, precision: str, *, scaled: str = "", run: int | None = None
+) -> tuple[HeadRequest, ov.InferRequest]:
     """A model whose input is its last hidden states; `scaled` multiplies its logits once more, the scale standing
-    "behind" or "before" them, or "before" them and converted."""
+    "behind" or "before" them, or "before" them and converted. `run` is the length of runs."""
     states = opset13.parameter([-1, 1, HIDDEN], np.float32, "hidden_states")
     states.output(0).get_tensor().set_names({"hidden_states"})
     weights = (np.random.default_rng(0).normal(size=(vocab_size, HIDDEN))).astype(np.float32)
@@ -39,11 +41,11 @@ def head_request(vocab_size: int, precision: str, *, scaled: str = "") -> tuple[
         scale = opset13.convert(opset13.constant(np.float16(0.5)), "f32")
         logits = opset13.convert(opset13.multiply(scale, logits), "f32")
     model = ov.Model([opset13.result(logits)], [states], "head")
-    has_runs = replace_head(model, is_bfloat16=precision == "bf16")
+    has_runs = replace_head(model, is_bfloat16=precision == "bf16", run=run)
     compiled = CORE.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": 1})
     request = compiled.create_infer_request()
     request.set_tensor("hidden_states", ov.Tensor(hidden_states(40)))
-    row_sums = RowSums(vocab_size, compiled.output("logits").element_type, 1) if has_runs else None
+    row_sums = RowSums(vocab_size, compiled.output("logits").element_type, 1, run=run) if has_runs else None
     return HeadRequest(request, row_sums, vocab_size), request
 
 
@@ -51,6 +53,28 @@ def computed(head: HeadRequest, rows: npt.NDArray[np.int64], temperatures: Float
     head.bind(rows, temperatures, sums)
     head.run()
     return head.logits()
+
+
+@pytest.mark.parametrize("run", [32, 0])
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_a_part_of_a_vocabulary_has_the_runs_of_the_whole(num_rows: int, run: int) -> None:
+    # A vocabulary of this size alone would have runs of 256.
+    head, _ = head_request(40_960, "f32", run=run)
+    inverse_temperatures = np.linspace(0.5, 3, num_rows).astype(np.float32)
+    logits = computed(head, np.arange(num_rows), inverse_temperatures, Sums.DRAWN_AND_MODEL)
+    if not run:
+        assert logits.reduction is None
+        return
+    assert logits.reduction is not None
+    assert logits.model_sums is not None
+    in_runs = logits.whole(np.arange(num_rows)).reshape(num_rows, -1, run)
+    np.testing.assert_array_equal(logits.reduction.maxima, in_runs.max(axis=2))
+    for sums, each in (
+        (logits.reduction.sums, inverse_temperatures),
+        (logits.model_sums, np.ones_like(inverse_temperatures)),
+    ):
+        weights = np.exp((in_runs - in_runs.max(axis=2, keepdims=True)) * each[:, None, None])
+        np.testing.assert_allclose(sums, weights.sum(axis=2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
