@@ -9,10 +9,11 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from headrace.worker.ranks.shared_sums import RankLostError, SharedSums, bytes_for
+from headrace.worker.ranks.counters import RankLostError
+from headrace.worker.ranks.shared_sums import SharedSums, bytes_for
 from tests.patience import patience
 
-CAPACITY, ROUNDS = 600, 300
+ROUNDS = 300
 
 
 def parts_of(number: int, num_ranks: int) -> list[np.ndarray]:
@@ -31,9 +32,9 @@ def expected_sum(parts: list[np.ndarray]) -> np.ndarray:
     return total
 
 
-def add_all(memory: mmap.mmap, rank: int, num_ranks: int, answers: Connection) -> None:
+def add_all(memory: mmap.mmap, rank: int, num_ranks: int, capacity: int, answers: Connection) -> None:
     """A rank: every sum, and how many had other bits than expected."""
-    sums = SharedSums(memoryview(memory), rank, num_ranks, CAPACITY)
+    sums = SharedSums(memoryview(memory), rank, num_ranks, capacity)
     num_wrong = 0
     for number in range(ROUNDS):
         parts = parts_of(number, num_ranks)
@@ -43,13 +44,14 @@ def add_all(memory: mmap.mmap, rank: int, num_ranks: int, answers: Connection) -
     answers.send(num_wrong)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_all_ranks_have_the_bits_of_the_sum_in_their_order(num_ranks: int) -> None:
+# Parts have up to 600 numbers.
+@pytest.mark.parametrize(("num_ranks", "capacity"), [(2, 600), (3, 600), (2, 150)])
+def test_all_ranks_have_the_bits_of_the_sum_in_their_order(num_ranks: int, capacity: int) -> None:
     context = multiprocessing.get_context("fork")
-    memory = mmap.mmap(-1, bytes_for(num_ranks, CAPACITY))
+    memory = mmap.mmap(-1, bytes_for(num_ranks, capacity))
     receiver, sender = context.Pipe(duplex=False)
     processes = [
-        context.Process(target=add_all, args=(memory, rank, num_ranks, sender), daemon=True)
+        context.Process(target=add_all, args=(memory, rank, num_ranks, capacity, sender), daemon=True)
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -65,14 +67,14 @@ def test_all_ranks_have_the_bits_of_the_sum_in_their_order(num_ranks: int) -> No
 
 
 def test_a_rank_that_waits_for_a_dead_one_says_so() -> None:
-    memory = mmap.mmap(-1, bytes_for(2, CAPACITY))
+    memory = mmap.mmap(-1, bytes_for(2, 8))
     asked = []
 
     def is_alive() -> bool:
         asked.append(True)
         return len(asked) < 3
 
-    sums = SharedSums(memoryview(memory), 0, 2, CAPACITY, is_alive)
+    sums = SharedSums(memoryview(memory), 0, 2, 8, is_alive)
     ones = np.ones(4, np.float32)
     with pytest.raises(RankLostError):
         sums.add(0, ones, np.empty_like(ones))
