@@ -131,7 +131,17 @@ MAX_ADAPTERS = WorkerFlag(
     of_serve="Maximum adapters in a worker's memory; 0 for none.  [default: the number of --adapter, at most "
     f"{DEFAULT_MAX_ADAPTERS}]",
 )
+TENSOR_PARALLEL = WorkerFlag(
+    "--tensor-parallel",
+    click.IntRange(1, 64),
+    of_worker="Divide the model among this many processes, each on a NUMA node of its own among those of the CPUs on "
+    "which the worker is started. All of them compute each step together.",
+    of_serve="NUMA nodes of each worker, among which it divides the model, so that a single answer is faster and a "
+    "model may be larger than a node.",
+    default=1,
+)
 WORKER_FLAGS = (
+    TENSOR_PARALLEL,
     WorkerFlag(
         "--kv-cache-gb",
         FiniteRange(0, min_open=True),

@@ -45,15 +45,18 @@ def worker_spec(
     address = node.at(ports[0])
     argv = [sys.executable, "-m", "headrace.worker", "--model", str(directory), "--name", model.name or name]
     argv += ["--worker-id", worker_id(node, claim), "--listen", address, "--metrics", node.at(ports[1])]
-    argv += ["--threads", str(claim.num_threads), "--drain-timeout", str(fleet.worker_drain_s)]
-    argv += [] if claim.memory_node is None else ["--memory-node", str(claim.memory_node)]
     flags = checked_flags(model.flags, "flags")
+    # Each rank of a divided model has threads and memory of its own.
+    num_ranks = 1 if is_encoder else int(flags.get("tensor_parallel") or 1)
+    argv += ["--threads", str(max(1, claim.num_threads // num_ranks)), "--drain-timeout", str(fleet.worker_drain_s)]
+    argv += [] if claim.memory_node is None or num_ranks > 1 else ["--memory-node", str(claim.memory_node)]
     argv += worker_flags.arguments({}, flags, is_encoder=False)
     if not is_encoder and "kv_cache_gb" not in flags and len(places) > len(claim.places):
         argv += kv_cache_shares(claim.places[0], places, float(len(claim.places)))
     argv += [*_membership(fleet), *model.worker_args]
     # A file in memory, which the worker's next process in this actor finds.
-    memory = None if is_encoder or "--kv-memory" in model.worker_args else "--kv-memory"
+    has_memory = not is_encoder and num_ranks == 1 and "--kv-memory" not in model.worker_args
+    memory = "--kv-memory" if has_memory else None
     return ProcessSpec("worker", "worker", tuple(argv), address, claim.cpus, memory_flag=memory)
 
 

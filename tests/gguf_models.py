@@ -33,6 +33,8 @@ class TinyModel:
     rope_factors: bool = False
     tied: bool = False
     pieces: int = 1
+    spare_tokens: int = 0
+    """Tokens that no text has."""
 
 
 def byte_tokens() -> list[str]:
@@ -54,7 +56,7 @@ def tensors_of(model: TinyModel) -> dict[str, np.ndarray]:
     def vector(size: int) -> np.ndarray:
         return (1 + random.standard_normal(size) * 0.1).astype(np.float32)
 
-    num_tokens = len(_tokens())
+    num_tokens = len(_tokens(model))
     found = {
         "token_embd.weight": matrix(num_tokens, model.hidden, np.sqrt(model.hidden)),
         "output_norm.weight": vector(model.hidden),
@@ -85,8 +87,9 @@ def tensors_of(model: TinyModel) -> dict[str, np.ndarray]:
     return found
 
 
-def _tokens() -> list[str]:
-    return [*byte_tokens(), "<|endoftext|>", "<|im_start|>", "<|im_end|>", "th", "he", "Ġt", "Ġthe"]
+def _tokens(model: TinyModel) -> list[str]:
+    spare = [f"<|spare-{number}|>" for number in range(model.spare_tokens)]
+    return [*byte_tokens(), "<|endoftext|>", "<|im_start|>", "<|im_end|>", "th", "he", "Ġt", "Ġthe", *spare]
 
 
 def write_gguf(model: TinyModel, path: Path) -> Path:
@@ -94,7 +97,7 @@ def write_gguf(model: TinyModel, path: Path) -> Path:
     split = {"split_max_tensors": -(-len(tensors_of(model)) // model.pieces)} if model.pieces > 1 else {}
     writer = GGUFWriter(path, model.architecture, **split)
     _add_shape(writer, model)
-    _add_tokenizer(writer)
+    _add_tokenizer(writer, model)
     for name, values in tensors_of(model).items():
         kind = next((kind for part, kind in model.types.items() if part in name), model.default)
         if values.ndim < 2:
@@ -119,12 +122,12 @@ def _add_shape(writer: GGUFWriter, model: TinyModel) -> None:
     writer.add_rope_dimension_count(model.head_size)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(_tokens()))
+    writer.add_vocab_size(len(_tokens(model)))
     writer.add_file_type(7)
 
 
-def _add_tokenizer(writer: GGUFWriter) -> None:
-    tokens = _tokens()
+def _add_tokenizer(writer: GGUFWriter, model: TinyModel) -> None:
+    tokens = _tokens(model)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)

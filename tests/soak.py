@@ -34,6 +34,7 @@ SOAKS = {
             "tests/e2e/test_structured.py",
             "tests/e2e/test_engine_exact.py",
             "tests/e2e/test_warm_restart.py",
+            "tests/e2e/test_tensor_parallel.py",
             "tests/worker/kv/test_warm_restart.py",
         ),
     ),

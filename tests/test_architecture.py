@@ -127,6 +127,7 @@ ONLY_IN = {
         "worker/ranks/constants.py",
         "worker/ranks/cutting.py",
         "worker/ranks/division.py",
+        "worker/ranks/rank.py",
         "gateway/text/tokenizer.py",
     },
     "openvino_tokenizers": {"cli/gguf/tokenizer.py", "common/model_files/vocabulary.py"},

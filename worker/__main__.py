@@ -15,6 +15,7 @@ import uvloop
 
 from headrace.common.flags import FiniteRange, membership_options, observation_options
 from headrace.common.host_memory import GIB
+from headrace.common.kernel_files import cpu_quota
 from headrace.common.model_files.cache import find_directory
 from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
@@ -24,8 +25,9 @@ from headrace.protos.status import StatusError
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.encoder.pooling import Pooling
 from headrace.worker.host.advertise import advertised_address, fleet_address
-from headrace.worker.host.numa import bind_memory
+from headrace.worker.host.numa import bind_memory, usable_cpus
 from headrace.worker.host.pinning import warn_if_not_pinned
+from headrace.worker.ranks.places import places_of
 from headrace.worker.server.adapters import check_name
 from headrace.worker.serving import serve
 
@@ -170,8 +172,11 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     try:
         config = config_of(options)
         warn_if_not_pinned()
-        # Threads inherit the memory policy, so it is set before any other thread exists.
-        config = replace(config, memory_node=bind_memory(config.memory_node))
+        # Threads inherit the affinity and the memory policy, so these are set before any other thread exists.
+        config = placed(config)
+        node = bind_memory(config.memory_node)
+        # Each rank of a divided model has a node of its own.
+        config = config if config.rank_cpus else replace(config, memory_node=node)
         start_tracing("worker", otlp_endpoint)
         uvloop.run(serve(config))
     except (ConfigurationError, TracingUnavailableError, ValueError) as error:
@@ -182,6 +187,20 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     sys.stderr.flush()
     # The kernel frees the model's memory faster than Python would.
     os._exit(0)
+
+
+def placed(config: WorkerConfig) -> WorkerConfig:
+    """The configuration with the CPUs of each rank, if the model is to be divided. From now on, this process runs on
+    those of the first. ConfigurationError if there are too few CPUs."""
+    if config.tensor_parallel == 1:
+        return config
+    cpus = places_of(usable_cpus(), config.tensor_parallel)
+    quota = cpu_quota()
+    threads = config.threads
+    if threads is None and quota is not None:
+        threads = max(1, min(len(cpus[0]), int(quota / config.tensor_parallel)))
+    os.sched_setaffinity(0, cpus[0])
+    return replace(config, rank_cpus=cpus, threads=threads)
 
 
 def config_of_arguments(arguments: Sequence[str]) -> WorkerConfig:
@@ -219,6 +238,9 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         "decode_graph": {"auto": None, "on": True, "off": False}[options["decode_graph"]],
         "cache_eviction": None if options["cache_eviction"] == OFF else options["cache_eviction"],
         "trims_windows": options["window_cache"] == "trim",
+        "rank_cpus": (),
+        # Every rank has a part of each block, and only that of the first could be sent.
+        "kv_peers": options["kv_peers"] and options["tensor_parallel"] == 1,
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
         "advertise": options["advertise"] or advertised_address(listen, peer),
         **adapters_of(options["adapters"], options["max_adapters"], name),

@@ -195,7 +195,7 @@ def _allocate_cache(
     """Allocate whole blocks. Another `draft_bytes` of each block are allocated elsewhere."""
     block_bytes = runner.block_bytes + draft_bytes
     if kept is None:
-        num_blocks = num_blocks_for(config, block_bytes)
+        num_blocks = num_blocks_for(config, block_bytes, most_blocks=runner.most_blocks(config.kv_cache_node_share))
         return num_blocks, runner.allocate(num_blocks, huge_pages=config.huge_pages)
     with kept.memory.sizing():
         like = _format_of(config, runner, limits, draft_bytes)

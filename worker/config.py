@@ -23,6 +23,10 @@ class WorkerConfig:
     redis_url: str | None
     drain_timeout_s: float
     threads: int | None
+    tensor_parallel: int
+    """Among how many ranks the model is divided; 1: it is whole."""
+    rank_cpus: tuple[tuple[int, ...], ...]
+    """The CPUs of each rank, this process's first; empty if the model is whole."""
     kv_cache_bytes: int | None
     kv_cache_share: float
     kv_precision: str

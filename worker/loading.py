@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.common.host_memory import GIB, available_bytes
 from headrace.common.model_files.networks import weights_in
+from headrace.common.model_files.vision_networks import vision_networks_in
 from headrace.common.threads import in_thread
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import worker_pb2
@@ -31,6 +32,7 @@ from headrace.worker.engine.stages import Stage, Stages
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.engine.step_log import StepLog
 from headrace.worker.engine.thread import EngineThread
+from headrace.worker.engine.watchdog import end_process
 from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
@@ -38,15 +40,15 @@ from headrace.worker.kv.cache import GroupBudget
 from headrace.worker.kv.chain import Content
 from headrace.worker.kv.disk_cipher import read_key
 from headrace.worker.kv.disk_tier import DiskTier
-from headrace.worker.kv.exclusions import refuse_flags, refuse_for_model
+from headrace.worker.kv.exclusions import IMAGES, TENSOR_PARALLEL, impossible, refuse_flags, refuse_for_model
 from headrace.worker.kv.fetch import NOT_PERSISTENT, Bell, Persistence
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import kv_cache_budget
 from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import ModelDir, read_model_dir
-from headrace.worker.model.fingerprint import fingerprint_of, for_context
-from headrace.worker.model.step_limits import StepLimits, step_limits
+from headrace.worker.model.fingerprint import fingerprint_of, for_context, for_ranks
+from headrace.worker.model.step_limits import DEFAULT_TOKENS, StepLimits, step_limits
 from headrace.worker.model_card import card_of
 from headrace.worker.peers.handover import Handover
 from headrace.worker.request.eviction_rules import add_rule, eviction_of
@@ -67,7 +69,7 @@ from headrace.worker.weights.file_memory import give_back_files
 if TYPE_CHECKING:
     from headrace.worker.draft_heads.eagle_runner import EagleHeads, EagleRunner
     from headrace.worker.draft_heads.medusa_runner import MedusaHeads, MedusaRunner
-    from headrace.worker.model.runner import OpenVINOModelRunner
+    from headrace.worker.model.runner import OpenVINOModelRunner, RankTimes
 
 log = logging.getLogger("headrace.worker")
 # Steps of the draft model after each prompt of the warm-up.
@@ -90,6 +92,8 @@ class LoadedModel:
     """Wakes the engine's thread when tiers have brought blocks, or images are encoded."""
     vision: Vision | None = None
     """None if it serves text only."""
+    rank_times: Callable[[], Sequence[RankTimes]] = tuple
+    """Reads the times of the ranks of a divided model; none for a whole one."""
 
     @property
     def handover(self) -> Handover | None:
@@ -145,6 +149,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     warm_up(engine, has_adapters=config.max_adapters > 0)
     adapters = load_adapters(config, compiled.runner)
     touching.result()
+    compiled.runner.end_warm_up()
     give_back_weights(config)
     kv_cache = engine.scheduler.kv_cache
     if allocation.kept is not None:
@@ -166,6 +171,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
         adapters,
         bell,
         vision,
+        compiled.runner.rank_times,
     )
 
 
@@ -256,7 +262,9 @@ def wait_for_fingerprint(found: Found, runner: OpenVINOModelRunner) -> str:
     """The fingerprint of the model in hex, which other threads compute beside the compilation. It includes the context
     if answers depend on it."""
     fingerprint = found.hashing.result()
-    return for_context(fingerprint, found.longest) if runner.depends_on_context else fingerprint
+    if runner.depends_on_context:
+        fingerprint = for_context(fingerprint, found.longest)
+    return for_ranks(fingerprint, runner.num_ranks) if runner.num_ranks > 1 else fingerprint
 
 
 def draft_of(
@@ -342,6 +350,8 @@ def compile_model(
 ) -> OpenVINOModelRunner:
     """Read and compile the model for contexts of up to `max_context_tokens`. It gets a second graph for small decode
     steps if that pays on this CPU."""
+    if config.rank_cpus:
+        return compile_ranks(config, threads, max_context_tokens, speculates=speculates)
     from headrace.worker.model.runner import OpenVINOModelRunner
 
     has_decode_graph = wants_decode_graph(
@@ -363,6 +373,27 @@ def compile_model(
         states=None if heads is None else heads.reader,
         evicts=config.cache_eviction is not None,
         has_parts=config.trims_windows,
+    )
+
+
+def compile_ranks(
+    config: WorkerConfig, threads: int, max_context_tokens: int, *, speculates: bool
+) -> OpenVINOModelRunner:
+    """Read and compile the model, divided among the ranks, of which the others get processes of their own."""
+    from headrace.worker.ranks.group import GroupRunner
+
+    if config.max_images and vision_networks_in(config.model_dir):
+        raise impossible(TENSOR_PARALLEL, IMAGES)
+    return GroupRunner(
+        config.model_dir,
+        config.rank_cpus,
+        threads=threads,
+        kv_precision=config.kv_precision,
+        execution_mode=config.execution_mode,
+        max_context_tokens=max_context_tokens,
+        speculates=speculates,
+        most_tokens=config.max_num_batched_tokens or DEFAULT_TOKENS,
+        on_lost=end_process,
     )
 
 

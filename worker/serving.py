@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -82,7 +83,8 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size, adapters)
     mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish, bell=model.bell)
     vllm_name = model.card.name if config.vllm_metrics else ""
-    observer = serve_metrics(config.metrics, hub, vllm_name) if config.metrics else RequestObserver()
+    rank_times = model.rank_times if isinstance(model, LoadedModel) else tuple
+    observer = serve_metrics(config.metrics, hub, vllm_name, rank_times) if config.metrics else RequestObserver()
     blocks = BlockCalls(model.handover, hub)
     health, sessions = add_services(server, config, model, mailbox, hub, observer, adapters, blocks)
     kv_events = _publish_kv_events(config, model, hub, adapters)
@@ -129,6 +131,8 @@ def load(
 ) -> LoadedModel | LoadedEncoder:
     """Make the model ready to serve for a task. ConfigurationError."""
     if task:
+        if config.tensor_parallel > 1:
+            raise ConfigurationError("--tensor-parallel divides models that generate text, and this one encodes texts")
         return load_encoder(config, task)
     refuse_embedder_with_cache(config.model_dir)
     if config.pooling is not None or config.normalizes is not None:
@@ -276,15 +280,22 @@ def _images_of(model: LoadedModel | LoadedEncoder) -> Images | None:
     return None if vision is None else Images(vision.family, vision.limits)
 
 
-def serve_metrics(address: str, hub: WatchHub, vllm_name: str = "") -> RequestObserver:
+def serve_metrics(
+    address: str,
+    hub: WatchHub,
+    vllm_name: str = "",
+    rank_times: Callable[[], Sequence[tuple[float, float]]] = tuple,
+) -> RequestObserver:
     """Serve Prometheus metrics at host:port in a thread of their own, also under the names of vLLM if the model's name
-    is given as `vllm_name`. Returns the recorder of requests. ConfigurationError if the address cannot be used."""
+    is given as `vllm_name`. `rank_times` reads the times of ranks. Returns the recorder of requests. ConfigurationError
+    if the address cannot be used."""
     # Imported late: this takes a while.
     from headrace.common.telemetry.vllm_metrics import Waits
-    from headrace.worker.server.metrics import LoadCollector, RequestMetrics, VllmCollector, new_registry
+    from headrace.worker.server.metrics import LoadCollector, RankCollector, RequestMetrics, VllmCollector, new_registry
 
     registry = new_registry()
     registry.register(LoadCollector(hub))
+    registry.register(RankCollector(rank_times))
     if vllm_name:
         registry.register(VllmCollector(hub, vllm_name))
     metrics = RequestMetrics(registry, vllm_name, Waits(registry) if vllm_name else None)

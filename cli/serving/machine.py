@@ -9,6 +9,7 @@ import click
 from headrace.cli.serving.placement import WorkerPlace, place_workers
 from headrace.cli.serving.topology import Core, Topology, read_topology
 from headrace.common.kernel_files import format_list
+from headrace.common.worker_flags import TENSOR_PARALLEL
 
 
 def describe_machine(topology: Topology) -> str:
@@ -66,7 +67,8 @@ def _cores_text(cores: Sequence[Core]) -> str:
 def describe_plan(places: Sequence[WorkerPlace]) -> str:
     """One line for each worker."""
     return "\n".join(
-        f"worker-{index}  node {place.node}  CPUs {format_list(place.cpus)}  computes with {place.num_threads}"
+        f"worker-{index}  node {format_list(place.nodes)}  CPUs {format_list(place.cpus)}  computes with "
+        f"{place.num_threads}" + (f" in each of {place.num_ranks} ranks" if place.num_ranks > 1 else "")
         for index, place in enumerate(places)
     )
 
@@ -74,8 +76,9 @@ def describe_plan(places: Sequence[WorkerPlace]) -> str:
 @click.command()
 @click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
-def topology(workers: int | None, threads: int | None) -> None:
+@TENSOR_PARALLEL.serve_option()
+def topology(workers: int | None, threads: int | None, tensor_parallel: int | None) -> None:
     """Show this machine's sockets, NUMA nodes and cores, and the workers that serve would start on them."""
     machine = read_topology()
     click.echo(describe_machine(machine))
-    click.echo(describe_plan(place_workers(machine, workers, threads)))
+    click.echo(describe_plan(place_workers(machine, workers, threads, tensor_parallel or 1)))

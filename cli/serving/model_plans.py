@@ -22,11 +22,17 @@ from headrace.common.model_files.task import task_of
 from headrace.common.model_files.vision_networks import vision_weights_in
 
 
-def places_of(topology: Topology, models: Sequence[ModelSettings]) -> list[tuple[WorkerPlace, ...]]:
-    """The places of each model's workers. Raises CommandError if the cores do not suffice."""
+def places_of(
+    topology: Topology, models: Sequence[ModelSettings], num_ranks: int | None = None
+) -> list[tuple[WorkerPlace, ...]]:
+    """The places of each model's workers, which divide it among `num_ranks` ranks unless it has a number of its own.
+    Raises CommandError if the cores do not suffice."""
     machines = share_cores(topology, [model.cores for model in models])
     return [
-        place_workers(machine, model.workers, model.threads) for machine, model in zip(machines, models, strict=True)
+        place_workers(
+            machine, model.workers, model.threads, model.options.worker.get("tensor_parallel") or num_ranks or 1
+        )
+        for machine, model in zip(machines, models, strict=True)
     ]
 
 

@@ -21,21 +21,32 @@ _RESERVED_FROM = ((16, 2), (8, 1))
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """A worker's place: its affinity mask `cpus`, the number of compute threads, and the NUMA node of its memory."""
+    """A worker's place: its affinity mask `cpus`, the number of compute threads, and the NUMA node of its memory. A
+    worker that divides its model among `num_ranks` processes also has `other_nodes`, and as many threads in each."""
 
     node: int
     cpus: tuple[int, ...]
     num_threads: int
+    num_ranks: int = 1
+    other_nodes: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """All NUMA nodes of its memory, ascending."""
+        return (self.node, *self.other_nodes)
 
 
 def place_workers(
-    topology: Topology, num_workers: int | None = None, num_threads: int | None = None
+    topology: Topology, num_workers: int | None = None, num_threads: int | None = None, num_ranks: int = 1
 ) -> tuple[WorkerPlace, ...]:
     """Choose places for `num_workers` workers (default: one for each node with memory and cores) with `num_threads`
-    threads each (default: as many as cores and quota allow). Raises CommandError if they do not fit."""
+    threads each (default: as many as cores and quota allow). If models are divided among `num_ranks` ranks, each worker
+    has the places of so many, by default whole nodes, and the threads are those of a rank. Raises CommandError if they
+    do not fit."""
     shares = _cores_by_memory_node(topology)
     if num_workers is None:
-        num_workers = _default_workers(topology, len(shares))
+        num_workers = max(1, _default_workers(topology, len(shares)) // num_ranks)
+    num_workers *= num_ranks
     places = []
     nodes = sorted(shares)
     for position, node in enumerate(nodes):
@@ -52,7 +63,26 @@ def place_workers(
                 f"are usable here; choose --threads from 1 to {most}, or omit the flag"
             )
         places = [WorkerPlace(place.node, place.cpus, num_threads) for place in places]
-    return tuple(places)
+    return tuple(places) if num_ranks == 1 else _in_groups(places, num_ranks)
+
+
+def _in_groups(places: Sequence[WorkerPlace], num_ranks: int) -> tuple[WorkerPlace, ...]:
+    """Places of workers, each with those of `num_ranks` ranks that follow one another."""
+    found = []
+    for start in range(0, len(places), num_ranks):
+        ranks = places[start : start + num_ranks]
+        nodes = sorted({place.node for place in ranks})
+        cpus = tuple(sorted({cpu for place in ranks for cpu in place.cpus}))
+        if len(cpus) < num_ranks or any(
+            sum(place.node == node for place in ranks) * len(nodes) != num_ranks for node in nodes
+        ):
+            raise CommandError(
+                f"--tensor-parallel {num_ranks} does not fit this machine: each rank needs whole NUMA nodes or an "
+                "equal part of one, and a core; choose another number (headrace topology shows the nodes)"
+            )
+        num_threads = min(place.num_threads for place in ranks)
+        found.append(WorkerPlace(nodes[0], cpus, num_threads, num_ranks, tuple(nodes[1:])))
+    return tuple(found)
 
 
 def _default_workers(topology: Topology, num_nodes: int) -> int:

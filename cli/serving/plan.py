@@ -149,14 +149,16 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     address = f"unix:{options.socket_directory / name}.sock"
     argv = [python, "-m", "headrace.worker", "--model", str(model.directory), "--name", model.name]
     argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
-    argv += ["--threads", str(place.num_threads), "--memory-node", str(place.node)]
+    argv += ["--threads", str(place.num_threads)]
+    argv += ["--memory-node", str(place.node)] if place.num_ranks == 1 else []
     own = {**model.options.worker, "kv_cache_gb": model.kv_cache_gb}
     argv += worker_flags.arguments(options.worker, own, is_encoder=model.is_encoder)
     argv += _kv_cache_shares(options, model, place) + _of_encoders(model)
     if options.prefill_workers and not model.is_encoder:
         argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]
     argv += _metrics(options, 1 + number) + _observation(options) + _membership(options)
-    memory_flag = "--kv-memory" if options.warm_restart else None
+    # Each rank of a divided model has its part of the KV cache, in memory of its own.
+    memory_flag = "--kv-memory" if options.warm_restart and place.num_ranks == 1 else None
     return ProcessSpec(
         name,
         "worker",
@@ -187,7 +189,7 @@ def _kv_cache_shares(options: ServeOptions, model: ModelPlan, place: WorkerPlace
 
 def kv_cache_shares(place: WorkerPlace, places: Sequence[WorkerPlace], kv_share: float = 1.0) -> list[str]:
     """The flags for the KV cache at one of the `places` of a host, whose workers together have the share `kv_share`."""
-    num_on_node = sum(other.node == place.node for other in places)
+    num_on_node = max(sum(node in other.nodes for other in places) for node in place.nodes)
     share = _KV_CACHE_SHARE * kv_share
     return [
         *("--kv-cache-share", str(share / len(places))),

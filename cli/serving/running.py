@@ -89,7 +89,7 @@ class Serving:
     def _plan_beside(self, settings: ModelSettings, first_worker: int) -> ModelPlan:
         """The plan of a model that is added to those already served: all share the KV cache memory equally. Raises
         CommandError."""
-        (places,) = places_of(read_topology(), [settings])
+        (places,) = places_of(read_topology(), [settings], self.options.worker.get("tensor_parallel"))
         others = [model.plan for model in self.host.models.values() if model.name != settings.name]
         share = 1.0 / (1 + sum(not plan.is_encoder for plan in others))
         found = find_model(settings.model, offline=self.offline, num_workers=len(places))

@@ -256,7 +256,9 @@ class Run:
 
     def places(self) -> list[tuple[WorkerPlace, ...]]:
         """The places of each model's workers. Raises CommandError."""
-        return checked_places(read_topology(), self.settings.models, self.given["prefill_workers"])
+        return checked_places(
+            read_topology(), self.settings.models, self.given["prefill_workers"], self.given["tensor_parallel"]
+        )
 
     def serve(self) -> NoReturn:
         """Serve until stopped, and end the process with the exit status. Raises CommandError."""
@@ -309,10 +311,13 @@ def batch_store_of(given: str | None, port: int) -> str | None:
 
 
 def checked_places(
-    topology: Topology, models: Sequence[ModelSettings], num_prefill_workers: int
+    topology: Topology,
+    models: Sequence[ModelSettings],
+    num_prefill_workers: int,
+    num_ranks: int | None = None,
 ) -> list[tuple[WorkerPlace, ...]]:
     """The places of each model's workers. Raises CommandError if a model would have no worker for answers."""
-    places = places_of(topology, models)
+    places = places_of(topology, models, num_ranks)
     fewest = min(map(len, places))
     if num_prefill_workers and num_prefill_workers >= fewest:
         raise CommandError(

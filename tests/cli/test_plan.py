@@ -129,6 +129,17 @@ def test_several_workers_share_the_memory_of_one() -> None:
     assert argument(asked.argv, "--kv-cache-share") is None
 
 
+def test_a_worker_of_several_ranks_divides_its_cpus_and_memory_itself() -> None:
+    place = WorkerPlace(0, (0, 1, 2, 3), 2, 2, (1,))
+    (worker, *_) = processes_of(with_flags(tensor_parallel=2), (place,))
+    assert argument(worker.argv, "--tensor-parallel") == argument(worker.argv, "--threads") == "2"
+    assert argument(worker.argv, "--memory-node") is None
+    assert (worker.cpus, worker.memory_flag) == ((0, 1, 2, 3), None)
+    beside = WorkerPlace(1, (4, 5, 6, 7), 2, 2, (2,))
+    (first, second, *_) = processes_of(with_flags(tensor_parallel=2), (place, beside))
+    assert argument(first.argv, "--kv-cache-node-share") == argument(second.argv, "--kv-cache-node-share") == "0.2"
+
+
 def test_several_workers_have_cpus_of_their_own() -> None:
     first, second, *_ = processes_of(OPTIONS, TWO_PLACES)
     assert (first.cpus, second.cpus) == ((0, 1), (2, 3))

@@ -89,6 +89,27 @@ def test_four_workers_on_two_nodes_get_half_a_node_each(tmp_path: Path) -> None:
     ]
 
 
+def test_a_worker_of_two_ranks_has_two_nodes_or_two_halves_of_one(tmp_path: Path) -> None:
+    topology = read_topology(two_sockets_with_smt(tmp_path), range(16))
+    assert place_workers(topology, num_ranks=2) == (WorkerPlace(0, tuple(range(8)), 4, 2, (1,)),)
+    assert place_workers(topology, 2, num_ranks=2) == (
+        WorkerPlace(0, (0, 1, 2, 3), 2, 2),
+        WorkerPlace(1, (4, 5, 6, 7), 2, 2),
+    )
+    assert place_workers(topology, 1, 1, num_ranks=4) == (WorkerPlace(0, tuple(range(8)), 1, 4, (1,)),)
+    assert "node 0-1  CPUs 0-7  computes with 4 in each of 2 ranks" in describe_plan(
+        place_workers(topology, num_ranks=2)
+    )
+    with pytest.raises(CommandError, match="--tensor-parallel 3 does not fit this machine"):
+        place_workers(topology, num_ranks=3)
+
+
+def test_ranks_follow_the_order_of_nodes(tmp_path: Path) -> None:
+    nodes = {node: [(cpu,) for cpu in range(4 * node, 4 * node + 4)] for node in range(4)}
+    topology = read_topology(machine(tmp_path, nodes, socket_of_node={0: 0, 1: 0, 2: 1, 3: 1}), range(16))
+    assert [place.nodes for place in place_workers(topology, num_ranks=2)] == [(0, 1), (2, 3)]
+
+
 def test_sub_numa_clusters_are_nodes_of_their_own(tmp_path: Path) -> None:
     nodes = {node: [(cpu,) for cpu in range(4 * node, 4 * node + 4)] for node in range(4)}
     root = machine(tmp_path, nodes, socket_of_node={0: 0, 1: 0, 2: 1, 3: 1})

@@ -54,6 +54,14 @@ def test_a_worker_over_several_numa_nodes_has_all_their_cpus(tmp_path: Path) -> 
     assert found["kv_cache_share"] == 0.4
 
 
+def test_a_worker_of_several_ranks_has_the_threads_of_each(tmp_path: Path) -> None:
+    model = Model("m", numa_nodes=2, flags={"tensor_parallel": 2})
+    spec = of_worker(Fleet((model,)), model, tmp_path, (0, 1))
+    found = parsed(worker, spec)
+    assert (found["tensor_parallel"], found["threads"], found["memory_node"]) == (2, 2, None)
+    assert spec.memory_flag is None
+
+
 def test_a_size_that_is_given_holds(tmp_path: Path) -> None:
     model = Model("m", name="other", flags={"kv_cache_gb": 3})
     found = parsed(worker, of_worker(Fleet((model,)), model, tmp_path))

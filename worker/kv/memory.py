@@ -42,10 +42,19 @@ def no_room(budget: int, block_bytes: int) -> ConfigurationError:
     )
 
 
-def num_blocks_for(config: WorkerConfig, block_bytes: int, kept_bytes: int = 0, room_bytes: int | None = None) -> int:
-    """How many blocks of `block_bytes` the KV cache gets, at least 1. See `budget_for`. ConfigurationError if there is
-    no room."""
+def num_blocks_for(
+    config: WorkerConfig,
+    block_bytes: int,
+    kept_bytes: int = 0,
+    room_bytes: int | None = None,
+    *,
+    most_blocks: int | None = None,
+) -> int:
+    """How many blocks of `block_bytes` the KV cache gets, at least 1 and, if no size is asked for, at most
+    `most_blocks`. See `budget_for`. ConfigurationError if there is no room."""
     budget = budget_for(config, kept_bytes, room_bytes)
+    if most_blocks is not None and config.kv_cache_bytes is None:
+        budget = min(budget, most_blocks * block_bytes)
     num_blocks = budget // block_bytes - 1  # the runner allocates one more, for padding
     if num_blocks < 1:
         raise no_room(budget, block_bytes)

@@ -44,6 +44,12 @@ def for_context(fingerprint: str, max_context_tokens: int) -> str:
     return sha256(f"{fingerprint}\n{max_context_tokens}".encode()).hexdigest()
 
 
+def for_ranks(fingerprint: str, num_ranks: int) -> str:
+    """The fingerprint, in hex, of a model that is divided among ranks. Sums have other low bits for each number of
+    them, so an answer that has begun with one number cannot continue with another."""
+    return sha256(f"{fingerprint}\nranks {num_ranks}".encode()).hexdigest()
+
+
 def _hash_piece(descriptor: int, start: int) -> bytes:
     digest = sha256()
     end, buffer = start + PIECE_BYTES, memoryview(bytearray(_READ_BYTES))

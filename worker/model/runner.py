@@ -65,6 +65,22 @@ class StateReader(Protocol):
         ...
 
 
+class RankTimes(NamedTuple):
+    """What a rank of a divided model has spent since the start, in seconds: on its steps, and within them on waiting
+    for other ranks."""
+
+    step_s: float
+    waited_s: float
+
+
+class Part(NamedTuple):
+    """What a graph needs that is one rank's of a divided model: what must live as long as it, and the length of the
+    runs in its part of the vocabulary, 0 for none; None if it has the whole vocabulary."""
+
+    keeps: object
+    run: int | None = None
+
+
 class OpenVINOModelRunner:
     """A compiled model. `block_size` (tokens), `block_bytes` (over all layers), `num_kv_heads`, `vocab_size` and
     `kv_precision` are read from it; `allocate` must come before `bind`. A second graph computes decode steps of up to
@@ -78,9 +94,11 @@ class OpenVINOModelRunner:
     `evicts`, requests may evict their own KV blocks. With `has_parts`, layers with a sliding window have their parts of
     blocks in separate slots of `part_bytes` bytes. `block_bytes` then counts only the other layers. `layer_groups` says
     what the cache has to keep for which layers. `image_inputs` is what the graph takes of images; None if it takes
-    none. `divide` makes the graph with PagedAttention that of one rank, and returns what must live as long as it.
+    none. `divide` makes the graph with PagedAttention that of one rank.
     """
 
+    num_ranks = 1
+    """Among how many ranks the model is divided."""
     _batch: Batch | None = None
 
     def __init__(
@@ -97,13 +115,13 @@ class OpenVINOModelRunner:
         states: StateReader | None = None,
         evicts: bool = False,
         has_parts: bool = False,
-        divide: Callable[[ov.Model], object] | None = None,
+        divide: Callable[[ov.Model], Part] | None = None,
     ) -> None:
         core = ov.Core()
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         paged = read_paged(core, model_dir, max_context_tokens, evicts=evicts)
         model, self.depends_on_context, self.image_inputs = paged
-        self._divided = None if divide is None else divide(model)
+        self._part = Part(None) if divide is None else divide(model)
         has_parts = has_parts and not has_states(model)
         self.windows = add_window_tables(model) if has_parts else window_layers(model)
         self._in_slots: Collection[int] = self.windows.layers if has_parts else ()
@@ -122,10 +140,12 @@ class OpenVINOModelRunner:
         _check_cache(asked, "bf16" if is_bfloat16 else "f32")
         self.exact_rows = exact_rows(core, model, asked.properties)
         self._states = states
-        main = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=states)
+        main = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=states, run=self._part.run)
         self._graphs = {Graph.MAIN: main}
         if of_decode is not None:
-            decode = _Graph(core, of_decode, asked, is_bfloat16=False, states=states, properties=_FLOAT32)
+            decode = _Graph(
+                core, of_decode, asked, is_bfloat16=False, states=states, run=self._part.run, properties=_FLOAT32
+            )
             self._graphs[Graph.SMALL_DECODE] = decode
         self.adapters: AdapterMemory | None = None
         """The weights of adapters. Any thread may replace it between two calls of `bind`."""
@@ -238,7 +258,8 @@ class OpenVINOModelRunner:
         into use, in steps: by OpenVINO's threads, or by the caller's where blocks are copied. ConfigurationError if
         there is no memory for it."""
         num_blocks, num_slots = num_blocks + 1, num_slots + 1
-        size_bytes = num_blocks * self.block_bytes + num_slots * self.part_bytes
+        counts = [num_slots if layer_of(port) in self._in_slots else num_blocks for port in self._caches]
+        size_bytes = sum(count * bytes_of(port) for count, port in zip(counts, self._caches, strict=True))
         try:
             if make_arena is None:
                 arena = KVArena(size_bytes, len(self._caches), huge_pages=huge_pages)
@@ -248,8 +269,7 @@ class OpenVINOModelRunner:
             raise ConfigurationError(
                 f"no memory for a KV cache of {size_bytes / (1 << 30):.1f} GiB; ask for less with --kv-cache-gb"
             ) from error
-        for port in self._caches:
-            count = num_slots if layer_of(port) in self._in_slots else num_blocks
+        for count, port in zip(counts, self._caches, strict=True):
             piece = arena.take(count * bytes_of(port))
             tensor = ov.Tensor(piece, ov.Shape([count, *dims_of(port)]), port.element_type)
             for slot in (slot for graph in self._graphs.values() for slot in graph.slots):
@@ -265,6 +285,17 @@ class OpenVINOModelRunner:
         milliseconds for huge ones. Existing content stays, because it may come from the previous process."""
         for cache in self._cache_views:
             cache[0, 0] = cache[0, 0]
+
+    def rank_times(self) -> Sequence[RankTimes]:
+        """The times of each rank of a divided model; none for a whole one."""
+        return ()
+
+    def end_warm_up(self) -> None:
+        """Called once, when all that happens seldom has happened, such as copies of weights."""
+
+    def most_blocks(self, _node_share: float) -> int | None:
+        """The most KV blocks besides what a single NUMA node has room for; None for no limit."""
+        return None
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Set the inputs of the next step. With `keeps_logits`, the logits of the last step stay valid while it runs.
@@ -364,7 +395,8 @@ class _Asked(NamedTuple):
 
 
 class _Graph:
-    """A compiled model with a new head, and its `slots`, which alternate. `properties` add to the requested ones."""
+    """A compiled model with a new head, and its `slots`, which alternate. `run` is as for `replace_head`;
+    `properties` add to the requested ones."""
 
     def __init__(
         self,
@@ -374,9 +406,10 @@ class _Graph:
         *,
         is_bfloat16: bool,
         states: StateReader | None,
+        run: int | None = None,
         properties: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        has_runs = replace_head(model, is_bfloat16=is_bfloat16)
+        has_runs = replace_head(model, is_bfloat16=is_bfloat16, run=run)
         if states is not None:
             states.add_outputs(model)
         compiled = _compile(core, model, asked, properties)
@@ -384,7 +417,7 @@ class _Graph:
         self.state_tables = StateTables(compiled) if has_states(model) else None
         logits = compiled.output("logits")
         self.vocab_size = int(logits.partial_shape[2].get_length())
-        row_sums = RowSums(self.vocab_size, logits.element_type, asked.threads) if has_runs else None
+        row_sums = RowSums(self.vocab_size, logits.element_type, asked.threads, run=run) if has_runs else None
         self.slots = deque(
             _Slot(compiled, row_sums, self.vocab_size, same_sums=asked.execution_mode == "accuracy") for _ in range(2)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import prometheus_client
 from prometheus_client import Counter, Histogram, ProcessCollector
@@ -76,6 +76,32 @@ class LoadCollector(Collector):
         for name, value in self._hub.counters.items():
             yield CounterMetricFamily(f"headrace_worker_{name}", f"Total of {name} since the start.", value=value)
         yield from binding_metrics(self._hub.binding)
+
+
+class RankCollector(Collector):
+    """Exports the times of the ranks of a divided model, which `times` reads: seconds of steps, and within them of
+    waiting."""
+
+    def __init__(self, times: Callable[[], Sequence[tuple[float, float]]]) -> None:
+        self._times = times
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics; none for a model that is whole."""
+        times = self._times()
+        if not times:
+            return
+        steps = CounterMetricFamily(
+            "headrace_worker_rank_step_seconds", "Time of the steps of each rank of a divided model.", labels=["rank"]
+        )
+        waits = CounterMetricFamily(
+            "headrace_worker_rank_wait_seconds",
+            "Part of it in which the rank waited for slower ones. The slowest waits least.",
+            labels=["rank"],
+        )
+        for rank, (step_s, waited_s) in enumerate(times):
+            steps.add_metric([str(rank)], step_s)
+            waits.add_metric([str(rank)], waited_s)
+        yield from (steps, waits)
 
 
 class VllmCollector(Collector):

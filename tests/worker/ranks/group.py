@@ -14,7 +14,7 @@ import openvino as ov
 
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.model.batch import Batch
-from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.runner import OpenVINOModelRunner, Part
 from headrace.worker.ranks.cutting import cut
 from headrace.worker.ranks.division import Division, divide
 from headrace.worker.ranks.owners import positions_of
@@ -66,9 +66,10 @@ class Group:
         self.infer_s = 0.0
         self._pool = ThreadPoolExecutor(num_ranks)
 
-    def _divide(self, num_ranks: int, rank: int, model: ov.Model) -> object:
+    def _divide(self, num_ranks: int, rank: int, model: ov.Model) -> Part:
         self.division = divide(model, num_ranks)
-        return cut(model, self.division, rank, FileMemory([]), partial(self.sums.add, rank))
+        keeps = cut(model, self.division, rank, FileMemory([]), partial(self.sums.add, rank))
+        return Part(keeps, self.division.run)
 
     def allocate(self, num_blocks: int) -> list[KVArena]:
         """Make the ranks' caches, with as many blocks each."""

@@ -1,0 +1,200 @@
+"""`headrace serve --tensor-parallel 2`: one model in two processes. One of them dies, or stops, under load.
+
+`make test` disturbs a few times; with `python -m tests.soak survival` it is 200 times. HEADRACE_SEED repeats the
+choices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.e2e.serving import HTTP, MODEL, Serve, alive, headrace, serving
+from tests.e2e.small_model import small_model
+from tests.e2e.streams import Stream, chat_body, run_streams
+from tests.patience import patience, until
+
+# A rank needs a CPU of its own.
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two CPUs"),
+]
+
+NUM_ROUNDS = 200 if os.environ.get("HEADRACE_SOAK") == "1" else 3
+SEED = int(os.environ.get("HEADRACE_SEED", "1"))
+NUM_STREAMS, MAX_TOKENS = 8, 40
+# Of log-probabilities, which sums over ranks change in their low bits.
+TOLERANCE = 1e-3
+PROMPTS = [[(7 * number + 13 * place) % 40_000 for place in range(20 + 50 * number)] for number in range(4)]
+
+
+class Token(NamedTuple):
+    """A token of an answer, and the log-probabilities of the likeliest."""
+
+    token_id: int
+    likeliest: dict[str, float]
+
+
+def answer(base_url: str, prompt: list[int]) -> tuple[list[Token], int]:
+    """The greedy answer, and how many tokens of the prompt were cached."""
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    response = HTTP.post(f"{base_url}/v1/completions", json={**asked, "logprobs": 3, "return_token_ids": True})
+    assert response.status_code == 200, response.text
+    body = response.json()
+    (choice,) = body["choices"]
+    tokens = map(Token, choice["token_ids"], choice["logprobs"]["top_logprobs"])
+    return list(tokens), body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.fixture(scope="module")
+def of_whole() -> list[list[Token]]:
+    """The answers of the undivided model."""
+    with serving("--workers", "1", "--threads", "1", "--execution-mode", "accuracy", model=small_model()) as system:
+        return [answer(system.base_url, prompt)[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Serve]:
+    """One worker of two ranks, with a KV cache that is too small for all streams of these tests at once. A worker
+    counts as stuck soon."""
+    flags = ("--tensor-parallel", "2", "--workers", "1", "--execution-mode", "accuracy", "--kv-cache-gb", "0.003")
+    with serving(*flags, "--stuck-after-s", f"{patience(3):.1f}", model=small_model()) as system:
+        pids = [system.process_of("worker-0")["pid"], *ranks_of(system)]
+        yield system
+        pids += [system.process_of("worker-0")["pid"], *ranks_of(system)]
+    until(lambda: not any(map(alive, pids)), "no process is left")
+
+
+def ranks_of(system: Serve) -> list[int]:
+    """The processes of the ranks besides the worker's own."""
+    return ranks_behind(system.process_of("worker-0")["pid"])
+
+
+def ranks_behind(worker: int) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            is_rank = parent == worker and b"headrace.worker.ranks.member" in (place / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if is_rank:
+            found.append(int(place.name))
+    return found
+
+
+def test_greedy_answers_are_those_of_the_undivided_model(of_whole: list[list[Token]], group: Serve) -> None:
+    assert len(ranks_of(group)) == 1
+    for prompt, expected in zip(PROMPTS, of_whole, strict=True):
+        found, _ = answer(group.base_url, prompt)
+        assert len(found) == len(expected)
+        for mine, other in zip(found, expected, strict=True):
+            common = mine.likeliest.keys() & other.likeliest.keys()
+            assert len(common) >= 2
+            assert all(abs(mine.likeliest[name] - other.likeliest[name]) < TOLERANCE for name in common)
+            if mine.token_id != other.token_id:
+                # Two tokens are equally likely. What follows is another text.
+                first, second = sorted(other.likeliest.values(), reverse=True)[:2]
+                assert first - second < TOLERANCE
+                break
+
+
+def test_cached_prefixes_are_found_and_change_nothing(group: Serve) -> None:
+    prompt = [(11 * place) % 40_000 for place in range(200)]
+    first, second = answer(group.base_url, prompt), answer(group.base_url, prompt)
+    assert (first[1], second[1]) == (0, 192)
+    assert [token.token_id for token in first[0]] == [token.token_id for token in second[0]]
+
+
+def bodies(**sampling: Any) -> list[dict[str, Any]]:
+    return [chat_body(number, MAX_TOKENS, **sampling) for number in range(NUM_STREAMS)]
+
+
+def results(streams: list[Stream]) -> list[Any]:
+    return [stream.result for stream in streams]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95, "seed": 11}])
+async def test_streams_that_are_preempted_are_the_same(group: Serve, sampling: dict[str, Any]) -> None:
+    alone = [(await run_streams(group.base_url, [body]))[0] for body in bodies(**sampling)]
+    before = group.metric("headrace_worker_preemptions_total")
+    together = await run_streams(group.base_url, bodies(**sampling))
+    assert results(together) == results(alone)
+    assert all(stream.is_done for stream in together)
+    until(lambda: group.metric("headrace_worker_preemptions_total") > before, "a preemption")
+
+
+def kill_rank(system: Serve) -> None:
+    """A rank dies."""
+    os.kill(ranks_of(system)[0], signal.SIGKILL)
+
+
+def kill_worker(system: Serve) -> None:
+    """The worker's own process dies."""
+    os.kill(system.process_of("worker-0")["pid"], signal.SIGKILL)
+
+
+def kill_worker_of_a_stopped_rank(system: Serve) -> None:
+    """The worker dies while a rank cannot notice it."""
+    os.kill(ranks_of(system)[0], signal.SIGSTOP)
+    kill_worker(system)
+
+
+def stop_rank(system: Serve) -> None:
+    """A rank hangs until the worker counts as stuck, and then goes on."""
+    (pid,) = ranks_of(system)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: system.process_of("worker-0")["state"] != "ready", "the worker counts as stuck", 60)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.timeout(300 + 60 * NUM_ROUNDS)
+async def test_streams_survive_what_happens_to_a_rank(group: Serve) -> None:
+    asked = bodies(temperature=0.9, top_p=0.95, seed=7)
+    undisturbed = await run_streams(group.base_url, asked)
+    assert all(stream.is_done for stream in undisturbed)
+    rng = random.Random(SEED)
+    kinds = [kill_rank, kill_worker_of_a_stopped_rank, stop_rank]
+    for number in range(NUM_ROUNDS):
+        happens = kinds[number] if number < len(kinds) else rng.choice([*kinds, kill_worker])
+        processes = [group.process_of("worker-0")["pid"], *ranks_of(group)]
+        streams = await run_streams(
+            group.base_url,
+            asked,
+            disturb_behind=rng.randrange(2, MAX_TOKENS - 8),
+            disturb=lambda happens=happens: asyncio.to_thread(happens, group),  # type: ignore[misc]
+        )
+        assert results(streams) == results(undisturbed), happens.__doc__
+        until(lambda: group.process_of("worker-0")["state"] == "ready", "the worker is back", 120)
+        if happens is stop_rank:
+            assert processes[1:] == ranks_of(group)
+        else:
+            until(lambda processes=processes: not any(map(alive, processes)), "the old ranks are gone")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--kv-disk", "/tmp"), "--tensor-parallel 2 is not possible with --kv-disk"),
+        (("--cache-eviction", "on-request"), "--tensor-parallel 2 is not possible with --cache-eviction"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_in_one_sentence(flags: tuple[str, ...], problem: str) -> None:
+    done = headrace("serve", str(small_model()), "--port", "0", "--tensor-parallel", "2", *flags, timeout_s=60)
+    assert done.returncode == 2
+    assert problem in done.stderr.splitlines()[-1]
+
+
+def test_the_plan_says_what_a_worker_gets() -> None:
+    done = headrace("serve", MODEL, "--tensor-parallel", "2", "--workers", "1", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "in each of 2 ranks" in done.stdout

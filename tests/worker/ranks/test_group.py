@@ -1,0 +1,144 @@
+"""Divided models whose ranks are processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from headrace.cli.models.convert import convert
+from headrace.worker.config import ConfigurationError
+from headrace.worker.model.batch import Batch, build_batch
+from headrace.worker.ranks.group import GroupRunner
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Scheduled
+from headrace.worker.sampling.reduction import reduce_with_numpy
+from tests.gguf_models import TinyModel, write_gguf
+from tests.patience import until
+from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed, assert_exact, whole
+
+# A vocabulary of 288 tokens has runs of 32.
+MODEL = TinyModel("qwen2", Kind.Q4_1, heads=6, kv_heads=3, spare_tokens=25)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    convert(write_gguf(MODEL, made / "m.gguf"), made)
+    return made
+
+
+class Started:
+    """A group of processes on the first CPU, and what it said of lost ranks."""
+
+    def __init__(self, directory: Path, num_ranks: int) -> None:
+        self.lost: list[str] = []
+        cpu = min(os.sched_getaffinity(0))
+        self.runner = GroupRunner(
+            directory,
+            [[cpu]] * num_ranks,
+            threads=1,
+            max_context_tokens=4096,
+            speculates=False,
+            most_tokens=1024,
+            on_lost=self.lost.append,
+            **ASKED,
+        )
+        self.runner.allocate(NUM_BLOCKS)
+
+    @property
+    def pids(self) -> list[int]:
+        return [member.process.pid for member in self.runner._members]
+
+
+@pytest.fixture(scope="module")
+def of_two(directory: Path) -> Iterator[Started]:
+    started = Started(directory, 2)
+    yield started
+    started.runner.close()
+    assert not started.lost
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [np.random.default_rng(length).integers(0, 256, length).tolist() for length in lengths]
+
+
+def test_a_group_has_the_log_probabilities_of_the_whole(directory: Path, of_two: Started) -> None:
+    of_group = Computed(of_two.runner, of_two.runner.exact_rows)
+    assert_exact(whole(directory), of_group, prompts(20, 300))
+    times = of_two.runner.rank_times()
+    assert len(times) == 2
+    assert all(time.step_s > time.waited_s >= 0 for time in times)
+
+
+def test_the_summary_for_sampling_is_that_of_the_whole_vocabulary(directory: Path, of_two: Started) -> None:
+    runner = of_two.runner
+    temperatures = np.array([2.0, 0.5, 1.0], np.float32)
+    for keeps_logits in (False, True, True):
+        batch = step_of(3, [1 / temperature for temperature in temperatures])
+        runner.bind(batch, keeps_logits=keeps_logits)
+        logits = runner.run()
+        assert logits.reduction is not None
+        assert logits.values.shape == (3, runner.vocab_size)
+        values = logits.whole(np.arange(3))
+        wanted = reduce_with_numpy(values, temperatures)
+        np.testing.assert_array_equal(logits.reduction.maxima, wanted.maxima)
+        np.testing.assert_allclose(logits.reduction.sums, wanted.sums, rtol=1e-4)
+    runner.end_warm_up()
+
+
+def step_of(num_requests: int, temperatures: Sequence[float]) -> Batch:
+    """The prompts of some requests."""
+    scheduled = []
+    for number, temperature in zip(range(num_requests), temperatures, strict=True):
+        sampling = SamplingParams(max_tokens=4, seed=1, temperature=temperature)
+        request = Request(f"r{number}", [number, 5, 7], sampling, 1)
+        request.block_table.append(number)
+        scheduled.append(Scheduled(request, 3))
+    return build_batch(scheduled, 32)
+
+
+def test_a_rank_that_ends_is_told(directory: Path) -> None:
+    started = Started(directory, 2)
+    (pid,) = started.pids
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: bool(started.lost), "the end of a rank is told")
+    assert f"rank 1 of the divided model has ended (process {pid}, status -9)" in started.lost
+    started.runner.close()
+
+
+def test_an_idle_group_takes_no_time_of_the_cpu(of_two: Started) -> None:
+    (pid,) = of_two.pids
+
+    def sleeps() -> bool:
+        return "S" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def switches() -> str:
+        return next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "voluntary_ctxt" in line)
+
+    until(sleeps, "the rank sleeps")
+    before = switches()
+    for _ in range(20):
+        time.sleep(0.01)
+    assert switches() == before
+
+
+def test_a_model_that_cannot_be_divided_is_refused(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match="6 heads of attention and 3 of keys and values"):
+        Started(directory, 7)
+
+
+def test_the_processes_end_with_the_worker(directory: Path) -> None:
+    started = Started(directory, 3)
+    pids = started.pids
+    assert len(pids) == 2
+    started.runner.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not started.lost

@@ -1,0 +1,210 @@
+"""A model divided among ranks, as the engine sees it. Rank 0 is the worker's own process.
+
+    engine thread    bind  -- step in shared memory, bell -->  the other ranks
+                     run   its part, with sums over all ranks
+                           <-- their parts of the logits, counters --
+
+Block ids mean the same on all ranks, each of which has its heads' part of every block. The engine, the scheduler and
+the sampler know nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.host.numa import memory_node_of
+from headrace.worker.kv.arena import KVArena
+from headrace.worker.kv.layers import LayerGroup, LayerKind
+from headrace.worker.kv.memory import available_on_node
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.runner import OpenVINOModelRunner, RankTimes
+from headrace.worker.ranks.members import Cpus, Members
+from headrace.worker.ranks.memory import GroupMemory, LogitsShape, SharedLogits, give_room, make_logits
+from headrace.worker.ranks.messages import Allocate, Allocated, Compiled, LinkClosedError, Setup, receive, send
+from headrace.worker.ranks.rank import Rank
+from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.reduction import run_length
+
+# Rows of logits for which there is room in a step, besides those for its tokens.
+_SPARE_ROWS = 4096
+_Message = TypeVar("_Message")
+
+
+class GroupRunner(OpenVINOModelRunner):
+    """The model as one rank for each entry of `cpus`, the CPUs of each, computes it. The first are this process's, of
+    which it uses `threads`; each other rank is a process with at most so many threads. `block_bytes` and `vocab_size`
+    are those of all ranks together, and `exact_rows` the fewest of any. The group has no second graph, adapters, images
+    or eviction, and its ranks share no blocks with other workers.
+
+    If a rank is lost, or if it fails in a step, the others cannot go on: `on_lost` is called with the reason, which
+    should end the process. That may be in any thread. Steps have up to `most_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        cpus: Sequence[Cpus],
+        *,
+        threads: int,
+        kv_precision: str,
+        execution_mode: str,
+        max_context_tokens: int,
+        speculates: bool,
+        most_tokens: int,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """ConfigurationError if the model cannot be divided so."""
+        self.num_ranks = len(cpus)
+        self._cpus = [frozenset(mask) for mask in cpus]
+        self._on_lost = on_lost
+        memory, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
+        self._memory = GroupMemory(memory, 0, self.num_ranks)
+        self._members = Members(cpus[1:], [memory, self._logits_file], on_lost)
+        for member in self._members:
+            of_rank = min(threads, len(cpus[member.rank]))
+            send(
+                member.link,
+                Setup(
+                    member.rank,
+                    self.num_ranks,
+                    str(model_dir.absolute()),
+                    of_rank,
+                    kv_precision,
+                    execution_mode,
+                    max_context_tokens,
+                    speculates,
+                ),
+            )
+        self._rank = Rank(0, self.num_ranks, self._memory.sums.add)
+        super().__init__(
+            model_dir,
+            threads=threads,
+            kv_precision=kv_precision,
+            execution_mode=execution_mode,
+            max_context_tokens=max_context_tokens,
+            speculates=speculates,
+            divide=self._rank.divide,
+        )
+        self._spare_rows = most_tokens + _SPARE_ROWS
+        self._count = 0
+        self._place = 0
+        self._logits: SharedLogits
+        self._join_ranks()
+
+    def _join_ranks(self) -> None:
+        """Wait for the others, and describe the whole model."""
+        others = [self._hear(member.link, Compiled) for member in self._members]
+        problem = next((other.problem for other in others if other.problem), "")
+        if problem:
+            raise ConfigurationError(problem)
+        self.exact_rows = min(self.exact_rows, *(other.exact_rows for other in others))
+        self.rank_bytes = [self.block_bytes, *(other.block_bytes for other in others)]
+        """The bytes of each rank's part of a KV block."""
+        self.block_bytes = sum(self.rank_bytes)
+        names = tuple(port.any_name for port in self._caches)
+        self.layer_groups = [LayerGroup(LayerKind.FULL, self.block_bytes, names=names)]
+        if self._rank.division.vocabulary is not None:
+            self.vocab_size = self._rank.division.vocabulary.size
+        self.numerics += f" ranks {self.num_ranks}"
+
+    def most_blocks(self, _node_share: float) -> int | None:
+        """How many KV blocks fit into this share of the free memory of the ranks' NUMA nodes; None if these are not
+        known."""
+        on_nodes: dict[int, int] = {}
+        for mask, num_bytes in zip(self._cpus, self.rank_bytes, strict=True):
+            node = memory_node_of(mask)
+            if node is None:
+                return None
+            on_nodes[node] = on_nodes.get(node, 0) + num_bytes
+        rooms = [(available_on_node(node), num_bytes) for node, num_bytes in on_nodes.items()]
+        return min(
+            (int(room * _node_share) // num_bytes for room, num_bytes in rooms if room is not None), default=None
+        )
+
+    def allocate(
+        self,
+        num_blocks: int,
+        num_slots: int = 0,
+        *,
+        huge_pages: bool = True,
+        make_arena: Callable[[], KVArena] | None = None,
+    ) -> KVArena:
+        """Make the KV caches of all ranks. See `OpenVINOModelRunner.allocate`."""
+        assert not num_slots
+        assert make_arena is None
+        run = self._rank.division.run
+        num_runs = self.vocab_size // run_length(self.vocab_size) if run else 0
+        shape = LogitsShape(self._spare_rows, self.vocab_size, num_runs)
+        give_room(self._logits_file, shape)
+        self._logits = SharedLogits(self._logits_file, shape)
+        for member in self._members:
+            send(member.link, Allocate(num_blocks, huge_pages, shape))
+        arena = super().allocate(num_blocks, huge_pages=huge_pages)
+        problems = [self._hear(member.link, Allocated).problem for member in self._members]
+        if any(problems):
+            raise ConfigurationError(next(filter(None, problems)))
+        return arena
+
+    def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
+        """Set the inputs of the next step on all ranks. Those of the others begin it."""
+        if keeps_logits:
+            self._place = 1 - self._place
+        self._announce(batch)
+        with self._all_or_none():
+            super().bind(batch, keeps_logits=keeps_logits)
+
+    def run(self) -> Logits:
+        """Compute the step on all ranks. Returns the logits of all of them, as `OpenVINOModelRunner.run` does."""
+        start_s = time.perf_counter()
+        with self._all_or_none():
+            own = super().run()
+            if self._rank.first_token is not None:
+                self._logits.put(self._place, own, self._rank.first_token)
+            self._memory.steps.wait(range(1, self.num_ranks), self._count)
+        self.infer_s = time.perf_counter() - start_s
+        self._memory.note_step(self.infer_s)
+        return own if self._rank.first_token is None else self._logits.whole(self._place, own)
+
+    def end_warm_up(self) -> None:
+        """Let the other ranks give back the memory of their files."""
+        self._announce(None)
+        self._memory.steps.wait(range(1, self.num_ranks), self._count)
+
+    def rank_times(self) -> Sequence[RankTimes]:
+        """The times of each rank. May be called from any thread."""
+        return [self._memory.times_of(rank) for rank in range(self.num_ranks)]
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._members.close()
+
+    def _announce(self, batch: Batch | None) -> None:
+        self._memory.write_step(batch, self._place)
+        self._count += 1
+        self._memory.steps.set(self._count)
+        self._members.ring()
+
+    def _hear(self, link: socket.socket, kind: type[_Message]) -> _Message:
+        """Wait for what another rank says."""
+        try:
+            return receive(link, kind)
+        except LinkClosedError:
+            raise ConfigurationError(
+                "a rank of the divided model has ended while it loaded; the log has the reason. Is there enough memory "
+                "on its NUMA node?"
+            ) from None
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """After a failure of this rank in a step that the others compute, nothing can go on."""
+        try:
+            yield
+        except BaseException as error:
+            self._on_lost(f"rank 0 of the divided model failed in a step: {error!r}")
+            raise

@@ -1,0 +1,130 @@
+"""A rank besides the first, as a process of its own: `python -m headrace.worker.ranks.member LINK MEMORY LOGITS BELL`,
+descriptors that it inherits.
+
+    rank 0                                   this process
+    which rank, which model   ----------->   reads its part, compiles it
+                              <-----------   compiled
+    how many KV blocks        ----------->   allocates them
+                              <-----------   allocated
+    a step in memory, bell    ----------->   computes it, together with all others
+                              <-----------   its part of the logits in memory, a counter
+
+It runs on the CPUs with which it was started, with memory of their NUMA node. It ends with its worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.common.model_files.networks import weights_in
+from headrace.worker.config import ConfigurationError
+from headrace.worker.host.mapped_files import give_back
+from headrace.worker.host.numa import bind_memory
+from headrace.worker.weights.file_memory import give_back_files
+
+if TYPE_CHECKING:
+    from headrace.worker.model.runner import OpenVINOModelRunner
+    from headrace.worker.ranks.memory import GroupMemory, SharedLogits
+    from headrace.worker.ranks.rank import Rank
+
+log = logging.getLogger("headrace.worker.ranks")
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# It looks for the next step so long before it sleeps until the bell rings.
+_SPIN_S = 100e-6
+
+
+def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> None:
+    """Compile, allocate, and compute steps until the worker ends."""
+    # Imported late: OpenVINO reads the affinity and this process's memory policy when it is imported.
+    from headrace.worker.model.runner import OpenVINOModelRunner
+    from headrace.worker.ranks.memory import GroupMemory, SharedLogits
+    from headrace.worker.ranks.messages import Allocate, Allocated, Compiled, Setup, receive, send
+    from headrace.worker.ranks.rank import Rank
+
+    setup = receive(link, Setup)
+    parent = os.getppid()
+    memory = GroupMemory(memory_fd, setup.rank, setup.num_ranks, lambda: os.getppid() == parent)
+    rank = Rank(setup.rank, setup.num_ranks, memory.sums.add)
+    model_dir = Path(setup.model_dir)
+    try:
+        runner = OpenVINOModelRunner(
+            model_dir,
+            threads=setup.threads,
+            kv_precision=setup.kv_precision,
+            execution_mode=setup.execution_mode,
+            max_context_tokens=setup.max_context_tokens,
+            speculates=setup.speculates,
+            divide=rank.divide,
+        )
+    except ConfigurationError as error:
+        send(link, Compiled(problem=str(error)))
+        link.recv(1)  # until the worker has ended
+        return
+    send(link, Compiled(runner.exact_rows, runner.block_bytes))
+    wanted = receive(link, Allocate)
+    try:
+        runner.allocate(wanted.num_blocks, huge_pages=wanted.huge_pages)
+        runner.touch()
+    except ConfigurationError as error:
+        send(link, Allocated(str(error)))
+        link.recv(1)
+        return
+    logits = SharedLogits(logits_fd, wanted.logits)
+    send(link, Allocated())
+    compute_steps(rank, runner, memory, logits, bell, model_dir)
+
+
+def compute_steps(
+    rank: Rank, runner: OpenVINOModelRunner, memory: GroupMemory, logits: SharedLogits, bell: int, model_dir: Path
+) -> None:
+    """Compute each step that rank 0 announces."""
+    count = 0
+    while True:
+        count += 1
+        _wait_for(count, memory, bell)
+        start_s = time.perf_counter()
+        step = memory.read_step()
+        if step is None:
+            given_back = sum(map(give_back, weights_in(model_dir))) + give_back_files()
+            log.info("rank %d: %.2f GiB of weights in files were given back", rank.number, given_back / (1 << 30))
+        else:
+            runner.bind(step.batch, keeps_logits=False)
+            part = runner.run()
+            if rank.first_token is not None:
+                logits.put(step.place, part, rank.first_token)
+            memory.note_step(time.perf_counter() - start_s)
+        memory.steps.set(count)
+
+
+def _wait_for(count: int, memory: GroupMemory, bell: int) -> None:
+    """Wait until rank 0 has announced so many steps."""
+    end_s = time.perf_counter() + _SPIN_S
+    while memory.steps.of(0) < count:
+        if time.perf_counter() > end_s:
+            os.eventfd_read(bell)
+    memory.steps.wait((0,), count)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    link, memory, logits, bell = map(int, sys.argv[1:])
+    bind_memory(None)
+    try:
+        serve(socket.socket(fileno=link), memory, logits, bell)
+    except OSError as error:
+        log.error("the worker has ended: %s", error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
