@@ -21,7 +21,7 @@ from headrace.gateway.chat.output import ChatPiece, new_call_id
 from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from headrace.gateway.edge.failures import ErrorShape, Failure
 from headrace.gateway.edge.wire import Shape, encode
-from headrace.gateway.text.reasoning_seal import sealed
+from headrace.gateway.text.seals import REASONING
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 OVERLOADED = 529
@@ -204,7 +204,7 @@ class _Block:
         if self.kind == "text":
             return TextBlock(text)
         if self.kind == "thinking":
-            return ThinkingBlock(text if shows_thinking else "", sealed(text))
+            return ThinkingBlock(text if shows_thinking else "", REASONING.sealed(text))
         return ToolUseBlock(self.call_id, self.name, input_of(text))
 
     def opening(self) -> Block:

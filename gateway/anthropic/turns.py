@@ -22,7 +22,7 @@ from headrace.gateway.chat.request import ChatMessage
 from headrace.gateway.checks import invalid, optional_text_in, text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import GivenImage, image_of_base64, image_of_url, part_of
-from headrace.gateway.text.reasoning_seal import unsealed
+from headrace.gateway.text.seals import REASONING
 from headrace.protos.status import StatusError
 
 INVALID_JSON = "INVALID_JSON"
@@ -304,7 +304,7 @@ def _thinking(where: str, block: Mapping[str, Any]) -> str:
     if text or not block.get("signature"):
         return text
     try:
-        return unsealed(f"{where}.signature", block["signature"])
+        return REASONING.unsealed(f"{where}.signature", block["signature"])
     except StatusError:
         ignored("messages.thinking.signature", "only the server that thought this can read it")
         return ""

@@ -29,6 +29,7 @@ from headrace.gateway.edge.failures import OPENAI_ERRORS, ErrorShape, Failure
 from headrace.gateway.edge.wire import encode, padding
 from headrace.gateway.responses.references import new_output_id
 from headrace.gateway.responses.response import (
+    CompactionItem,
     ConversationName,
     CustomToolCall,
     FunctionCall,
@@ -50,7 +51,7 @@ from headrace.gateway.responses.response import (
 )
 from headrace.gateway.responses.tools import CallName
 from headrace.gateway.responses.types import ENCRYPTED_REASONING, ResponsesRequest, TextFields
-from headrace.gateway.text.reasoning_seal import sealed
+from headrace.gateway.text.seals import COMPACTION, REASONING
 from headrace.protos.inference_pb2 import SamplingParams
 
 _ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
@@ -219,10 +220,20 @@ class ResponseAnswer(ErrorShape):
         """Add the next piece of an answer that is not streamed."""
         self.piece(0, piece)
 
+    def compacted(self, summary: str) -> bytes:
+        """The only item is a compaction with this summary."""
+        events = self.begin()
+        item = compaction_item(summary, self.response.id)
+        self.response.output.append(item)
+        if not self._streams:
+            return b""
+        for what in ("added", "done"):
+            events += self._event(ResponseEvent(type=f"response.output_item.{what}", output_index=0, item=item))
+        return events
+
     def finish(self, usage: Usage) -> None:
         """Complete the response."""
-        assert self._ending is not None
-        cut_off = self._ending.reason == "length"
+        cut_off = self._ending is not None and self._ending.reason == "length"
         self.response.status = "incomplete" if cut_off else "completed"
         self.response.incomplete_details = IncompleteDetails("max_output_tokens") if cut_off else None
         self.response.completed_at = None if cut_off else int(time.time())
@@ -350,7 +361,7 @@ class ResponseAnswer(ErrorShape):
         part = self._part(item)
         if isinstance(part, OutputText):
             return MessageItem(id=item.item_id, status=status, content=[part])
-        seal = sealed(item.text) if self._seals else UNSET
+        seal = REASONING.sealed(item.text) if self._seals else UNSET
         return ReasoningItem(id=item.item_id, status=status, content=[part], encrypted_content=seal)
 
     def _part(self, item: _OpenItem) -> OutputText | ReasoningText:
@@ -381,6 +392,11 @@ class ResponseAnswer(ErrorShape):
         if self._keeps_events:
             self.events.append(encoded)
         return encoded
+
+
+def compaction_item(summary: str, response_id: str) -> CompactionItem:
+    """The item with this summary, in the output of this response."""
+    return CompactionItem(id=new_output_id("cmp", response_id), encrypted_content=COMPACTION.sealed(summary))
 
 
 def ending_event(response: Response, number: int) -> bytes:

@@ -24,7 +24,7 @@ from headrace.gateway.responses.types import (
     check_include,
     check_metadata,
 )
-from headrace.gateway.text.reasoning_seal import sealed
+from headrace.gateway.text.seals import REASONING
 from headrace.protos.status import Reason, StatusError
 
 _INCLUDE = {"type": "array", "items": {"type": "string"}}
@@ -169,5 +169,5 @@ def _include(exchange: Exchange) -> list[str]:
 def _item(item: dict[str, Any], include: Sequence[str]) -> dict[str, Any]:
     """An item as it is shown. Whatever else can be included, items have from the beginning."""
     if item["type"] == "reasoning" and ENCRYPTED_REASONING in include:
-        return {**item, "encrypted_content": sealed("\n".join(part["text"] for part in item["content"]))}
+        return {**item, "encrypted_content": REASONING.sealed("\n".join(part["text"] for part in item["content"]))}
     return item

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import ChatLogprobs
@@ -19,17 +22,19 @@ from headrace.gateway.edge.failures import HttpError, failure_of
 from headrace.gateway.edge.requests import flag_of, number_of, query_of, request_of
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.field_names import FieldNames
-from headrace.gateway.responses.answers import ResponseAnswer, ending_event, response_head
+from headrace.gateway.responses.answers import ResponseAnswer, compaction_item, ending_event, response_head, usage_of
 from headrace.gateway.responses.background import ENDED, MAX_ID_CHARS, ResponseRun, ResponseRuns
+from headrace.gateway.responses.compaction import Compaction
 from headrace.gateway.responses.conversations import Conversations
-from headrace.gateway.responses.fields import FIELDS
-from headrace.gateway.responses.items import Turn, input_items, turns_of
+from headrace.gateway.responses.fields import COMPACT, FIELDS
+from headrace.gateway.responses.items import TRIGGER, Turn, input_items, turns_of
 from headrace.gateway.responses.paging import QUERY, page_of
 from headrace.gateway.responses.references import resolved
-from headrace.gateway.responses.response import DeletedResponse, ItemPage, Response
+from headrace.gateway.responses.response import CompactedResponse, DeletedResponse, ItemPage, Response
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unavailable
-from headrace.gateway.responses.tools import Offer, offer_of
+from headrace.gateway.responses.tools import CallName, Offer, offer_of
 from headrace.gateway.responses.types import (
+    CompactRequest,
     ResponseChat,
     ResponsesRequest,
     chat_of,
@@ -63,10 +68,12 @@ def endpoints(services: Services, runs: ResponseRuns, conversations: Conversatio
     )
     items = Operation("List what a response answers", ItemPage, query=QUERY)
     delete = Operation("Forget a response", DeletedResponse)
+    compact = Operation("Sum up a conversation", CompactedResponse, (CompactRequest,), generates=True)
     cancel = Operation("Cancel a response", Response)
     return under(
         API,
         Endpoint("POST", "/responses", "responses", own.create, create),
+        Endpoint("POST", "/responses/compact", "responses_compact", own.compact, compact),
         Endpoint("GET", one, "responses_get", own.retrieve, retrieve),
         Endpoint("DELETE", one, "responses_delete", own.delete, delete),
         # A key whose requests are all running must be able to cancel one.
@@ -86,6 +93,8 @@ class _Planned:
     stored: StoredResponse
     new_items: Sequence[dict[str, Any]]
     """The input, without what precedes it."""
+    compaction: Compaction | None = None
+    """Instead of an answer, a summary."""
 
     @property
     def is_stored(self) -> bool:
@@ -116,9 +125,13 @@ class _Responses:
                 await self._generate(exchange, planned)
             else:
                 plan = planned.plan
-                usage = await self._services.answering.gather(
-                    exchange.caller, [plan.plan], [planned.answer], plan.choices()
-                )
+                if planned.compaction is not None:
+                    summary, usage = await planned.compaction.run(exchange.caller)
+                    planned.answer.compacted(summary)
+                else:
+                    usage = await self._services.answering.gather(
+                        exchange.caller, [plan.plan], [planned.answer], plan.choices()
+                    )
                 await self._continue_conversation(planned)
                 await self._finish(planned, usage)
                 await exchange.respond(encode(planned.answer.response))
@@ -135,8 +148,53 @@ class _Responses:
             else:
                 await self._finish(planned, usage)
 
-        plan = planned.plan
-        await self._services.answering.stream(sink, [plan.plan], planned.answer, plan.choices(), before_end)
+        plan, answer = planned.plan, planned.answer
+        if planned.compaction is None:
+            await self._services.answering.stream(sink, [plan.plan], answer, plan.choices(), before_end)
+            return
+        begun = asyncio.Event()
+        begun.set()
+        await sink.write(answer.begin())
+        keep_alive = asyncio.create_task(sink.keep_alive(begun))
+        try:
+            summary, usage = await planned.compaction.run(sink.caller)
+            events = answer.compacted(summary)
+            await before_end(usage)
+            await sink.write(events + answer.end(usage), last=True)
+        finally:
+            keep_alive.cancel()
+
+    async def compact(self, exchange: Exchange) -> None:
+        """POST responses/compact."""
+        asked = await request_of(exchange, CompactRequest, COMPACT)
+        request = asked.as_response
+        exchange.name_request(request.request_id)
+        if request.input is None and request.previous_response_id is None:
+            raise invalid("input", "input is required")
+        earlier, earlier_field, items = await self._items(exchange, request, optional=True)
+        compaction, plan, _ = await self._compaction(request, earlier, earlier_field, items)
+        summary, usage = await compaction.run(exchange.caller)
+        response_id = f"resp_{plan.plan.requests[0].request_id}"
+        item = msgspec.to_builtins(compaction_item(summary, response_id))
+        output = [*await compaction.kept([*earlier, *items], item), item]
+        answer = CompactedResponse(id=response_id, created_at=int(time.time()), output=output, usage=usage_of(usage))
+        await exchange.respond(encode(answer))
+
+    async def _compaction(
+        self,
+        request: ResponsesRequest,
+        earlier: Sequence[dict[str, Any]],
+        earlier_field: str,
+        items: Sequence[dict[str, Any]],
+    ) -> tuple[Compaction, ChatPlan, FieldNames]:
+        """The summary of a conversation, with the plan of its first part."""
+        turns = turns_of(earlier, items, earlier_field)
+        if not turns:
+            raise invalid("input", "input has nothing to sum up")
+        offer = offer_of(request.tools or (), [*earlier, *items], "none")
+        compaction = Compaction(self._services, request, turns, offer)
+        plan, names = await compaction.begin()
+        return compaction, plan, names
 
     async def _continue_conversation(self, planned: _Planned) -> None:
         """Add the input and the output to the conversation, if there is one. Raises `StatusError`: the caller would go
@@ -178,8 +236,15 @@ class _Responses:
 
     async def _planned(self, exchange: Exchange, request: ResponsesRequest) -> _Planned:
         earlier, earlier_field, items = await self._items(exchange, request)
-        offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
-        plan, names = await self._plan(request, turns_of(earlier, items, earlier_field), offer)
+        compaction = None
+        if items and items[-1]["type"] == TRIGGER:
+            items.pop()
+            compaction, plan, names = await self._compaction(request, earlier, earlier_field, items)
+            call_names: Mapping[str, CallName] = {}
+        else:
+            offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
+            plan, names = await self._plan(request, turns_of(earlier, items, earlier_field), offer)
+            call_names = offer.names
         params = plan.plan.requests[0]
         head = response_head(request, f"resp_{params.request_id}", plan.model.name, params.sampling)
         wants_logprobs = params.sampling.HasField("logprobs")
@@ -191,15 +256,16 @@ class _Responses:
             streams=bool(request.stream),
             keeps_events=bool(request.background),
             pads=request.stream_options is not None and bool(request.stream_options.include_obfuscation),
-            names=offer.names,
+            names=call_names,
         )
         stored = StoredResponse(exchange.owner, answer.response, [*earlier, *items])
-        return _Planned(request, plan, names, answer, stored, items)
+        return _Planned(request, plan, names, answer, stored, items, compaction)
 
     async def _items(
-        self, exchange: Exchange, request: ResponsesRequest
+        self, exchange: Exchange, request: ResponsesRequest, *, optional: bool = False
     ) -> tuple[list[dict[str, Any]], str, list[dict[str, Any]]]:
-        """What precedes the input, the field that names it, and the input."""
+        """What precedes the input, the field that names it, and the input. A conversation needs no input if it has
+        items; nor does another response if it is `optional`."""
 
         async def given() -> list[dict[str, Any]]:
             value = [] if request.input is None else request.input
@@ -214,7 +280,8 @@ class _Responses:
         if request.previous_response_id is not None:
             previous = await self._previous(exchange, request.previous_response_id)
             earlier = [*previous.items, *previous.response.output_values()]
-        return earlier, "previous_response_id", await given()
+        is_empty = optional and bool(earlier) and request.input in (None, [])
+        return earlier, "previous_response_id", [] if is_empty else await given()
 
     async def _plan(
         self, request: ResponsesRequest, turns: Sequence[Turn], offer: Offer

@@ -12,6 +12,8 @@ from headrace.gateway.responses.types import (
     MAX_METADATA_ENTRIES,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_VALUE_CHARS,
+    SUMMARY_TOKENS,
+    CompactRequest,
     ConversationItemsRequest,
     ConversationRequest,
     ConversationUpdate,
@@ -89,7 +91,7 @@ _ROWS: dict[str, Row] = {
     "safety_identifier": Applied("text", "Returned"),
     "service_tier": Hint("there is one tier, which the response names", ("auto", "default")),
     "client_metadata": Hint("it is for the provider's monitoring"),
-    "context_management": Hint("the server does not compact conversations", ([],)),
+    "context_management": Hint("only /v1/responses/compact and an item compaction_trigger compact", ([],)),
     "prompt_cache_options": Hint(_CACHE, ({"mode": "implicit"}, {})),
     "prompt_cache_retention": Hint(_CACHE, ("in_memory", "in-memory")),
     "access_programs": Hint(OF_PROVIDER),
@@ -134,5 +136,26 @@ CONVERSATION_UPDATE = FieldTable(
 CONVERSATION_ITEMS = FieldTable(
     "POST /v1/conversations/{id}/items", (ConversationItemsRequest,), {"items": Applied("items", _NEW_ITEMS)}
 )
-TABLES = (FIELDS, CONVERSATION, CONVERSATION_UPDATE, CONVERSATION_ITEMS)
+_AS_RESPONSES = "as for [responses](#post-v1responses)"
+COMPACT = FieldTable(
+    "POST /v1/responses/compact",
+    (CompactRequest,),
+    {
+        **{name: Applied(_AS_RESPONSES) for name in CompactRequest.__struct_fields__},
+        "max_output_tokens": Applied(
+            "1 or more", f"The longest summary; by default {SUMMARY_TOKENS}, or a quarter of a shorter context"
+        ),
+        "tools": Applied(_AS_RESPONSES, "So that the prompt begins as before, and is cached. The model calls none"),
+        "conversation": Refused("send its items as input"),
+        "stream": Refused("a summary comes whole", (False,)),
+        "prompt_cache_options": _ROWS["prompt_cache_options"],
+        "prompt_cache_retention": _ROWS["prompt_cache_retention"],
+        "service_tier": _ROWS["service_tier"],
+        "text": Hint("the summary is a text that only the server reads"),
+        "tool_choice": Hint("no tool is called", ("auto", "none")),
+        "store": Hint("nothing is stored", (False,)),
+        "include": Hint("the summary has no such part", ([],)),
+    },
+)
+TABLES = (FIELDS, COMPACT, CONVERSATION, CONVERSATION_UPDATE, CONVERSATION_ITEMS)
 """All tables of the API."""

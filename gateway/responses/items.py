@@ -20,7 +20,7 @@ from headrace.gateway.checks import invalid, optional_text_in, text_in, unsuppor
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import IMAGE, GivenImage, detail_of, image_of_url, part_of, refuse_file
 from headrace.gateway.responses.tools import CallName
-from headrace.gateway.text.reasoning_seal import unsealed
+from headrace.gateway.text.seals import COMPACTION, REASONING
 from headrace.protos.status import StatusError
 
 MAX_ITEMS = 10_000
@@ -29,6 +29,11 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 IMAGE_PART = "input_image"
 _PLACE = "input.content"
 _MAX_ECHO_CHARS = 64
+TRIGGER = "compaction_trigger"
+"""The last item of an input whose response is a summary."""
+SUMMARY = "Summary of the conversation up to here:\n\n"
+"""It precedes the summary of a compaction in its turn."""
+_COMPACTIONS = ("compaction", "compaction_summary")
 
 # Items without a text for the model -> why they are left out.
 _LEFT_OUT = {
@@ -36,10 +41,8 @@ _LEFT_OUT = {
     "mcp_list_tools": "the server runs no hosted tools",
     "mcp_approval_request": "the server runs no hosted tools",
     "mcp_approval_response": "the server runs no hosted tools",
-    "compaction": "only the server that made it can read it",
-    "compaction_summary": "only the server that made it can read it",
+    TRIGGER: "it has its effect only at the end of the input",
     "context_compaction": "only the server that made it can read it",
-    "compaction_trigger": "the server does not compact conversations",
     "ghost_snapshot": "it is for the client alone",
     "additional_tools": "",
 }
@@ -79,13 +82,24 @@ def turns_of(
     items: Sequence[Mapping[str, Any]],
     earlier_field: str = "previous_response_id",
 ) -> list[Turn]:
-    """The conversation of earlier items, which the caller named in `earlier_field`, and the input."""
+    """The conversation of earlier items, which the caller named in `earlier_field`, and the input.
+
+    A compaction stands for the items before it, except for messages of the user, system and developer.
+    """
     turns: list[Turn] = []
     thoughts: dict[int, list[str]] = {}  # of turns, by their numbers
     places = [*(earlier_field for _ in earlier), *(f"input[{i}]" for i in range(len(items)))]
-    for place, item in zip(places, [*earlier, *items], strict=True):
+    whole = [*earlier, *items]
+    summaries = {i: text for i, item in enumerate(whole) if (text := _summary(places[i], item)) is not None}
+    last_summary = max(summaries, default=-1)
+    for position, (place, item) in enumerate(zip(places, whole, strict=True)):
         kind = item["type"]
-        if kind in _LEFT_OUT:
+        if position < last_summary and not is_kept(item):
+            continue
+        if kind == "compaction":
+            if position in summaries:
+                turns.append(Turn(ChatMessage(role="user", content=SUMMARY + summaries[position]), place))
+        elif kind in _LEFT_OUT:
             if why := _LEFT_OUT[kind]:
                 ignored(f"input.{kind}", why)
         elif kind == "message" and item["role"] != "assistant":
@@ -110,6 +124,22 @@ def turns_of(
     for number, texts in thoughts.items():
         turns[number].message.reasoning_content = "".join(texts)
     return turns
+
+
+def is_kept(item: Mapping[str, Any]) -> bool:
+    """Whether the item has its effect before a compaction, too."""
+    return bool(item["type"] == "message" and item["role"] != "assistant")
+
+
+def _summary(place: str, item: Mapping[str, Any]) -> str | None:
+    """The summary of a compaction; None for other items, and if another server made it."""
+    if item["type"] != "compaction":
+        return None
+    try:
+        return COMPACTION.unsealed(f"{place}.encrypted_content", item["encrypted_content"])
+    except StatusError:
+        ignored("input.compaction", "only the server that made it can read it")
+        return None
 
 
 def _last_of_assistant(turns: list[Turn], place: str, joins: Callable[[ChatMessage], bool]) -> ChatMessage:
@@ -293,6 +323,9 @@ def _item(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
         return _message(where, item)
     if kind == "reasoning":
         return _reasoning(where, item)
+    if kind in _COMPACTIONS:
+        sealed = text_in(where, item, "encrypted_content")
+        return {"id": _id(where, item, "cmp"), "type": "compaction", "encrypted_content": sealed}
     if kind in ("function_call", "custom_tool_call"):
         text = "arguments" if kind == "function_call" else "input"
         call = {name: text_in(where, item, name) for name in ("call_id", "name", text)}
@@ -400,7 +433,7 @@ def _reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     texts = _thoughts(f"{where}.content", content)
     if not texts and encrypted is not None:
         try:
-            texts = [{"type": "reasoning_text", "text": unsealed(f"{where}.encrypted_content", encrypted)}]
+            texts = [{"type": "reasoning_text", "text": REASONING.unsealed(f"{where}.encrypted_content", encrypted)}]
         except StatusError:
             ignored("input.reasoning.encrypted_content", "only the server that made it can read it")
     summary = _thoughts(f"{where}.summary", item.get("summary"))

@@ -17,7 +17,7 @@ from headrace.gateway.responses.store import MAX_RESPONSE_BYTES, StoredResponse
 
 MAX_REFERENCES = 1024
 REFERENCE = "item_reference"
-_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{32})[0-9a-f]{16}")
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|cmp)_([0-9a-f]{32})[0-9a-f]{16}")
 
 
 def new_output_id(kind: str, response_id: str) -> str:
@@ -60,7 +60,7 @@ async def _items(
         if matched is None:
             raise invalid(field, f"{field} must be the id of an item in the output of a stored response")
         if item_id in used:
-            raise invalid(field, f"{field}: the item is in {where} already")
+            raise invalid(field, f"{field}: the item is in the {where} already")
         used.add(item_id)
         # The items of one response usually follow one another.
         if response_id != f"resp_{matched[1]}":

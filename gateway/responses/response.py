@@ -121,7 +121,14 @@ class CustomToolCall(Shape, kw_only=True, tag_field="type", tag="custom_tool_cal
     namespace: str | UnsetType = UNSET
 
 
-Item: TypeAlias = ReasoningItem | MessageItem | FunctionCall | CustomToolCall
+class CompactionItem(Shape, kw_only=True, tag_field="type", tag="compaction"):
+    """The summary of a conversation, in an opaque form."""
+
+    id: str
+    encrypted_content: str
+
+
+Item: TypeAlias = ReasoningItem | MessageItem | FunctionCall | CustomToolCall | CompactionItem
 
 
 class ConversationName(Shape):
@@ -225,3 +232,14 @@ class DeletedConversation(Shape, kw_only=True):
     id: str
     object: Literal["conversation.deleted"] = "conversation.deleted"
     deleted: bool = True
+
+
+class CompactedResponse(Shape, kw_only=True):
+    """A compacted conversation: its output is the beginning of the next input."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[dict[str, Any]]
+    """Messages of user, system and developer, and the summary."""
+    usage: ResponseUsage

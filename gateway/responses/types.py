@@ -25,6 +25,9 @@ MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 
+SUMMARY_TOKENS = 4096
+"""The longest summary of a compaction by default; of a short context, a quarter."""
+
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _SUMMARIES = ("auto", "concise", "detailed")
@@ -93,6 +96,26 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     def conversation_id(self) -> str | None:
         """The id of its conversation."""
         return self.conversation.id if isinstance(self.conversation, ConversationField) else self.conversation
+
+
+class CompactRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/responses/compact."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningFields | None = None
+    max_output_tokens: int | None = None
+    request_id: str | None = None
+
+    @property
+    def as_response(self) -> ResponsesRequest:
+        """The request of a response about the same conversation."""
+        return ResponsesRequest(**msgspec.structs.asdict(self))
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True):

@@ -236,7 +236,7 @@ async def test_hosted_calls_are_calls_with_their_outputs(prompt_of: Any, items: 
         "mcp_list_tools",
         "mcp_approval_request",
         "mcp_approval_response",
-        "compaction",
+        "context_compaction",
         "compaction_trigger",
     ],
 )

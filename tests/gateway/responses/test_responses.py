@@ -572,7 +572,6 @@ async def test_effort_reaches_the_template(ask: Any, model: Any) -> None:
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"truncation": "x"}, "truncation"),
-        ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"moderation": {"model": "m"}}, "moderation"),
         ({"text": {"format": {"type": "json_object", "pattern": "a"}}}, "text.format.pattern"),
