@@ -124,6 +124,10 @@ def test_a_subscriber_knows_exactly_the_cached_prefixes(seed: int, monkeypatch: 
             late.append(pool.take_events())
         while late and rng.random() < 0.4:
             subscriber.apply(encoded(log.events(*late.popleft())))
+    # At the end something is cached that a subscriber may know.
+    engine.run()
+    engine.request([*prefixes[0], *range(2 * BLOCK_SIZE)], root_hash=roots[0])
+    engine.run()
     late.append(pool.take_events())
     while late:
         subscriber.apply(encoded(log.events(*late.popleft())))
