@@ -31,6 +31,7 @@ from headrace.gateway.images.sources import image_options
 from headrace.gateway.protocol import CannotServeError
 from headrace.gateway.protocols import PROTOCOLS
 from headrace.gateway.server import Settings, serve
+from headrace.gateway.text.chat_template import read_templates
 
 DRAIN_TIMEOUT_S = 2.0
 EXIT_USAGE = 2
@@ -96,6 +97,16 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     metavar="[MODEL=]NAME",
     help="Format of reasoning, instead of the one detected from the chat template: "
     f"{', '.join((AUTO, NONE, *REASONING_FORMAT_NAMES))}. The names of OVMS and vLLM, such as qwen3, mean the same.",
+)
+@click.option(
+    "--chat-template",
+    "chat_templates",
+    multiple=True,
+    envvar="HEADRACE_GATEWAY_CHAT_TEMPLATE",
+    callback=lambda context, parameter, values: _chat_templates(values),
+    metavar="NAME=FILE",
+    help="A chat template in Jinja, which requests may name in their field chat_template instead of using that of the "
+    "model. They cannot send the text of a template.",
 )
 @click.option(
     "--special-tokens-in-text",
@@ -178,6 +189,13 @@ command.params.extend(_PROTOCOL_OPTIONS)
 def _parsers(values: tuple[str, ...], named: Callable[[str], str]) -> dict[str, str]:
     try:
         return parse_parsers(values, named)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _chat_templates(values: tuple[str, ...]) -> dict[str, str]:
+    try:
+        return read_templates(values)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 

@@ -69,6 +69,8 @@ class Settings:
     tool_parsers: Mapping[str, str]
     """Names of formats by model; see `Formats`."""
     reasoning_parsers: Mapping[str, str]
+    chat_templates: Mapping[str, str]
+    """The sources of chat templates that requests name."""
     special_tokens_in_text: SpecialTokensInText
     worker_wait_s: float | None
     """How long a new request waits if no worker is reachable; None: as long as its client."""
@@ -165,6 +167,7 @@ def _services(settings: Settings, controls: EdgeControls, threads: Threads) -> S
         plain_grpc=settings.plain_grpc,
         aliases=settings.aliases,
         formats=Formats(settings.tool_parsers, settings.reasoning_parsers),
+        chat_templates=settings.chat_templates,
         special_tokens_in_text=settings.special_tokens_in_text,
         images=settings.images.loader(threads.images),
         vllm_metrics=settings.controls.vllm_metrics,
@@ -182,6 +185,7 @@ def services_behind(
     plain_grpc: bool = False,
     aliases: Aliases | None = None,
     formats: Formats | None = None,
+    chat_templates: Mapping[str, str] | None = None,
     special_tokens_in_text: SpecialTokensInText = SpecialTokensInText.PROMPTS,
     images: ImageLoader | None = None,
     vllm_metrics: bool = False,
@@ -199,7 +203,7 @@ def services_behind(
         problem_of=host.problem_of,
         in_use=in_use,
     )
-    models = Models(upstream, threads.loading, host=host, aliases=aliases)
+    models = Models(upstream, threads.loading, host=host, aliases=aliases, named_templates=chat_templates)
     prompts = Prompts(threads.tokenizing, special_tokens_in_text, images or ImageLoader(threads.images))
     generator = Generator(upstream, metrics)
     shadows, runner = Shadows(models, metrics), EncodingRunner(upstream, metrics)

@@ -95,6 +95,7 @@ class ServeOptions:
     """The options that are passed on to workers, by their names in `worker_flags`."""
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    chat_templates: tuple[str, ...] = ()
     special_tokens_in_text: str | None = None
     allowed_media_domains: tuple[str, ...] = ()
     allowed_local_media_path: Path | None = None
@@ -212,6 +213,7 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv += [part for shadow in options.shadows for part in ("--shadow", shadow)]
     argv += _given("--grpc-port", options.grpc_port or None)
     argv += _given("--tool-parser", options.tool_parser) + _given("--reasoning-parser", options.reasoning_parser)
+    argv += [part for template in options.chat_templates for part in ("--chat-template", template)]
     argv += _given("--special-tokens-in-text", options.special_tokens_in_text)
     argv += [part for name in options.allowed_media_domains for part in ("--allowed-media-domains", name)]
     argv += _given("--allowed-local-media-path", options.allowed_local_media_path)

@@ -104,6 +104,13 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 )
 @click.option("--reasoning-parser", help="Format of the model's reasoning.  [default: detected]")
 @click.option(
+    "--chat-template",
+    "chat_templates",
+    multiple=True,
+    metavar="NAME=FILE",
+    help="A chat template that requests may name; see headrace gateway --help. May be repeated.",
+)
+@click.option(
     "--special-tokens-in-text",
     type=click.Choice(("never", "prompts", "anywhere")),
     help="Where the text of a special token in a request becomes the token.  [default: prompts that callers write "

@@ -48,7 +48,6 @@ REFUSED_BY_CHATS: dict[str, Refused] = {
     "audio": Refused("answers are text"),
     "functions": Refused("use tools"),
     "function_call": Refused("use tool_choice", ("none",)),
-    "chat_template": Refused("the model's own template is used; its variables are in chat_template_kwargs"),
     "documents": Refused("send them in messages", ([],)),
     "echo": Refused("use /v1/completions", (False,)),
 }
@@ -225,6 +224,11 @@ OF_CHATS: dict[str, Row] = {
         "bool, default true", "The prompt ends with the beginning of an answer", neutral=(True,)
     ),
     "continue_final_message": Applied("bool", "The model continues the last message", neutral=(False,)),
+    "chat_template": Applied(
+        "name",
+        "A template of the operator's list (`--chat-template`), instead of the model's own. Texts are refused",
+        neutral=(),
+    ),
     "chat_template_kwargs": Applied("object", "Additional variables for the template", neutral=({},)),
     "reasoning_effort": Applied(
         "`none`, `minimal`, `low`, `medium`, `high`, `xhigh`, `max`",

@@ -9,6 +9,7 @@ from headrace.common.parser_names import AUTO, NONE
 from headrace.gateway.chat import plain_tools
 from headrace.gateway.chat.output_parsers.families import TOOL_FORMATS, OutputFormat, detect
 from headrace.gateway.chat.plain_tools import takes_tools
+from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.gateway.text.models import Model, TextSide
 
 _MAX_CACHED = 64
@@ -38,24 +39,27 @@ class Formats:
         """Names of formats by model; under the empty name, for all models that are not named."""
         self._tool_parsers = tool_parsers or {}
         self._reasoning_parsers = reasoning_parsers or {}
-        self._cached: dict[tuple[str, str, str, str], ModelFormat] = {}
+        self._cached: dict[tuple[str, str, str, str, str], ModelFormat] = {}
 
-    def of(self, model: Model) -> ModelFormat:
-        """The format of a model that chats."""
-        key = model.name, model.card.tokenizer_sha256, self._tool_parser(model), self._reasoning_parser(model)
+    def of(self, model: Model, template: ChatTemplate | None = None) -> ModelFormat:
+        """The format of a model that chats; with another chat template than its own, if one is given."""
+        template = template or model.text.template
+        source = "" if template is None else template.source
+        parsers = self._tool_parser(model), self._reasoning_parser(model)
+        key = model.name, model.card.tokenizer_sha256, *parsers, source
         found = self._cached.get(key)
         if found is None:
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()
-            found = self._cached[key] = self._told(model)
+            found = self._cached[key] = self._told(model, template)
         return found
 
-    def plain(self, model: Model) -> ModelFormat | None:
+    def plain(self, model: Model, template: ChatTemplate | None = None) -> ModelFormat | None:
         """The format for calls that a grammar enforces, for any model family; None if the operator has turned parsing
         off."""
         if self._tool_parser(model) == NONE:
             return None
-        return _with_plain_tools(self.of(model), model.text)
+        return _with_plain_tools(self.of(model, template), model.text)
 
     def _tool_parser(self, model: Model) -> str:
         return model.rules.tool_parser or _said(self._tool_parsers, model.name)
@@ -63,8 +67,8 @@ class Formats:
     def _reasoning_parser(self, model: Model) -> str:
         return model.rules.reasoning_parser or _said(self._reasoning_parsers, model.name)
 
-    def _told(self, model: Model) -> ModelFormat:
-        template, tool_parser = model.text.template, self._tool_parser(model)
+    def _told(self, model: Model, template: ChatTemplate | None) -> ModelFormat:
+        tool_parser = self._tool_parser(model)
         template = None if template is None else template.chosen(tools=True)
         source = "" if template is None else template.source
         special = _special_texts(model.text) if template is not None and takes_tools(template) else ()

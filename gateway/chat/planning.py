@@ -41,7 +41,13 @@ from headrace.protos.tasks import check_task
 # Models that a refusal of images names.
 _MAX_NAMED = 8
 # Fields of a tokenization that apply only to a conversation.
-_OF_CONVERSATIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_OF_CONVERSATIONS = (
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,7 @@ class Chats:
         prediction = await self._prompts.of_text(model, expected, add_special_tokens=False) if expected else ()
         content = await self._constraints.of(request)
         if use.required and not can_be_held(form):
-            form = self._formats.plain(model) or form
+            form = self._formats.plain(model, model.chat_template(request.chat_template)) or form
         reading = reading_of(form, use, prompt.ending, conversation.continue_final_message, content)
         thinking_budget = _thinking_budget(request, model, reading)
         sampling = replace(sampling, structure=reading.structure, thinking_budget=thinking_budget)
@@ -164,8 +170,8 @@ class Chats:
         """The model of a checked chat with its format, and the chat's tools, conversation and prompt."""
         model = await self._generating(request)
         _check_number(len(request.messages), model.card.max_context_tokens)
-        template, reader = model.chat_template(), self._reader(model)
-        form = self._formats.of(model)
+        template, reader = model.chat_template(request.chat_template), self._reader(model)
+        form = self._formats.of(model, template)
         reasons = form.reasons
         with self._counting():
             conversation, use = conversation_with_tools(request, template, reasons, reader)
@@ -241,7 +247,9 @@ class Chats:
             return Tokenized(model, tokens)
         tools = functions_of(request.tools or ())
         with self._counting():
-            conversation = conversation_of(request, model.chat_template(), tools, reader=self._reader(model))
+            conversation = conversation_of(
+                request, model.chat_template(request.chat_template), tools, reader=self._reader(model)
+            )
             prompt = await self._prompts.of_conversation(model, conversation)
         return Tokenized(model, prompt.token_ids)
 
@@ -268,7 +276,8 @@ class Chats:
 def _thinking_budget(request: Chat, model: Model, reading: Reading) -> ThinkingBudget | None:
     """The budget of a chat's reasoning: the request's, or that of its effort if the model's template has no efforts."""
     budget = request.thinking_token_budget
-    if budget is None and reading.output.reasoning is not None and not model.chat_template().uses("reasoning_effort"):
+    template = model.chat_template(request.chat_template)
+    if budget is None and reading.output.reasoning is not None and not template.uses("reasoning_effort"):
         budget = OF_EFFORTS.get(request.reasoning_effort or "")
     encode = model.text.tokenizer.encode
     is_number = request.thinking_token_budget is not None

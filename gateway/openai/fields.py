@@ -148,7 +148,7 @@ TOKENIZE = FieldTable(
         "add_generation_prompt": Applied("bool, default true", "Needs `messages`"),
         "continue_final_message": Applied("bool", "Needs `messages`"),
         "chat_template_kwargs": Applied("object", "Needs `messages`"),
-        "chat_template": REFUSED_BY_CHATS["chat_template"],
+        "chat_template": Applied("name", "As for chats. Needs `messages`"),
     },
 )
 DETOKENIZE = FieldTable(

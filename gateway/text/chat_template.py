@@ -12,10 +12,12 @@ import contextlib
 import functools
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -35,6 +37,7 @@ MAX_TEXT_CHARS = 16 * 1024 * 1024
 MAX_RENDER_S = 5.0
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 _NAMED = ("tool_use", "rag")
+_NAME = re.compile(r"[\w.-]{1,64}")
 _MAX_SHAPES = 512
 # Methods and filters whose first argument is looked for in a text.
 _SEARCHES = frozenset(
@@ -86,6 +89,23 @@ class RawArguments(Arguments):
 
     def __str__(self) -> str:
         return str(next(iter(self.values())))
+
+
+def read_templates(values: Iterable[str]) -> dict[str, str]:
+    """The sources of templates by name, from the values NAME=FILE of a flag. Raises `ValueError` with a sentence."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, _, path = value.partition("=")
+        if _NAME.fullmatch(name) is None or not path:
+            raise ValueError(f"'{value[:100]}' must be NAME=FILE, with letters, digits, '.', '_' and '-' in the name")
+        if name in found:
+            raise ValueError(f"there are two templates named '{name}'")
+        try:
+            found[name] = Path(path).read_text(encoding="utf-8")
+            ChatTemplate({"default": found[name]}, {})
+        except (OSError, UnicodeDecodeError, BundleError) as error:
+            raise ValueError(f"the chat template '{name}' cannot be used: {error}") from error
+    return found
 
 
 class ChatTemplate:

@@ -85,6 +85,8 @@ class TextSide:
     """Tokenizes texts of callers in which only those are text."""
     image_files: Mapping[str, bytes] = field(default_factory=dict)
     """The files that describe images; empty for a model that reads text only."""
+    named_templates: Mapping[str, ChatTemplate] = field(default_factory=dict)
+    """The operator's chat templates, which requests name."""
 
     @property
     def own_template(self) -> ChatTemplate | None:
@@ -114,12 +116,25 @@ class Model:
         """Name that the caller used. Keys allow models by these names."""
         return self.alias or self.name
 
-    def chat_template(self) -> ChatTemplate:
-        """The chat template. Raises `StatusError` if the model has none that works."""
+    def chat_template(self, name: str | None = None) -> ChatTemplate:
+        """The chat template; with a name, that of the operator's list. Raises `StatusError` if the model has none that
+        works, or the list none of this name."""
+        if name is not None:
+            found = self.text.named_templates.get(name)
+            if found is None:
+                raise StatusError(Reason.INVALID_FIELD, _no_template(name, self.text), field="chat_template")
+            return found
         if self.text.template is None:
             problem = f"the model cannot chat: {self.text.template_problem}; it can complete texts"
             raise StatusError(Reason.UNSUPPORTED, problem, field="messages")
         return self.text.template
+
+
+def _no_template(name: str, text: TextSide) -> str:
+    names = ", ".join(f"'{one}'" for one in text.named_templates)
+    known = f"the server has {names}" if names else "the server has none (--chat-template)"
+    problem = f"chat_template: there is no template named '{name[:_MAX_ECHO_CHARS]}'; {known}"
+    return f"{problem}; leave it out for the model's own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +211,11 @@ class Models:
         settle_s: float = SETTLE_S,
         host: ModelHost | None = None,
         aliases: Aliases | None = None,
+        named_templates: Mapping[str, str] | None = None,
     ) -> None:
-        """`executor` compiles tokenizers, which takes long."""
+        """`executor` compiles tokenizers, which takes long. `named_templates` are the sources of the operator's chat
+        templates."""
+        self._named_templates = named_templates
         self._host = host or ModelHost()
         self._host.changes.add(self._take_hosted)
         self._hosted: Mapping[str, HostedModel] = {}
@@ -505,7 +523,9 @@ class Models:
             return
         try:
             raw = await self._upstream.get_tokenizer(sha256)
-            text = await asyncio.get_running_loop().run_in_executor(self._executor, load_text_side, raw)
+            text = await asyncio.get_running_loop().run_in_executor(
+                self._executor, load_text_side, raw, self._named_templates
+            )
         except StatusError as error:
             _LOG.info("the tokenizer bundle %s could not be fetched: %s", sha256[:12], error.message)
         except BundleError as error:
@@ -517,8 +537,9 @@ class Models:
             _LOG.info("loaded the tokenizer bundle %s", sha256[:12])
 
 
-def load_text_side(raw: bytes) -> TextSide:
-    """Tokenizer and chat template from the bytes of a bundle. Raises `BundleError`."""
+def load_text_side(raw: bytes, named_templates: Mapping[str, str] | None = None) -> TextSide:
+    """Tokenizer and chat template from the bytes of a bundle. `named_templates` are the sources of the operator's
+    templates. Raises `BundleError`."""
     from headrace.gateway.text.tokenizer import load_tokenizer  # imports OpenVINO: not before the gateway listens
 
     files = bundle.read_bundle(raw)
@@ -534,7 +555,10 @@ def load_text_side(raw: bytes) -> TextSide:
     except BundleError as error:
         _LOG.error("%s", error)
         problem = str(error)
-    templates = () if template is None else template.all
+    named = {
+        name: ChatTemplate({"default": source}, special_tokens) for name, source in (named_templates or {}).items()
+    }
+    templates = [*(() if template is None else template.all), *named.values()]
     image_files = {name: files[name] for name in IMAGE_FILES if name in files}
     images = image_tokens_of(image_files, tokenizer) if "config.json" in image_files else None
     reserved = frozenset[int]() if images is None else images.reserved_ids
@@ -559,6 +583,7 @@ def load_text_side(raw: bytes) -> TextSide:
         of_images,
         None if of_images is None else PlainEncoding(tokenizer, of_images),
         {} if images is None else image_files,
+        named,
     )
 
 

@@ -169,12 +169,17 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
         with_flags(kv_precision="u4", max_context_tokens=4096, max_ttft=7.5, stuck_after_s=20.0),
         tool_parser="hermes",
         reasoning_parser="think",
+        chat_templates=("a=/a.jinja", "b=/b.jinja"),
         special_tokens_in_text="never",
         cors_origins=("https://a.example", "https://b.example"),
         redis_url="redis://127.0.0.1:6379",
     )
     worker, gateway, router = processes_of(asked)
     assert argument(worker.argv, "--kv-precision") == "u4"
+    templates = [
+        after for flag, after in zip(gateway.argv, gateway.argv[1:], strict=False) if flag == "--chat-template"
+    ]
+    assert templates == ["a=/a.jinja", "b=/b.jinja"]
     assert argument(worker.argv, "--max-context-tokens") == "4096"
     assert argument(worker.argv, "--max-ttft-s") == argument(router.argv, "--max-ttft") == "7.5"
     assert argument(worker.argv, "--stuck-after-s") == "20.0"

@@ -394,6 +394,7 @@ async def serving_gateway(
     model_host: str | None = None,
     await_model_host: bool = False,
     aliases: Aliases | None = None,
+    chat_templates: Mapping[str, str] | None = None,
     images: Callable[[Threads], ImageLoader] | None = None,
 ) -> AsyncIterator[Gateway]:
     """A ready gateway in front of the routers, over real HTTP and gRPC.
@@ -410,6 +411,7 @@ async def serving_gateway(
         model_host=model_host,
         await_model_host=await_model_host,
         aliases=aliases,
+        chat_templates=chat_templates,
         images=None if images is None else images(threads),
     )
     models, metrics, shadows = services.models, services.metrics, services.shadows

@@ -173,7 +173,7 @@ async def test_a_bundle_that_cannot_be_used_is_told_and_tried_again_later(
 ) -> None:
     upstream, clock, models = parts
 
-    def refuse(raw: bytes) -> Any:
+    def refuse(raw: bytes, named_templates: object = None) -> Any:
         raise BundleError("openvino_tokenizer.bin is missing")
 
     upstream.cards = [upstream.card("a")]
