@@ -173,8 +173,9 @@ async def test_a_hosted_tool_beside_others_is_left_out_and_named(post: Any, mode
     assert response.headers[HEADER] == f"tools.{kind}"
 
 
-async def test_a_hosted_tool_alone_or_chosen_is_refused_by_name(front: Any, model: Any) -> None:
-    search = {"type": "web_search"}
+@pytest.mark.parametrize("kind", HOSTED)
+async def test_a_hosted_tool_alone_or_chosen_is_refused_by_name(front: Any, model: Any, kind: str) -> None:
+    search = {"type": kind}
     for fields, param in (
         ({"tools": [search]}, "tools[0].type"),
         ({"tools": [search], "tool_choice": "required"}, "tools[0].type"),
@@ -183,7 +184,7 @@ async def test_a_hosted_tool_alone_or_chosen_is_refused_by_name(front: Any, mode
         response = await front.http.post(RESPONSES, json={"model": "tiny", "input": "hi", **fields})
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param)
-        assert "there is no built-in 'web_search' here; offer a function for it" in error["message"]
+        assert f"there is no built-in '{kind}' here; offer a function for it" in error["message"]
     assert model.streams == []
 
 
