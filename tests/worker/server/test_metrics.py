@@ -6,14 +6,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import create_autospec
 
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from headrace.common.telemetry.vllm_metrics import Waits
 from headrace.protos import worker_pb2
 from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.server.adapters import AdapterDesk
-from headrace.worker.server.metrics import LoadCollector, RequestMetrics, VllmCollector, new_registry
+from headrace.worker.server.metrics import LoadCollector, RankCollector, RequestMetrics, VllmCollector, new_registry
 from headrace.worker.server.watch import WatchHub
 
 
@@ -78,3 +78,15 @@ def test_the_page_has_the_names_of_vllm_if_that_is_wanted() -> None:
         assert line in page.splitlines(), line
     labels = 'max_lora="4",model_name="m",running_lora_adapters="a,b",waiting_lora_adapters=""'
     assert f"vllm:lora_requests_info{{{labels}}} " in page
+
+
+def test_ranks_of_a_divided_model_show_their_times_and_their_waits() -> None:
+    registry = CollectorRegistry()
+    registry.register(RankCollector(lambda: [(5.0, 0.5), (5.5, 2.0)]))
+    found = {
+        (kind, rank): registry.get_sample_value(f"headrace_worker_rank_{kind}_seconds_total", {"rank": rank})
+        for kind in ("step", "wait")
+        for rank in ("0", "1")
+    }
+    assert found == {("step", "0"): 5.0, ("step", "1"): 5.5, ("wait", "0"): 0.5, ("wait", "1"): 2.0}
+    assert not list(RankCollector(tuple).collect())
