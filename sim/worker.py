@@ -27,7 +27,7 @@ from headrace.sim.trace import Job
 from headrace.worker.engine.build import build_scheduler, build_speculation
 from headrace.worker.engine.encoding import Encoding
 from headrace.worker.engine.engine import EngineStats
-from headrace.worker.engine.fetching import Fetching
+from headrace.worker.engine.fetching import Fetching, without_images
 from headrace.worker.engine.forecast import Forecast
 from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.engine.pacing import Pacing
@@ -155,12 +155,15 @@ class SimulatedWorker:
             speculation=speculation,
             clock=clock,
         )
-        self.fetching = Fetching(self.scheduler, self._disk, self._peers, clock) if settings.tiers.are_any else None
         self._forecast: Forecast | None = None
         if math.isfinite(settings.max_wait_s):
             self._forecast = Forecast(self.scheduler, settings.max_wait_s, clock)
         self._refused: list[RequestOutput] = []
         self.encoder, self._encoding = self._with_images(settings.images, encoder)
+        encode_s = without_images if self._encoding is None else self._encoding.spared_s
+        self.fetching: Fetching | None = None
+        if settings.tiers.are_any:
+            self.fetching = Fetching(self.scheduler, self._disk, self._peers, clock, encode_s=encode_s)
         stages: list[Stage] = [stage for stage in (self.fetching, self._encoding) if stage is not None]
         self._stages = Stages(stages) if stages else None
         shares_cores = self.encoder is not None and self.encoder.shares_cores

@@ -26,9 +26,9 @@ from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.encoding import Encoding
 from headrace.worker.engine.engine import Engine, ModelRunner
-from headrace.worker.engine.fetching import Fetching
+from headrace.worker.engine.fetching import Fetching, without_images
 from headrace.worker.engine.mailbox import Mailbox
-from headrace.worker.engine.stages import Stage, Stages
+from headrace.worker.engine.stages import Stages
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.engine.step_log import StepLog
 from headrace.worker.engine.thread import EngineThread
@@ -114,18 +114,20 @@ class LoadedModel:
     def make_thread(self, mailbox: Mailbox, max_wait_s: float) -> EngineThread:
         """The thread that serves the mailbox. From now on, it can use blocks on the disk and of other workers."""
         self.tiers.start()
-        stages: list[Stage] = []
-        tiers = self.tiers
+        scheduler, tiers, vision = self.engine.scheduler, self.tiers, self.vision
+        encoding = None if vision is None else Encoding(scheduler, vision.encoder, vision.store, max_wait_s=max_wait_s)
+        fetching = None
         if tiers.disk is not None or tiers.peers is not None:
-            source = None if tiers.handover is None else tiers.handover.source
-            stages.append(
-                Fetching(self.engine.scheduler, tiers.disk, tiers.peers, takeover=tiers.takeover, source=source)
+            fetching = Fetching(
+                scheduler,
+                tiers.disk,
+                tiers.peers,
+                takeover=tiers.takeover,
+                source=None if tiers.handover is None else tiers.handover.source,
+                encode_s=without_images if encoding is None else encoding.spared_s,
             )
-        if self.vision is not None:
-            stages.append(
-                Encoding(self.engine.scheduler, self.vision.encoder, self.vision.store, max_wait_s=max_wait_s)
-            )
-        return EngineThread(self.engine, mailbox, max_wait_s=max_wait_s, stages=Stages(stages))
+        stages = Stages([stage for stage in (fetching, encoding) if stage is not None])
+        return EngineThread(self.engine, mailbox, max_wait_s=max_wait_s, stages=stages)
 
 
 def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport: Transport = PLAIN) -> LoadedModel:

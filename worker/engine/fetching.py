@@ -1,6 +1,7 @@
 """Requests that wait for blocks from the disk or from another worker before they are scheduled.
 
-A request waits if fetching the rest of its cached prefix is expected to take less time than computing it. It takes
+A request waits if fetching the rest of its cached prefix is expected to take less time than computing it, its images
+included, which need not be encoded then. It takes
 blocks from the pool, and a tier's thread fills them. They then are cached blocks like others, which the request finds
 when it is scheduled. If fetching takes much longer than expected, the request is scheduled without them, and the blocks
 go back to the pool.
@@ -64,6 +65,12 @@ class _Joined(NamedTuple):
     deadline_s: float
 
 
+def without_images(request: Request, begin: int, end: int) -> float:
+    """The time to encode images, where requests have none."""
+    del request, begin, end
+    return 0.0
+
+
 class Fetching:
     """The waiting requests of one scheduler. Used by the engine thread."""
 
@@ -76,7 +83,10 @@ class Fetching:
         *,
         takeover: Takeover | None = None,
         source: BlockSource | None = None,
+        encode_s: Callable[[Request, int, int], float] = without_images,
     ) -> None:
+        """`encode_s` tells how many seconds it takes to encode those images of a request that it does not need if it
+        continues at one token in place of an earlier one; see `Encoding.spared_s`."""
         self.disk = disk
         self.peers = peers
         self.num_disk_tokens = 0
@@ -85,6 +95,7 @@ class Fetching:
         self._clock = clock
         self._takeover = takeover
         self._source = source
+        self._encode_s = encode_s
         self._held: dict[Fetch, _Held] = {}
         self._joined: dict[Request, _Joined] = {}
         self._uncounted: list[Request] = []
@@ -140,7 +151,7 @@ class Fetching:
         # The held blocks are not spare any more.
         end = cache.num_fetchable(request, min(end, len(prefix) + count_room()), self._parts_of(tier))
         patience_s = self._patience_s(request, tier, first, end)
-        is_worth = cache.num_usable(request, prefix) == first and self._saved_s(tier, first, end) > 0.0
+        is_worth = cache.num_usable(request, prefix) == first and self._saved_s(request, tier, first, end) > 0.0
         taken = cache.take_wanted(request, prefix, end) if is_worth and patience_s >= 0.0 else None
         if taken is None:
             cache.release_prefix(prefix)
@@ -167,7 +178,7 @@ class Fetching:
             end += 1
         held, now_s = self._held[fetch], self._clock()
         patience_s = self._patience_s(request, held.tier, first, end)
-        if patience_s < 0.0 or held.remaining_s(now_s) >= _WORTH * self._compute_s(first, end):
+        if patience_s < 0.0 or held.remaining_s(now_s) >= _WORTH * self._compute_s(request, first, end):
             return False
         request.fetch_from = min(request.fetch_from, first)
         self._joined[request] = _Joined(fetch, now_s, now_s + patience_s)
@@ -317,7 +328,7 @@ class Fetching:
             return best
         most_s = 0.0
         for tier, end in self._offers(request, first):
-            saved_s = self._saved_s(tier, first, end)
+            saved_s = self._saved_s(request, tier, first, end)
             if saved_s > most_s:
                 best, most_s = (tier, end), saved_s
         return best
@@ -361,15 +372,17 @@ class Fetching:
         request that waited for others' fetches waits no longer in all than it would for all blocks from the first on.
         """
         begin = min(first, request.fetch_from)
-        most_s = min(_PATIENCE * self._compute_s(begin, end), _LATENESS * tier.expected_s(end - begin) + _DELAY_S)
-        left_s = request.deadline_s - self._clock() - self._compute_s(first, end)
+        late_s = _LATENESS * tier.expected_s(end - begin) + _DELAY_S
+        most_s = min(_PATIENCE * self._compute_s(request, begin, end), late_s)
+        left_s = request.deadline_s - self._clock() - self._compute_s(request, first, end)
         return max(_LEAST_PATIENCE_S - request.fetch_wait_s, min(most_s - request.fetch_wait_s, left_s))
 
-    def _saved_s(self, tier: Tier, first: int, end: int) -> float:
+    def _saved_s(self, request: Request, tier: Tier, first: int, end: int) -> float:
         """The time that fetching these blocks is expected to save."""
-        return _WORTH * self._compute_s(first, end) - tier.expected_s(end - first) if end > first else 0.0
+        return _WORTH * self._compute_s(request, first, end) - tier.expected_s(end - first) if end > first else 0.0
 
-    def _compute_s(self, first: int, end: int) -> float:
-        """The expected time to compute these blocks."""
+    def _compute_s(self, request: Request, first: int, end: int) -> float:
+        """The expected time to compute these blocks, and to encode their images."""
         size = self._scheduler.kv_cache.block_size
-        return self._scheduler.step_costs.prompts.chunk_ms(first * size, (end - first) * size) / 1000
+        chunk_ms = self._scheduler.step_costs.prompts.chunk_ms(first * size, (end - first) * size)
+        return chunk_ms / 1000 + self._encode_s(request, first * size, end * size)

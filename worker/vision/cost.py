@@ -3,6 +3,8 @@ most have a fixed number for each tile. Pure."""
 
 from __future__ import annotations
 
+import math
+
 # Half-life of observations, in seconds of encoding.
 _HALF_LIFE_S = 60.0
 
@@ -24,6 +26,6 @@ class EncodeRate:
         self._num_tokens = self._num_tokens * keep + num_tokens
         self._seconds = self._seconds * keep + max(seconds, 1e-6)
 
-    def seconds(self, num_tokens: int) -> float:
-        """Expected time of images with so many tokens; 0 while the rate is unknown."""
-        return num_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
+    def seconds(self, num_tokens: int, guess: float = math.inf) -> float:
+        """Expected time of images with so many tokens. While the rate is unknown, `guess` tokens a second."""
+        return num_tokens / (self.tokens_per_s or guess)

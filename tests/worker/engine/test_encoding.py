@@ -307,6 +307,22 @@ def test_waits_are_forecast_and_reported(setup: Setup) -> None:
     assert setup.encoding.wait_s(new)[1] == pytest.approx(9 / 5)
 
 
+def test_what_cached_blocks_spare_the_encoder(setup: Setup) -> None:
+    """The cat has tokens 1 to 13, the dog 14 to 23, and the cat again 23 to 35."""
+    prompt = prompt_of([1], CAT, [2], DOG, CAT, [3, 4])
+    request = Request("new", prompt.token_ids, SamplingParams(max_tokens=1, seed=0), 1, images=prompt.images)
+    assert setup.encoding.spared_s(request, 0, 36) == pytest.approx(21 / 100), "a guess"
+    setup.encoder.rate.observe(10, 2.0)
+    assert setup.encoding.spared_s(request, 0, 36) == pytest.approx(21 / 5), "equal images are encoded once"
+    assert setup.encoding.spared_s(request, 0, 34) == pytest.approx(9 / 5), "the cat is needed later"
+    assert setup.encoding.spared_s(request, 13, 22) == 0.0
+    assert setup.encoding.spared_s(request, 13, 23) == pytest.approx(9 / 5)
+    setup.request(prompt_of([1], DOG, [2, 3]))
+    setup.run()
+    cat_s = 12 / setup.encoder.rate.tokens_per_s
+    assert setup.encoding.spared_s(request, 0, 36) == pytest.approx(cat_s), "the dog is kept"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_events_ends_every_request_once(seed: int) -> None:
     rng = random.Random(seed)

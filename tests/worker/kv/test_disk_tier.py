@@ -448,6 +448,24 @@ def test_a_prompt_that_is_cheaper_to_compute_is_computed(tmp_path: Path) -> None
     worker.tier.stop()
 
 
+def test_images_that_are_slow_to_encode_are_worth_a_slow_disk(worker: Worker) -> None:
+    """The time of the encoder counts, for the blocks that are to be read."""
+    asked = list[tuple[int, int]]()
+
+    def encode_s(request: Request, begin: int, end: int) -> float:
+        asked.append((begin, end))
+        return 1e6
+
+    worker.fetching = Fetching(worker.under_test.scheduler, worker.tier, encode_s=encode_s)
+    worker.under_test.fetch_first = worker.fetching.begin_late
+    worker.ask(PROMPT)
+    worker.evict_all()
+    worker.tier.read_time = LearnedTime(3600.0)
+    num_cached = worker.ask(PROMPT).num_cached_tokens
+    assert num_cached > 0
+    assert (0, num_cached) in asked
+
+
 def test_damage_on_the_disk_costs_a_computation_and_no_wrong_token(worker: Worker, tmp_path: Path) -> None:
     worker.ask(PROMPT)
     worker.evict_all()
