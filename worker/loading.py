@@ -36,6 +36,7 @@ from headrace.worker.engine.watchdog import end_process
 from headrace.worker.host.binding import Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
+from headrace.worker.kv.beams import MAX_BEAMS, BeamLimits
 from headrace.worker.kv.cache import GroupBudget
 from headrace.worker.kv.chain import Content
 from headrace.worker.kv.disk_cipher import read_key
@@ -104,6 +105,13 @@ class LoadedModel:
     def locate(self) -> Callable[[int], tuple[int, Content] | None]:
         """Finds a block of the prefix cache and its content by its hash; see `KVCache.locate`."""
         return self.engine.scheduler.kv_cache.locate
+
+    @property
+    def beams(self) -> BeamLimits | None:
+        """The bounds of beam searches; None if the model takes none."""
+        cache = self.engine.scheduler.kv_cache
+        width = min(self.max_num_seqs, MAX_BEAMS)
+        return BeamLimits(width, cache.num_blocks, cache.block_size) if cache.takes_beams else None
 
     def close(self) -> None:
         """End the model's work outside of its thread."""

@@ -241,6 +241,7 @@ def add_services(
         tokenizer_sha256=card.tokenizer_sha256,
         task=card.task,
         card=card,
+        beams=model.beams,
     )
     grammars = Grammars(lambda: read_vocabulary(config.model_dir), card.vocab_size, card.eos_token_ids)
     images = ImageDesk(card.name, _images_of(model), observer.image_refused)

@@ -117,11 +117,12 @@ def make_engine(
     max_num_mixed_tokens: int | None = None,
     speculation: str = "off",
     draft: Draft | None = None,
+    make_runner: Callable[[int, int, int], FakeRunner] = FakeRunner,
 ) -> EngineUnderTest:
     """A fresh engine over a fresh fake runner. Steps that streams have a part in are as large as others by default."""
     most = max_num_mixed_tokens or max_num_batched_tokens
     limits = StepLimits(max_num_seqs, max_num_batched_tokens, most, is_exact=True)
-    runner = FakeRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+    runner = make_runner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     engine = build_engine(
         runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, speculation=speculation, draft=draft
     )

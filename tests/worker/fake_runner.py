@@ -61,7 +61,7 @@ class FakeRunner:
         self._input_ids = np.zeros(0, np.int64)
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
-        """Compute one-hot logits of the next tokens, and spoil those before that are not to be kept."""
+        """Compute the logits of the next tokens, and spoil those before that are not to be kept."""
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
@@ -81,7 +81,7 @@ class FakeRunner:
         for row, index in enumerate(batch.sampled_tokens_indices.tolist()):
             sequence = int(np.searchsorted(batch.subsequence_begins, index, side="right")) - 1
             context = contexts[sequence][: len(contexts[sequence]) - (ends[sequence] - index)]
-            logits[row, next_token(context, self.vocab_size)] = 1.0
+            logits[row] = self.logits_after(context)
         for number, old in enumerate(self._logits):
             if number > 0 or not keeps_logits:
                 old.values[:] = np.nan
@@ -90,6 +90,12 @@ class FakeRunner:
     def run(self) -> Logits:
         """The logits of the last bound batch."""
         return self._logits[0]
+
+    def logits_after(self, context: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The logits `[vocab]` of the token after a context. One-hot here."""
+        logits = np.zeros(self.vocab_size, np.float32)
+        logits[next_token(context, self.vocab_size)] = 1.0
+        return logits
 
     def _store(self, batch: Batch, sequence: int) -> None:
         """Store a sequence's new tokens."""
@@ -119,5 +125,6 @@ class FakeRunner:
         assert batch.block_indices_begins[-1] == len(batch.block_indices)
         new = np.diff(batch.subsequence_begins)
         assert int(batch.max_context_len) == int((batch.past_lens + new).max())
-        num_rows = len(batch.sampled) + len(batch.later) + sum(prompt.num_rows for prompt in batch.prompts)
+        num_rows = len(batch.sampled) + len(batch.later)
+        num_rows += sum(part.num_rows for parts in (batch.beams, batch.prompts) for part in parts)
         assert num_rows == len(batch.sampled_tokens_indices)

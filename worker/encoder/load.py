@@ -67,6 +67,7 @@ class LoadedEncoder:
     handover: None = None
     adapters: None = None
     locate: None = None
+    beams: None = None
 
     def close(self) -> None:
         """Does nothing: only the thread runs."""

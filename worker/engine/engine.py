@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from headrace.worker.engine.step_log import StepLog
 from headrace.worker.engine.step_meter import StepMeter, StepSize
 from headrace.worker.model.batch import Batch, build_batch, graph_of, padded
 from headrace.worker.request.request import Request, StepNote
-from headrace.worker.request.step import RequestOutput, Sampled
+from headrace.worker.request.step import NOTHING_SEARCHED, RequestOutput, Sampled, Searched
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.acceptance import verify
@@ -137,7 +137,7 @@ class Engine:
             outputs = self._fail(output, error)
         else:
             sampled, errors = self._sample(step.batch, logits)
-            outputs = self._account(step, sampled, errors)
+            outputs = self._account(step, sampled, self._search(step.batch, logits), errors)
             self._observe(step, sampled, start_s, is_traced=is_traced)
         self._overlap.hold(self._end_failed(outputs))
         return True
@@ -195,7 +195,9 @@ class Engine:
         if batch.ahead is not None:
             return self._verify(batch, logits), errors
         if batch.prompts:
-            errors = self._isolated.read_prompts(batch.prompts, logits.part(slice(len(requests), None)))
+            first = len(batch.sampled) + sum(rows.num_rows for rows in batch.beams)
+            errors = self._isolated.read_prompts(batch.prompts, logits.part(slice(first, None)))
+        if batch.prompts or batch.beams:
             logits = logits.part(slice(len(requests)))
         sampled = self._isolated.sample(requests, logits)
         if errors:
@@ -208,22 +210,36 @@ class Engine:
 
     def _verify(self, batch: Batch, logits: Logits) -> Sequence[Sampled]:
         """Sample the rows of a step with drafts. Returns the tokens of each request that is sampled."""
-        first = logits.part(slice(len(batch.sampled))) if batch.later else logits
+        first = logits.part(slice(len(batch.sampled))) if batch.later or batch.beams else logits
         sampled = self._isolated.sample(batch.sampled, first, batch.ahead)
 
         def sample_later(requests: Sequence[Request], rows: Sequence[int]) -> Sequence[Sampled]:
             return self._isolated.sample(requests, logits.part(np.asarray(rows, np.intp)))
 
         verified = verify(batch, sampled, sample_later)
+        if batch.beams:
+            logits = logits.part(slice(len(batch.sampled) + len(batch.later)))
         self._overlap.read_later((*batch.sampled, *batch.later), logits, verified.rows)
         return verified.tokens
 
+    def _search(self, batch: Batch, logits: Logits) -> Mapping[Request, Searched]:
+        """Read what continues the beams of requests that are beam searches."""
+        if not batch.beams:
+            return NOTHING_SEARCHED
+        first = len(batch.sampled) + len(batch.later)
+        rows = slice(first, first + sum(rows.num_rows for rows in batch.beams))
+        return self._isolated.candidates(batch.beams, logits.part(rows))
+
     def _account(
-        self, step: _Step, sampled: Sequence[Sampled], errors: dict[Request, StatusError]
+        self,
+        step: _Step,
+        sampled: Sequence[Sampled],
+        searched: Mapping[Request, Searched],
+        errors: dict[Request, StatusError],
     ) -> list[RequestOutput]:
         """Add the tokens to their requests, and end those that are finished or have failed."""
         self._num_failed_steps = 0
-        outputs = self.scheduler.update(step.output, sampled)
+        outputs = self.scheduler.update(step.output, sampled, searched)
         for request, error in errors.items():
             outputs += self.scheduler.fail([request], error)
         return outputs

@@ -183,7 +183,7 @@ class Forecast:
         """Whether the first waiting request lacks blocks, and this one would be admitted now."""
         scheduler = self._scheduler
         first = scheduler.waiting[0] if scheduler.waiting else None
-        if first is None or not first.lacks_blocks_since_s or len(scheduler.running) >= scheduler.max_num_seqs:
+        if first is None or not first.lacks_blocks_since_s or scheduler.num_sequences >= scheduler.max_num_seqs:
             return False
         promised = sum(scheduler.num_missing_blocks(other) for other in scheduler.running)
         return scheduler.may_be_overtaken(first) and scheduler.may_overtake(request, first, promised)
@@ -236,7 +236,8 @@ class Forecast:
         """How many requests must end before this one gets a place in the batch and blocks for its prompt."""
         scheduler = self._scheduler
         running = self._running_beside(request)
-        for_a_place = len(running) + len(waiting) + 1 - scheduler.max_num_seqs
+        num_places = sum(other.num_sequences for other in (*running, *waiting, request))
+        for_a_place = num_places - scheduler.max_num_seqs
         num_free = scheduler.kv_cache.num_free_blocks
         num_free += sum(len(other.block_table) for other in scheduler.running[len(running) :])
         promised = sum(self._num_missing_blocks(other, computed) for other in running)

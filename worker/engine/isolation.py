@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos.status import Reason, StatusError
-from headrace.worker.model.batch import Ahead, PromptRows
+from headrace.worker.model.batch import Ahead, BeamRows, PromptRows
+from headrace.worker.request.beam_search import Candidates
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
-from headrace.worker.request.step import Sampled
+from headrace.worker.request.step import NOT_A_NUMBER, Sampled, Searched
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 
@@ -53,6 +54,31 @@ class IsolatedSampler:
             for row, (request, entry) in enumerate(zip(requests, sampled, strict=True))
         ]
 
+    def candidates(self, beams: Sequence[BeamRows], logits: Logits) -> dict[Request, Searched]:
+        """The candidates of each request that is a beam search, or the error that ends it. `logits` has their rows, one
+        request after the other. Does not raise."""
+        requests = [rows.request for rows in beams]
+        wanted = [_num_candidates(rows.request) for rows in beams for _ in range(rows.num_rows)]
+        try:
+            found: list[Candidates | StatusError] = [*self._sampler.candidates(logits, wanted)]
+        except Exception as error:
+            _note_retry("searched", requests, error)
+            found = [
+                self._candidates_of_one(rows.request, _row(logits, row))
+                for row, rows in enumerate(rows for rows in beams for _ in range(rows.num_rows))
+            ]
+        searched: dict[Request, Searched] = {}
+        first = 0
+        for request, num_rows in beams:
+            entries = found[first : first + num_rows]
+            first += num_rows
+            sound = [entry for entry in entries if not isinstance(entry, StatusError)]
+            failure = next((entry for entry in entries if isinstance(entry, StatusError)), None)
+            if failure is None and not all(entry.token_ids for entry in sound):
+                failure = NOT_A_NUMBER
+            searched[request] = sound if failure is None else failure
+        return searched
+
     def read_prompts(self, prompts: Sequence[PromptRows], logits: Logits) -> dict[Request, StatusError]:
         """Store log-probabilities of prompt tokens in their requests; each is read from the row of the token before it.
         Returns the requests for which that raised, with the error that ends them."""
@@ -80,6 +106,12 @@ class IsolatedSampler:
         except Exception as error:
             return _error_of(request, "the log-probabilities of its token", error)
 
+    def _candidates_of_one(self, request: Request, logits: Logits) -> Candidates | StatusError:
+        try:
+            return self._sampler.candidates(logits, [_num_candidates(request)])[0]
+        except Exception as error:
+            return _error_of(request, "its beam search", error)
+
     def _read_prompt(self, rows: PromptRows, logits: Logits) -> None:
         request, position, num_rows = rows
         num_top = request.sampling.num_prompt_logprobs
@@ -103,6 +135,11 @@ class IsolatedSampler:
 
 def _row(logits: Logits, row: int) -> Logits:
     return logits.part(slice(row, row + 1))
+
+
+def _num_candidates(request: Request) -> int:
+    assert request.beams is not None, "it is no beam search"
+    return request.beams.num_candidates
 
 
 def _note_retry(what: str, requests: Sequence[Request], error: Exception) -> None:

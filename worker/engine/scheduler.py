@@ -17,10 +17,11 @@ by at most `BACKGROUND_SHARE`. They give their places and blocks to any other re
 from __future__ import annotations
 
 import bisect
+import itertools
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -36,7 +37,15 @@ from headrace.worker.engine.step_budget import (
 from headrace.worker.engine.step_cost import StepCosts, StepShape
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.request.request import FinishReason, Request, RequestState
-from headrace.worker.request.step import RequestOutput, Sampled, Scheduled, StepPlan
+from headrace.worker.request.step import (
+    NOT_A_NUMBER,
+    NOTHING_SEARCHED,
+    RequestOutput,
+    Sampled,
+    Scheduled,
+    Searched,
+    StepPlan,
+)
 from headrace.worker.speculation.speculation import Speculation
 
 # By this share, streams in the background may lengthen a decode step of others (docs/decisions/scheduling.md#batches).
@@ -50,24 +59,27 @@ whether it did."""
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """A decided step, in the order of the batch. Requests whose last token is computed are sampled. `plan` is what it
-    does to the KV cache."""
+    does to the KV cache. `num_beam_tokens` are those of all beams of a search but the first."""
 
     scheduled: Sequence[Scheduled]
     num_tokens: int
     plan: StepPlan
     num_draft_tokens: int = 0
+    num_beam_tokens: int = 0
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence computes one token. The tokens of a draft are sequences of their own."""
-        return self.num_tokens - self.num_draft_tokens == len(self.scheduled)
+        """Whether every sequence computes one token. The tokens of a draft, and beams, are sequences of their own."""
+        return self.num_tokens - self.num_draft_tokens - self.num_beam_tokens == len(self.scheduled)
 
     @property
     def sequences(self) -> Iterator[tuple[int, int]]:
         """For each sequence, the tokens computed before and the tokens computed now."""
         for request, num_tokens in self.scheduled:
             past = request.num_kv_tokens
-            if request.draft or request.is_replaying:
+            if request.is_searching:
+                yield from [(past, 1)] * num_tokens
+            elif request.draft or request.is_replaying:
                 for number in range(num_tokens):
                     yield past + number, 1
             else:
@@ -87,6 +99,13 @@ class SchedulerStats:
     prompt_tokens_cached: int = 0
     tokens_generated: int = 0
     preemptions: int = 0
+
+
+def _streams(requests: Iterable[Request]) -> Iterator[tuple[int, int]]:
+    """The sequences of a step of these streams, without drafts; see `SchedulerOutput.sequences`."""
+    for request in requests:
+        for _ in range(request.num_step_tokens):
+            yield request.num_kv_tokens, 1
 
 
 def rank(request: Request) -> tuple[int, bool, float]:
@@ -137,6 +156,11 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     @property
+    def num_sequences(self) -> int:
+        """Places in the batch that running requests have: a beam search has one for each of its beams."""
+        return sum(request.num_sequences for request in self.running)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the next step is one of decode alone, and no request waits for a place in it."""
         return bool(self.running) and not self.waiting and all(one.num_uncomputed_tokens == 1 for one in self.running)
@@ -176,7 +200,7 @@ class Scheduler:
         for request in requests:
             if request.state is not RequestState.FINISHED:
                 self.stats.requests_failed += 1
-                outputs.append(RequestOutput(request, request.num_generated_tokens, (), error=error))
+                outputs.append(RequestOutput(request, request.num_output_tokens, (), error=error))
                 self._end(request)
         return outputs
 
@@ -187,10 +211,18 @@ class Scheduler:
         scheduled = self._reserve(self._share_budget())
         self._num_tokens = sum(num_tokens for _, num_tokens in scheduled)
         num_draft_tokens = sum(num_tokens - 1 for request, num_tokens in scheduled if request.draft)
-        return SchedulerOutput(scheduled, self._num_tokens, self.kv_cache.plan(scheduled), num_draft_tokens)
+        num_beam_tokens = sum(num_tokens - 1 for request, num_tokens in scheduled if request.is_searching)
+        plan = self.kv_cache.plan(scheduled)
+        return SchedulerOutput(scheduled, self._num_tokens, plan, num_draft_tokens, num_beam_tokens)
 
-    def update(self, output: SchedulerOutput, sampled: Sequence[Sampled]) -> list[RequestOutput]:
-        """Account for a computed step. `sampled` has an entry for each sampled request, in batch order."""
+    def update(
+        self,
+        output: SchedulerOutput,
+        sampled: Sequence[Sampled],
+        searched: Mapping[Request, Searched] = NOTHING_SEARCHED,
+    ) -> list[RequestOutput]:
+        """Account for a computed step. `sampled` has an entry for each sampled request, in batch order, and `searched`
+        one for each beam search among them."""
         outputs = []
         next_sampled = iter(sampled)
         for request, num_tokens in output.scheduled:
@@ -204,7 +236,10 @@ class Scheduler:
             if known > 1:
                 self.kv_cache.publish_beginning(request)
                 request.first_token_s = request.first_token_s or self.clock()
-            outputs.append(self._append(request, next(next_sampled)))
+            if request.beams is not None:
+                outputs += self._advance(request, searched[request])
+            else:
+                outputs.append(self._append(request, next(next_sampled)))
         return outputs
 
     def repeat(self, token_ids: Sequence[int], num_steps: int) -> None:
@@ -222,17 +257,18 @@ class Scheduler:
         """Assert that requests and blocks agree. For tests."""
         self.kv_cache.check()
         size = self.kv_cache.block_size
-        assert len(self.running) <= self.max_num_seqs
+        assert self.num_sequences <= self.max_num_seqs
         held: dict[int, int] = {}
         for request in self.running:
             assert request.state is RequestState.RUNNING
             assert request.num_kv_tokens <= len(request.block_table) * size
             assert request.num_computed_tokens <= request.num_tokens
-            for block in request.block_table:
+            for block in (*request.block_table, *itertools.chain(*request.beam_tails)):
                 held[block] = held.get(block, 0) + 1
         for request in self.waiting:
             assert request.state is RequestState.WAITING
             assert not request.block_table, "a waiting request holds blocks"
+            assert not request.beam_tails, "a waiting request holds blocks"
         num_others = self.kv_cache.num_blocks - self.kv_cache.num_free_blocks - len(held)
         assert num_others == 0 or (num_others > 0 and self.num_fetching), "a block without an owner"
         for requests in (self.running, self.waiting):
@@ -244,12 +280,11 @@ class Scheduler:
         if not self.waiting:
             return
         self._give_places()
-        if len(self.running) >= self.max_num_seqs:
-            return
+        num_places = self.max_num_seqs - self.num_sequences
         kv_cache, overtaken = self.kv_cache, None
         promised = sum(self.num_missing_blocks(request) for request in self.running)
         for request in self.waiting[: self.max_num_seqs]:
-            if len(self.running) >= self.max_num_seqs:
+            if request.num_sequences > num_places:
                 return
             if request.is_background and self._has_foreground():
                 return
@@ -260,6 +295,7 @@ class Scheduler:
             has_room = kv_cache.has_room(request, promised + missing)
             while not has_room and not request.is_background and self.running and self.running[-1].is_background:
                 promised -= self.num_missing_blocks(self.running[-1])
+                num_places += self.running[-1].num_sequences
                 self._preempt(self.running[-1])
                 has_room = kv_cache.has_room(request, promised + missing)
             if not has_room and self.running:
@@ -271,6 +307,7 @@ class Scheduler:
             if fetch_first is not None and fetch_first(request, missing):
                 continue
             promised += missing
+            num_places -= request.num_sequences
             self.waiting.remove(request)
             self._count_cached_tokens(request, gained)
             request.state = RequestState.RUNNING
@@ -279,8 +316,11 @@ class Scheduler:
 
     def _give_places(self) -> None:
         """Preempt requests in the background for those that wait for a place."""
-        wanted = sum(not request.is_background for request in self.waiting[: self.max_num_seqs])
-        while wanted > self.max_num_seqs - len(self.running) and self.running and self.running[-1].is_background:
+        waiting = self.waiting[: self.max_num_seqs]
+        wanted = sum(request.num_sequences for request in waiting if not request.is_background)
+        taken = self.num_sequences
+        while wanted > self.max_num_seqs - taken and self.running and self.running[-1].is_background:
+            taken -= self.running[-1].num_sequences
             self._preempt(self.running[-1])
 
     def _has_foreground(self) -> bool:
@@ -304,8 +344,10 @@ class Scheduler:
         return promised + missing <= self.kv_cache.num_free_blocks
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that the request lacks for all of its tokens and one more. After a draft it may have one too many."""
-        return max(0, self.kv_cache.num_blocks_of(request, request.num_tokens + 1) - len(request.block_table))
+        """Blocks that the request lacks for all of its tokens and one more, in each beam if it has several. After a
+        draft it may have one too many."""
+        missing = self.kv_cache.num_blocks_of(request, request.num_tokens + 1) - len(request.block_table)
+        return max(0, missing) + request.num_sequences - 1
 
     def _count_cached_tokens(self, request: Request, gained: int) -> None:
         """Count the cached prompt tokens that were just found. A resumed request may find tokens of its answer too."""
@@ -322,7 +364,7 @@ class Scheduler:
         if self._has_foreground() and self.running[-1].is_background:
             shared = [request for request in self.running if not request.is_background]
             others = self.running[len(shared) :]
-        wanted = {request: 1 for request in shared if request.num_uncomputed_tokens == 1}
+        wanted = {request: request.num_step_tokens for request in shared if request.num_uncomputed_tokens == 1}
         behind = [request for request in shared if request not in wanted]
         if behind:
             self._share_with(behind, wanted)
@@ -330,7 +372,7 @@ class Scheduler:
         guests = self._guests(wanted, others) if others else ()
         if self.speculation is not None:
             self.speculation.propose(wanted, self.kv_cache)
-        return wanted | dict.fromkeys(guests, 1)
+        return wanted | {request: request.num_step_tokens for request in guests}
 
     def _guests(self, streams: Iterable[Request], background: Iterable[Request]) -> Sequence[Request]:
         """The streams in the background that get a token in a decode step of others: as many as lengthen it by at most
@@ -338,12 +380,12 @@ class Scheduler:
         costs = self.step_costs.decode
         if not costs.is_learned or self.speculation is not None:
             return ()
-        step = [(request.num_kv_tokens, 1) for request in streams]
+        step = list(_streams(streams))
         limit_ms = (1 + BACKGROUND_SHARE) * costs.predict_ms(StepShape.of(step))
         guests = []
         for request in background:
             if request.num_uncomputed_tokens == 1:
-                step.append((request.num_kv_tokens, 1))
+                step += _streams([request])
                 if costs.predict_ms(StepShape.of(step, changed=True)) > limit_ms:
                     break
                 guests.append(request)
@@ -358,7 +400,7 @@ class Scheduler:
         prompts = [Prompt(request.num_kv_tokens, request.num_uncomputed_tokens) for request in served]
         place = served.index(first)
         budget = self._budget()
-        streams = StepShape.of((request.num_kv_tokens, 1) for request in wanted)
+        streams = StepShape.of(_streams(wanted))
         room = budget.with_streams(streams, prompts, place) if wanted else budget.alone(prompts, place)
         self._share_among(served, first, room, wanted)
 
@@ -374,7 +416,7 @@ class Scheduler:
     def prompt_tokens_per_s(self, past: int) -> float:
         """How many tokens per second a prompt gets after its first `past` tokens, in steps beside the streams that run
         now."""
-        streams = StepShape.of((other.num_kv_tokens, 1) for other in self.running if other.num_uncomputed_tokens == 1)
+        streams = StepShape.of(_streams(other for other in self.running if other.num_uncomputed_tokens == 1))
         return 1000 * self._budget().tokens_per_ms(streams, past)
 
     def _share_among(self, served: list[Request], first: Request, room: Room, wanted: dict[Request, int]) -> None:
@@ -434,9 +476,11 @@ class Scheduler:
         return scheduled
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of a request. It keeps its tokens, and is computed again when there is room."""
+        """Take the blocks of a request. It keeps its tokens, and is computed again when there is room. A beam search
+        begins again at its prompt."""
         self.running.remove(request)
         self.kv_cache.free(request)
+        request.begin_beams()
         request.draft = ()
         request.state = RequestState.WAITING
         request.num_preemptions += 1
@@ -469,6 +513,24 @@ class Scheduler:
             self.kv_cache.publish_beginning(request)
             self._end(request)
         return RequestOutput(request, start_pos, token_ids, (), finish, stop_token_id, None, *drafted)
+
+    def _advance(self, request: Request, searched: Searched) -> list[RequestOutput]:
+        """Take a step of a beam search. Its answers are the output of its last step."""
+        if isinstance(searched, StatusError):
+            return self.fail([request], searched)
+        search = request.beams
+        assert search is not None, "it is no beam search"
+        request.advance_beams(searched)
+        if not search.has_ended:
+            return []
+        if not search.hypotheses:
+            return self.fail([request], NOT_A_NUMBER)
+        best = search.hypotheses[0]
+        self.stats.tokens_generated += sum(len(hypothesis.token_ids) for hypothesis in search.hypotheses)
+        self.stats.requests_finished += 1
+        self._end(request)
+        finish = FinishReason.LENGTH if best.stop_token_id is None else FinishReason.STOP
+        return [RequestOutput(request, 0, (), (), finish, best.stop_token_id, hypotheses=search.hypotheses)]
 
     def _end(self, request: Request) -> None:
         (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)

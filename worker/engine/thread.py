@@ -164,9 +164,9 @@ def load_of(scheduler: Scheduler, **more: Any) -> LoadReport:
         for request in requests
     )
     return LoadReport(
-        num_running=len(scheduler.running),
+        num_running=scheduler.num_sequences,
         num_waiting=len(scheduler.waiting),
-        num_running_background=sum(request.is_background for request in scheduler.running),
+        num_running_background=sum(request.num_sequences for request in scheduler.running if request.is_background),
         num_waiting_background=sum(request.is_background for request in scheduler.waiting),
         num_uncached_tokens=uncached,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from headrace.worker.kv.beams import BeamBlocks
 from headrace.worker.kv.block_pool import BlockPool
 from headrace.worker.kv.chain import BlockKey, Content, content_of, hash_of, key_of, parent_of
 from headrace.worker.kv.fetch import NO_SLOT, NOT_PERSISTENT, ChainedBlock, Fetch, Held, Persistence, Wanted
@@ -93,6 +94,7 @@ class KVCache:
         self.states = _only(RecurrentStates, groups)
         self.evicting = _only(EvictingAttention, groups)
         self._blocks = FullAttention(pool)
+        self._beams = BeamBlocks(pool)
         self._beside: list[CacheGroup] = [group for group in groups if not isinstance(group, EvictingAttention)]
         self._copies: list[BlockCopy] = []
 
@@ -154,6 +156,11 @@ class KVCache:
     def has_branches(self) -> bool:
         """Whether drafts may have branches. States have none."""
         return self.states is None
+
+    @property
+    def takes_beams(self) -> bool:
+        """Whether beam searches are possible: all layers keep every token, in blocks that can be shared."""
+        return not self._beside
 
     def _spill_block(self, block: int, content: Content) -> None:
         """A block is about to be evicted."""
@@ -219,7 +226,8 @@ class KVCache:
         return self._blocks.num_blocks_for(num_tokens)
 
     def num_blocks_of(self, request: Request, num_tokens: int) -> int:
-        """The maximum number of blocks that the request holds until it has computed `num_tokens` tokens."""
+        """The maximum number of blocks that the request holds until it has computed `num_tokens` tokens. A beam search
+        may also need one for each further beam."""
         if self.evicting is not None and request.eviction is not None:
             return self.evicting.num_blocks_of(request, request.eviction, num_tokens)
         return self.num_blocks_for(num_tokens)
@@ -458,8 +466,12 @@ class KVCache:
         return num_tokens if self.states is None else self.states.chunk_of(request, num_tokens)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Make room for the request up to `num_tokens` tokens. Returns False and takes nothing if there is too
-        little."""
+        """Make room for the request up to `num_tokens` tokens; for a beam search, in the blocks of each beam. Returns
+        False and takes nothing if there is too little."""
+        if request.is_searching:
+            copies = self._beams.reserve(request)
+            self._copies += copies or ()
+            return copies is not None
         if self.evicting is not None and request.eviction is not None and request.eviction.has_begun:
             return self.evicting.reserve(request, request.eviction)
         if not all(group.fits(request, num_tokens) for group in self._beside):
@@ -539,6 +551,7 @@ class KVCache:
     def free(self, request: Request) -> None:
         """Release all that the request holds, and reset its number of computed tokens."""
         self.end_branch(request)
+        self._beams.free(request)
         for group in self._beside:
             group.free(request)
         self._blocks.free(request)

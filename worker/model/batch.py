@@ -69,6 +69,7 @@ class Batch:
     sampled: Sequence[Request]
     ahead: Ahead | None
     later: Sequence[Request]
+    beams: Sequence[BeamRows]
     copies: Sequence[BlockCopy]
     prompts: Sequence[PromptRows]
     sums: Sums
@@ -126,6 +127,13 @@ class StateInputs(NamedTuple):
     cache_interval: IntArray
 
 
+class BeamRows(NamedTuple):
+    """The rows of a request that is a beam search: one for each of its beams, in their order."""
+
+    request: Request
+    num_rows: int
+
+
 class PromptRows(NamedTuple):
     """Rows of a request that wants log-probabilities of its prompt: the position of the first, and their number."""
 
@@ -144,6 +152,8 @@ def build_batch(
     sampled = _SampledRows([], [], [], [], [])
     prompt_rows: list[int] = []
     prompts: list[PromptRows] = []
+    beam_rows: list[int] = []
+    beams: list[BeamRows] = []
     has_drafts = False
     for request, num_tokens in scheduled:
         past = request.num_computed_tokens
@@ -152,6 +162,9 @@ def build_batch(
         if request.draft:
             has_drafts = True
             end = past + 1
+        if request.is_searching:
+            _add_beams(sequences, beam_rows, beams, request)
+            continue
         if request.is_replaying:
             for position in range(past, end):
                 sequences.add(request, position, request.token_ids[position : position + 1])
@@ -161,29 +174,47 @@ def build_batch(
             num_rows = min(end, request.num_prompt_tokens - 1) - past
             prompt_rows.extend(range(first, first + num_rows))
             prompts.append(PromptRows(request, past, num_rows))
-        if end == len(request.token_ids):
+        if end == len(request.token_ids) and request.beams is not None:
+            beam_rows.append(len(sequences.input_ids) - 1)
+            beams.append(BeamRows(request, 1))
+        elif end == len(request.token_ids):
             sampled.add(len(sequences.input_ids) - 1, request, 0)
         for number, token_id in enumerate(request.draft, 1):
             sequences.add(request, past + number, (token_id,))
             sampled.add(first + number, request, number)
         if request.branch is not None:
             _add_branch(sequences, sampled, request, request.branch)
+    drawn = [*sampled.requests, *sampled.later, *(rows.request for rows in beams for _ in range(rows.num_rows))]
     return Batch(
         **sequences.inputs(),
-        sampled_tokens_indices=np.array(sampled.rows + sampled.later_rows + prompt_rows, np.int64),
+        sampled_tokens_indices=np.array(sampled.rows + sampled.later_rows + beam_rows + prompt_rows, np.int64),
         sampled=sampled.requests,
         ahead=np.array(sampled.ahead, np.intp) if has_drafts else None,
         later=sampled.later,
+        beams=beams,
         copies=plan.copies,
         prompts=prompts,
-        sums=Sums.NONE if prompts else sums_for((*sampled.requests, *sampled.later)),
-        inverse_temperatures=_inverse_temperatures((*sampled.requests, *sampled.later)),
+        sums=Sums.NONE if prompts else sums_for(drawn),
+        inverse_temperatures=_inverse_temperatures(drawn),
         adapter_slots=_adapter_slots(scheduled),
         part_copies=plan.part_copies,
         moves=plan.moves,
         states=None if plan.states is None else _state_inputs(plan.states, scheduled),
         part_slots=plan.part_slots,
     )
+
+
+def _add_beams(sequences: _Sequences, rows: list[int], beams: list[BeamRows], request: Request) -> None:
+    """Add the last token of each beam of a search, over the beam's own blocks."""
+    search = request.beams
+    assert search is not None
+    past = request.num_computed_tokens
+    shared = request.block_table[: request.num_prompt_tokens // sequences.block_size]
+    tables = [request.block_table, *(shared + tail for tail in request.beam_tails)]
+    for beam, table in zip(search.beams, tables, strict=True):
+        rows.append(len(sequences.input_ids))
+        sequences.add(request, past, beam.token_ids[-1:], table)
+    beams.append(BeamRows(request, len(search.beams)))
 
 
 def _add_branch(sequences: _Sequences, sampled: _SampledRows, request: Request, branch: Branch) -> None:
@@ -236,6 +267,7 @@ def one_by_one(scheduled: Sequence[Scheduled], block_size: int) -> Batch:
         sampled=sampled,
         ahead=None,
         later=(),
+        beams=(),
         copies=(),
         prompts=(),
         sums=sums_for(sampled),
@@ -348,7 +380,7 @@ def sums_for(sampled: Sequence[Request]) -> Sums:
         sampling = request.sampling
         if sampling.num_logprobs is not None and sampling.inverse_temperature != 1.0:
             return Sums.DRAWN_AND_MODEL
-        if not sampling.is_greedy or sampling.num_logprobs is not None:
+        if not sampling.is_greedy or sampling.num_logprobs is not None or sampling.beam_search is not None:
             sums = Sums.DRAWN
     return sums
 

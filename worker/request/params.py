@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,23 @@ class ThinkingBudget:
     ends: tuple[tuple[int, ...], ...]
     opening: tuple[int, ...] = ()
     is_open: bool = False
+
+
+class EarlyStopping(enum.Enum):
+    """When a beam search ends that has as many hypotheses as beams. Values are those of the protocol's enum."""
+
+    HEURISTIC = 0
+    ALWAYS = 1
+    NEVER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Fields are those of the protocol message `BeamSearch`."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +102,8 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
     thinking_budget: ThinkingBudget | None = None
+    beam_search: BeamParams | None = None
+    """A search for the most probable answers; None: one token is chosen after the other."""
 
     inverse_temperature: float = field(init=False)
     """Factor of the logits. 1 for greedy requests, which draw nothing."""

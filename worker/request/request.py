@@ -12,6 +12,9 @@ A step may also verify a draft, tokens that are proposed to follow. It then samp
 keeps those up to the first that differs. Only accepted tokens count as computed. A branch of a draft has other tokens
 from the first one on, and its own blocks.
 
+A beam search computes several answers of the same length. `token_ids` and `block_table` are those of its best beam;
+`beams` and `beam_tails` have the others.
+
 This covers chunked prefill, prefix hits (start with some tokens computed), preemption (start again from 0 and keep the
 generated tokens) and resumption after a failure (start with generated tokens).
 """
@@ -28,6 +31,7 @@ from typing import NamedTuple
 
 from headrace.protos.priorities import BACKGROUND_PRIORITY
 from headrace.worker.grammar.constraint import ConstraintSource
+from headrace.worker.request.beam_search import BeamSearch, Candidates
 from headrace.worker.request.eviction import Eviction
 from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.logprobs import PromptLogprobs
@@ -162,6 +166,8 @@ class Request:
     """Tokens proposed to follow `token_ids`, while a step verifies them."""
     branch: Branch | None = None
     """Other tokens, which begin with another one, while the same step verifies them."""
+    beam_tails: list[array[int]] = field(default_factory=list)
+    """Of each beam but the first, the blocks behind the full ones of the prompt, which all beams share."""
     num_drafted: int = 0
     """Draft tokens that steps have verified."""
     num_accepted: int = 0
@@ -194,6 +200,8 @@ class Request:
     prompt_logprobs: PromptLogprobs = field(init=False)
     mirostat: MirostatStates | None = field(init=False)
     """Mirostat's states; None without mirostat."""
+    beams: BeamSearch | None = field(init=False)
+    """Its beam search; None if it is not one."""
 
     def __post_init__(self) -> None:
         self.prompt_logprobs = PromptLogprobs(self.sampling.num_prompt_logprobs or 0)
@@ -206,6 +214,8 @@ class Request:
         if self.sampling.mirostat:
             first = 2.0 * self.sampling.mirostat_tau if self.mirostat_mu is None else self.mirostat_mu
             self.mirostat = MirostatStates(len(self.resume_token_ids), first)
+        search = self.sampling.beam_search
+        self.beams = None if search is None else BeamSearch(search, self.sampling)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -243,9 +253,29 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens that were in outputs, or were resumed. A beam search has an output only at its end."""
+        return 0 if self.beams is not None else self.num_generated_tokens
+
+    @property
     def num_kv_tokens(self) -> int:
         """Tokens in the KV cache: the computed ones, without those whose blocks it has evicted."""
         return self.num_computed_tokens - (0 if self.eviction is None else self.eviction.num_evicted_tokens)
+
+    @property
+    def num_sequences(self) -> int:
+        """The largest number of sequences that it has in a step, without those of drafts."""
+        return 1 if self.beams is None else self.beams.width
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether its next step extends the beams of a search, each by one token."""
+        return self.beams is not None and not self.beams.is_at_prompt
+
+    @property
+    def num_step_tokens(self) -> int:
+        """How many tokens a step of its answer computes, without a draft."""
+        return 1 if self.beams is None else len(self.beams.beams)
 
     def whole_until(self, place: int) -> int:
         """The largest number of its tokens, at most `place`, after which a step may end and a cached prefix may be
@@ -269,6 +299,19 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that are not in the KV cache yet."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    def advance_beams(self, candidates: Sequence[Candidates]) -> None:
+        """Take a step of its search. `token_ids` are then those of the best beam."""
+        assert self.beams is not None, "it is no beam search"
+        self.beams.advance(candidates)
+        del self.token_ids[self.num_prompt_tokens :]
+        self.token_ids.extend(self.beams.beams[0].token_ids)
+
+    def begin_beams(self) -> None:
+        """If it is a beam search, forget its beams, which begin at the prompt again."""
+        if self.beams is not None:
+            self.beams.begin()
+            del self.token_ids[self.num_prompt_tokens :]
 
     def proposed_after(self, token_id: int) -> tuple[Sequence[int], int]:
         """The proposed tokens of which this one is the first: those of the branch, else of the draft. Also how many

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.protos.status import Reason, StatusError
+from headrace.worker.request.beam_search import Candidates, Hypothesis
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import FinishReason, Request
 
@@ -18,7 +19,7 @@ NOT_A_NUMBER = StatusError(Reason.INTERNAL, "the model's logits for this request
 
 class Scheduled(NamedTuple):
     """A request, and the number of tokens that the step computes for it. Tokens beyond its last one are those of its
-    draft and its branch."""
+    draft and its branch, or of its other beams."""
 
     request: Request
     num_tokens: int
@@ -79,12 +80,17 @@ class Sampled(NamedTuple):
     more: tuple[int, ...] = ()
 
 
+Searched: TypeAlias = Sequence[Candidates] | StatusError
+"""The candidates of each beam of a request, or the error that ends it."""
+NOTHING_SEARCHED: Mapping[Request, Searched] = {}
+
+
 class RequestOutput(msgspec.Struct, frozen=True):
     """The output of one step for one request. It is the request's last output if `finish` or `error` is set.
 
     `start_pos` is the position of the first of `token_ids` among the generated tokens. `num_drafted` draft tokens were
     verified, and `num_accepted` of them are in `token_ids`. `vector` is the result of a request that was encoded, as
-    little-endian float32.
+    little-endian float32. `hypotheses` are the answers of a beam search, best first.
     """
 
     request: Request
@@ -97,6 +103,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     num_drafted: int = 0
     num_accepted: int = 0
     vector: bytes = b""
+    hypotheses: Sequence[Hypothesis] = ()
 
     @property
     def is_last(self) -> bool:

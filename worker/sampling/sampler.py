@@ -21,6 +21,7 @@ import numpy as np
 
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.grammar.constraint import Constraint
+from headrace.worker.request.beam_search import Candidates
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Sampled
@@ -29,7 +30,15 @@ from headrace.worker.sampling.draw import draw, draw_among, least_near_the_best
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.penalties import PenaltyCounter
 from headrace.worker.sampling.processors import LogitsProcessors, Processed
-from headrace.worker.sampling.reduction import FloatArray, IndexArray, Reducer, Reduction, reduce_with_numpy, weights_of
+from headrace.worker.sampling.reduction import (
+    DoubleArray,
+    FloatArray,
+    IndexArray,
+    Reducer,
+    Reduction,
+    reduce_with_numpy,
+    weights_of,
+)
 from headrace.worker.sampling.rows import DRAWS, RowParams
 from headrace.worker.sampling.runs import Runs
 
@@ -110,6 +119,19 @@ class BatchSampler:
             entries[row] = entry
         return entries
 
+    def candidates(self, logits: Logits, num_top: Sequence[int]) -> list[Candidates]:
+        """For each row of `logits`, the `num_top[row]` most probable tokens and their log-probabilities at temperature
+        1, best first, the lower id first among equals. No tokens if the logits are not numbers."""
+        with np.errstate(all="ignore"):
+            rows = np.arange(len(logits.values))
+            runs = self._runs(logits.at_temperature_one(), rows, np.ones(len(rows), np.float32))
+            token_ids, logprobs = most_probable(runs, max(num_top))
+        is_sound = np.isfinite(runs.totals) & np.isfinite(runs.best)
+        return [
+            Candidates(ids[:wanted], top[:wanted]) if sound else Candidates((), ())
+            for ids, top, wanted, sound in zip(token_ids, logprobs, num_top, is_sound.tolist(), strict=True)
+        ]
+
     def prompt_logprobs(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """For each row of `logits`, the log-probability and rank of its token, and of the `num_top` most probable."""
         entries = []
@@ -168,28 +190,38 @@ class BatchSampler:
 def row_logprobs(runs: Runs, token_ids: IndexArray, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """For each row, the log-probability and rank of its token, and of the `num_top[row]` most probable tokens, the
     lower id first among equals. `runs` has weights at temperature 1."""
-    normalisers = runs.best + np.log(runs.totals)
     values = runs.at(token_ids)
     row, run = np.nonzero(runs.maxima > values[:, None])
     num_greater = np.count_nonzero(runs.gather(row, run) > values[row, None], axis=1)
     ranks = 1 + np.bincount(row, num_greater, minlength=len(values)).astype(np.int64)
-    logprobs = (values - normalisers).tolist()
-    top_ids: list[list[int]] = [[]] * len(values)
-    top_logprobs: list[list[float]] = [[]] * len(values)
-    most = min(max(num_top), runs.logits.shape[1])
-    if most:
-        # The best tokens lie in runs whose maximum is at least the most-th largest maximum.
-        maxima = runs.maxima if most <= runs.maxima.shape[1] else runs.logits.whole(runs.rows)
-        top_values, ids = runs.above(-np.partition(-maxima, most - 1, axis=1)[:, most - 1])
-        order = np.argsort(-top_values, axis=1, kind="stable")[:, :most]
-        top_ids = np.take_along_axis(ids, order, axis=1).tolist()
-        top_logprobs = (np.take_along_axis(top_values, order, axis=1) - normalisers[:, None]).tolist()
+    logprobs = (values - _normalisers(runs)).tolist()
+    top_ids, top_logprobs = most_probable(runs, max(num_top))
     return [
         TokenLogprobs(logprob, rank, tuple(ids[:wanted]), tuple(top[:wanted]))
         for logprob, rank, ids, top, wanted in zip(
             logprobs, ranks.tolist(), top_ids, top_logprobs, num_top, strict=True
         )
     ]
+
+
+def most_probable(runs: Runs, most: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Of each row, the `most` most probable tokens and their log-probabilities, best first, the lower id first among
+    equals. `runs` has weights at temperature 1."""
+    most = min(most, runs.logits.shape[1])
+    if not most:
+        return [[]] * len(runs.rows), [[]] * len(runs.rows)
+    # The best tokens lie in runs whose maximum is at least the most-th largest maximum.
+    maxima = runs.maxima if most <= runs.maxima.shape[1] else runs.logits.whole(runs.rows)
+    values, ids = runs.above(-np.partition(-maxima, most - 1, axis=1)[:, most - 1])
+    order = np.argsort(-values, axis=1, kind="stable")[:, :most]
+    logprobs = np.take_along_axis(values, order, axis=1) - _normalisers(runs)[:, None]
+    return np.take_along_axis(ids, order, axis=1).tolist(), logprobs.tolist()
+
+
+def _normalisers(runs: Runs) -> DoubleArray:
+    """Of each row, the logarithm of the sum over all tokens of exp(logit)."""
+    normalisers: DoubleArray = np.log(runs.totals) + runs.best
+    return normalisers
 
 
 def _choose(runs: Runs, params: RowParams) -> IndexArray:

@@ -26,9 +26,10 @@ from headrace.protos.status import Reason, StatusError
 from headrace.protos.tasks import check_task
 from headrace.protos.worker_pb2 import ModelCard
 from headrace.worker.grammar.constraint import ConstraintSource
+from headrace.worker.kv.beams import BeamLimits
 from headrace.worker.request.eviction_rules import eviction_for
 from headrace.worker.request.images import PlacedImage
-from headrace.worker.request.params import DryBreakers, SamplingParams, ThinkingBudget
+from headrace.worker.request.params import BeamParams, DryBreakers, EarlyStopping, SamplingParams, ThinkingBudget
 from headrace.worker.request.request import Request
 
 _Number = TypeVar("_Number", int, float)
@@ -39,6 +40,9 @@ MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 # Log-probabilities of one prompt, its own and the most probable tokens': 8 MB in memory, and a message of 10 MB.
 MAX_PROMPT_LOGPROBS = 1 << 20
+# The log-probabilities of all answers of a beam search, which are one message of at most 10 MB.
+MAX_BEAM_LOGPROBS = 1 << 20
+MAX_LENGTH_PENALTY = 10.0
 MAX_BAD_WORDS = 256
 MAX_DRY_BREAKERS = 1 << 16
 MAX_DRY_BREAKER_TOKENS = 32
@@ -49,6 +53,7 @@ MAX_CHOICES = 4096
 # Terminals may contain one another, and compiling takes time and memory with the square of their number.
 MAX_TERMINALS = 2000
 _TERMINAL = re.compile(r"^[ \t]*[!?]*_*[A-Z][A-Z0-9_]*[ \t]*(?:\.[^:\n]*)?:", re.MULTILINE)
+_OF_NO_BEAMS = "has no effect on a beam search, which compares the model's own log-probabilities; it must be"
 _LONG_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words", "dry_breaker_token_ids", "dry_breakers")
 
 
@@ -66,6 +71,8 @@ class ModelLimits:
     task: inference_pb2.Task = inference_pb2.TASK_UNSPECIFIED
     card: ModelCard = field(default_factory=ModelCard)
     """Whether requests may evict their own KV blocks."""
+    beams: BeamLimits | None = None
+    """None if the model takes no beam search."""
 
     def identity(self, adapter_sha256: str) -> str:
         """The identity of answers: that of the model, or of the model with an adapter."""
@@ -282,9 +289,11 @@ def admit(
         max_wait_s=message.max_wait_ms / 1000 if message.HasField("max_wait_ms") else math.inf,
         kv_source=message.kv_source,
         num_source_tokens=message.kv_source_tokens,
-        eviction=eviction_for(limits.card, message.sampling),
+        eviction=None if message.sampling.HasField("beam_search") else eviction_for(limits.card, message.sampling),
         mirostat_mu=mirostat_mu,
     )
+    if admitted.beams is not None:
+        _check_beams(admitted, limits)
     if admitted.wants_prompt_logprobs and any(image.is_whole for image in images):
         raise _invalid(
             "sampling.prompt_logprobs",
@@ -298,6 +307,35 @@ def admit(
             "for fewer, or shorten the prompt",
         )
     return admitted
+
+
+def _check_beams(request: Request, limits: ModelLimits) -> None:
+    """StatusError unless the beam search fits the model, its cache and one message."""
+    name, beams = "sampling.beam_search", limits.beams
+    if beams is None:
+        problem = "is not available for this model: its beams cannot share what its layers keep of earlier tokens"
+        raise StatusError(Reason.UNSUPPORTED, f"{name} {problem}", field=name)
+    if request.is_resumed:
+        raise _invalid("resume_token_ids", "must be empty: a beam search begins at the prompt")
+    width, sampling = request.num_sequences, request.sampling
+    if not 1 <= width <= beams.max_width:
+        raise _invalid(f"{name}.width", f"must be 1 to {beams.max_width}, not {width}")
+    if width + len(sampling.stop_token_ids) > limits.vocab_size:
+        raise _invalid(f"{name}.width", "must be smaller: the vocabulary has too few tokens")
+    most = beams.most_tokens(request.num_prompt_tokens, width)
+    if sampling.max_tokens > most:
+        raise _invalid(
+            "sampling.max_tokens",
+            f"must be at most {max(most, 0)} with {width} beams and this prompt, not {sampling.max_tokens}: the KV "
+            "cache has no room for more",
+        )
+    num_values = width * sampling.max_tokens * (2 + (sampling.num_logprobs or 0))
+    if sampling.num_logprobs is not None and num_values > MAX_BEAM_LOGPROBS:
+        raise _invalid(
+            "sampling.logprobs",
+            f"of {sampling.num_logprobs} with {width} beams allow a max_tokens of up to "
+            f"{MAX_BEAM_LOGPROBS // (num_values // sampling.max_tokens)}; ask for fewer",
+        )
 
 
 def _check_model(message: inference_pb2.GenerateRequest, limits: ModelLimits, identity: str) -> None:
@@ -390,10 +428,15 @@ def _sampling(decoded: DecodedRequest, limits: ModelLimits, room: int) -> Sampli
     lists = _Lists.of(message, limits) if decoded.sampling is None else decoded.sampling.lists(limits)
     if message.HasField("constraint") and lists.allowed_token_ids:
         raise _invalid("sampling.allowed_token_ids", "cannot be combined with a constraint; write it into the grammar")
+    beam_search = _beam_search(message, lists)
+    numbers = {name: _number(message, name, number) for name, number in NUMBERS.items() if name != "seed"}
+    if beam_search is not None:
+        numbers["temperature"] = 0.0
     return SamplingParams(
         max_tokens=min(_max_tokens(message, room), room),
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
-        **{name: _number(message, name, number) for name, number in NUMBERS.items() if name != "seed"},
+        **numbers,
+        beam_search=beam_search,
         min_tokens=message.min_tokens,
         stop_token_ids=stop_tokens(message, stop, limits.eos_token_ids),
         logit_bias=lists.logit_bias,
@@ -405,6 +448,37 @@ def _sampling(decoded: DecodedRequest, limits: ModelLimits, room: int) -> Sampli
         samplers=_samplers(message),
         thinking_budget=_thinking_budget(message, limits),
     )
+
+
+def _beam_search(message: inference_pb2.SamplingParams, lists: _Lists) -> BeamParams | None:
+    """The beam search that is asked for. StatusError if another field has no effect on one."""
+    if not message.HasField("beam_search"):
+        return None
+    for name, number in NUMBERS.items():
+        value = getattr(message, name)
+        is_greedy = name == "temperature" and value == 0.0
+        if name != "seed" and message.HasField(name) and value != number.default and not is_greedy:
+            raise _invalid(f"sampling.{name}", f"{_OF_NO_BEAMS} {number.default}")
+    for name in ("constraint", "thinking_budget"):
+        if message.HasField(name):
+            raise _invalid(f"sampling.{name}", f"{_OF_NO_BEAMS} absent")
+    for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+        if getattr(lists, name):
+            raise _invalid(f"sampling.{name}", f"{_OF_NO_BEAMS} empty")
+    if message.samplers:
+        raise _invalid("sampling.samplers", f"{_OF_NO_BEAMS} empty")
+    if message.cache_eviction.max_cache_size:
+        raise _invalid("sampling.cache_eviction", f"{_OF_NO_BEAMS} absent")
+    asked = message.beam_search
+    penalty = asked.length_penalty if asked.HasField("length_penalty") else 1.0
+    if not abs(penalty) <= MAX_LENGTH_PENALTY:
+        most = f"{MAX_LENGTH_PENALTY:g}"
+        raise _invalid("sampling.beam_search.length_penalty", f"must be -{most} to {most}, not {penalty:g}")
+    try:
+        stopping = EarlyStopping(asked.early_stopping)
+    except ValueError:
+        raise _invalid("sampling.beam_search.early_stopping", "must be one of the protocol's values") from None
+    return BeamParams(asked.width, penalty, stopping)
 
 
 def _samplers(message: inference_pb2.SamplingParams) -> tuple[str, ...]:

@@ -72,9 +72,18 @@ def _response_of(request: Request, outputs: Sequence[RequestOutput]) -> inferenc
         response.num_accepted_tokens = sum(output.num_accepted for output in outputs)
     if request.sampling.num_logprobs is not None:
         response.logprobs.extend(_logprobs_of(entry) for output in outputs for entry in output.logprobs)
+    for hypothesis in last.hypotheses:
+        response.hypotheses.add(
+            token_ids=hypothesis.token_ids,
+            logprobs=map(_logprobs_of, hypothesis.logprobs),
+            score=hypothesis.score,
+            stop_token_id=hypothesis.stop_token_id,
+        )
     if last.finish is not None:
         response.vector = last.vector
         response.finish.CopyFrom(_finish_of(request, last.finish, last.stop_token_id))
+        if last.hypotheses:
+            response.finish.num_generated_tokens = max(len(one.token_ids) for one in last.hypotheses)
     return response
 
 

@@ -199,6 +199,8 @@ class Speculation:
         # Mirostat and DRY go on from token to token, so that the rows of a draft would be sampled one after the other.
         if most < 1 or request.eviction is not None or request.sampling.mirostat or request.sampling.has_dry:
             return NO_DRAFT
+        if request.beams is not None:
+            return NO_DRAFT
         forced = self._grammars.forced_tokens(request) if request.sampling.constraint is not None else ()
         if forced:
             return Draft(forced[:most], Source.GRAMMAR)
