@@ -38,11 +38,17 @@ class Ledger:
         self._mirostat_mu = request.mirostat_mu if request.HasField("mirostat_mu") else None
         self._num_cached_tokens = 0
         self._num_before_attempt = 0
+        self._longest_hypothesis = 0
 
     @property
     def num_delivered(self) -> int:
         """Tokens that were delivered by this process."""
         return len(self.token_ids) - len(self._request.resume_token_ids)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """The length of the answer so far; of a beam search, that of its longest one."""
+        return len(self.token_ids) or self._longest_hypothesis
 
     @property
     def has_progressed(self) -> bool:
@@ -76,6 +82,8 @@ class Ledger:
             self._mirostat_mu = message.mirostat_mu
         self.token_ids.extend(token_ids)
         self.is_finished = message.HasField("finish")
+        if message.hypotheses:
+            self._longest_hypothesis = message.finish.num_generated_tokens
 
     def take_early_end(self, message: GenerateResponse, longest: int) -> bool:
         """Remove the finish of a message if its worker ends the answer only because the context of that worker ends.

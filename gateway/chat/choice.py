@@ -290,12 +290,14 @@ class Ranked(Protocol):
     ending: Ending | None
 
 
-def best_of(choices: Sequence[Ranked], num_each: int, n: int) -> list[int]:
-    """Indices of the `n` best of each `num_each` choices: by mean log-probability of their tokens, best first. Those
-    that failed come last."""
+def best_of(choices: Sequence[Ranked], num_each: int, n: int, *, are_ranked: bool = False) -> list[int]:
+    """Indices of the `n` best of each `num_each` choices: by mean log-probability of their tokens, best first, unless
+    they `are_ranked` already. Those that failed come last."""
     found: list[int] = []
     for first in range(0, len(choices), num_each):
-        ranked = sorted(range(first, first + num_each), key=lambda i: _rank(choices[i]))
+        ranked = list(range(first, first + num_each))
+        if not are_ranked:
+            ranked.sort(key=lambda i: _rank(choices[i]))
         found += ranked[:n] if n < num_each else range(first, first + num_each)
     return found
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.gateway.chat.beams import MOST_LENGTH_PENALTY
 from headrace.gateway.chat.conversation import EFFORTS
 from headrace.gateway.chat.filters import MAX_BREAKERS, SAMPLERS
 from headrace.gateway.chat.request import MAX_KEY_CHARS, VERBOSITIES
@@ -29,14 +30,12 @@ from headrace.protos.sampling_fields import NUMBERS
 
 AS_CHATS = "as for [chats](#post-v1chatcompletions)"
 OF_PROVIDER = "it concerns the provider's own storage, billing and monitoring"
-_BEAMS = "it belongs to beam search; leave it out"
+_GROUPS = "a beam search has one group; leave it out"
 _LAZY = "leave it out: a grammar constrains the whole answer"
 
 REFUSED: dict[str, Refused] = {
-    "use_beam_search": Refused("use n or best_of", (False,)),
-    "length_penalty": Refused(_BEAMS, (1,)),
-    "early_stopping": Refused(_BEAMS, (False,)),
-    "diversity_penalty": Refused(_BEAMS, (0,)),
+    "num_beam_groups": Refused(_GROUPS, (1,)),
+    "diversity_penalty": Refused(_GROUPS, (0,)),
     "logits_processors": Refused("use logit_bias, allowed_token_ids or bad_words", ([],)),
     "guided_whitespace_pattern": Refused("leave it out: JSON has no white space between tokens"),
     "grammar_lazy": Refused(_LAZY, (False,)),
@@ -176,9 +175,24 @@ APPLIED: dict[str, Row] = {
     "best_of": Applied(
         "`n` to 128",
         "Generate this many answers and return the `n` with the highest mean log-probability, best first. The usage"
-        " counts all of them. Must equal `n` in streams",
+        " counts all of them. Must equal `n` in streams. Of a beam search, the number of beams",
         neutral=(1,),
         schema={"minimum": 1, "maximum": MAX_CHOICES},
+    ),
+    "use_beam_search": Applied(
+        "bool", "Search for the most probable answers: [beam search](http-api.md#beam-search)", neutral=(False,)
+    ),
+    "length_penalty": Applied(
+        f"-{MOST_LENGTH_PENALTY:g} to {MOST_LENGTH_PENALTY:g}, default 1",
+        "Of a beam search: scores are divided by the number of tokens to the power of this",
+        neutral=(1,),
+        schema={"minimum": -MOST_LENGTH_PENALTY, "maximum": MOST_LENGTH_PENALTY},
+    ),
+    "early_stopping": Applied(
+        "bool, `never`",
+        "Of a beam search with as many finished answers as beams. False: it ends when the best beam, as it is, is not"
+        ' better than these. True: at once. "never": when no beam can become better',
+        neutral=(False,),
     ),
     "response_format": Applied("a constraint", _CONSTRAINT, neutral=({"type": "text"},)),
     **{

@@ -1,6 +1,7 @@
 """From token ids to pieces of text: the path that HTTP and gRPC share.
 
-A `Job` is one prompt and the number of its answers. Each answer is one generation upstream, with its own seed. One
+A `Job` is one prompt and the number of its answers. Each answer is one generation upstream, with its own seed; but a
+beam search is one generation, with all answers in its last message. One
 iterator gives the pieces of all answers in the order of their arrival. Closing the iterator, or cancelling the task
 that iterates, cancels all generations. A stop string cancels the generation of its choice.
 """
@@ -14,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.common.tasks import end_tasks
 from headrace.common.telemetry.tracing import current_span
@@ -21,6 +23,7 @@ from headrace.common.transport.wire_request import SharedPart
 from headrace.common.vision.family import Detail
 from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller
+from headrace.gateway.chat.beams import answers_of, check_beside_beams, in_callers_names
 from headrace.gateway.chat.choice import Choice, Ending, Piece
 from headrace.gateway.chat.sampling import Sampling, check_sampling, sampling_params, take_large_fields
 from headrace.gateway.checks import invalid
@@ -37,6 +40,7 @@ from headrace.protos.inference_pb2 import (
     IMAGE_DETAIL_LOW,
     IMAGE_DETAIL_UNSPECIFIED,
     GenerateRequest,
+    GenerateResponse,
     Image,
     SamplingParams,
 )
@@ -99,12 +103,17 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A job that was checked: the messages for upstream, one for each choice."""
+    """A job that was checked: the messages for upstream, one for each choice, or a single one for a beam search."""
 
     job: Job
     requests: Sequence[GenerateRequest]
     shared: tuple[SharedPart, ...] = ()
     """The parts that all of the requests share: prompt, grammar, long lists."""
+
+    @property
+    def is_search(self) -> bool:
+        """Whether it is a beam search."""
+        return self.job.sampling.beam_search is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +186,8 @@ def plan_job(job: Job) -> Plan:
     """Check a job and write its requests (pure but for the random seed and ids). Raises `StatusError`."""
     card = job.model.card
     check_sampling(job.sampling, card.vocab_size)
+    if job.sampling.beam_search is not None:
+        check_beside_beams(job.sampling)
     if not job.token_ids:
         raise invalid("prompt", "the prompt has no tokens")
     limit = job.model.rules.max_tokens_limit
@@ -186,14 +197,15 @@ def plan_job(job: Job) -> Plan:
     token_ids, prediction = job.token_ids, job.prediction[: card.max_context_tokens]
     images = [Image(data=image.data, detail=_DETAILS[image.detail]) for image in job.images]
     shared: tuple[SharedPart, ...] = ()
-    if job.num_choices > 1 or job.common is not None:
+    num_requests = job.num_choices if job.sampling.beam_search is None else 1
+    if num_requests > 1 or job.common is not None:
         shared = ((job.common or Common()).part(params),)
-    if job.num_choices > 1:
+    if num_requests > 1:
         common = GenerateRequest(token_ids=token_ids, prediction_token_ids=prediction, images=images)
         shared = (*shared, SharedPart(common.SerializeToString()))
         token_ids, prediction, images = (), (), []
     requests = []
-    for i in range(job.num_choices):
+    for i in range(num_requests):
         request = GenerateRequest(
             request_id=secrets.token_hex(16),
             model=card.parent or card.name,
@@ -210,6 +222,19 @@ def plan_job(job: Job) -> Plan:
         request.sampling.seed = (params.seed + i) % 2**64
         requests.append(request)
     return Plan(job, requests, shared)
+
+
+class _Generation(NamedTuple):
+    """One generation upstream, and the number of its first choice among those of the request."""
+
+    first: int
+    plan: Plan
+    request: GenerateRequest
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices it has."""
+        return self.plan.job.num_choices if self.plan.is_search else 1
 
 
 class Generator:
@@ -245,7 +270,8 @@ class Generator:
                 if plan.job.session_key:
                     request.session_key = scoped_salt(scope, plan.job.session_key)
                 if plan.job.sampling.max_tokens is not None:
-                    num_taken += request.sampling.max_tokens
+                    num_answers = plan.job.num_choices // len(plan.requests)
+                    num_taken += num_answers * request.sampling.max_tokens
         num_taken += num_prompt_tokens
         with authorization.held():
             await authorization.take_tokens(num_taken)
@@ -259,62 +285,104 @@ class Generator:
 
     async def _pieces(self, plans: Sequence[Plan], caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
         """As `stream`, without charging a key."""
-        generations = [(plan, request) for plan in plans for request in plan.requests]
-        if len(generations) > MAX_CHOICES_PER_REQUEST:
-            raise invalid(
-                "n", f"one request takes at most {MAX_CHOICES_PER_REQUEST} answers, this is {len(generations)}"
-            )
-        if self._num_running + len(generations) > MAX_GENERATIONS:
+        num_choices = sum(plan.job.num_choices for plan in plans)
+        if num_choices > MAX_CHOICES_PER_REQUEST:
+            raise invalid("n", f"one request takes at most {MAX_CHOICES_PER_REQUEST} answers, this is {num_choices}")
+        if self._num_running + num_choices > MAX_GENERATIONS:
             raise StatusError(Reason.QUEUE_FULL, "the gateway has its maximum of streams", retry_after_s=1.0)
-        self._num_running += len(generations)
+        generations: list[_Generation] = []
+        first = 0
+        for plan in plans:
+            generations += (_Generation(first + number, plan, request) for number, request in enumerate(plan.requests))
+            first += plan.job.num_choices
+        self._num_running += num_choices
         if caller.is_background:
-            for _, request in generations:
-                request.priority = BACKGROUND_PRIORITY
+            for generation in generations:
+                generation.request.priority = BACKGROUND_PRIORITY
         for plan in plans:
             self._metrics.images(len(plan.job.images), plan.job.num_image_tokens)
             for request in plan.requests[:1]:
                 self._partings.prompt(plan.job.model.name, request.cache_salt, request.tenant, plan.job.token_ids)
         if generations:
-            describe_generation(generations[0][1], len(generations), sum(len(plan.job.token_ids) for plan in plans))
+            num_tokens = sum(len(plan.job.token_ids) for plan in plans)
+            describe_generation(generations[0].request, num_choices, num_tokens)
         try:
             if len(generations) == 1:
-                plan, request = generations[0]
-                async with aclosing(self._one(plan, request, caller)) as pieces:
-                    async for piece in pieces:
-                        yield 0, piece
+                merged = self._of(generations[0], caller)
             else:
-                async with aclosing(self._merged(generations, caller)) as merged:
-                    async for indexed in merged:
-                        yield indexed
+                merged = self._merged(generations, caller)
+            async with aclosing(merged):
+                async for indexed in merged:
+                    yield indexed
         finally:
-            self._num_running -= len(generations)
+            self._num_running -= num_choices
+
+    async def _of(self, generation: _Generation, caller: Caller) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Pieces of one generation, each with the number of its choice."""
+        first, plan, request = generation
+        if plan.is_search:
+            async with aclosing(self._found(plan, request, caller)) as found:
+                async for number, piece in found:
+                    yield first + number, piece
+            return
+        async with aclosing(self._one(plan, request, caller)) as pieces:
+            async for piece in pieces:
+                yield first, piece
+
+    async def _found(
+        self, plan: Plan, request: GenerateRequest, caller: Caller
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The answers of a beam search, each in one piece with its number, best first."""
+        job = plan.job
+        num_tokens = num_cached_tokens = 0
+        try:
+            answers: Sequence[GenerateResponse] = ()
+            async with aclosing(self._messages(plan, request, caller)) as messages:
+                async for message in messages:
+                    answers = answers_of(message)
+            if len(answers) != job.num_choices:
+                problem = f"the worker's search has {len(answers)} answers instead of {job.num_choices}"
+                raise StatusError(Reason.INTERNAL, problem)
+            if not caller.is_background:
+                self._metrics.first_token(job.model.name, time.monotonic() - caller.arrived_s)
+                self._metrics.timed(job.model.name, message.finish)
+            current_span().event("first token")
+            for number, answer in enumerate(answers):
+                choice = _choice_of(job)
+                piece = choice.push(answer)
+                num_cached_tokens = choice.num_cached_tokens
+                num_tokens += piece.num_tokens
+                self._metrics.recent.delivered(piece.num_tokens)
+                if piece.ending is not None:
+                    current_span().append("gen_ai.response.finish_reasons", piece.ending.reason)
+                yield number, piece
+        except StatusError as error:
+            raise _of_image(in_callers_names(error, job.sampling.max_tokens_field), job.images) from error
+        finally:
+            current_span().add("gen_ai.usage.output_tokens", num_tokens)
+            self._metrics.choice_ended(len(job.token_ids), num_cached_tokens, num_tokens, 0.0)
+
+    def _messages(self, plan: Plan, request: GenerateRequest, caller: Caller) -> AsyncGenerator[GenerateResponse, None]:
+        """The messages of one generation."""
+        return self._upstream.generate(
+            request,
+            caller.metadata,
+            caller.deadline_s,
+            shared=plan.shared,
+            num_prompt_tokens=len(plan.job.token_ids),
+            card=plan.job.model.card,
+        )
 
     async def _one(self, plan: Plan, request: GenerateRequest, caller: Caller) -> AsyncGenerator[Piece, None]:
         """Pieces of one choice."""
         job = plan.job
-        tokenizer = job.model.text.tokenizer
-        choice = Choice(
-            tokenizer.token_bytes,
-            tokenizer.special_ids,
-            job.sampling,
-            job.shown_ids,
-            job.shown_ids_of_prompt if job.sampling.prompt_logprobs is not None else (),
-            block_size=job.model.card.block_size,
-        )
+        choice = _choice_of(job)
         first_s = last_s = 0.0
         num_tokens = 0
         check = None if job.sampling.structure is None else job.sampling.structure.check
         texts: list[str] = []
         try:
-            generation = self._upstream.generate(
-                request,
-                caller.metadata,
-                caller.deadline_s,
-                shared=plan.shared,
-                num_prompt_tokens=len(job.token_ids),
-                card=job.model.card,
-            )
-            async with aclosing(generation) as messages:
+            async with aclosing(self._messages(plan, request, caller)) as messages:
                 async for message in messages:
                     piece = choice.push(message)
                     num_tokens += piece.num_tokens
@@ -344,25 +412,25 @@ class Generator:
             self._metrics.choice_ended(len(job.token_ids), choice.num_cached_tokens, num_tokens, decoding_s)
 
     async def _merged(
-        self, generations: Sequence[tuple[Plan, GenerateRequest]], caller: Caller
+        self, generations: Sequence[_Generation], caller: Caller
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of several choices as they arrive. One that fails does not end the others."""
-        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(
-            _QUEUED_PIECES_PER_CHOICE * len(generations)
-        )
+        num_choices = sum(generation.num_choices for generation in generations)
+        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(_QUEUED_PIECES_PER_CHOICE * num_choices)
 
-        async def follow(index: int, plan: Plan, request: GenerateRequest) -> None:
+        async def follow(generation: _Generation) -> None:
             try:
-                async with aclosing(self._one(plan, request, caller)) as pieces:
-                    async for piece in pieces:
-                        await queue.put((index, piece))
+                async with aclosing(self._of(generation, caller)) as pieces:
+                    async for indexed in pieces:
+                        await queue.put(indexed)
             except Exception as error:  # raised again where the pieces are iterated over
-                await queue.put((index, error))
+                for number in range(generation.num_choices):
+                    await queue.put((generation.first + number, error))
 
-        tasks = [asyncio.create_task(follow(i, *one)) for i, one in enumerate(generations)]
-        failures = _Failures(len(generations))
+        tasks = [asyncio.create_task(follow(generation)) for generation in generations]
+        failures = _Failures(num_choices)
         try:
-            num_open = len(tasks)
+            num_open = num_choices
             while num_open:
                 index, item = await queue.get()
                 if isinstance(item, Piece):
@@ -378,6 +446,18 @@ class Generator:
                     yield failed
         finally:
             await end_tasks(*tasks)
+
+
+def _choice_of(job: Job) -> Choice:
+    tokenizer = job.model.text.tokenizer
+    return Choice(
+        tokenizer.token_bytes,
+        tokenizer.special_ids,
+        job.sampling,
+        job.shown_ids,
+        job.shown_ids_of_prompt if job.sampling.prompt_logprobs is not None else (),
+        block_size=job.model.card.block_size,
+    )
 
 
 def _of_image(error: StatusError, images: Sequence[PromptImage]) -> StatusError:

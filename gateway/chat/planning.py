@@ -60,7 +60,7 @@ class ChatPlan:
 
     def choices(self) -> list[ChatChoice]:
         """A reader for each choice."""
-        return [self.reading.choice() for _ in self.plan.requests]
+        return [self.reading.choice() for _ in range(self.plan.job.num_choices)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from headrace.gateway.cache_eviction import CacheEvictionFields, eviction_rule
+from headrace.gateway.chat.beams import beam_search_of
 from headrace.gateway.chat.filters import check_breakers, order_of, without_others
 from headrace.gateway.chat.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS, Sampling
 from headrace.gateway.checks import check_range, invalid, texts_or_tokens, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.structure.fields import ConstraintFields
+from headrace.protos.inference_pb2 import BeamSearch
 from headrace.protos.sampling_fields import numbers_of
 
 COMPLETION_MAX_TOKENS = 16
@@ -63,6 +65,9 @@ class Generation(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
 
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: int | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
@@ -200,6 +205,7 @@ def _check_common(request: Generation) -> None:
 def _check_choices(request: Generation) -> None:
     n = 1 if request.n is None else request.n
     check_range("n", n, 1, MAX_CHOICES)
+    _beam_search_of(request)
     if request.best_of is None:
         return
     check_range("best_of", request.best_of, 1, MAX_CHOICES)
@@ -239,7 +245,8 @@ def sampling_of(request: Chat | Completion) -> Sampling:
                 prompt_logprobs = max(logprobs, prompt_logprobs or 0)
     if request.max_completion_tokens is not None:
         max_tokens, max_tokens_field = request.max_completion_tokens, "max_completion_tokens"
-    if logprobs is None and (request.best_of or 1) > (request.n or 1):
+    beam_search = _beam_search_of(request)
+    if logprobs is None and beam_search is None and (request.best_of or 1) > (request.n or 1):
         logprobs = 0  # to rank the answers
     order, numbers = order_of(request.samplers), numbers_of(request)
     return Sampling(
@@ -262,8 +269,15 @@ def sampling_of(request: Chat | Completion) -> Sampling:
         logprobs=logprobs,
         lists_hidden_end=isinstance(request, Completion),
         prompt_logprobs=prompt_logprobs,
+        beam_search=beam_search,
         cache_eviction=eviction_rule(request.cache_eviction),
     )
+
+
+def _beam_search_of(request: Generation) -> BeamSearch | None:
+    if request.use_beam_search is None and request.length_penalty is None and request.early_stopping is None:
+        return None
+    return beam_search_of(request)
 
 
 def _stop_of(request: Chat | Completion) -> Sequence[str]:

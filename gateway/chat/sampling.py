@@ -15,7 +15,7 @@ from headrace.gateway.checks import check_range, invalid
 from headrace.gateway.hints import ignored
 from headrace.gateway.text.breakers import NO_BREAKERS, Breakers
 from headrace.protos.cache_eviction import longest_context_of, rule_for
-from headrace.protos.inference_pb2 import CacheEviction, SamplingParams, ThinkingBudget, TokenSequence
+from headrace.protos.inference_pb2 import BeamSearch, CacheEviction, SamplingParams, ThinkingBudget, TokenSequence
 from headrace.protos.sampling_fields import NUMBERS, SamplingNumbers
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
@@ -83,6 +83,8 @@ class Sampling:
     """Ends reasoning; None: it may be as long as the answer."""
     structure: Structure | None = None
     """The constraint of the whole answer; None: any text."""
+    beam_search: BeamSearch | None = None
+    """A search for the most probable answers; None: one token is chosen after the other."""
     cache_eviction: CacheEviction | None = None
     """Which KV blocks the request evicts; None: the server's default."""
 
@@ -146,6 +148,11 @@ def sampling_params(
     params.ClearField("logprobs")
     params.ClearField("prompt_logprobs")
     params.seed = seed
+    if sampling.beam_search is not None:
+        for name in NUMBERS:
+            params.ClearField(name)
+        params.seed = seed
+        params.beam_search.CopyFrom(sampling.beam_search)
     for name, number in NUMBERS.items():
         value = getattr(sampling.numbers, name)
         if value is not None:

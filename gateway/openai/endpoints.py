@@ -144,9 +144,9 @@ class _Generations:
             stream = ChatStream(who, logprobs, shown, reading.num_id_chars)
             await self._services.answering.stream(exchange, [plan], stream, chat.choices())
         else:
-            chats = [WholeChat(reading.num_id_chars) for _ in plan.requests]
+            chats = [WholeChat(reading.num_id_chars) for _ in range(plan.job.num_choices)]
             usage = await self._services.answering.gather(exchange.caller, [plan], chats, chat.choices())
-            best = [chats[i] for i in best_of(chats, len(chats), request.n or 1)]
+            best = [chats[i] for i in best_of(chats, len(chats), request.n or 1, are_ranked=plan.is_search)]
             await exchange.respond(whole_chat(who, best, logprobs, usage, shown, token_bytes))
 
     async def completions(self, exchange: Exchange) -> None:
@@ -166,11 +166,11 @@ class _Generations:
         if request.stream:
             await self._services.answering.stream(exchange, plans, CompletionStream(who, logprobs, shown))
         else:
-            choices = [WholeChoice() for plan in plans for _ in plan.requests]
+            choices = [WholeChoice() for plan in plans for _ in range(plan.job.num_choices)]
             usage = await self._services.answering.gather(exchange.caller, plans, choices)
             num_each = plans[0].job.num_choices
             n = request.n or 1
-            best = [choices[i] for i in best_of(choices, num_each, n)]
+            best = [choices[i] for i in best_of(choices, num_each, n, are_ranked=plans[0].is_search)]
             await exchange.respond(whole_completion(who, best, logprobs, usage, shown, token_bytes))
 
     async def embeddings(self, exchange: Exchange) -> None:

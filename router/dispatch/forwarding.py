@@ -70,7 +70,7 @@ class Forwarding:
             self._suspects.answered(generation)
         finally:
             if generation.card is not None:
-                self._fleet.answer_lengths.ended(generation.card.name, len(generation.ledger.token_ids))
+                self._fleet.answer_lengths.ended(generation.card.name, generation.ledger.num_answer_tokens)
 
     async def _deliver(self, generation: Generation) -> None:
         outcome: Outcome | None = None

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-LogprobsAfter = Callable[[Sequence[int]], npt.NDArray[np.floating[Any]]]
-"""The log-probabilities `[vocab]` of the token after a context."""
+LogprobsAfter = Callable[[Sequence[Sequence[int]]], npt.NDArray[np.floating[Any]]]
+"""The log-probabilities `[n, vocab]` of the tokens after n contexts of one length."""
 
 
 class Answer(NamedTuple):
@@ -20,9 +20,9 @@ class Answer(NamedTuple):
 
 
 def log_softmax(logits: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
-    """Log-probabilities of the logits `[vocab]`."""
-    values = logits.astype(np.float64) - float(logits.max())
-    logprobs: npt.NDArray[np.float64] = values - np.log(np.exp(values).sum())
+    """Log-probabilities of the logits `[..., vocab]`."""
+    values = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    logprobs: npt.NDArray[np.float64] = values - np.log(np.exp(values).sum(axis=-1, keepdims=True))
     return logprobs
 
 
@@ -41,7 +41,8 @@ def search(
     beams: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[Answer] = []
     for length in range(1, max_tokens + 1):
-        rows = np.array([total + logprobs_after([*prompt, *token_ids]) for token_ids, total in beams])
+        totals = np.array([[total] for _, total in beams])
+        rows = totals + logprobs_after([[*prompt, *token_ids] for token_ids, _ in beams])
         if length <= min_tokens:
             rows[:, list(stops)] = -np.inf
         order = np.argsort(-rows, axis=None, kind="stable")[: width * (2 + len(stops))].tolist()

@@ -69,7 +69,7 @@ def ask(
 
 def right(prompt: Sequence[int], width: int, max_tokens: int = 12, **options: Any) -> list[Answer]:
     return search(
-        lambda context: log_softmax(logits_after(context)),
+        lambda contexts: log_softmax(np.stack([logits_after(context) for context in contexts])),
         prompt,
         width=width,
         max_tokens=max_tokens,
