@@ -30,6 +30,11 @@ def exported_adapters(names: Sequence[str]) -> Mapping[str, Path]:
     return _of_families(names, "adapters", (*_MADE_BY, "adapters.py"))
 
 
+def beam_searches(names: Sequence[str]) -> Mapping[str, Path]:
+    """The directory of what beam searches of each model find. Missing ones are run."""
+    return _of_families(names, "beams", (*_MADE_BY, "beams.py"))
+
+
 def written_checkpoints(names: Sequence[str]) -> Mapping[str, Path]:
     """The checkpoint of each model in safetensors form. Missing ones are written."""
     return _of_families(names, "checkpoints", (*_MADE_BY, "checkpoints.py"))
