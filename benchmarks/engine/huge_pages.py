@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.host.binding import Region, read_binding
-from headrace.worker.model.batch import Batch
+from headrace.worker.model.batch import Batch, Sums
 from headrace.worker.model.runner import OpenVINOModelRunner
 
 CHUNK = 256
@@ -80,8 +80,13 @@ def _prompt(table: npt.NDArray[np.int64], start: int, block_size: int) -> Batch:
         max_context_len=np.array(start + CHUNK, np.int32),
         sampled_tokens_indices=np.array([CHUNK - 1], np.int64),
         sampled=(),
+        ahead=None,
+        later=(),
+        beams=(),
         copies=(),
         prompts=(),
+        sums=Sums.NONE,
+        inverse_temperatures=np.ones(0, np.float32),
     )
 
 
@@ -99,8 +104,13 @@ def _decode(tables: npt.NDArray[np.int64], past: int, block_size: int) -> Batch:
         max_context_len=np.array(past + 1, np.int32),
         sampled_tokens_indices=np.arange(num_seqs, dtype=np.int64),
         sampled=(),
+        ahead=None,
+        later=(),
+        beams=(),
         copies=(),
         prompts=(),
+        sums=Sums.NONE,
+        inverse_temperatures=np.ones(0, np.float32),
     )
 
 

@@ -137,7 +137,9 @@ class GroupMemory:
             for array in head.arrays
         }
         copies = [BlockCopy(*copy) for copy in head.copies]
-        batch = Batch(**fields, sampled=(), ahead=None, later=(), copies=copies, prompts=(), sums=Sums(head.sums))
+        batch = Batch(
+            **fields, sampled=(), ahead=None, later=(), beams=(), copies=copies, prompts=(), sums=Sums(head.sums)
+        )
         return Step(batch, head.place)
 
 
