@@ -15,7 +15,7 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,8 @@ _NUM_SPLIT_OUTPUTS = 6
 # What \s means in the graph: not the separators of files, groups, records and units, as in Python.
 _WHITE_SPACE = r"[^\S\x1c-\x1f]"
 _the_core: Any = None
+# Held while an inference request is made: a process has died there, beside another thread's inference.
+_making = threading.Lock()
 _LOG = logging.getLogger(__name__)
 
 
@@ -150,15 +152,39 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     return Tokenizer(encoder, plain, token_bytes, special_ids, chat_template, tokens, pieces)
 
 
-class _Encoder:
-    """A compiled tokenizer graph and its idle inference requests, one for each thread that is encoding."""
+class _Requests:
+    """A compiled graph and its idle inference requests, one for each thread that computes."""
 
     def __init__(self, graph: Any) -> None:
         self._compiled: Any = _core().compile_model(graph, "CPU", COMPILE_OPTIONS)
+        self._idle: deque[Any] = deque()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Any]:
+        """Context manager: a request that no other thread has."""
+        try:
+            request = self._idle.pop()
+        except IndexError:
+            with _making:
+                request = self._compiled.create_infer_request()
+        try:
+            yield request
+        finally:
+            self._idle.append(request)
+
+    def close(self) -> None:
+        self._idle.clear()
+        self._compiled = None
+
+
+class _Encoder:
+    """The graph of a tokenizer, compiled."""
+
+    def __init__(self, graph: Any) -> None:
+        self._requests = _Requests(graph)
         names = [output.get_names() for output in graph.outputs]
         self._ids = next((i for i, name in enumerate(names) if "input_ids" in name), 0)
         self._mask = next((i for i, name in enumerate(names) if "attention_mask" in name), None)
-        self._idle: deque[Any] = deque()
 
     def encode(self, text: str) -> list[int]:
         (token_ids,) = self._run([text])
@@ -170,25 +196,18 @@ class _Encoder:
         return self._run(texts)
 
     def _run(self, texts: Sequence[str]) -> list[list[int]]:
-        try:
-            request = self._idle.pop()
-        except IndexError:
-            request = self._compiled.create_infer_request()
-        try:
-            raws = [text.encode() for text in texts]
-            begins, ends = _spans([len(raw) for raw in raws])
+        raws = [text.encode() for text in texts]
+        begins, ends = _spans([len(raw) for raw in raws])
+        with self._requests.one() as request:
             request.infer([begins, ends, np.frombuffer(b"".join(raws), np.uint8)], share_inputs=True)
             rows = request.get_output_tensor(self._ids).data
             if self._mask is None:
                 return [list(map(int, row.tolist())) for row in rows]
             mask = request.get_output_tensor(self._mask).data != 0
             return [list(map(int, row[kept].tolist())) for row, kept in zip(rows, mask, strict=True)]
-        finally:
-            self._idle.append(request)
 
     def close(self) -> None:
-        self._idle.clear()
-        self._compiled = None
+        self._requests.close()
 
 
 class _PieceEncoder:
@@ -198,7 +217,7 @@ class _PieceEncoder:
     def __init__(self, xml: bytes, weights: bytes) -> None:
         self._files = xml, weights
         self._lock = threading.Lock()
-        self._compiled: Any = None
+        self._requests: _Requests | None = None
         self._is_of_another_kind = False
         self._ids = 0
         self._mask: int | None = None
@@ -219,15 +238,16 @@ class _PieceEncoder:
     def encode(self, texts: Sequence[Sequence[tuple[str, bool]]]) -> list[list[int]] | None:
         """Token ids of texts in pieces; None if the graph does not split texts."""
         with self._lock:
-            if self._compiled is None and not self._is_of_another_kind:
+            if self._requests is None and not self._is_of_another_kind:
                 self._compile()
-            if self._compiled is None:
-                return None
-            request = self._compiled.create_infer_request()
+            requests = self._requests
+        if requests is None:
+            return None
         at_once = 1 if self._mask is None else _AT_ONCE
         found: list[list[int]] = []
-        for start in range(0, len(texts), at_once):
-            found += self._run(request, texts[start : start + at_once])
+        with requests.one() as request:
+            for start in range(0, len(texts), at_once):
+                found += self._run(request, texts[start : start + at_once])
         return found
 
     def _run(self, request: Any, texts: Sequence[Sequence[tuple[str, bool]]]) -> list[list[int]]:
@@ -261,10 +281,12 @@ class _PieceEncoder:
         names = [output.get_names() for output in graph.outputs]
         self._ids = next((i for i, name in enumerate(names) if "input_ids" in name), 0)
         self._mask = next((i for i, name in enumerate(names) if "attention_mask" in name), None)
-        self._compiled = _core().compile_model(graph, "CPU", COMPILE_OPTIONS)
+        self._requests = _Requests(graph)
 
     def close(self) -> None:
-        self._compiled = None
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
 
 
 def _spans(sizes: Sequence[int]) -> tuple[Any, Any]:
