@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from tests.architectures.texts import made_up_texts
 from tests.cli.ovms_files import embeddings_graph, llm_graph, rerank_graph
 from tests.e2e.fleet import free_port
 from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace
+from tests.e2e.shapes import MODEL as SHAPES
+from tests.e2e.shapes import questions
 from tests.e2e.small_model import small_model
 from tests.patience import patience, until
 
@@ -61,6 +64,26 @@ def write(config: Path, names: dict[str, str], **more: Any) -> None:
 def ask(serve: Serve, model: str, **fields: Any) -> httpx.Response:
     body = {"model": model, "messages": [{"role": "user", "content": "Once"}], "temperature": 0, **fields}
     return httpx.post(f"{serve.base_url}/v3/chat/completions", json=body, timeout=patience(READY_BOUND_S))
+
+
+def test_a_vision_language_model_reads_pictures(tmp_path: Path) -> None:
+    copy(SHAPES, tmp_path / "shapes", llm_graph('models_path: "./", pipeline_type: VLM_CB, cache_size: 1'))
+    config = tmp_path / "config.json"
+    write(config, {"shapes": "shapes"})
+    serve = Serve("--config", str(config), "--port", "0", "--threads", "1")
+    try:
+        serve.until_ready()
+        client = openai.OpenAI(base_url=f"{serve.base_url}/v3", api_key="unused", timeout=patience(READY_BOUND_S))
+        for question in questions()[:2]:
+            urls = [f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in question.pictures]
+            parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+            content = [*parts, {"type": "text", "text": question.text}]
+            answer = client.chat.completions.create(
+                model="shapes", messages=[{"role": "user", "content": content}], temperature=0, max_tokens=8
+            )
+            assert (answer.choices[0].message.content or "").strip() == question.reference
+    finally:
+        serve.end()
 
 
 def reload(serve: Serve) -> httpx.Response:
