@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.fleet import Fleet, Process, fleet
 from tests.e2e.serving import Serve, serving, until
 from tests.e2e.small_model import small_model
-from tests.e2e.streams import Stream, chat_body, load, run_streams
+from tests.e2e.streams import Stream, chat_body, http_client, load, run_streams
 from tests.worker.draft_heads.files import (
     TARGET_SIZE,
     VOCAB_SIZE,
@@ -116,6 +116,33 @@ async def test_streams_survive_the_death_of_one_of_two_workers(two_workers: Serv
         tell(f"round {number}", streams)
         assert differences(streams, undisturbed) == []
         until_whole_and_idle(two_workers)
+
+
+@pytest.mark.timeout(120 + 60 * ROUNDS)
+async def test_a_beam_search_survives_the_death_of_its_worker(two_workers: Serve) -> None:
+    beams = {"stream": False, "stream_options": None, "temperature": 0, "use_beam_search": True, "n": 4}
+    body = chat_body(1, 320, **beams)
+
+    def workers_that_run() -> list[int]:
+        return [row["pid"] for row in two_workers.status() if row.get("requests_running")]
+
+    async with http_client() as client:
+
+        async def answers() -> list[tuple[str, str]]:
+            response = await client.post(f"{two_workers.base_url}/v1/chat/completions", json=body)
+            assert response.status_code == 200, response.text
+            return [(choice["message"]["content"], choice["finish_reason"]) for choice in response.json()["choices"]]
+
+        undisturbed = await answers()
+        assert len(set(undisturbed)) == 4
+        for _ in range(ROUNDS):
+            disturbed = asyncio.create_task(answers())
+            await asyncio.to_thread(until, lambda: bool(workers_that_run()), "the search runs")
+            assert not disturbed.done()
+            for pid in workers_that_run():
+                os.kill(pid, signal.SIGKILL)
+            assert await disturbed == undisturbed
+            until_whole_and_idle(two_workers)
 
 
 @pytest.mark.timeout(120 + 60 * ROUNDS)
