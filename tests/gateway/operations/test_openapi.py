@@ -94,6 +94,8 @@ async def test_what_generates_takes_a_time_within_which_it_must_answer(gateway: 
         bodies |= {f"{model}/infer": {"inputs": [text]}}
         bodies |= {f"{model}/{name}": {"text_input": "hi"} for name in ("generate", "generate_stream")}
     bodies |= {"/completion": {"prompt": "hi"}}
+    # The request for a summary is longer than the model's context.
+    del described["/v1/responses/compact"], described["/v3/responses/compact"]
     del described["/infill"]  # the model has no tokens for a gap, so that it is refused before
     assert set(described) == set(bodies)
     router.script, router.cards = never, cards(router)

@@ -292,7 +292,6 @@ async def test_numbers_of_the_model_are_told_as_its_makers_wrote_them(front: Any
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "responses/compact"),
         ("POST", "responses/input_tokens"),
         ("PUT", "responses/resp_1"),
         ("DELETE", "models/tiny"),
