@@ -33,7 +33,7 @@ from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.engine.step_log import StepLog
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import end_process
-from headrace.worker.host.binding import Region
+from headrace.worker.host.binding import RankReport, Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.kv.beams import MAX_BEAMS, BeamLimits
@@ -70,7 +70,7 @@ from headrace.worker.weights.file_memory import give_back_files
 if TYPE_CHECKING:
     from headrace.worker.draft_heads.eagle_runner import EagleHeads, EagleRunner
     from headrace.worker.draft_heads.medusa_runner import MedusaHeads, MedusaRunner
-    from headrace.worker.model.runner import OpenVINOModelRunner, RankTimes
+    from headrace.worker.model.runner import OpenVINOModelRunner
 
 log = logging.getLogger("headrace.worker")
 # Steps of the draft model after each prompt of the warm-up.
@@ -93,8 +93,8 @@ class LoadedModel:
     """Wakes the engine's thread when tiers have brought blocks, or images are encoded."""
     vision: Vision | None = None
     """None if it serves text only."""
-    rank_times: Callable[[], Sequence[RankTimes]] = tuple
-    """Reads the times of the ranks of a divided model; none for a whole one."""
+    ranks: Callable[[], Sequence[RankReport]] = tuple
+    """Reads the ranks of a divided model; none for a whole one."""
 
     @property
     def handover(self) -> Handover | None:
@@ -181,7 +181,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
         adapters,
         bell,
         vision,
-        compiled.runner.rank_times,
+        compiled.runner.ranks,
     )
 
 

@@ -7,7 +7,6 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -80,11 +79,11 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
         return
     model = loading.result()
     adapters = AdapterDesk(model.adapters, model.card.name, config.max_ttft_s)
-    hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size, adapters)
+    ranks = model.ranks if isinstance(model, LoadedModel) else tuple
+    hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size, adapters, ranks)
     mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish, bell=model.bell)
     vllm_name = model.card.name if config.vllm_metrics else ""
-    rank_times = model.rank_times if isinstance(model, LoadedModel) else tuple
-    observer = serve_metrics(config.metrics, hub, vllm_name, rank_times) if config.metrics else RequestObserver()
+    observer = serve_metrics(config.metrics, hub, vllm_name) if config.metrics else RequestObserver()
     blocks = BlockCalls(model.handover, hub)
     health, sessions = add_services(server, config, model, mailbox, hub, observer, adapters, blocks)
     kv_events = _publish_kv_events(config, model, hub, adapters)
@@ -281,22 +280,15 @@ def _images_of(model: LoadedModel | LoadedEncoder) -> Images | None:
     return None if vision is None else Images(vision.family, vision.limits)
 
 
-def serve_metrics(
-    address: str,
-    hub: WatchHub,
-    vllm_name: str = "",
-    rank_times: Callable[[], Sequence[tuple[float, float]]] = tuple,
-) -> RequestObserver:
+def serve_metrics(address: str, hub: WatchHub, vllm_name: str = "") -> RequestObserver:
     """Serve Prometheus metrics at host:port in a thread of their own, also under the names of vLLM if the model's name
-    is given as `vllm_name`. `rank_times` reads the times of ranks. Returns the recorder of requests. ConfigurationError
-    if the address cannot be used."""
+    is given as `vllm_name`. Returns the recorder of requests. ConfigurationError if the address cannot be used."""
     # Imported late: this takes a while.
     from headrace.common.telemetry.vllm_metrics import Waits
-    from headrace.worker.server.metrics import LoadCollector, RankCollector, RequestMetrics, VllmCollector, new_registry
+    from headrace.worker.server.metrics import LoadCollector, RequestMetrics, VllmCollector, new_registry
 
     registry = new_registry()
     registry.register(LoadCollector(hub))
-    registry.register(RankCollector(rank_times))
     if vllm_name:
         registry.register(VllmCollector(hub, vllm_name))
     metrics = RequestMetrics(registry, vllm_name, Waits(registry) if vllm_name else None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.cli.fleet.gateway_access import FleetPicture
 from headrace.cli.fleet.tables import console_for
-from headrace.cli.fleet.worker_columns import LOST_STATES, WORKER_STATES, worker_columns
+from headrace.cli.fleet.worker_columns import LOST_STATES, WORKER_STATES, slowest_rank, worker_columns
 from headrace.protos.router_pb2 import WorkerInfo
 from headrace.protos.worker_pb2 import Counters
 
@@ -163,6 +163,13 @@ def _name_of(row: Row) -> str:
     return row["name"] if row["serves"] in (None, "both") else f"{row['name']} ({row['serves']})"
 
 
+def _ranks_of(row: Row) -> str:
+    if not row["ranks"]:
+        return ""
+    slowest = slowest_rank(row["ranks"])
+    return f"{len(row['ranks'])}" if slowest is None else f"{len(row['ranks'])}, rank {slowest} is slowest"
+
+
 WORKER_COLUMNS = (
     Column("worker", _name_of, lambda row: row["name"]),
     _word("model", "model"),
@@ -176,6 +183,7 @@ WORKER_COLUMNS = (
     _number("prompt tok/s", "prompt_tokens_per_s", "{:.0f}"),
     _number("step ms", "step_ms", "{:.1f}"),
     _number("node", "numa_node"),
+    Column("ranks", _ranks_of, lambda row: len(row["ranks"])),
     _word("address", "address"),
 )
 MODEL_COLUMNS = (

@@ -73,7 +73,8 @@ def row_of(
     window_slots, window_slots_held, kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored, kv_blocks_read,
     kv_blocks_not_written, kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by
     tier), requests_running, requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which
-    are None while unknown, and the columns of `worker_columns._binding_columns`. A gateway also has grpc_address.
+    are None while unknown, the columns of `worker_columns._binding_columns`, and ranks. A gateway also has
+    grpc_address.
     """
     row: dict[str, Any] = {
         "role": process.role,
@@ -204,11 +205,18 @@ def _place_of(row: Mapping[str, Any]) -> str:
     """The CPUs, and the share of the worker's allocated memory that is on their node."""
     if row.get("cpus_allowed") is None:
         return ""
+    if row["ranks"]:
+        return "; ".join(f"rank {number}: {_place_of_rank(rank)}" for number, rank in enumerate(row["ranks"]))
     cpus = f"CPUs {row['cpus_allowed']}"
     node, by_node = row["numa_node"], row["anonymous_bytes"]
     if node is None or not any(by_node.values()):
         return cpus
     return f"{cpus}, {by_node.get(str(node), 0) / sum(by_node.values()):.0%} of memory on node {node}"
+
+
+def _place_of_rank(rank: Mapping[str, Any]) -> str:
+    node = "" if rank["numa_node"] is None else f" on node {rank['numa_node']}"
+    return f"CPUs {rank['cpus']}{node}"
 
 
 def _text(value: object) -> str:

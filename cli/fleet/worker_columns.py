@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.protos import router_pb2, worker_pb2
@@ -42,7 +43,31 @@ def worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         "serves": _ROLES.get(info.role, "both") if info is not None else None,
         **(of_load if is_known else dict.fromkeys(of_load)),
         **_binding_columns(load),
+        "ranks": _ranks(load),
     }
+
+
+def slowest_rank(ranks: Sequence[Mapping[str, Any]]) -> int | None:
+    """The number of the rank that the others have waited for, if this took more than a tenth of its steps; None if
+    there is none."""
+    if not ranks:
+        return None
+    waits = [rank["wait_s"] for rank in ranks]
+    slowest = min(range(len(ranks)), key=lambda number: waits[number])
+    return slowest if max(waits) - waits[slowest] > 0.1 * ranks[slowest]["step_s"] else None
+
+
+def _ranks(load: worker_pb2.Load) -> list[dict[str, Any]]:
+    """The ranks of a divided model, rank 0 first, each with numa_node, cpus, step_s and wait_s."""
+    return [
+        {
+            "numa_node": rank.numa_node if rank.HasField("numa_node") else None,
+            "cpus": rank.cpus,
+            "step_s": rank.step_seconds,
+            "wait_s": rank.wait_seconds,
+        }
+        for rank in load.ranks
+    ]
 
 
 def _tier_columns(load: worker_pb2.Load) -> dict[str, Any]:

@@ -232,6 +232,15 @@ def _load_value(worker: WorkerInfo) -> dict[str, Any]:
             if load.HasField(f"{name}_steps")
         },
         "counters": counters,
+        "ranks": [
+            {
+                "numa_node": rank.numa_node if rank.HasField("numa_node") else None,
+                "cpus": rank.cpus,
+                "step_seconds": rank.step_seconds,
+                "wait_seconds": rank.wait_seconds,
+            }
+            for rank in load.ranks
+        ],
     }
 
 

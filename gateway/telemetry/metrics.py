@@ -318,6 +318,7 @@ class _Fleet:
                 counter.add_metric([worker.worker_id], getattr(worker.load.counters, counter_field.name))
             yield counter
         yield from binding_metrics(reporting)
+        yield from rank_metrics(reporting)
 
 
 def binding_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
@@ -344,6 +345,20 @@ def binding_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
             kv_resident.add_metric([name, str(memory.node)], memory.kv_bytes)
         kv_huge.add_metric([name], binding.kv_huge_bytes)
     yield from (info, resident, anonymous, kv_resident, kv_huge)
+
+
+def rank_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
+    """Metrics of the ranks of divided models."""
+    labels = ["worker", "rank"]
+    steps = CounterMetricFamily("headrace_worker_rank_step_seconds", "Time of the steps of each rank.", labels=labels)
+    waits = CounterMetricFamily(
+        "headrace_worker_rank_wait_seconds", "Part of it in which the rank waited for slower ones.", labels=labels
+    )
+    for worker in workers:
+        for number, rank in enumerate(worker.load.ranks):
+            steps.add_metric([worker.worker_id, str(number)], rank.step_seconds)
+            waits.add_metric([worker.worker_id, str(number)], rank.wait_seconds)
+    yield from (steps, waits)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

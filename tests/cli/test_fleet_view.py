@@ -22,7 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 from google.protobuf.json_format import MessageToDict
 
-from headrace.cli.fleet.fleet_view import Rates, model_rows, worker_rows
+from headrace.cli.fleet.fleet_view import WORKER_COLUMNS, Rates, model_rows, worker_rows
 from headrace.cli.fleet.gateway_access import FleetPicture
 from headrace.cli.fleet.top import Fleet, Screen, pressed, screen_of
 from headrace.cli.main import cli
@@ -258,6 +258,18 @@ def test_sums_of_a_model_leave_out_what_is_unknown() -> None:
     picture = FleetPicture({}, (), "", [worker("w1"), router_pb2.WorkerInfo(worker_id="w2", model="m")], [model])
     (row,) = model_rows(picture, worker_rows(picture))
     assert (row["workers"], row["requests_running"], row["tokens_per_s"], row["kv_used"]) == (2, 0, None, 0.25)
+
+
+@pytest.mark.parametrize(("wait_s", "shown"), [(3.5, "2"), (9.0, "2, rank 1 is slowest")])
+def test_a_rank_for_which_the_others_wait_is_named(wait_s: float, shown: str) -> None:
+    divided = worker("w1")
+    for waited_s in (wait_s, 3.0):
+        divided.load.ranks.add(step_seconds=20, wait_seconds=waited_s)
+    (row,) = worker_rows(picture_of(divided))
+    (column,) = (column for column in WORKER_COLUMNS if column.title == "ranks")
+    assert column.text(row) == shown
+    (whole,) = worker_rows(picture_of(worker("w2")))
+    assert column.text(whole) == ""
 
 
 class StandIn:

@@ -137,6 +137,7 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "anonymous_bytes": {"0": 100, "1": 300},
         "kv_resident_bytes": {"0": 0, "1": 200},
         "kv_huge_bytes": 150,
+        "ranks": [],
     }
     assert "disk: 40 of 50, 9 not written" in _cells(row)[7]
 
@@ -216,6 +217,18 @@ def test_a_worker_that_has_not_read_its_binding_shows_none() -> None:
     assert row["kv_blocks"] == 100
     fields = ("numa_node", "cpus_allowed", "memory_policy", "resident_bytes", "anonymous_bytes", "kv_resident_bytes")
     assert [row[field] for field in (*fields, "kv_huge_bytes")] == [None] * 7
+
+
+def test_a_divided_worker_is_one_row_with_its_ranks() -> None:
+    divided = info(router_pb2.WORKER_STATE_READY)
+    divided.load.ranks.add(numa_node=0, cpus="0-3", step_seconds=10, wait_seconds=4)
+    divided.load.ranks.add(numa_node=1, cpus="4-7", step_seconds=10, wait_seconds=1)
+    row = row_of(record(), WORKER, {"worker-0": divided}, True, 0)
+    assert row["ranks"] == [
+        {"numa_node": 0, "cpus": "0-3", "step_s": 10, "wait_s": 4},
+        {"numa_node": 1, "cpus": "4-7", "step_s": 10, "wait_s": 1},
+    ]
+    assert "rank 0: CPUs 0-3 on node 0; rank 1: CPUs 4-7 on node 1" in _cells(row)
 
 
 async def test_the_table_says_where_a_worker_runs_and_how_much_of_its_memory_is_there(

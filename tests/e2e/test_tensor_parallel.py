@@ -113,6 +113,16 @@ def test_cached_prefixes_are_found_and_change_nothing(group: Serve) -> None:
     assert [token.token_id for token in first[0]] == [token.token_id for token in second[0]]
 
 
+def test_status_and_metrics_show_one_worker_with_its_ranks(group: Serve) -> None:
+    first, second = group.process_of("worker-0")["ranks"]
+    assert first["cpus"] != second["cpus"]
+    assert first["step_s"] > first["wait_s"] >= 0
+    name = "headrace_worker_rank_step_seconds_total"
+    ranks = [f'{name}{{rank="{rank}",worker="worker-0"}} ' for rank in (0, 1)]
+    page = HTTP.get(f"{group.base_url}/metrics").text
+    assert all(any(line.startswith(rank) for line in page.splitlines()) for rank in ranks)
+
+
 def bodies(**sampling: Any) -> list[dict[str, Any]]:
     return [chat_body(number, MAX_TOKENS, **sampling) for number in range(NUM_STREAMS)]
 

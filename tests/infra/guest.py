@@ -1,4 +1,5 @@
-"""The first process of the emulated machine: serves a model with a worker on each node, and reports the kernel's view.
+"""The first process of the emulated machine: serves a model with a worker on each node, then with one worker that is
+divided among both, and reports the kernel's view.
 
 It uses only the standard library. It writes one JSON object to the second serial port, then powers off.
 """
@@ -16,7 +17,9 @@ import sys
 import time
 import traceback
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +54,27 @@ def _set_up() -> None:
 
 
 def _look(found: dict[str, Any]) -> None:
-    """Serve, answer a few prompts, and gather what /proc says while all processes live."""
+    """Gather what /proc says of a worker on each node, and of a worker that is divided among both."""
     found["topology"] = _headrace("topology")
-    arguments = ["--port", str(_PORT), "--grpc-port", "0", "--name", "m", "--kv-cache-gb", "0.05"]
+    with _serving() as found["ready_s"]:
+        _until_all_workers_tell_their_binding()
+        # Different prompts at once: as each worker is busy with one, the next goes to the other.
+        with ThreadPoolExecutor(4) as pool:
+            found["answers"] = list(pool.map(_complete, range(4)))
+        found["status"] = _until_all_workers_tell_their_binding()
+        found["metrics"] = urllib.request.urlopen(f"http://127.0.0.1:{_PORT}/metrics").read().decode()
+        found["workers"] = {row["name"]: _process(row["pid"]) for row in found["status"]}
+    with _serving("--tensor-parallel", "2"):
+        found["divided_answer"] = _complete(0)
+        (found["divided"],) = _until_all_workers_tell_their_binding()
+        pid = found["divided"]["pid"]
+        found["ranks"] = [_process(rank) for rank in (pid, *_children(pid))]
+
+
+@contextmanager
+def _serving(*more: str) -> Iterator[float]:
+    """Serve the model with these flags. Gives the seconds until it was ready."""
+    arguments = ["--port", str(_PORT), "--grpc-port", "0", "--name", "m", "--kv-cache-gb", "0.05", *more]
     with open("/dev/ttyS0", "w") as log:
         serve = subprocess.Popen(
             [sys.executable, "-m", "headrace.cli", "serve", "/model", *arguments],
@@ -65,18 +86,16 @@ def _look(found: dict[str, Any]) -> None:
     try:
         started_s = time.monotonic()
         ready = serve.stdout.readline()
-        found["ready_s"] = time.monotonic() - started_s
         assert ready.startswith("ready: "), f"{ready!r}, status {serve.poll()}"
-        _until_all_workers_tell_their_binding()
-        # Different prompts at once: as each worker is busy with one, the next goes to the other.
-        with ThreadPoolExecutor(4) as pool:
-            found["answers"] = list(pool.map(_complete, range(4)))
-        found["status"] = _until_all_workers_tell_their_binding()
-        found["metrics"] = urllib.request.urlopen(f"http://127.0.0.1:{_PORT}/metrics").read().decode()
-        found["workers"] = {row["name"]: _process(row["pid"]) for row in found["status"]}
+        yield time.monotonic() - started_s
     finally:
         serve.terminate()
         serve.wait(_READY_BOUND_S)
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
 
 
 def _complete(number: int) -> str:

@@ -47,11 +47,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @dataclass
-class Worker:
-    """A worker in the machine: its node, its row of `headrace status`, and its part of /proc."""
+class Process:
+    """A process in the machine: its node, and its part of /proc."""
 
     node: int
-    row: dict[str, Any]
     proc: dict[str, Any]
 
     @property
@@ -64,6 +63,34 @@ class Worker:
                 for node, count in re.findall(r"\bN(\d+)=(\d+)", line):
                     pages[int(node)] = pages.get(int(node), 0) + int(count)
         return pages
+
+    @property
+    def allocated_pages(self) -> dict[int, int]:
+        """Pages that it has allocated, by node."""
+        pages = dict.fromkeys(CPUS, 0)
+        for line in self.proc["numa_maps"].splitlines():
+            if " anon=" in line and " file=" not in line:
+                for node, count in re.findall(r"\bN(\d+)=(\d+)", line):
+                    pages[int(node)] += int(count)
+        return pages
+
+    def assert_threads_are_on_its_node(self) -> None:
+        """Each thread may run on its node alone, and ran there."""
+        threads = self.proc["threads"].values()
+        assert len(threads) >= 4, "the main thread, the engine's, gRPC's and OpenVINO's"
+        for thread in threads:
+            allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", thread["status"], re.MULTILINE)
+            assert allowed is not None
+            first, _, last = allowed[1].partition("-")
+            assert set(range(int(first), int(last or first) + 1)) <= CPUS[self.node], thread["status"]
+            assert thread["ran_on"] in CPUS[self.node]
+
+
+@dataclass
+class Worker(Process):
+    """A worker, with its row of `headrace status`."""
+
+    row: dict[str, Any]
 
 
 def _mappings(smaps: str) -> Iterator[tuple[int, list[str]]]:
@@ -78,7 +105,7 @@ def _mappings(smaps: str) -> Iterator[tuple[int, list[str]]]:
 @pytest.fixture(scope="module", params=[0, 1])
 def worker(found: dict[str, Any], request: pytest.FixtureRequest) -> Worker:
     row = next(row for row in found["status"] if row["name"] == f"worker-{request.param}")
-    return Worker(request.param, row, found["workers"][row["name"]])
+    return Worker(request.param, found["workers"][row["name"]], row)
 
 
 def test_the_plan_has_a_worker_on_each_node(found: dict[str, Any]) -> None:
@@ -89,14 +116,7 @@ def test_the_plan_has_a_worker_on_each_node(found: dict[str, Any]) -> None:
 
 
 def test_every_thread_may_run_on_its_node_alone_and_ran_there(worker: Worker) -> None:
-    threads = worker.proc["threads"].values()
-    assert len(threads) >= 4, "the main thread, the engine's, gRPC's and OpenVINO's"
-    for thread in threads:
-        allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", thread["status"], re.MULTILINE)
-        assert allowed is not None
-        first, _, last = allowed[1].partition("-")
-        assert set(range(int(first), int(last or first) + 1)) <= CPUS[worker.node], thread["status"]
-        assert thread["ran_on"] in CPUS[worker.node]
+    worker.assert_threads_are_on_its_node()
 
 
 def test_all_pages_of_the_kv_cache_are_on_its_node(worker: Worker) -> None:
@@ -110,11 +130,7 @@ def test_the_node_is_preferred_for_all_that_comes(worker: Worker) -> None:
 
 
 def test_what_the_worker_allocated_is_on_its_node(worker: Worker) -> None:
-    pages = dict.fromkeys(CPUS, 0)
-    for line in worker.proc["numa_maps"].splitlines():
-        if " anon=" in line and " file=" not in line:
-            for node, count in re.findall(r"\bN(\d+)=(\d+)", line):
-                pages[int(node)] += int(count)
+    pages = worker.allocated_pages
     assert pages[worker.node] / sum(pages.values()) > 0.99
 
 
@@ -131,3 +147,23 @@ def test_status_and_metrics_tell_what_the_kernel_tells(worker: Worker, found: di
     assert re.search(
         rf'headrace_worker_binding_info{{[^}}]*{re.escape(labels)}[^}}]*worker="{row["name"]}"', found["metrics"]
     )
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def rank(found: dict[str, Any], request: pytest.FixtureRequest) -> Process:
+    assert len(found["ranks"]) == 2
+    return Process(request.param, found["ranks"][request.param])
+
+
+def test_a_rank_of_a_divided_model_has_its_threads_and_memory_on_its_node(rank: Process) -> None:
+    rank.assert_threads_are_on_its_node()
+    assert set(rank.kv_pages) == {rank.node}
+    pages = rank.allocated_pages
+    assert pages[rank.node] / sum(pages.values()) > 0.99
+
+
+def test_status_tells_where_the_ranks_are(found: dict[str, Any]) -> None:
+    assert found["divided_answer"]
+    ranks = found["divided"]["ranks"]
+    assert [(rank["numa_node"], rank["cpus"]) for rank in ranks] == [(0, "0-1"), (1, "2-3")]
+    assert all(rank["step_s"] > 0 for rank in ranks)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.common.kernel_files import parse_list
 from headrace.worker.host.numa import memory_node_of
@@ -43,6 +44,16 @@ class Binding:
     anonymous_bytes: dict[int, int] = field(default_factory=dict)
     kv_bytes: dict[int, int] = field(default_factory=dict)
     kv_huge_bytes: int = 0
+
+
+class RankReport(NamedTuple):
+    """A rank of a divided model: its CPUs and their NUMA node, and the seconds that it has spent since the start: on
+    steps, and within them on waiting for other ranks."""
+
+    cpus: frozenset[int]
+    numa_node: int | None
+    step_s: float
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import openvino as ov
 
 from headrace.worker.config import ConfigurationError
+from headrace.worker.host.binding import RankReport
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.layers import LayerGroup, LayerKind
@@ -63,14 +64,6 @@ class StateReader(Protocol):
     def read(self, batch: Batch, request: ov.InferRequest) -> None:
         """Read the outputs of the step that was just computed."""
         ...
-
-
-class RankTimes(NamedTuple):
-    """What a rank of a divided model has spent since the start, in seconds: on its steps, and within them on waiting
-    for other ranks."""
-
-    step_s: float
-    waited_s: float
 
 
 class Part(NamedTuple):
@@ -286,8 +279,8 @@ class OpenVINOModelRunner:
         for cache in self._cache_views:
             cache[0, 0] = cache[0, 0]
 
-    def rank_times(self) -> Sequence[RankTimes]:
-        """The times of each rank of a divided model; none for a whole one."""
+    def ranks(self) -> Sequence[RankReport]:
+        """The ranks of a divided model; none for a whole one."""
         return ()
 
     def end_warm_up(self) -> None:

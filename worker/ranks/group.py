@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.worker.config import ConfigurationError
+from headrace.worker.host.binding import RankReport
 from headrace.worker.host.numa import memory_node_of
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.layers import LayerGroup, LayerKind
 from headrace.worker.kv.memory import available_on_node
 from headrace.worker.model.batch import Batch
-from headrace.worker.model.runner import OpenVINOModelRunner, RankTimes
+from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.ranks.members import Cpus, Members
 from headrace.worker.ranks.memory import GroupMemory, LogitsShape, SharedLogits, give_room, make_logits
 from headrace.worker.ranks.messages import Allocate, Allocated, Compiled, LinkClosedError, Setup, receive, send
@@ -62,6 +63,7 @@ class GroupRunner(OpenVINOModelRunner):
         """ConfigurationError if the model cannot be divided so."""
         self.num_ranks = len(cpus)
         self._cpus = [frozenset(mask) for mask in cpus]
+        self._nodes = [memory_node_of(mask) for mask in self._cpus]
         self._on_lost = on_lost
         memory, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
         self._memory = GroupMemory(memory, 0, self.num_ranks)
@@ -117,8 +119,7 @@ class GroupRunner(OpenVINOModelRunner):
         """How many KV blocks fit into this share of the free memory of the ranks' NUMA nodes; None if these are not
         known."""
         on_nodes: dict[int, int] = {}
-        for mask, num_bytes in zip(self._cpus, self.rank_bytes, strict=True):
-            node = memory_node_of(mask)
+        for node, num_bytes in zip(self._nodes, self.rank_bytes, strict=True):
             if node is None:
                 return None
             on_nodes[node] = on_nodes.get(node, 0) + num_bytes
@@ -176,9 +177,12 @@ class GroupRunner(OpenVINOModelRunner):
         self._announce(None)
         self._memory.steps.wait(range(1, self.num_ranks), self._count)
 
-    def rank_times(self) -> Sequence[RankTimes]:
-        """The times of each rank. May be called from any thread."""
-        return [self._memory.times_of(rank) for rank in range(self.num_ranks)]
+    def ranks(self) -> Sequence[RankReport]:
+        """The ranks. May be called from any thread."""
+        return [
+            RankReport(cpus, node, *self._memory.times_of(rank))
+            for rank, (cpus, node) in enumerate(zip(self._cpus, self._nodes, strict=True))
+        ]
 
     def close(self) -> None:
         """End the other ranks."""

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.model.batch import Batch, Sums
-from headrace.worker.model.runner import RankTimes
 from headrace.worker.ranks import counters, shared_sums
 from headrace.worker.ranks.counters import Counters
 from headrace.worker.ranks.shared_sums import SharedSums
@@ -92,9 +91,10 @@ class GroupMemory:
         """Make the file. Returns its descriptor."""
         return _new_file("headrace-group", _ends_of(num_ranks)[-1])
 
-    def times_of(self, rank: int) -> RankTimes:
-        """A rank's times."""
-        return RankTimes(*self._times[rank].tolist())
+    def times_of(self, rank: int) -> tuple[float, float]:
+        """Seconds that a rank has spent on its steps, and within them on waiting for others."""
+        step_s, waited_s = self._times[rank].tolist()
+        return step_s, waited_s
 
     def note_step(self, seconds: float) -> None:
         """Add a step to the times of this rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import prometheus_client
 from prometheus_client import Counter, Histogram, ProcessCollector
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from headrace.common.kernel_files import format_list
 from headrace.common.telemetry.vllm_metrics import ModelFigures, Waits, families, kv_use
 from headrace.protos.status import Reason
-from headrace.worker.host.binding import Binding
+from headrace.worker.host.binding import Binding, RankReport
 from headrace.worker.request.request import Request
 from headrace.worker.server.watch import WatchHub
 
@@ -76,32 +76,7 @@ class LoadCollector(Collector):
         for name, value in self._hub.counters.items():
             yield CounterMetricFamily(f"headrace_worker_{name}", f"Total of {name} since the start.", value=value)
         yield from binding_metrics(self._hub.binding)
-
-
-class RankCollector(Collector):
-    """Exports the times of the ranks of a divided model, which `times` reads: seconds of steps, and within them of
-    waiting."""
-
-    def __init__(self, times: Callable[[], Sequence[tuple[float, float]]]) -> None:
-        self._times = times
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics; none for a model that is whole."""
-        times = self._times()
-        if not times:
-            return
-        steps = CounterMetricFamily(
-            "headrace_worker_rank_step_seconds", "Time of the steps of each rank of a divided model.", labels=["rank"]
-        )
-        waits = CounterMetricFamily(
-            "headrace_worker_rank_wait_seconds",
-            "Part of it in which the rank waited for slower ones. The slowest waits least.",
-            labels=["rank"],
-        )
-        for rank, (step_s, waited_s) in enumerate(times):
-            steps.add_metric([str(rank)], step_s)
-            waits.add_metric([str(rank)], waited_s)
-        yield from (steps, waits)
+        yield from rank_metrics(self._hub.ranks())
 
 
 class VllmCollector(Collector):
@@ -158,6 +133,24 @@ def binding_metrics(binding: Binding | None) -> Iterator[Metric]:
             gauge.add_metric([str(number)], by_node.get(number, 0))
         yield gauge
     yield GaugeMetricFamily("headrace_worker_kv_huge_bytes", "KV cache in huge pages.", value=binding.kv_huge_bytes)
+
+
+def rank_metrics(ranks: Sequence[RankReport]) -> Iterator[Metric]:
+    """The Prometheus metrics of the ranks of a divided model; none without any."""
+    if not ranks:
+        return
+    steps = CounterMetricFamily(
+        "headrace_worker_rank_step_seconds", "Time of the steps of each rank of a divided model.", labels=["rank"]
+    )
+    waits = CounterMetricFamily(
+        "headrace_worker_rank_wait_seconds",
+        "Part of it in which the rank waited for slower ones. The slowest waits least.",
+        labels=["rank"],
+    )
+    for number, rank in enumerate(ranks):
+        steps.add_metric([str(number)], rank.step_s)
+        waits.add_metric([str(number)], rank.waited_s)
+    yield from (steps, waits)
 
 
 class RequestMetrics:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from headrace.common.kernel_files import format_list
@@ -19,7 +19,7 @@ from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.mailbox import EngineReport, LearnedCost
-from headrace.worker.host.binding import Binding
+from headrace.worker.host.binding import Binding, RankReport
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
@@ -137,9 +137,18 @@ class WatchHub:
     """Keeps the latest load and the findable hashes, and reports them to any number of watchers. Used by the event loop
     only."""
 
-    def __init__(self, epoch: int, max_num_seqs: int, block_size: int, adapters: AdapterDesk | None = None) -> None:
-        """`epoch` tells this process from others with the same address. Without `adapters`, none are reported."""
+    def __init__(
+        self,
+        epoch: int,
+        max_num_seqs: int,
+        block_size: int,
+        adapters: AdapterDesk | None = None,
+        ranks: Callable[[], Sequence[RankReport]] = tuple,
+    ) -> None:
+        """`epoch` tells this process from others with the same address. Without `adapters`, none are reported. `ranks`
+        reads those of a divided model, from any thread."""
         self.epoch = epoch
+        self.ranks = ranks
         self._adapters = adapters
         if adapters is not None:
             adapters.listen(self._adapters_changed)
@@ -371,6 +380,7 @@ class WatchHub:
             version=self._version,
             prompt_steps=_cost_message(costs.get("prompts")),
             decode_steps=_cost_message(costs.get("decode")),
+            ranks=map(rank_message, self.ranks()),
         )
 
 
@@ -386,6 +396,13 @@ def _cost_message(cost: LearnedCost | None) -> worker_pb2.StepCost | None:
         sequence_ms=sequence,
         change_ms=change,
         num_steps=cost.num_steps,
+    )
+
+
+def rank_message(rank: RankReport) -> worker_pb2.Rank:
+    """The message that tells routers of a rank of a divided model."""
+    return worker_pb2.Rank(
+        numa_node=rank.numa_node, cpus=format_list(rank.cpus), step_seconds=rank.step_s, wait_seconds=rank.waited_s
     )
 
 

@@ -80,6 +80,14 @@ export function tiersOf({ prompt_tokens_cached: cached, prompt_tokens_computed: 
   return { memory: Math.max(0, cached - disk - peers), disk, peers, computed };
 }
 
+/** Where each rank of a divided model runs, and which part of its steps it has waited for slower ones. */
+export function ranksOf(load) {
+  return (load.ranks ?? []).map(({ numa_node: node, cpus, step_seconds: steps, wait_seconds: waits }, rank) => {
+    const place = `CPUs ${cpus}${node === null ? "" : ` on NUMA node ${node}`}`;
+    return `Rank ${rank}: ${place}, waited ${steps ? percent(waits / steps) : "–"} of its time`;
+  });
+}
+
 class WorkerCard {
   constructor(id) {
     this.rates = [];
@@ -118,6 +126,8 @@ class WorkerCard {
         h("div", { class: "with-spark", title: "Tokens generated per second in the last minute" }, h("dt", null, "Tokens/s"), (this.figures.rate = h("dd", null, "–")), this.spark.element),
       ),
     );
+    this.ranks = h("ul", { class: "block-key", hidden: true });
+    this.body.append(this.ranks);
     this.element = h("article", { class: "worker", "aria-label": `Worker ${id}` }, h("header", null, this.dot, this.name, this.state, this.model), this.detail, this.body);
   }
 
@@ -142,6 +152,9 @@ class WorkerCard {
     say(this.legend.unused, whole(empty));
     this.bar.setAttribute("aria-label", `KV blocks: ${used} in use, ${reusable} reusable, ${empty} free, of ${total}`);
     this.#drawTiers(tiersOf(load.counters));
+    const ranks = ranksOf(load);
+    this.ranks.hidden = !ranks.length;
+    this.ranks.replaceChildren(...ranks.map((text) => h("li", null, text)));
     const { prompt_tokens_cached: cached, prompt_tokens_computed: computed } = load.counters;
     say(this.figures.running, `${load.num_running} of ${load.max_num_seqs}`);
     say(this.figures.waiting, String(load.num_waiting));

@@ -73,3 +73,15 @@ def test_a_gateway_sums_the_workers_of_each_model_under_the_names_of_vllm() -> N
     ):
         assert line in page, line
     assert not any(line.startswith("vllm:") for line in Metrics().exposition(workers)[0].decode().splitlines())
+
+
+def test_each_rank_of_a_divided_model_shows_its_time_and_its_wait() -> None:
+    divided = worker_pb2.Load(ranks=[worker_pb2.Rank(step_seconds=9), worker_pb2.Rank(step_seconds=8, wait_seconds=3)])
+    workers = [router_pb2.WorkerInfo(worker_id="a", load=divided), router_pb2.WorkerInfo(worker_id="b", load=BOUND)]
+    lines = [line for line in Metrics().exposition(workers)[0].decode().splitlines() if "worker_rank" in line]
+    assert [line for line in lines if not line.startswith("#")] == [
+        'headrace_worker_rank_step_seconds_total{rank="0",worker="a"} 9.0',
+        'headrace_worker_rank_step_seconds_total{rank="1",worker="a"} 8.0',
+        'headrace_worker_rank_wait_seconds_total{rank="0",worker="a"} 0.0',
+        'headrace_worker_rank_wait_seconds_total{rank="1",worker="a"} 3.0',
+    ]

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.registry import CollectorRegistry
 
 from headrace.protos import worker_pb2
-from headrace.worker.host.binding import Binding, Region, keep_binding_known, read_binding
+from headrace.worker.host.binding import Binding, RankReport, Region, keep_binding_known, read_binding
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.huge_pages import HugePages
@@ -95,6 +95,14 @@ def test_the_load_tells_the_binding_once_it_was_read(tmp_path: Path) -> None:
     hub.bind(Binding(numa_node=None, cpus=(0, 1), num_threads=2, memory_policy=""))
     assert not hub.load().HasField("numa_node")
     assert hub.load().binding == worker_pb2.Binding(cpus_allowed="0-1")
+
+
+def test_the_load_has_the_ranks_of_a_divided_model() -> None:
+    ranks = [RankReport(frozenset({5, 4}), 1, 2.5, 0.5), RankReport(frozenset({6}), None, 2.0, 0.0)]
+    first, second = WatchHub(1, 8, 4, ranks=lambda: ranks).load().ranks
+    assert first == worker_pb2.Rank(numa_node=1, cpus="4-5", step_seconds=2.5, wait_seconds=0.5)
+    assert second == worker_pb2.Rank(cpus="6", step_seconds=2.0)
+    assert not WatchHub(1, 8, 4).load().ranks
 
 
 def test_the_metrics_say_the_same(tmp_path: Path) -> None:

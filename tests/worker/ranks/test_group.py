@@ -73,9 +73,9 @@ def prompts(*lengths: int) -> list[list[int]]:
 def test_a_group_has_the_log_probabilities_of_the_whole(directory: Path, of_two: Started) -> None:
     of_group = Computed(of_two.runner, of_two.runner.exact_rows)
     assert_exact(whole(directory), of_group, prompts(20, 300))
-    times = of_two.runner.rank_times()
-    assert len(times) == 2
-    assert all(time.step_s > time.waited_s >= 0 for time in times)
+    ranks = of_two.runner.ranks()
+    assert len(ranks) == 2
+    assert all(rank.step_s > rank.waited_s >= 0 for rank in ranks)
 
 
 def test_the_summary_for_sampling_is_that_of_the_whole_vocabulary(directory: Path, of_two: Started) -> None:

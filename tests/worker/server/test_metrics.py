@@ -12,8 +12,9 @@ from headrace.common.telemetry.vllm_metrics import Waits
 from headrace.protos import worker_pb2
 from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.mailbox import EngineReport
+from headrace.worker.host.binding import RankReport
 from headrace.worker.server.adapters import AdapterDesk
-from headrace.worker.server.metrics import LoadCollector, RankCollector, RequestMetrics, VllmCollector, new_registry
+from headrace.worker.server.metrics import LoadCollector, RequestMetrics, VllmCollector, new_registry, rank_metrics
 from headrace.worker.server.watch import WatchHub
 
 
@@ -82,11 +83,13 @@ def test_the_page_has_the_names_of_vllm_if_that_is_wanted() -> None:
 
 def test_ranks_of_a_divided_model_show_their_times_and_their_waits() -> None:
     registry = CollectorRegistry()
-    registry.register(RankCollector(lambda: [(5.0, 0.5), (5.5, 2.0)]))
+    ranks = [RankReport(frozenset({0}), 0, 5.0, 0.5), RankReport(frozenset({1}), 1, 5.5, 2.0)]
+    hub = WatchHub(epoch=1, max_num_seqs=1, block_size=4, ranks=lambda: ranks)
+    registry.register(LoadCollector(hub))
     found = {
         (kind, rank): registry.get_sample_value(f"headrace_worker_rank_{kind}_seconds_total", {"rank": rank})
         for kind in ("step", "wait")
         for rank in ("0", "1")
     }
     assert found == {("step", "0"): 5.0, ("step", "1"): 5.5, ("wait", "0"): 0.5, ("wait", "1"): 2.0}
-    assert not list(RankCollector(tuple).collect())
+    assert not list(rank_metrics(()))
