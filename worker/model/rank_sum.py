@@ -26,7 +26,13 @@ class RankSum(ov.Op):
     def validate_and_infer_types(self) -> None:
         self.set_output_type(0, self.get_input_element_type(0), self.get_input_partial_shape(0))
 
-    def clone_with_new_inputs(self, new_inputs: Sequence[ov.Output]) -> RankSum:
+    def clone_with_new_inputs(self, new_inputs: Sequence[ov.Output]) -> ov.Node:
+        """The operation for a copy of the graph. In each inference, OpenVINO also asks for one with a constant of the
+        present shape as input, only to read the shape of its output: that is the constant's, so the constant will do,
+        and takes 1 us instead of 22."""
+        node = new_inputs[0].get_node()
+        if node.get_type_name() == "Constant":
+            return node
         return RankSum(new_inputs, number=self._number, add=self._add)
 
     def visit_attributes(self, visitor: Any) -> bool:
@@ -38,6 +44,8 @@ class RankSum(ov.Op):
 
     def evaluate(self, outputs: Sequence[ov.Tensor], inputs: Sequence[ov.Tensor]) -> bool:
         assert self._add is not None
-        outputs[0].shape = inputs[0].shape
-        self._add(self._number, inputs[0].data, outputs[0].data)
+        part, total = inputs[0], outputs[0]
+        if total.shape != part.shape:  # setting it takes 36 us, even if nothing changes
+            total.shape = part.shape
+        self._add(self._number, part.data, total.data)
         return True
