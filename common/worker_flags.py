@@ -14,6 +14,8 @@ from headrace.common.flags import FiniteRange
 DEFAULT_KV_DISK_GB = 16
 DEFAULT_MAX_ADAPTERS = 16
 SPECULATION_KINDS = ("auto", "off", "ngram", "draft", "eagle3", "medusa")
+AUTO_RANKS = "auto"
+_NUM_RANKS = click.IntRange(1, 64)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -39,6 +41,16 @@ class _Eviction(click.ParamType[str]):
         except ValueError as error:
             self.fail(str(error), param, ctx)
         return value
+
+
+class _Ranks(click.ParamType[int | str]):
+    """A number of ranks, or "auto"."""
+
+    name = "integer|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """The value. Raises BadParameter if it is neither."""
+        return AUTO_RANKS if value == AUTO_RANKS else _NUM_RANKS.convert(value, param, ctx)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +145,13 @@ MAX_ADAPTERS = WorkerFlag(
 )
 TENSOR_PARALLEL = WorkerFlag(
     "--tensor-parallel",
-    click.IntRange(1, 64),
+    _NUM_RANKS,
     of_worker="Divide the model among this many processes, each on a NUMA node of its own among those of the CPUs on "
     "which the worker is started. All of them compute each step together.",
     of_serve="NUMA nodes of each worker, among which it divides the model, so that a single answer is faster and a "
-    "model may be larger than a node.",
+    "model may be larger than a node. auto: as few as hold the model and reach --target-tpot-ms.",
     default=1,
+    serve_type=_Ranks(),
 )
 WORKER_FLAGS = (
     TENSOR_PARALLEL,
@@ -168,6 +181,14 @@ WORKER_FLAGS = (
         of_worker="Maximum number of tokens in a step with both prompts and running streams. Default: "
         "--max-num-batched-tokens.",
         of_serve="Maximum number of tokens in a step with running streams.",
+    ),
+    WorkerFlag(
+        "--target-tpot-ms",
+        FiniteRange(0, min_open=True),
+        of_worker="Target time between two tokens of a running stream, while prompts are computed or images wait to be "
+        "encoded. Default: 200 ms, or 1.9 times the time of a step without prompts, whichever is longer.",
+        of_serve="Target time between two tokens of a running stream, in milliseconds.  [default: 200, or 1.9 times the "
+        "time of a step without prompts]",
     ),
     WorkerFlag(
         "--execution-mode",

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import msgspec
 
-from headrace.common.worker_flags import WORKER_FLAGS
+from headrace.common.worker_flags import AUTO_RANKS, TENSOR_PARALLEL, WORKER_FLAGS
 
 WORKER_DRAIN_S = 30.0
 GATEWAY_DRAIN_S = 60.0
@@ -131,6 +131,8 @@ def checked_flags(flags: Mapping[str, Any], where: str) -> dict[str, Any]:
             found[name] = value if isinstance(kind, click.Path) else _converted(kind, value, known[name].is_repeated)
         except click.BadParameter as error:
             raise SettingsError(f"{where}.{name}: {error.message}") from None
+        if found[name] == AUTO_RANKS and name == TENSOR_PARALLEL.option:
+            raise SettingsError(f"{where}.{name}: give a number; Ray reserves NUMA nodes before it sees any")
     return found
 
 

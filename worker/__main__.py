@@ -84,12 +84,6 @@ _NEED_DRAFT_MODEL = {
     default=0.4,
     help="Share of the available memory for the KV cache, if --kv-cache-gb is not given.",
 )
-@click.option(
-    "--target-tpot-ms",
-    type=FiniteRange(0, min_open=True),
-    help="Target time between two tokens of a running stream, while prompts are computed or images wait to be encoded. "
-    "Default: 200 ms, or 1.9 times the time of a step without prompts, whichever is longer.",
-)
 @click.option("--max-num-waiting", type=click.IntRange(0), default=1024, help="Maximum number of waiting requests.")
 @click.option(
     "--pooling",

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 import click
 
 from headrace.cli.serving.placement import WorkerPlace, place_workers
+from headrace.cli.serving.ranks import describe_limits
 from headrace.cli.serving.topology import Core, Topology, read_topology
 from headrace.common.kernel_files import format_list
-from headrace.common.worker_flags import TENSOR_PARALLEL
+from headrace.common.worker_flags import AUTO_RANKS, TENSOR_PARALLEL
 
 
 def describe_machine(topology: Topology) -> str:
@@ -77,8 +78,11 @@ def describe_plan(places: Sequence[WorkerPlace]) -> str:
 @click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
 @TENSOR_PARALLEL.serve_option()
-def topology(workers: int | None, threads: int | None, tensor_parallel: int | None) -> None:
+def topology(workers: int | None, threads: int | None, tensor_parallel: int | str | None) -> None:
     """Show this machine's sockets, NUMA nodes and cores, and the workers that serve would start on them."""
     machine = read_topology()
     click.echo(describe_machine(machine))
-    click.echo(describe_plan(place_workers(machine, workers, threads, tensor_parallel or 1)))
+    if tensor_parallel == AUTO_RANKS:
+        click.echo(f"--tensor-parallel auto chooses by the model's weights: {describe_limits(machine)}")
+        return
+    click.echo(describe_plan(place_workers(machine, workers, threads, int(tensor_parallel or 1))))

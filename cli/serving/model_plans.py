@@ -13,6 +13,7 @@ from headrace.cli.hosting.settings import HostSettings, ModelSettings, kv_shares
 from headrace.cli.models.requirements import image_bytes
 from headrace.cli.serving.placement import WorkerPlace, place_workers, share_cores
 from headrace.cli.serving.plan import ModelPlan
+from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.topology import Topology
 from headrace.common.commands import CommandError
 from headrace.common.host_memory import GIB
@@ -22,16 +23,16 @@ from headrace.common.model_files.task import task_of
 from headrace.common.model_files.vision_networks import vision_weights_in
 
 
+WHOLE_MODELS = Ranks()
+
+
 def places_of(
-    topology: Topology, models: Sequence[ModelSettings], num_ranks: int | None = None
+    topology: Topology, models: Sequence[ModelSettings], ranks: Ranks = WHOLE_MODELS
 ) -> list[tuple[WorkerPlace, ...]]:
-    """The places of each model's workers, which divide it among `num_ranks` ranks unless it has a number of its own.
-    Raises CommandError if the cores do not suffice."""
+    """The places of each model's workers. Raises CommandError if the cores do not suffice."""
     machines = share_cores(topology, [model.cores for model in models])
     return [
-        place_workers(
-            machine, model.workers, model.threads, model.options.worker.get("tensor_parallel") or num_ranks or 1
-        )
+        place_workers(machine, model.workers, model.threads, ranks.of(model, machine))
         for machine, model in zip(machines, models, strict=True)
     ]
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headrace.cli.serving.topology import Core, Topology
+from headrace.cli.serving.topology import Core, Node, Topology
 from headrace.common.commands import CommandError
 
 # (minimum cores of a worker, cores that it leaves free)
@@ -89,6 +89,12 @@ def _default_workers(topology: Topology, num_nodes: int) -> int:
     if topology.quota_cpus is None:
         return num_nodes
     return max(1, min(num_nodes, int(topology.quota_cpus)))
+
+
+def nodes_with_cores(topology: Topology) -> list[Node]:
+    """The nodes by whose memory workers are placed, ascending."""
+    numbers = _cores_by_memory_node(topology)
+    return [node for node in topology.nodes if node.number in numbers]
 
 
 def _cores_by_memory_node(topology: Topology) -> dict[int, list[Core]]:

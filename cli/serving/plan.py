@@ -152,7 +152,9 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     argv += ["--worker-id", name, "--listen", address, "--router", router_address(options)]
     argv += ["--threads", str(place.num_threads)]
     argv += ["--memory-node", str(place.node)] if place.num_ranks == 1 else []
+    is_divided = model.options.worker.get("tensor_parallel") or options.worker.get("tensor_parallel")
     own = {**model.options.worker, "kv_cache_gb": model.kv_cache_gb}
+    own["tensor_parallel"] = place.num_ranks if is_divided else None
     argv += worker_flags.arguments(options.worker, own, is_encoder=model.is_encoder)
     argv += _kv_cache_shares(options, model, place) + _of_encoders(model)
     if options.prefill_workers and not model.is_encoder:

@@ -31,6 +31,7 @@ from headrace.cli.serving.plan import (
     router_address,
     worker_specs,
 )
+from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.supervisor import Supervisor
 from headrace.cli.serving.topology import read_topology
 from headrace.common.commands import EXIT_FAILED, CommandError
@@ -52,7 +53,7 @@ class Serving:
     sizing: Sizing
     log: LogSink
     begun_s: float
-    offline: bool = False
+    ranks: Ranks
     file: ModelsFile | None = None
     """The configuration that names the models, if it can be read again."""
     configured: ConfiguredModels | None = field(init=False, default=None)
@@ -89,10 +90,10 @@ class Serving:
     def _plan_beside(self, settings: ModelSettings, first_worker: int) -> ModelPlan:
         """The plan of a model that is added to those already served: all share the KV cache memory equally. Raises
         CommandError."""
-        (places,) = places_of(read_topology(), [settings], self.options.worker.get("tensor_parallel"))
+        (places,) = places_of(read_topology(), [settings], self.ranks)
         others = [model.plan for model in self.host.models.values() if model.name != settings.name]
         share = 1.0 / (1 + sum(not plan.is_encoder for plan in others))
-        found = find_model(settings.model, offline=self.offline, num_workers=len(places))
+        found = find_model(settings.model, offline=self.ranks.offline, num_workers=len(places))
         plan = plan_model(settings, found, places, share, self.sizing, first_worker=first_worker)
         return replace(plan, is_essential=False)
 

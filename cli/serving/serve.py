@@ -27,10 +27,11 @@ from headrace.cli.models.model_cache import offline_option
 from headrace.cli.serving.configured import ModelsFile
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
-from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan_models
+from headrace.cli.serving.model_plans import WHOLE_MODELS, Sizing, aliases_of, places_of, plan_models
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions
 from headrace.cli.serving.ports import check_port, chosen_port, is_free
+from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.topology import Topology, read_topology
 from headrace.common.commands import CommandError
@@ -230,7 +231,8 @@ def serve(
     where = Listening(host, port, grpc_port)
     run = Run(settings, where, given, memory_gb=memory_gb, notes=notes, offline=offline, begun_s=begun_s, file=file)
     if dry_run:
-        click.echo(describe_plan([place for places in run.places() for place in places]))
+        places = run.places(run.ranks(click.echo))
+        click.echo(describe_plan([place for of_model in places for place in of_model]))
         return
     run.serve()
 
@@ -261,11 +263,13 @@ class Run:
     file: ModelsFile | None = None
     """The configuration that names the models, if it can be read again."""
 
-    def places(self) -> list[tuple[WorkerPlace, ...]]:
+    def ranks(self, tell: Callable[[str], None]) -> Ranks:
+        """Among how many ranks models are divided. `tell` gets the reason of a choice."""
+        return Ranks(self.given["tensor_parallel"], self.given["target_tpot_ms"], self.offline, tell)
+
+    def places(self, ranks: Ranks) -> list[tuple[WorkerPlace, ...]]:
         """The places of each model's workers. Raises CommandError."""
-        return checked_places(
-            read_topology(), self.settings.models, self.given["prefill_workers"], self.given["tensor_parallel"]
-        )
+        return checked_places(read_topology(), self.settings.models, self.given["prefill_workers"], ranks)
 
     def serve(self) -> NoReturn:
         """Serve until stopped, and end the process with the exit status. Raises CommandError."""
@@ -274,11 +278,12 @@ class Run:
         host = self.where.host
         offline = self.offline
         topology = read_topology()
-        places = self.places()
         stream = self.stream or sys.stderr.buffer
         colour = self.stream is None and sys.stderr.isatty()
         log = LogSink(stream, colour=colour, as_json=given["log_format"] == "json")
         try:
+            ranks = self.ranks(lambda why: log.line("serve", why))
+            places = self.places(ranks)
             for note in self.notes:
                 log.line("serve", note)
             port = chosen_port(host, self.where.port)
@@ -300,7 +305,7 @@ class Run:
                 worker={flag.option: given.pop(flag.option) for flag in WORKER_FLAGS},
                 **given,
             )
-            serving = Serving(options, plans, sizing, log, self.begun_s, offline=offline, file=self.file)
+            serving = Serving(options, plans, sizing, log, self.begun_s, ranks, file=self.file)
             sys.exit(asyncio.run(serving.run()))
         finally:
             log.close(_LOG_FLUSH_S)
@@ -321,10 +326,10 @@ def checked_places(
     topology: Topology,
     models: Sequence[ModelSettings],
     num_prefill_workers: int,
-    num_ranks: int | None = None,
+    ranks: Ranks = WHOLE_MODELS,
 ) -> list[tuple[WorkerPlace, ...]]:
     """The places of each model's workers. Raises CommandError if a model would have no worker for answers."""
-    places = places_of(topology, models, num_ranks)
+    places = places_of(topology, models, ranks)
     fewest = min(map(len, places))
     if num_prefill_workers and num_prefill_workers >= fewest:
         raise CommandError(

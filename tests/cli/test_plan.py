@@ -13,7 +13,7 @@ from headrace.cli.hosting.settings import ModelOptions
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec, ServeOptions, base_url, front_specs, worker_specs
 from headrace.cli.serving.serve import serve
-from headrace.common.worker_flags import WORKER_FLAGS, WorkerFlag
+from headrace.common.worker_flags import TENSOR_PARALLEL, WORKER_FLAGS, WorkerFlag
 from headrace.worker.__main__ import command as worker_command
 
 OPTIONS = ServeOptions(
@@ -106,7 +106,9 @@ def test_what_was_asked_for_reaches_every_worker() -> None:
 def test_every_flag_that_workers_share_with_serve_is_passed_on(flag: WorkerFlag) -> None:
     value = flag.type.choices[-1] if isinstance(flag.type, click.Choice) else 7
     given = (value, value) if flag.is_repeated else value
-    (worker,) = (one for one in processes_of(with_flags(**{flag.option: given})) if one.role == "worker")
+    # The number of ranks is that of the worker's place.
+    places = tuple(replace(place, num_ranks=7) for place in ONE_PLACE) if flag is TENSOR_PARALLEL else ONE_PLACE
+    (worker,) = (one for one in processes_of(with_flags(**{flag.option: given}), places) if one.role == "worker")
     assert argument(worker.argv, flag.flag) == str(value)
     assert worker.argv.count(flag.flag) == (2 if flag.is_repeated else 1)
     of_worker, of_serve = (

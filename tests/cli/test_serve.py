@@ -23,6 +23,7 @@ from headrace.cli.serving.model_plans import Sizing
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ServeOptions
 from headrace.cli.serving.ports import check_port, chosen_port, free_port, is_free
+from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.running import Serving, first_requests
 from headrace.cli.serving.serve import choose_grpc_port
 from headrace.common.commands import CommandError
@@ -252,7 +253,7 @@ def test_a_disk_that_takes_no_record_stops_no_supervision(cache: Path, monkeypat
     log = LogSink(stream)
     options = ServeOptions(host="127.0.0.1", port=8000, grpc_port=0, socket_directory=Path("/nowhere"))
     plan = ModelPlan("m", Path("/models/m"), (WorkerPlace(0, (0,), 1),))
-    serving = Serving(options, (plan,), Sizing(None), log, 0.0)
+    serving = Serving(options, (plan,), Sizing(None), log, 0.0, Ranks())
     monkeypatch.setattr(RunState, "write", full)
     for _ in range(3):
         serving.supervisor.on_change()

@@ -46,6 +46,7 @@ def test_a_mapping_of_yaml_becomes_a_fleet() -> None:
         ),
         ({"models": [{"model": "a", "flags": {"kv_cache_gb": -1}}]}, r"models\[0\].flags.kv_cache_gb: .*-1"),
         ({"models": [{"model": "a", "flags": {"max_num_seqs": "many"}}]}, r"models\[0\].flags.max_num_seqs: 'many'"),
+        ({"models": [{"model": "a", "flags": {"tensor_parallel": "auto"}}]}, "flags.tensor_parallel: give a number"),
     ],
 )
 def test_what_is_wrong_is_named(settings: dict[str, Any], message: str) -> None:
