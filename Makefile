@@ -62,8 +62,8 @@ help:
 serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
-# One process starts fleets with the real model, the others run all else: with one other, two cores were idle for a sixth of
-# the time. ARGS="-n 0" runs all in one.
+# Two processes start fleets with the real model, and the third runs all else: with a single one for fleets, two cores were idle
+# for a third of the time. ARGS="-n 0" runs all in one.
 test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done .make/helm/.done
 	$(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
 

@@ -5,6 +5,7 @@ Also that no example of a property is timed, and fixtures of several folders.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,15 +29,28 @@ __all__ = ["pytest_runtest_makereport", "pytest_timeout_set_timer"]
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Their tests start fleets with the real model, one such fleet at a time. They take longest, so they begin first.
+# Their tests start fleets with the real model. They take longest, so they begin first.
 _WITH_FLEETS = ("tests/e2e/", "tests/test_readme.py")
+# So many fleets run at a time.
+_MOST_FLEETS = 2
 
 
 class _ByFleets(LoadScopeScheduling):
-    """Runs all tests that start fleets in one worker process, and each other file in any one process."""
+    """Runs the files whose tests start fleets in as many worker processes as fleets may run at a time, every other of
+    them in the same, and each other file in any one process."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "fleets" if nodeid.startswith(_WITH_FLEETS) else nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        if not file.startswith(_WITH_FLEETS):
+            return file
+        return f"fleets {_fleet_files().index(file) % _MOST_FLEETS}"
+
+
+@functools.cache
+def _fleet_files() -> list[str]:
+    root = Path(__file__).parent.parent
+    files = (root / "tests").glob("**/test_*.py")
+    return sorted(name for file in files if (name := file.relative_to(root).as_posix()).startswith(_WITH_FLEETS))
 
 
 def pytest_configure(config: pytest.Config) -> None:
