@@ -233,8 +233,6 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         "cache_eviction": None if options["cache_eviction"] == OFF else options["cache_eviction"],
         "trims_windows": options["window_cache"] == "trim",
         "rank_cpus": (),
-        # Every rank has a part of each block, and only that of the first could be sent.
-        "kv_peers": options["kv_peers"] and options["tensor_parallel"] == 1,
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
         "advertise": options["advertise"] or advertised_address(listen, peer),
         **adapters_of(options["adapters"], options["max_adapters"], name),

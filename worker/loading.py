@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.common.host_memory import GIB, available_bytes
 from headrace.common.model_files.networks import weights_in
-from headrace.common.model_files.vision_networks import vision_networks_in
 from headrace.common.threads import in_thread
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import worker_pb2
@@ -41,7 +40,7 @@ from headrace.worker.kv.cache import GroupBudget
 from headrace.worker.kv.chain import Content
 from headrace.worker.kv.disk_cipher import read_key
 from headrace.worker.kv.disk_tier import DiskTier
-from headrace.worker.kv.exclusions import IMAGES, TENSOR_PARALLEL, impossible, refuse_flags, refuse_for_model
+from headrace.worker.kv.exclusions import refuse_flags, refuse_for_model
 from headrace.worker.kv.fetch import NOT_PERSISTENT, Bell, Persistence
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
@@ -392,8 +391,6 @@ def compile_ranks(
     """Read and compile the model, divided among the ranks, of which the others get processes of their own."""
     from headrace.worker.ranks.group import GroupRunner
 
-    if config.max_images and vision_networks_in(config.model_dir):
-        raise impossible(TENSOR_PARALLEL, IMAGES)
     return GroupRunner(
         config.model_dir,
         config.rank_cpus,
@@ -402,6 +399,7 @@ def compile_ranks(
         execution_mode=config.execution_mode,
         max_context_tokens=max_context_tokens,
         speculates=speculates,
+        has_parts=config.trims_windows,
         most_tokens=config.max_num_batched_tokens or DEFAULT_TOKENS,
         on_lost=end_process,
     )

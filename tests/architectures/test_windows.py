@@ -18,6 +18,7 @@ from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.loading import load_model
 from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.ranks.group import GroupRunner
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import RequestOutput
@@ -103,10 +104,19 @@ def test_answers_behind_hits_and_preemptions_are_those_of_transformers(name: str
     assert_greedy(resumed, model.run(small, [resumed]), model)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", WINDOWED[:1])
-def test_a_worker_trims_windows_and_holds_more_tokens(name: str, tmp_path: Path) -> None:
-    """In 8-bit blocks, with answers that do not change by a bit."""
-    whole = worker_config(exported(NAMES)[name], kv_cache_bytes=1 << 23, threads=2, max_num_seqs=8)
+def test_a_worker_trims_windows_and_holds_more_tokens(name: str, num_ranks: int) -> None:
+    """In 8-bit blocks, with answers that do not change by a bit; whole, and divided among processes."""
+    cpu = min(os.sched_getaffinity(0))
+    whole = worker_config(
+        exported(NAMES)[name],
+        kv_cache_bytes=1 << 23,
+        threads=1,
+        max_num_seqs=8,
+        tensor_parallel=num_ranks,
+        rank_cpus=((cpu,),) * num_ranks if num_ranks > 1 else (),
+    )
     trimmed = replace(whole, trims_windows=True)
     answers, sizes = [], []
     for config in (whole, trimmed):
@@ -119,10 +129,13 @@ def test_a_worker_trims_windows_and_holds_more_tokens(name: str, tmp_path: Path)
             model.engine.step()
         answers.append([list(request.token_ids) for request in requests])
         sizes.append(model.engine.scheduler.kv_cache.pool.num_blocks)
+        assert len(model.ranks()) == (num_ranks if num_ranks > 1 else 0)
+        if isinstance(model.engine.runner, GroupRunner):
+            model.engine.runner.close()
     assert answers[0] == answers[1]
     assert sizes[1] > 1.3 * sizes[0]
     assert model.card.kv_layout
-    with pytest.raises(ConfigurationError, match="--cache-eviction is not possible"):
+    with pytest.raises(ConfigurationError, match="--cache-eviction is not possible|not possible with --cache-eviction"):
         load_model(replace(trimmed, cache_eviction="on-request"))
 
 

@@ -236,3 +236,14 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""  # it has ended
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two CPUs")
+async def test_a_model_that_is_divided_among_ranks_sees_the_same(tmp_path: Path) -> None:
+    some = questions()[:60]
+    with fleet(tmp_path, num_workers=1, model=MODEL, worker_flags=[*FLAGS, "--tensor-parallel", "2"]) as divided:
+        async with client(divided) as asking:
+            found = await asking.answers([asked(question, f"q{n}") for n, question in enumerate(some)])
+            again = await asking.answers([asked(question, f"r{n}") for n, question in enumerate(some)])
+        divided.until_whole()
+    assert found == again == [question.reference for question in some]

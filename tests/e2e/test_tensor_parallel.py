@@ -123,6 +123,19 @@ def test_status_and_metrics_show_one_worker_with_its_ranks(group: Serve) -> None
     assert all(any(line.startswith(rank) for line in page.splitlines()) for rank in ranks)
 
 
+def test_a_draft_model_on_the_first_rank_changes_no_token(group: Serve) -> None:
+    prompt = [(19 * place) % 40_000 for place in range(90)]
+    expected, _ = answer(group.base_url, prompt)
+    flags = ("--tensor-parallel", "2", "--workers", "1", "--execution-mode", "accuracy", "--kv-cache-gb", "0.01")
+    draft = ("--speculation", "draft", "--draft-model", str(small_model()))
+    with serving(*flags, *draft, model=small_model()) as system:
+        found, _ = answer(system.base_url, prompt)
+        assert [token.token_id for token in found] == [token.token_id for token in expected]
+        drafted = system.metric("headrace_worker_draft_tokens_drafted_total")
+        accepted = system.metric("headrace_worker_draft_tokens_accepted_total")
+    assert accepted > 0.8 * drafted > 0
+
+
 def bodies(**sampling: Any) -> list[dict[str, Any]]:
     return [chat_body(number, MAX_TOKENS, **sampling) for number in range(NUM_STREAMS)]
 
@@ -191,10 +204,32 @@ async def test_streams_survive_what_happens_to_a_rank(group: Serve) -> None:
             until(lambda processes=processes: not any(map(alive, processes)), "the old ranks are gone")  # type: ignore[misc]
 
 
+def test_prefixes_outlive_the_worker_on_a_disk(tmp_path: Path) -> None:
+    """The file has whole blocks: the parts of both ranks. Those of the second come back into its memory."""
+    flags = ("--tensor-parallel", "2", "--workers", "1", "--execution-mode", "accuracy", "--kv-cache-gb", "0.003")
+    prompt = [(13 * place) % 40_000 for place in range(300)]
+    with serving(*flags, "--kv-disk", str(tmp_path), model=small_model()) as system:
+        first, cached = answer(system.base_url, prompt)
+        assert cached == 0
+        for number in range(12):  # its blocks make room for others
+            answer(system.base_url, [(17 * place + number) % 40_000 for place in range(500)])
+        again, cached = answer(system.base_url, prompt)
+        assert cached == 288
+        before = system.metric("headrace_worker_prompt_tokens_from_disk_total")
+        assert before > 0
+        kill_rank(system)
+        until(lambda: system.process_of("worker-0")["restarts"] == 1, "the worker is restarted", 120)
+        until(lambda: system.process_of("worker-0")["state"] == "ready", "the worker is back", 120)
+        after, cached = answer(system.base_url, prompt)
+        assert cached == 288
+    assert [token.token_id for token in again] == [token.token_id for token in first]
+    assert [token.likeliest for token in after] == [token.likeliest for token in first]
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (("--kv-disk", "/tmp"), "--tensor-parallel 2 is not possible with --kv-disk"),
+        (("--max-adapters", "2"), "--tensor-parallel 2 is not possible with --max-adapters"),
         (("--cache-eviction", "on-request"), "--tensor-parallel 2 is not possible with --cache-eviction"),
     ],
 )

@@ -48,12 +48,12 @@ def _flag(name: str, field: str) -> Setting:
     return Setting(name, lambda config: name if getattr(config, field) else None)
 
 
-def _heads(kind: HeadsKind, name: str) -> Setting:
-    """What `name` stands for when --draft-model has heads of this kind."""
+def _heads(name: str, *kinds: HeadsKind) -> Setting:
+    """What `name` stands for when --draft-model has heads of one of these kinds."""
 
     def given(config: WorkerConfig) -> str | None:
         directory = config.draft_model
-        return name if directory is not None and heads_kind(directory) is kind else None
+        return name if directory is not None and heads_kind(directory) in kinds else None
 
     return Setting(name, given)
 
@@ -78,29 +78,24 @@ DECODE_GRAPH = _flag("--decode-graph on", "decode_graph")
 DRAFT_MODEL = _flag("--draft-model", "draft_model")
 TRIM = _flag("--window-cache trim", "trims_windows")
 EVICTION = _flag("--cache-eviction", "cache_eviction")
-EAGLE3 = _heads(HeadsKind.EAGLE3, "--speculation eagle3")
-MEDUSA_BRANCHES = _heads(HeadsKind.MEDUSA, "the branch of Medusa's drafts")
+EAGLE3 = _heads("--speculation eagle3", HeadsKind.EAGLE3)
+MEDUSA_BRANCHES = _heads("the branch of Medusa's drafts", HeadsKind.MEDUSA)
+HEADS = _heads("--draft-model with heads", *HeadsKind)
 ALIBI = Property("ALiBi")
-IMAGES = Property("a vision tower")
 RECURRENT_DRAFTS = Property("recurrent layers in the draft model")
 
 _STATES_STAY = "a block is of no use without the state of its recurrent layers, and states stay in memory"
 _UNNUMBERED = "the heads name the layers that they read by number, and the graph numbers only those with attention"
-_OF_RANK_0 = "every rank has a part of each block, and only the first would be kept or sent"
 
 
 EXCLUSIONS = (
-    Exclusion(TENSOR_PARALLEL, KV_DISK, _OF_RANK_0),
-    Exclusion(TENSOR_PARALLEL, KV_MEMORY, _OF_RANK_0),
-    Exclusion(TENSOR_PARALLEL, ROLE, _OF_RANK_0),
+    Exclusion(TENSOR_PARALLEL, KV_MEMORY, "the memory of the other ranks ends with them"),
     Exclusion(TENSOR_PARALLEL, ADAPTERS, "the weights of adapters are not divided"),
-    Exclusion(TENSOR_PARALLEL, DRAFT_MODEL, "hidden states and blocks of drafts are not shared among ranks"),
+    Exclusion(TENSOR_PARALLEL, HEADS, "they read hidden states, of which the graphs of ranks have no output"),
     Exclusion(TENSOR_PARALLEL, EVICTION, "each rank would evict other tokens, by the scores of its own heads"),
-    Exclusion(TENSOR_PARALLEL, TRIM, "slots of windows are not shared among ranks"),
     Exclusion(TENSOR_PARALLEL, DECODE_GRAPH, "every rank has a single graph"),
     Exclusion(TENSOR_PARALLEL, MEMORY_NODE, "each rank takes the memory of the node of its CPUs"),
     Exclusion(TENSOR_PARALLEL, LayerKind.RECURRENT, "their states cannot be divided"),
-    Exclusion(TENSOR_PARALLEL, IMAGES, "images are not sent to the other ranks; with --max-images 0 it serves text"),
     Exclusion(EVICTION, DRAFT_MODEL, "a draft model and heads read all tokens of a request"),
     Exclusion(EVICTION, LayerKind.WINDOW, "a window would slide over the wrong tokens"),
     Exclusion(EVICTION, LayerKind.RECURRENT, "the states of its recurrent layers remember all tokens"),

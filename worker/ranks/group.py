@@ -10,6 +10,7 @@ the sampler know nothing of ranks.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.worker.config import ConfigurationError
 from headrace.worker.host.binding import RankReport
 from headrace.worker.host.numa import memory_node_of
 from headrace.worker.kv.arena import KVArena
-from headrace.worker.kv.layers import LayerGroup, LayerKind
+from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.memory import available_on_node
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.runner import OpenVINOModelRunner
@@ -29,6 +33,7 @@ from headrace.worker.ranks.members import Cpus, Members
 from headrace.worker.ranks.memory import GroupMemory, LogitsShape, SharedLogits, give_room, make_logits
 from headrace.worker.ranks.messages import Allocate, Allocated, Compiled, LinkClosedError, Setup, receive, send
 from headrace.worker.ranks.rank import Rank
+from headrace.worker.ranks.shared_cache import caches_in, make_file, pieces_of
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.reduction import run_length
 
@@ -40,8 +45,8 @@ _Message = TypeVar("_Message")
 class GroupRunner(OpenVINOModelRunner):
     """The model as one rank for each entry of `cpus`, the CPUs of each, computes it. The first are this process's, of
     which it uses `threads`; each other rank is a process with at most so many threads. `block_bytes` and `vocab_size`
-    are those of all ranks together, and `exact_rows` the fewest of any. The group has no second graph, adapters, images
-    or eviction, and its ranks share no blocks with other workers.
+    are those of all ranks together, and `exact_rows` the fewest of any. The group has no second graph, adapters
+    or eviction. Blocks are copied with the parts of all ranks.
 
     If a rank is lost, or if it fails in a step, the others cannot go on: `on_lost` is called with the reason, which
     should end the process. That may be in any thread. Steps have up to `most_tokens` tokens.
@@ -57,6 +62,7 @@ class GroupRunner(OpenVINOModelRunner):
         execution_mode: str,
         max_context_tokens: int,
         speculates: bool,
+        has_parts: bool = False,
         most_tokens: int,
         on_lost: Callable[[str], None],
     ) -> None:
@@ -67,7 +73,8 @@ class GroupRunner(OpenVINOModelRunner):
         self._on_lost = on_lost
         memory, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
         self._memory = GroupMemory(memory, 0, self.num_ranks)
-        self._members = Members(cpus[1:], [memory, self._logits_file], on_lost)
+        self._cache_files = [make_file() for _ in cpus[1:]]
+        self._members = Members(cpus[1:], [[memory, self._logits_file, file] for file in self._cache_files], on_lost)
         for member in self._members:
             of_rank = min(threads, len(cpus[member.rank]))
             send(
@@ -81,9 +88,13 @@ class GroupRunner(OpenVINOModelRunner):
                     execution_mode,
                     max_context_tokens,
                     speculates,
+                    has_parts,
                 ),
             )
         self._rank = Rank(0, self.num_ranks, self._memory.sums.add)
+        # Of the parts of a block that the other ranks have; known once these have joined.
+        self._shapes_of: Sequence[Sequence[BlockShape]] = ()
+        self._in_slots_of: Sequence[Sequence[bool]] = ()
         super().__init__(
             model_dir,
             threads=threads,
@@ -91,12 +102,14 @@ class GroupRunner(OpenVINOModelRunner):
             execution_mode=execution_mode,
             max_context_tokens=max_context_tokens,
             speculates=speculates,
+            has_parts=has_parts,
             divide=self._rank.divide,
         )
         self._spare_rows = most_tokens + _SPARE_ROWS
         self._count = 0
         self._place = 0
         self._logits: SharedLogits
+        self._other_caches: Sequence[npt.NDArray[np.uint8]] = ()
         self._join_ranks()
 
     def _join_ranks(self) -> None:
@@ -106,11 +119,21 @@ class GroupRunner(OpenVINOModelRunner):
         if problem:
             raise ConfigurationError(problem)
         self.exact_rows = min(self.exact_rows, *(other.exact_rows for other in others))
-        self.rank_bytes = [self.block_bytes, *(other.block_bytes for other in others)]
+        self._shapes_of = [[BlockShape(*shape) for shape in other.shapes] for other in others]
+        self._in_slots_of = [other.in_slots for other in others]
+        # The parts of a block: of rank 0, then of the others. Those of layers with a window may be in slots.
+        in_parts = [
+            _sums_by(shapes, in_slots)
+            for shapes, in_slots in (
+                (super().block_shapes, super().in_slots),
+                *zip(self._shapes_of, self._in_slots_of, strict=True),
+            )
+        ]
+        self.rank_bytes = [in_blocks for in_blocks, _ in in_parts]
         """The bytes of each rank's part of a KV block."""
         self.block_bytes = sum(self.rank_bytes)
-        names = tuple(port.any_name for port in self._caches)
-        self.layer_groups = [LayerGroup(LayerKind.FULL, self.block_bytes, names=names)]
+        self.part_bytes = sum(in_slots for _, in_slots in in_parts)
+        self.layer_groups = self._group_layers()
         if self._rank.division.vocabulary is not None:
             self.vocab_size = self._rank.division.vocabulary.size
         self.numerics += f" ranks {self.num_ranks}"
@@ -137,7 +160,6 @@ class GroupRunner(OpenVINOModelRunner):
         make_arena: Callable[[], KVArena] | None = None,
     ) -> KVArena:
         """Make the KV caches of all ranks. See `OpenVINOModelRunner.allocate`."""
-        assert not num_slots
         assert make_arena is None
         run = self._rank.division.run
         num_runs = self.vocab_size // run_length(self.vocab_size) if run else 0
@@ -145,12 +167,37 @@ class GroupRunner(OpenVINOModelRunner):
         give_room(self._logits_file, shape)
         self._logits = SharedLogits(self._logits_file, shape)
         for member in self._members:
-            send(member.link, Allocate(num_blocks, huge_pages, shape))
-        arena = super().allocate(num_blocks, huge_pages=huge_pages)
+            send(member.link, Allocate(num_blocks, num_slots, huge_pages, shape))
+        arena = super().allocate(num_blocks, num_slots, huge_pages=huge_pages)
         problems = [self._hear(member.link, Allocated).problem for member in self._members]
         if any(problems):
             raise ConfigurationError(next(filter(None, problems)))
+        self._other_caches = [
+            cache
+            for file, shapes, in_slots in zip(self._cache_files, self._shapes_of, self._in_slots_of, strict=True)
+            for cache in caches_in(file, pieces_of(shapes, in_slots, num_blocks, num_slots))
+        ]
         return arena
+
+    @property
+    def block_shapes(self) -> tuple[BlockShape, ...]:
+        """The part of a block in each cache of each rank, those of rank 0 first."""
+        return (*super().block_shapes, *itertools.chain.from_iterable(self._shapes_of))
+
+    @property
+    def in_slots(self) -> tuple[bool, ...]:
+        """For each of these caches, whether it has parts of blocks in slots; empty if none has."""
+        return (*super().in_slots, *itertools.chain.from_iterable(self._in_slots_of))
+
+    def _bytes_of(self, *, in_slots: bool) -> BlockBytes:
+        caches = [*(view.reshape(-1) for view in self._cache_views), *self._other_caches]
+        are_slots = self.in_slots or (False,) * len(caches)
+        found = [
+            (cache, shape)
+            for cache, shape, is_slot in zip(caches, self.block_shapes, are_slots, strict=True)
+            if is_slot is in_slots
+        ]
+        return BlockBytes([cache for cache, _ in found], [shape for _, shape in found])
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Set the inputs of the next step on all ranks. Those of the others begin it."""
@@ -212,3 +259,10 @@ class GroupRunner(OpenVINOModelRunner):
         except BaseException as error:
             self._on_lost(f"rank 0 of the divided model failed in a step: {error!r}")
             raise
+
+
+def _sums_by(shapes: Sequence[BlockShape], in_slots: Sequence[bool]) -> tuple[int, int]:
+    """The bytes of a block of these shapes: in blocks, and in slots."""
+    total = sum(shape.num_bytes for shape in shapes)
+    of_slots = sum(shape.num_bytes for shape, is_slot in zip(shapes, in_slots, strict=False) if is_slot)
+    return total - of_slots, of_slots

@@ -1,5 +1,5 @@
-"""A rank besides the first, as a process of its own: `python -m headrace.worker.ranks.member LINK MEMORY LOGITS BELL`,
-descriptors that it inherits.
+"""A rank besides the first, as a process of its own: `python -m headrace.worker.ranks.member LINK MEMORY LOGITS CACHE
+BELL`, descriptors that it inherits.
 
     rank 0                                   this process
     which rank, which model   ----------->   reads its part, compiles it
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from headrace.common.model_files.networks import weights_in
 from headrace.worker.config import ConfigurationError
 from headrace.worker.host.mapped_files import give_back
-from headrace.worker.host.numa import bind_memory
+from headrace.worker.host.numa import bind_memory, memory_node_of, usable_cpus
 from headrace.worker.weights.file_memory import give_back_files
 
 if TYPE_CHECKING:
@@ -40,13 +40,14 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SPIN_S = 100e-6
 
 
-def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> None:
+def serve(link: socket.socket, memory_fd: int, logits_fd: int, cache_fd: int, bell: int) -> None:
     """Compile, allocate, and compute steps until the worker ends."""
     # Imported late: OpenVINO reads the affinity and this process's memory policy when it is imported.
     from headrace.worker.model.runner import OpenVINOModelRunner
     from headrace.worker.ranks.memory import GroupMemory, SharedLogits
     from headrace.worker.ranks.messages import Allocate, Allocated, Compiled, Setup, receive, send
     from headrace.worker.ranks.rank import Rank
+    from headrace.worker.ranks.shared_cache import make_arena, pieces_of
 
     setup = receive(link, Setup)
     parent = os.getppid()
@@ -61,16 +62,24 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> Non
             execution_mode=setup.execution_mode,
             max_context_tokens=setup.max_context_tokens,
             speculates=setup.speculates,
+            has_parts=setup.has_parts,
             divide=rank.divide,
         )
     except ConfigurationError as error:
         send(link, Compiled(problem=str(error)))
         link.recv(1)  # until the worker has ended
         return
-    send(link, Compiled(runner.exact_rows, runner.block_bytes))
+    shapes, in_slots = runner.block_shapes, runner.in_slots
+    send(link, Compiled(runner.exact_rows, shapes, in_slots))
     wanted = receive(link, Allocate)
+    pieces = pieces_of(shapes, in_slots, wanted.num_blocks, wanted.num_slots)
+    node = memory_node_of(usable_cpus())
     try:
-        runner.allocate(wanted.num_blocks, huge_pages=wanted.huge_pages)
+        runner.allocate(
+            wanted.num_blocks,
+            wanted.num_slots,
+            make_arena=lambda: make_arena(cache_fd, pieces, huge_pages=wanted.huge_pages, node=node),
+        )
         runner.touch()
     except ConfigurationError as error:
         send(link, Allocated(str(error)))
@@ -117,10 +126,10 @@ def main() -> None:
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    link, memory, logits, bell = map(int, sys.argv[1:])
-    bind_memory(None)
+    link, memory, logits, cache, bell = map(int, sys.argv[1:])
+    bind_memory(None, is_inherited=True)
     try:
-        serve(socket.socket(fileno=link), memory, logits, bell)
+        serve(socket.socket(fileno=link), memory, logits, cache, bell)
     except OSError as error:
         log.error("the worker has ended: %s", error)
         sys.exit(1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.model.batch import Batch, Sums
+from headrace.worker.model.step_images import StepImages
 from headrace.worker.ranks import counters, shared_sums
 from headrace.worker.ranks.counters import Counters
 from headrace.worker.ranks.shared_sums import SharedSums
@@ -35,6 +36,10 @@ _ARRAYS = (
     *("input_ids", "position_ids", "past_lens", "subsequence_begins", "block_indices", "block_indices_begins"),
     *("max_context_len", "sampled_tokens_indices", "inverse_temperatures"),
 )
+
+
+# Begins the names of those for its images.
+_IMAGES = "images."
 
 
 class StepTooLargeError(Exception):
@@ -68,6 +73,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
     arrays: list[_Array]
     copies: list[tuple[int, int]]
+    part_copies: list[tuple[int, int]]
     sums: int
     place: int
 
@@ -108,17 +114,16 @@ class GroupMemory:
         # Arrays begin behind the head, whose size is known last.
         first = STEP_BYTES // 4
         end = first
-        for name in _ARRAYS if batch is not None else ():
-            values: npt.NDArray[Any] = np.ascontiguousarray(getattr(batch, name))
+        for name, array in _arrays_of(batch).items() if batch is not None else ():
+            values: npt.NDArray[Any] = np.ascontiguousarray(array)
             if end + values.nbytes > STEP_BYTES:
                 raise StepTooLargeError(f"the arrays of a step take more than {STEP_BYTES - first} bytes")
-            shape = np.shape(getattr(batch, name))
             np.frombuffer(self._step, values.dtype, values.size, end)[:] = values.reshape(-1)
-            arrays.append(_Array(name, values.dtype.str, shape, end))
+            arrays.append(_Array(name, values.dtype.str, np.shape(array), end))
             end += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
-        copies = [(copy.source, copy.destination) for copy in batch.copies] if batch is not None else []
+        copies, part_copies = (batch.copies, batch.part_copies) if batch is not None else ((), ())
         sums = batch.sums.value if batch is not None else 0
-        head = msgspec.msgpack.encode(_Head(arrays, copies, sums, place))
+        head = msgspec.msgpack.encode(_Head(arrays, _pairs(copies), _pairs(part_copies), sums, place))
         if len(head) + 8 > first:
             raise StepTooLargeError(f"the copies of a step take more than {first} bytes")
         self._step[:8] = len(head).to_bytes(8, "little")
@@ -136,9 +141,19 @@ class GroupMemory:
             ).reshape(array.shape)
             for array in head.arrays
         }
-        copies = [BlockCopy(*copy) for copy in head.copies]
+        of_images = {name: fields.pop(_IMAGES + name, None) for name in StepImages._fields}
+        images = StepImages(**of_images) if of_images["rows"] is not None else None
         batch = Batch(
-            **fields, sampled=(), ahead=None, later=(), beams=(), copies=copies, prompts=(), sums=Sums(head.sums)
+            **fields,
+            sampled=(),
+            ahead=None,
+            later=(),
+            beams=(),
+            copies=_copies(head.copies),
+            part_copies=_copies(head.part_copies),
+            prompts=(),
+            sums=Sums(head.sums),
+            images=images,
         )
         return Step(batch, head.place)
 
@@ -196,6 +211,22 @@ def make_logits() -> int:
 def give_room(descriptor: int, shape: LogitsShape) -> None:
     """Give the file for logits the room for this shape."""
     os.ftruncate(descriptor, 2 * _bytes_of_place(shape))
+
+
+def _arrays_of(batch: Batch) -> dict[str, npt.NDArray[Any]]:
+    found: dict[str, npt.NDArray[Any]] = {name: getattr(batch, name) for name in _ARRAYS}
+    if batch.part_slots is not None:
+        found["part_slots"] = batch.part_slots
+    images = batch.images._asdict() if batch.images is not None else {}
+    return found | {_IMAGES + name: array for name, array in images.items() if array is not None}
+
+
+def _pairs(copies: Sequence[BlockCopy]) -> list[tuple[int, int]]:
+    return [(copy.source, copy.destination) for copy in copies]
+
+
+def _copies(pairs: Sequence[tuple[int, int]]) -> list[BlockCopy]:
+    return [BlockCopy(*pair) for pair in pairs]
 
 
 def _in_runs(logits: Logits) -> tuple[npt.NDArray[np.float32] | None, ...]:

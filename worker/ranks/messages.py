@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -28,14 +29,16 @@ class Setup(msgspec.Struct, frozen=True):
     execution_mode: str
     max_context_tokens: int
     speculates: bool
+    has_parts: bool
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """The rank's graph is compiled; or the model cannot be divided so, because of this problem. `block_bytes` are those
-    of its part of a KV block."""
+    """The rank's graph is compiled; or the model cannot be divided so, because of this problem. `shapes` are those of
+    its part of a KV block: heads, tokens and bytes of a token in each of its caches, of which some are `in_slots`."""
 
     exact_rows: int = 0
-    block_bytes: int = 0
+    shapes: Sequence[tuple[int, int, int]] = ()
+    in_slots: Sequence[bool] = ()
     problem: str = ""
 
 
@@ -43,6 +46,7 @@ class Allocate(msgspec.Struct, frozen=True):
     """Make the KV cache, and be ready for steps. `logits` is the shape of the shared logits."""
 
     num_blocks: int
+    num_slots: int
     huge_pages: bool
     logits: LogitsShape
 

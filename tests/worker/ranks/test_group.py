@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -76,6 +77,37 @@ def test_a_group_has_the_log_probabilities_of_the_whole(directory: Path, of_two:
     ranks = of_two.runner.ranks()
     assert len(ranks) == 2
     assert all(rank.step_s > rank.waited_s >= 0 for rank in ranks)
+
+
+def test_a_block_has_the_parts_of_all_ranks(directory: Path, of_two: Started) -> None:
+    """Blocks that are copied to another group, as tiers copy them, are as good as those that it has computed."""
+    other = Started(directory, 2)
+    try:
+        contents, others = of_two.runner.block_bytes_of, other.runner.block_bytes_of
+        assert contents.num_bytes == of_two.runner.block_bytes == sum(of_two.runner.rank_bytes)
+        assert of_two.runner.block_shapes == other.runner.block_shapes
+        (prompt,) = prompts(100)
+        size = of_two.runner.block_size
+        whole_blocks = len(prompt) // size
+        request = Request("1", prompt, SamplingParams(max_tokens=1, seed=0, temperature=0.0), 0)
+        request.block_table = array("i", range(1, whole_blocks + 2))
+        computed = step(of_two.runner, request, 0, len(prompt))
+        data = np.empty(contents.num_bytes, np.uint8)
+        for block in request.block_table[:whole_blocks]:
+            contents.gather(block, data)
+            assert np.count_nonzero(data) > len(data) // 2
+            others.scatter(block, data)
+            assert others.checksum(block, size) == contents.checksum(block, size)
+        np.testing.assert_array_equal(step(other.runner, request, whole_blocks * size, len(prompt)), computed)
+    finally:
+        other.runner.close()
+
+
+def step(runner: GroupRunner, request: Request, first: int, end: int) -> np.ndarray:
+    """Compute these tokens of a prompt, and return the logits of the last."""
+    request.num_computed_tokens = first
+    runner.bind(build_batch([Scheduled(request, end - first)], runner.block_size), keeps_logits=False)
+    return runner.run().whole(np.arange(1)).copy()
 
 
 def test_the_summary_for_sampling_is_that_of_the_whole_vocabulary(directory: Path, of_two: Started) -> None:
