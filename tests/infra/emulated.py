@@ -21,7 +21,7 @@ from tests.patience import patience
 
 ROOT = Path(__file__).parent.parent.parent
 GUEST_ROOT = "/headrace"
-_PACKAGES = ("protos", "gateway", "router", "worker", "cli")
+_PACKAGES = ("bench", "cli", "client", "common", "gateway", "plan", "protos", "router", "sim", "worker")
 EMULATOR = "qemu-system-x86_64"
 # Parts of the dependencies that no worker loads, and that are most of their size.
 _LEFT_OUT = re.compile(

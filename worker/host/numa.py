@@ -12,8 +12,9 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from headrace.common.kernel_files import ROOT, cpu_quota, format_list, parse_list, read_text
 from headrace.worker.config import ConfigurationError
@@ -22,8 +23,9 @@ log = logging.getLogger(__name__)
 
 _NODES = "sys/devices/system/node"
 _MPOL_PREFERRED = 1
-# set_mempolicy(2) has no wrapper in C libraries, so it is called by number.
+# set_mempolicy(2) and mbind(2) have no wrappers in C libraries, so they are called by number.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_MBIND = {"x86_64": 237, "aarch64": 235}
 _MASK_BITS = ctypes.sizeof(ctypes.c_ulong) * 8
 _MAX_NODES = 1024
 
@@ -66,12 +68,13 @@ def memory_node_of(cpus: frozenset[int], root: Path = ROOT) -> int | None:
     return nearest.pop() if len(nearest) == 1 else None
 
 
-def bind_memory(node: int | None, root: Path = ROOT) -> int | None:
+def bind_memory(node: int | None, root: Path = ROOT, *, is_inherited: bool = False) -> int | None:
     """Prefer `node` for the memory of this thread and of all threads that it starts. None means the node of the usable
     CPUs.
 
     Must be called by the main thread before it starts others. Does nothing if there is only one node, if the CPUs are
-    on several nodes, or if a memory policy is already set (numactl, systemd). If the kernel does not permit it (a
+    on several nodes, or if a memory policy is already set (numactl, systemd); with `is_inherited`, a preferred node that
+    is set is that of the process which has started this one, and is replaced. If the kernel does not permit it (a
     container without CAP_SYS_NICE), logs a warning: pages then come from the node of the thread that touches them
     first, which is the same node while it has room. Returns the preferred node, or None if there is none.
     ConfigurationError if the given `node` has no memory.
@@ -82,7 +85,8 @@ def bind_memory(node: int | None, root: Path = ROOT) -> int | None:
             f"node {node} was asked for (--memory-node) but the nodes with memory are "
             f"{format_list(with_memory)}; headrace topology shows them"
         )
-    if len(with_memory) < 2 or _policy_in_force(root) != "default":
+    policy = _policy_in_force(root)
+    if len(with_memory) < 2 or (policy != "default" and not (is_inherited and policy.startswith("prefer:"))):
         return None
     if node is None:
         node = memory_node_of(usable_cpus(), root)
@@ -103,16 +107,29 @@ def bind_memory(node: int | None, root: Path = ROOT) -> int | None:
     return node
 
 
+def prefer_for(address: int, size_bytes: int, node: int) -> None:
+    """Prefer `node` for the pages of a mapping, whichever process touches them first if it is of a shared file. OSError
+    from the kernel; ENOSYS on an unknown architecture."""
+    _call(_MBIND, ctypes.c_void_p(address), ctypes.c_ulong(size_bytes), *_preferred(node), ctypes.c_uint(0))
+
+
 def _prefer(node: int) -> None:
     """set_mempolicy(MPOL_PREFERRED, {node}). OSError from the kernel; ENOSYS on an unknown architecture."""
-    number = _SET_MEMPOLICY.get(platform.machine())
-    if number is None:
-        raise OSError(38, "not known on this architecture")
+    _call(_SET_MEMPOLICY, *_preferred(node))
+
+
+def _preferred(node: int) -> tuple[Any, ...]:
+    """Mode, mask and its size, as both calls of the kernel take them."""
     mask = (ctypes.c_ulong * (_MAX_NODES // _MASK_BITS))()
     mask[node // _MASK_BITS] = 1 << (node % _MASK_BITS)
-    libc = ctypes.CDLL(None, use_errno=True)
-    result = libc.syscall(ctypes.c_long(number), ctypes.c_long(_MPOL_PREFERRED), mask, ctypes.c_ulong(_MAX_NODES + 1))
-    if result != 0:
+    return ctypes.c_long(_MPOL_PREFERRED), mask, ctypes.c_ulong(_MAX_NODES + 1)
+
+
+def _call(numbers: Mapping[str, int], *arguments: Any) -> None:
+    number = numbers.get(platform.machine())
+    if number is None:
+        raise OSError(38, "not known on this architecture")
+    if ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *arguments) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

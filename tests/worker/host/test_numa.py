@@ -101,6 +101,15 @@ def test_a_policy_that_somebody_set_before_stays(
     assert preferred == []
 
 
+@pytest.mark.parametrize(("policy", "expected"), [("prefer:0", [1]), ("interleave:0-1", []), ("default", [1])])
+def test_a_rank_replaces_the_node_that_its_worker_prefers(
+    tmp_path: Path, preferred: list[int], monkeypatch: pytest.MonkeyPatch, policy: str, expected: list[int]
+) -> None:
+    use_cpus(monkeypatch, 4, 5)
+    bind_memory(None, tree(tmp_path, TWO_SOCKETS, "0-1", policy=policy), is_inherited=True)
+    assert preferred == expected
+
+
 def test_a_node_without_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"node 1 was asked for \(--memory-node\) .* with memory are 0,2;"):
         bind_memory(1, tree(tmp_path, ONE_WITHOUT_MEMORY, "0,2"))
