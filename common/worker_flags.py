@@ -187,8 +187,8 @@ WORKER_FLAGS = (
         FiniteRange(0, min_open=True),
         of_worker="Target time between two tokens of a running stream, while prompts are computed or images wait to be "
         "encoded. Default: 200 ms, or 1.9 times the time of a step without prompts, whichever is longer.",
-        of_serve="Target time between two tokens of a running stream, in milliseconds.  [default: 200, or 1.9 times the "
-        "time of a step without prompts]",
+        of_serve="Target time between two tokens of a running stream, in milliseconds.  [default: 200, or 1.9 times "
+        "the time of a step without prompts]",
     ),
     WorkerFlag(
         "--execution-mode",

@@ -22,7 +22,6 @@ from headrace.common.model_files.networks import weights_in
 from headrace.common.model_files.task import task_of
 from headrace.common.model_files.vision_networks import vision_weights_in
 
-
 WHOLE_MODELS = Ranks()
 
 

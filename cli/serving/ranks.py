@@ -1,7 +1,7 @@
 """Chooses among how many ranks a model is divided: what `--tensor-parallel auto` means on this machine.
 
-A worker of one node has no one to wait for, so workers of one node each have the most throughput. A model is divided only
-if it does not fit into the memory of a node, or if its tokens would take longer than --target-tpot-ms, as far as
+A worker of one node has no one to wait for, so workers of one node each have the most throughput. A model is divided
+only if it does not fit into the memory of a node, or if its tokens would take longer than --target-tpot-ms, as far as
 `headrace bench calibrate` has measured it here.
 """
 
@@ -38,8 +38,8 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Among how many ranks each model of a host is divided. `given` is the flag of all models: a number, "auto", or None
-    for whole models. `tell` gets the reason of each choice, for which a model is fetched if it is missing."""
+    """Among how many ranks each model of a host is divided. `given` is the flag of all models: a number, "auto", or
+    None for whole models. `tell` gets the reason of each choice, for which a model is fetched if it is missing."""
 
     given: int | str | None = None
     target_ms: float | None = None
@@ -47,7 +47,7 @@ class Ranks:
     tell: Callable[[str], None] = lambda _: None
 
     def of(self, model: ModelSettings, machine: Topology) -> int:
-        """The number for a model on this machine, its own if it has one. Raises CommandError if the model is unknown."""
+        """The number for a model on this machine: its own if it has one. CommandError if the model is unknown."""
         wanted = model.options.worker.get("tensor_parallel") or self.given or 1
         if wanted != AUTO_RANKS:
             return int(wanted)

@@ -73,8 +73,8 @@ def bind_memory(node: int | None, root: Path = ROOT, *, is_inherited: bool = Fal
     CPUs.
 
     Must be called by the main thread before it starts others. Does nothing if there is only one node, if the CPUs are
-    on several nodes, or if a memory policy is already set (numactl, systemd); with `is_inherited`, a preferred node that
-    is set is that of the process which has started this one, and is replaced. If the kernel does not permit it (a
+    on several nodes, or if a memory policy is already set (numactl, systemd). With `is_inherited`, a preferred node
+    that is set is that of the process which has started this one, and is replaced. If the kernel does not permit it (a
     container without CAP_SYS_NICE), logs a warning: pages then come from the node of the thread that touches them
     first, which is the same node while it has room. Returns the preferred node, or None if there is none.
     ConfigurationError if the given `node` has no memory.
