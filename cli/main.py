@@ -39,7 +39,7 @@ _SUBCOMMANDS = {
     "doctor": _Subcommand("serving.doctor:doctor", "Look for what costs speed on this host, and what to change."),
     "adapters": _Subcommand("fleet.adapters:adapters", "List, load and unload LoRA adapters of a fleet."),
     "explain": _Subcommand("fleet.explain:explain", "Show which worker a prompt would go to, and why."),
-    "chat": _Subcommand("fleet.chat:chat", "Chat with a served model in the terminal."),
+    "chat": _Subcommand("chat.command:chat", "Chat with a served model in the terminal."),
     "batch": _Subcommand("fleet.batch:batch", "Run the requests of a file at the lowest priority."),
     "keys": _Subcommand("fleet.keys:keys", "Create, list and revoke API keys."),
     "certs": _Subcommand("fleet.certs:certs", "Create certificates for a fleet."),

@@ -228,6 +228,7 @@ TIERS = {
         ("http_client",),
         ("export",),
         ("models", "fleet"),
+        ("chat",),
         ("hosting",),
         ("ovms",),
         ("serving",),

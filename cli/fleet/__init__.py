@@ -1,1 +1,1 @@
-"""Work with a running fleet: chat, status, explain, drain, and its keys and certificates."""
+"""Work with a running fleet: status, explain, drain, and its keys and certificates."""

@@ -34,8 +34,8 @@ def console_for(table: Table, width_of_a_pipe: int) -> Console:
     return console
 
 
-def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print texts in columns, the first row as titles."""
+def print_columns(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
+    """Print texts in columns, the first row as titles; on standard error if `err`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        click.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip(), err=err)

@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 import httpx
 
-from headrace.cli.fleet.chat import ChatClient, Conversation, talk
+from headrace.cli.chat.client import ChatClient
+from headrace.cli.chat.command import ChatOptions, chat_options, talk
 from headrace.cli.fleet.fleet_access import ApiAccess, api_options
-from headrace.cli.fleet.image_files import chat_options
 from headrace.cli.fleet.run_state import running_serves, runtime_directory
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.http_client import tls_problem
@@ -38,24 +38,16 @@ _PATIENCE_S = 10.0
 @chat_options
 @offline_option
 @api_options
-def run(
-    model: str,
-    prompt: tuple[str, ...],
-    system: str | None,
-    max_tokens: int | None,
-    images: list[str],
-    offline: bool,
-    access: ApiAccess,
-) -> None:
+def run(model: str, prompt: tuple[str, ...], options: ChatOptions, offline: bool, access: ApiAccess) -> None:
     """Chat with MODEL, or answer PROMPT and exit.
 
     MODEL is the same as for headrace serve; it is pulled if missing. If this user already runs headrace serve with
     MODEL, that server answers. Otherwise a server starts on a free port and stops at the end. Set its options with
-    variables such as HEADRACE_SERVE_KV_CACHE_GB. In the conversation, /help shows the commands.
+    variables such as HEADRACE_SERVE_KV_CACHE_GB. In the conversation, /? shows the commands.
     """
     question = " ".join(prompt) or None
     with _server_of(model, offline, access) as (url, name):
-        talk(ChatClient(url, name, access, max_tokens=max_tokens), Conversation(system, images), question)
+        talk(ChatClient(url, name, access), options, question)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""A conversation in the terminal, for `headrace chat` and `headrace run`."""
