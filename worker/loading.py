@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.common.host_memory import GIB, available_bytes
+from headrace.common.load_stages import LoadStage, line_of
 from headrace.common.model_files.networks import weights_in
 from headrace.common.threads import in_thread
 from headrace.common.transport.channels import PLAIN, Transport
@@ -146,8 +147,10 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     bell = Bell()
     start = time.monotonic()
     found = read_files(config, memory)
+    log.info(line_of(LoadStage.COMPILING))
     compiled = compile_all(config, found)
     opening = in_thread("vision", lambda: vision_for(config, compiled.runner.image_inputs, found.threads, bell.ring))
+    log.info(line_of(LoadStage.HASHING))
     allocation = allocate(config, compiled.runner, compiled.limits, found.kept, compiled.draft)
     log_loaded(config.name, compiled.runner, allocation, found.threads, time.monotonic() - start)
     touching = in_thread("touch", compiled.runner.touch)
@@ -155,6 +158,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     layout = kv_layout(compiled.runner, allocation.limits, fingerprint)
     disk = open_disk(config, compiled.runner, layout, found.disk_key, bell)
     engine = make_engine(config, found, compiled, allocation, disk)
+    log.info(line_of(LoadStage.WARMING))
     warm_up(engine, has_adapters=config.max_adapters > 0)
     adapters = load_adapters(config, compiled.runner)
     touching.result()
@@ -302,6 +306,7 @@ def load_adapters(config: WorkerConfig, runner: OpenVINOModelRunner) -> AdapterL
     """The adapters that the flags name; None if the worker serves without adapters. ConfigurationError."""
     if runner.adapters is None:
         return None
+    log.info(line_of(LoadStage.ADAPTERS))
     start = time.monotonic()
     library = AdapterLibrary(runner, ReaderProcess(Layers(runner.linears, runner.num_kv_heads), runner.adapters))
     for name, path in config.adapters:

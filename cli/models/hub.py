@@ -20,7 +20,7 @@ from typing import Any
 
 from headrace.cli.models.download import RetryRule, hub_client, named_authorities
 from headrace.cli.models.model_cache import sha256_of
-from headrace.cli.models.progress import Progress, progress_for, say
+from headrace.cli.models.progress import Progress, progress_for, say, stages
 from headrace.cli.models.reference import HubReference
 from headrace.cli.models.selection import HubFile, HubListing
 from headrace.common.commands import CommandError, CommandFailed
@@ -36,6 +36,8 @@ _MOST_BYTES = 1 << 50
 _LIST_TIMEOUT_S = 30.0
 _WATCH_INTERVAL_S = 0.5
 _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+# It takes seconds to read a larger file.
+_LONG_TO_READ_BYTES = 1 << 30
 _HTTP_LIBRARIES = frozenset({"requests", "urllib3"})
 """Whose errors huggingface_hub passes on."""
 
@@ -258,9 +260,18 @@ def _is_whole(file: HubFile, path: Path) -> bool:
     if file.num_bytes is not None and path.stat().st_size != file.num_bytes:
         return False
     if file.sha256 is not None:
-        return sha256_of(path) == file.sha256
+        return _shown_sha256_of(path, file.path) == file.sha256
     name = path.resolve().name
     return _COMMIT.fullmatch(name) is None or _git_name(path.read_bytes()) == name
+
+
+def _shown_sha256_of(path: Path, name: str) -> str:
+    """The SHA-256 of a file, and that it is being computed if it is large."""
+    if path.stat().st_size < _LONG_TO_READ_BYTES:
+        return sha256_of(path)
+    with stages(name) as at:
+        at("comparing it with its SHA-256")
+        return sha256_of(path)
 
 
 def _git_name(raw: bytes) -> str:

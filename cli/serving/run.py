@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,10 +23,11 @@ from headrace.cli.http_client import tls_problem
 from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.completers import complete_known_models
 from headrace.cli.models.model_cache import offline_option
-from headrace.cli.models.progress import say
+from headrace.cli.models.progress import say, stages
 from headrace.cli.models.reference import parse_reference
 from headrace.common import launch
 from headrace.common.commands import CommandError, CommandFailed
+from headrace.common.load_stages import LoadStage, stage_in
 
 _STOP_S = 15.0
 _POLL_S = 0.1
@@ -65,7 +67,7 @@ def _server_of(model: str, offline: bool, access: ApiAccess) -> Iterator[tuple[s
         yield url, name
         return
     say(f"{name}: starting")
-    with _started(model) as url:
+    with _started(model, name) as url:
         yield url, name
 
 
@@ -96,8 +98,9 @@ def _wait_until_ready(url: str, name: str, access: ApiAccess) -> None:
 
 
 @contextmanager
-def _started(model: str) -> Iterator[str]:
-    """Start `headrace serve` and yield its URL. Stop it at the end, or when this process dies."""
+def _started(model: str, name: str) -> Iterator[str]:
+    """Start `headrace serve`, show what it does until it is ready, and yield its URL. Stop it at the end, or when this
+    process dies."""
     log = runtime_directory() / f"run-{os.getpid()}.log"
     serve = (sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", "--offline")
     command = launch.with_parent([*serve])
@@ -107,14 +110,32 @@ def _started(model: str) -> Iterator[str]:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True
         )
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
+        with stages(name) as at:
+            line = _ready_line(process, log, at)
         if not line.startswith("ready: "):
             raise _failure(process.wait(_STOP_S), log)
         yield line.removeprefix("ready: ").strip().removesuffix("/v1")
     finally:
         _stop(process)
         log.unlink(missing_ok=True)
+
+
+def _ready_line(process: subprocess.Popen[str], log: Path, at: Callable[[str], None]) -> str:
+    """The first line of a server's output; empty if it ends without one. `at` gets each stage of which its log tells:
+    that of the worker that is furthest."""
+    assert process.stdout is not None
+    order = list(LoadStage)
+    reached, rest = -1, ""
+    at("starting the server")
+    with selectors.DefaultSelector() as selector, log.open(errors="replace") as file:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not selector.select(_POLL_S):
+            *lines, rest = (rest + file.read()).split("\n")
+            for stage in filter(None, map(stage_in, lines)):
+                if order.index(stage) > reached:
+                    reached = order.index(stage)
+                    at(stage)
+    return process.stdout.readline()
 
 
 def _failure(status: int, log: Path) -> CommandError:
