@@ -97,9 +97,9 @@ def test_every_decision_that_sources_name_exists() -> None:
     assert wrong == []
 
 
-def test_the_results_that_decisions_name_exist() -> None:
+def test_the_results_that_decisions_and_sources_name_exist() -> None:
     results = anchors(ROOT / "benchmarks" / "RESULTS.md")
-    for path in (DOCS / "decisions").glob("*.md"):
+    for path in (*(DOCS / "decisions").glob("*.md"), *(ROOT / "cli").rglob("*.py")):
         assert set(re.findall(r"benchmarks/RESULTS\.md#([\w-]+)", path.read_text())) <= results, path.name
 
 

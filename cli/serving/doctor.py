@@ -1,7 +1,7 @@
 """`headrace doctor`: what of this host costs speed or stability, what to change, and what the change brings.
 
-Each check is a function of the kernel's files below `root` and of the topology read from them. Gains are those of
-benchmarks/RESULTS.md; where nothing was measured, the finding says so.
+Each check is a function of the kernel's files below `root` and of the topology read from them. A gain that was measured
+names the section of benchmarks/RESULTS.md that has the figure; where nothing was measured, the finding says so.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _LITTLE_MEMORY = 2 * GIB
 _MUCH_STEAL = 0.01
 _CAP_SYS_NICE = 23
 _THP = "sys/kernel/mm/transparent_hugepage/enabled"
+_MUCH_SWAPPED = GIB // 4
 _SLOW_GOVERNORS = frozenset({"powersave", "ondemand", "conservative", "schedutil", "userspace"})
 
 
@@ -40,13 +41,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has found. `remedy` and `gain` are empty if all is well."""
+    """What a check has found. `remedy` and `gain` are empty if all is well; `figures` says where gain was measured."""
 
     check: str
     verdict: Verdict
     found: str
     remedy: str = ""
     gain: str = ""
+    figures: str = ""
 
 
 Check = Callable[[Path, Topology], Iterator[Finding]]
@@ -62,8 +64,11 @@ def _cpu(root: Path, machine: Topology) -> Iterator[Finding]:
         yield Finding("CPU", Verdict.GOOD, f"{named} kernels")
     elif named:
         remedy = f"a CPU with AVX-512 or AMX.{virtual}"
-        gain = "prompts exact in steps of any size instead of 80 tokens, and faster products (RESULTS.md, AVX2)"
-        yield Finding("CPU", Verdict.HINT, f"{named} kernels", remedy, gain)
+        gain = (
+            "prompts exact in steps of any size instead of 80 tokens, beyond which a row takes up to 1.3 times as long"
+        )
+        figures = "benchmarks/RESULTS.md#products-at-the-limit-of-exact-steps"
+        yield Finding("CPU", Verdict.HINT, f"{named} kernels", remedy, gain, figures)
     else:
         remedy = f"a CPU with AVX2 at least.{virtual}"
         yield Finding("CPU", Verdict.PROBLEM, "no AVX2: OpenVINO has only slow kernels", remedy, _UNMEASURED)
@@ -80,9 +85,10 @@ def _transparent_huge_pages(root: Path, machine: Topology) -> Iterator[Finding]:
     if chosen[1] in ("madvise", "always"):
         yield Finding("huge pages", Verdict.GOOD, f"transparent huge pages: {chosen[1]}")
         return
-    gain = "decode steps in a cache of hours of use take 0.86 of the time (RESULTS.md, huge pages)"
+    gain = "decode steps in a cache of hours of use take 0.86 of the time, and prompts there 0.87"
     remedy = f"echo madvise > /{_THP}"
-    yield Finding("huge pages", Verdict.PROBLEM, f"transparent huge pages: {chosen[1]}", remedy, gain)
+    figures = "benchmarks/RESULTS.md#huge-pages"
+    yield Finding("huge pages", Verdict.PROBLEM, f"transparent huge pages: {chosen[1]}", remedy, gain, figures)
 
 
 def _reserved_huge_pages(root: Path, machine: Topology) -> Iterator[Finding]:
@@ -150,6 +156,16 @@ def _memory(root: Path, machine: Topology) -> Iterator[Finding]:
     yield Finding("memory", Verdict.PROBLEM, found, remedy, "room for weights and KV cache")
 
 
+def _swap(root: Path, machine: Topology) -> Iterator[Finding]:
+    values = _meminfo(root)
+    swapped = values.get("SwapTotal", 0) - values.get("SwapFree", 0)
+    if swapped >= _MUCH_SWAPPED:
+        found = f"{swapped / GIB:.1f} GiB of programs' memory are on the disk"
+        remedy = "more memory, a smaller KV cache (--kv-cache-gb), or swapoff -a if the memory has room for it"
+        gain = f"no reads of the disk within a step if weights or KV cache are among it; {_UNMEASURED}"
+        yield Finding("swap", Verdict.HINT, found, remedy, gain)
+
+
 def _governor(root: Path, machine: Topology) -> Iterator[Finding]:
     paths = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"))
     governors = sorted({text for path in paths if (text := read_text(path))})
@@ -184,6 +200,7 @@ CHECKS: Sequence[Check] = (
     _numa,
     _cpu_limits,
     _memory,
+    _swap,
     _governor,
     _steal,
 )
@@ -218,7 +235,7 @@ def _number(path: Path, name: str) -> int:
 
 @click.command()
 @click.option(
-    "--json", "as_json", is_flag=True, help="A JSON list of objects with check, verdict, found, remedy, gain."
+    "--json", "as_json", is_flag=True, help="A JSON list of objects with check, verdict, found, remedy, gain, figures."
 )
 def doctor(as_json: bool) -> None:
     """Look at this host: CPU, huge pages, NUMA balancing, limits of the container, memory, governor.
@@ -234,6 +251,6 @@ def doctor(as_json: bool) -> None:
             click.echo(f"{finding.verdict:<8} {finding.check}: {finding.found}")
             if finding.remedy:
                 click.echo(f"{'':<9}change: {finding.remedy}")
-                click.echo(f"{'':<9}gain: {finding.gain}")
+                click.echo(f"{'':<9}gain: {finding.gain}" + (f" ({finding.figures})" if finding.figures else ""))
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):
         click.get_current_context().exit(EXIT_FAILED)

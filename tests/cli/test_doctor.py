@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from headrace.cli.main import cli
 from headrace.cli.serving import doctor
 from headrace.cli.serving.doctor import Finding, Verdict, examine
 
+ROOT = Path(__file__).parents[2]
 GIB = 1 << 20  # in kB
 GOOD: dict[str, str] = {
     "proc/cpuinfo": "flags : avx2 avx512f\n",
@@ -103,6 +105,12 @@ def test_a_good_host_has_nothing_to_change(tmp_path: Path) -> None:
             "hint",
             "performance",
         ),
+        (
+            {"proc__meminfo": f"{GOOD['proc/meminfo']}SwapTotal: {2 * GIB} kB\nSwapFree: {GIB} kB\n"},
+            "swap",
+            "hint",
+            "swapoff",
+        ),
         ({"proc__stat": "cpu  100 0 100 700 0 0 0 100 0 0\n"}, "steal", "hint", "neighbours"),
     ],
 )
@@ -113,6 +121,22 @@ def test_what_costs_speed_is_found_with_its_remedy_and_gain(
     assert (finding.check, finding.verdict) == (check, verdict)
     assert remedy in finding.remedy
     assert finding.gain, "measured, or said not to be"
+
+
+@pytest.mark.parametrize(
+    ("changes", "figures"),
+    [({"proc__cpuinfo": "flags : avx2\n"}, ["27.4", "21.0"]), ({THP: "always madvise [never]"}, ["0.86", "0.87"])],
+)
+def test_a_gain_that_was_measured_names_its_figures(
+    tmp_path: Path, changes: dict[str, str], figures: list[str]
+) -> None:
+    (finding,) = wrong(tree(tmp_path, **changes))
+    path, _, anchor = finding.figures.partition("#")
+    text = (ROOT / path).read_text()
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    (section,) = [one for one in sections if one.partition("\n")[0].lower().replace(" ", "-") == anchor]
+    assert all(figure in section for figure in figures)
+    assert "not measured" not in finding.gain
 
 
 def test_a_quota_of_all_cpus_that_never_stopped_the_group_is_fine(tmp_path: Path) -> None:
@@ -128,9 +152,10 @@ def test_what_the_kernel_does_not_say_is_no_finding(tmp_path: Path) -> None:
 def test_the_status_says_whether_there_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, verdict: Verdict, status: int
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: [Finding("memory", verdict, "as it is", "change it", "much")])
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("memory", verdict, "as it is", "change it", "much", "F")])
     done = CliRunner().invoke(cli, ["doctor"])
     assert (done.exit_code, "change: change it" in done.stdout) == (status, True)
+    assert "gain: much (F)\n" in done.stdout
     done = CliRunner().invoke(cli, ["doctor", "--json"])
     assert done.exit_code == status
     assert [found["verdict"] for found in json.loads(done.stdout)] == [verdict]
