@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from headrace.cli.fleet import run_state
 from headrace.cli.main import cli
 from headrace.common.commands import told
 from headrace.router.__main__ import command as router_command
+from tests.cli_reference import DELEGATES, commands
 from tests.patience import patience
 
 TAB = """
@@ -60,6 +62,34 @@ def test_bash_completes_commands_options_and_models(cache: Path, words: str, off
 def test_the_options_of_a_role_are_its_own(cache: Path) -> None:
     offered = tab("headrace router --")
     assert {option.opts[-1] for option in router_command.params} <= set(offered)
+
+
+def long_options(command: click.Command) -> set[str]:
+    """The options that a command shows, by their long names."""
+    options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
+    return {next(name for name in option.opts if name.startswith("--")) for option in options}
+
+
+OWN = [(words, command) for words, command in commands() if words[0] not in DELEGATES]
+
+
+@pytest.mark.parametrize(("words", "command"), OWN, ids=[" ".join(words) for words, _ in OWN])
+def test_every_command_completes_its_options_and_hints_at_a_mistyped_one(
+    cache: Path, words: tuple[str, ...], command: click.Command
+) -> None:
+    options = long_options(command)
+    assert options <= set(offered(*words, "--"))
+    mistyped = f"{max(options, key=len)}x" if options else "--hlep"
+    said = CliRunner().invoke(cli, [*words, mistyped], prog_name="headrace")
+    assert said.exit_code == 2
+    assert re.fullmatch(
+        rf"error: no such option '{mistyped}'; did you mean .*\? see headrace {' '.join(words)} --help\n", said.output
+    )
+
+
+@pytest.mark.parametrize("role", [name for name, command in DELEGATES.items() if not isinstance(command, click.Group)])
+def test_every_role_completes_its_options(cache: Path, role: str) -> None:
+    assert long_options(DELEGATES[role]) <= set(tab(f"headrace {role} --"))
 
 
 def offered(*args: str) -> list[str]:
