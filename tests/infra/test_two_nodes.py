@@ -23,6 +23,8 @@ KERNEL = os.environ.get("HEADRACE_NUMA_KERNEL", "")
 BOUND_S = 600.0
 CPUS = {0: {0, 1}, 1: {2, 3}}
 PAGE_BYTES = 4096
+# What Python allocates until its first line runs, with some room.
+INTERPRETER_BYTES = 20 << 20
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(BOUND_S + 120)]
 
@@ -159,7 +161,10 @@ def test_a_rank_of_a_divided_model_has_its_threads_and_memory_on_its_node(rank: 
     rank.assert_threads_are_on_its_node()
     assert set(rank.kv_pages) == {rank.node}
     pages = rank.allocated_pages
-    assert pages[rank.node] / sum(pages.values()) > 0.99
+    elsewhere = sum(pages.values()) - pages[rank.node]
+    # Until it prefers its own node, a rank has the preference of the worker that started it.
+    assert elsewhere * PAGE_BYTES < INTERPRETER_BYTES
+    assert pages[rank.node] > 4 * elsewhere
 
 
 def test_status_tells_where_the_ranks_are(found: dict[str, Any]) -> None:
