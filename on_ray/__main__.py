@@ -63,7 +63,9 @@ def main() -> None:
     "--max-workers", type=click.IntRange(1), help="Workers that load may bring.  [default: as many as --min-workers]"
 )
 @click.option(
-    "--numa-nodes", type=click.IntRange(1), default=1, show_default=True, help="NUMA nodes of one host for each worker."
+    "--numa-nodes",
+    type=click.IntRange(1),
+    help="NUMA nodes of one host for each worker.  [default: one for each rank of --tensor-parallel]",
 )
 @click.option("--resource", default=RESOURCE, show_default=True, help="Ray's resource that stands for NUMA nodes.")
 @click.option(

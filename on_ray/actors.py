@@ -80,8 +80,8 @@ class Worker:
         try:
             self._node = await asyncio.to_thread(nodes.this_node, model.resource)
             found = await self._find(model)
-            where = nodes.places_of(max(self._node.num_places, model.numa_nodes))
-            self._claim = await self._claimed(where, model.numa_nodes)
+            where = nodes.places_of(max(self._node.num_places, model.num_places))
+            self._claim = await self._claimed(where, model.num_places)
             ports = (free_port(self._node.host), free_port(self._node.host))
             spec = commands.worker_spec(fleet, model, found, self._node, self._claim, where, ports)
             self._name = model.name or found[1]

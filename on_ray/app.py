@@ -91,7 +91,7 @@ def worker_options(fleet: Fleet, model: Model) -> dict[str, Any]:
     options: dict[str, Any] = {
         "name": deployment_name(model),
         **_of_all(fleet.worker_drain_s, cpus=model.cpus),
-        "placement_group_bundles": [bundle] * model.numa_nodes,
+        "placement_group_bundles": [bundle] * model.num_places,
         "placement_group_strategy": "STRICT_PACK",
         "max_surge_percent": model.surge_percent,
     }

@@ -16,7 +16,7 @@ from headrace.ray.settings import Fleet, Model, Scaling, SettingsError, fleet_of
 log = logging.getLogger("ray.serve")
 
 # vLLM's names -> ours
-_RENAMED = {"max_model_len": "max_context_tokens"}
+_RENAMED = {"max_model_len": "max_context_tokens", "tensor_parallel_size": "tensor_parallel"}
 # What makes an answer neither right nor wrong on CPUs.
 _HINTS = frozenset(
     {
@@ -123,16 +123,13 @@ def _engine(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     found: dict[str, Any] = {"flags": flags}
     known = {flag.option for flag in WORKER_FLAGS}
     for name, value in given.items():
-        if name == "tensor_parallel_size":
-            found["numa_nodes"] = value
-        elif (ours := _RENAMED.get(name, name)) in known:
+        if (ours := _RENAMED.get(name, name)) in known:
             flags[ours] = value
         elif name in _HINTS:
             _hint(f"{where}.{name}", value)
         else:
             raise SettingsError(
-                f"{where}.{name} is no flag of headrace's workers; there are "
-                f"{', '.join(sorted({*known, *_RENAMED, 'tensor_parallel_size'}))}"
+                f"{where}.{name} is no flag of headrace's workers; there are {', '.join(sorted({*known, *_RENAMED}))}"
             )
     return found
 

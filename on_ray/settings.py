@@ -38,7 +38,7 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model and its workers. Each worker takes `numa_nodes` of the resource `resource`, one for each NUMA node."""
+    """A model and its workers. Each worker takes `num_places` of the resource `resource`, one for each NUMA node."""
 
     model: str
     """Name or directory, as `headrace serve` takes it. Every node must be able to pull it, or have it."""
@@ -47,8 +47,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_workers: int = 1
     max_workers: int | None = None
     """Default: `min_workers`."""
-    numa_nodes: int = 1
-    """NUMA nodes of one worker, on one host: the bundles of its placement group."""
+    numa_nodes: int | None = None
+    """NUMA nodes of one worker, on one host: the bundles of its placement group. Default: one for each rank, if `flags`
+    divide the model (`tensor_parallel`), else one."""
     cpus: float = 0.0
     """CPUs that a worker also takes of Ray's count, for clusters that run other work on the same nodes."""
     resource: str = RESOURCE
@@ -60,6 +61,11 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_args: tuple[str, ...] = ()
     """Further arguments of `headrace worker`."""
     scaling: Scaling = Scaling()
+
+    @property
+    def num_places(self) -> int:
+        """The number of NUMA nodes of one worker."""
+        return self.numa_nodes or int(self.flags.get(TENSOR_PARALLEL.option) or 1)
 
     @property
     def most_workers(self) -> int:
@@ -150,7 +156,8 @@ def _check_model(model: Model, where: str) -> None:
         f"{where}.max_workers",
         f"is {model.max_workers}, less than min_workers ({model.min_workers})",
     )
-    _check(model.numa_nodes >= 1, f"{where}.numa_nodes", f"is {model.numa_nodes}; it must be at least 1")
+    is_possible = model.numa_nodes is None or model.numa_nodes >= 1
+    _check(is_possible, f"{where}.numa_nodes", f"is {model.numa_nodes}; it must be at least 1")
     _check(math.isfinite(model.cpus) and model.cpus >= 0, f"{where}.cpus", f"is {model.cpus}; it must be at least 0")
     _check(0 <= model.surge_percent <= 100, f"{where}.surge_percent", f"is {model.surge_percent}; write 0 to 100")
     scaling = model.scaling

@@ -73,8 +73,8 @@ def test_an_application_of_ray_serve_llm_is_taken() -> None:
     )
     (model,) = fleet.models
     assert (model.model, model.name, model.min_workers, model.max_workers) == ("smollm2-135m", "chat", 2, 6)
-    assert model.flags == {"max_context_tokens": 4096, "max_num_seqs": 8}
-    assert model.numa_nodes == 2
+    assert model.flags == {"max_context_tokens": 4096, "max_num_seqs": 8, "tensor_parallel": 2}
+    assert model.num_places == 2
     assert model.scaling.down_delay_s == 60
     assert fleet.gateways == 2
 
