@@ -216,7 +216,7 @@ def _row(title: str, told: str) -> str:
 
 
 def comparison(answers: Sequence[Answer]) -> str:
-    """A table of several kinds of hosts, the cheapest first; without costs, the one with the fewest hosts."""
+    """A table of several kinds of hosts, in the order of `rank`."""
     head = f"{'host':24} {'hosts':>5} {'workers':>7} {'cost':>12} {'busy':>5} {'limit':>6}"
     lines = [head]
     for answer in sorted(answers, key=rank):
@@ -231,10 +231,12 @@ def comparison(answers: Sequence[Answer]) -> str:
     return "\n".join(lines)
 
 
-def rank(answer: Answer) -> tuple[bool, float, int]:
-    """Sorts answers: those with a plan, by cost if it is known, else by hosts."""
-    cost = answer.cost
-    return answer.trial is None, math.inf if cost is None else cost, answer.hosts
+def rank(answer: Answer) -> tuple[bool, float, int, float]:
+    """Sorts answers: those with a plan, by cost if it is known, else by hosts; of equal ones, those that carry more
+    first."""
+    cost, held = answer.cost, answer.held
+    most = held.factor if held is not None else 0.0
+    return answer.trial is None, math.inf if cost is None else cost, answer.hosts, -most
 
 
 class ToldTrial(msgspec.Struct):

@@ -60,6 +60,9 @@ def test_several_kinds_of_hosts_are_sorted_by_what_they_cost(small: Path, tmp_pa
     assert cheap_small[0]["cost"] == cheap_small[0]["hosts"] > 1
     cheap_quick = json.loads(run(*files, *load, "--cost-per-host", "small=9", "--cost-per-host", "quick=10").stdout)
     assert [answer["host"] for answer in cheap_quick] == ["quick", "small"]
+    few = json.loads(run(*files, "--rate", 1, *QUICK, "--json").stdout)
+    assert [(answer["host"], answer["hosts"]) for answer in few] == [("quick", 1), ("small", 1)]
+    assert few[0]["limit"] > few[1]["limit"]
 
 
 def test_a_spare_host_is_added(small: Path) -> None:

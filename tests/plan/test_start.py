@@ -46,6 +46,16 @@ def test_flags_with_which_the_host_was_measured_are_kept_but_for_the_memory() ->
     assert params["kv_disk_gb"] == 20
 
 
+def test_a_host_measured_with_ranks_is_started_with_ranks() -> None:
+    found = calibration()
+    flags = ("--tensor-parallel", "2")
+    divided = msgspec.structs.replace(found, layout=msgspec.structs.replace(found.layout, serve_flags=flags))
+    (line,) = commands(Fleet(Kind("small", divided), 1), 0.5)
+    assert parsed(serve, shlex.split(line)[2:])["tensor_parallel"] == 2
+    *_, last = commands(Fleet(Kind("small", divided), 2), 0.5)
+    assert parsed(worker, shlex.split(last)[2:])["tensor_parallel"] == 2
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_several_hosts_have_a_router_a_gateway_and_workers(workers: int) -> None:
     lines = commands(replace(fleet(workers=workers), hosts=3), 0.5)
