@@ -387,7 +387,7 @@ class ResponseAnswer(ErrorShape):
 
     def _event(self, event: ResponseEvent) -> bytes:
         event.sequence_number = self._num_events
-        encoded = _encoded(event)
+        encoded = encoded_event(event)
         self._num_events += 1
         if self._keeps_events:
             self.events.append(encoded)
@@ -403,8 +403,9 @@ def ending_event(response: Response, number: int) -> bytes:
     """The last event of a response that has ended, by its status."""
     # The API has no event for a cancelled response: its stream ends as failed.
     status = "failed" if response.status == "cancelled" else response.status
-    return _encoded(ResponseEvent(type=f"response.{status}", sequence_number=number, response=response))
+    return encoded_event(ResponseEvent(type=f"response.{status}", sequence_number=number, response=response))
 
 
-def _encoded(event: ResponseEvent) -> bytes:
+def encoded_event(event: ResponseEvent) -> bytes:
+    """The event as it is sent."""
     return b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))

@@ -7,27 +7,23 @@ from typing import Any
 
 from headrace.gateway.edge.endpoint import API, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
-from headrace.gateway.edge.requests import query_of, request_of, texts_of
+from headrace.gateway.edge.requests import query_of, request_of
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.responses.background import ResponseRuns
 from headrace.gateway.responses.conversations import Conversations, StoredConversation
 from headrace.gateway.responses.fields import CONVERSATION, CONVERSATION_ITEMS, CONVERSATION_UPDATE
+from headrace.gateway.responses.included import INCLUDE, included, shown_item
 from headrace.gateway.responses.items import input_items
 from headrace.gateway.responses.paging import QUERY, page, page_of
 from headrace.gateway.responses.references import resolved
 from headrace.gateway.responses.response import Conversation, DeletedConversation, ItemPage
 from headrace.gateway.responses.types import (
-    ENCRYPTED_REASONING,
     ConversationItemsRequest,
     ConversationRequest,
     ConversationUpdate,
-    check_include,
     check_metadata,
 )
-from headrace.gateway.text.seals import REASONING
 from headrace.protos.status import Reason, StatusError
-
-_INCLUDE = {"type": "array", "items": {"type": "string"}}
 
 
 def conversation_endpoints(runs: ResponseRuns, conversations: Conversations) -> Sequence[Endpoint]:
@@ -37,7 +33,7 @@ def conversation_endpoints(runs: ResponseRuns, conversations: Conversations) -> 
     one = f"{root}/{{conversation_id}}"
     items = f"{one}/items"
     item = f"{items}/{{item_id}}"
-    query = {"include": _INCLUDE}
+    query = {"include": INCLUDE}
     create = Operation("Begin a conversation", Conversation, (ConversationRequest,))
     retrieve = Operation("Retrieve a conversation", Conversation)
     update = Operation("Change the metadata of a conversation", Conversation, (ConversationUpdate,))
@@ -101,27 +97,27 @@ class _Conversations:
 
     async def add_items(self, exchange: Exchange) -> None:
         """POST conversations/{id}/items."""
-        include = _include(exchange)
+        include = included(exchange)
         request = await request_of(exchange, ConversationItemsRequest, CONVERSATION_ITEMS)
         conversation_id = _id_in(exchange)
         await self._conversations.find(exchange.owner, conversation_id)
         items = await self._items(exchange, request.items)
         await self._conversations.change(exchange.owner, conversation_id, lambda one: one.add("items", items))
-        await exchange.respond(encode(page([_item(item, include) for item in items], has_more=False)))
+        await exchange.respond(encode(page([shown_item(item, include) for item in items], has_more=False)))
 
     async def list_items(self, exchange: Exchange) -> None:
         """GET conversations/{id}/items."""
-        include = _include(exchange)
+        include = included(exchange)
         found = await self._conversations.find(exchange.owner, _id_in(exchange))
         answer = page_of(found.items, query_of(exchange))
-        answer.data = [_item(item, include) for item in answer.data]
+        answer.data = [shown_item(item, include) for item in answer.data]
         await exchange.respond(encode(answer))
 
     async def retrieve_item(self, exchange: Exchange) -> None:
         """GET conversations/{id}/items/{item}."""
-        include = _include(exchange)
+        include = included(exchange)
         found = await self._conversations.find(exchange.owner, _id_in(exchange))
-        await exchange.respond(encode(_item(found.items[_position(exchange, found)], include)))
+        await exchange.respond(encode(shown_item(found.items[_position(exchange, found)], include)))
 
     async def delete_item(self, exchange: Exchange) -> None:
         """DELETE conversations/{id}/items/{item}."""
@@ -157,17 +153,3 @@ def _position(exchange: Exchange, conversation: StoredConversation) -> int:
 
 def _shown(conversation_id: str, conversation: StoredConversation) -> Conversation:
     return Conversation(id=conversation_id, created_at=conversation.created_at, metadata=conversation.metadata)
-
-
-def _include(exchange: Exchange) -> list[str]:
-    """What items shall have besides."""
-    include = texts_of(exchange, "include")
-    check_include(include)
-    return include
-
-
-def _item(item: dict[str, Any], include: Sequence[str]) -> dict[str, Any]:
-    """An item as it is shown. Whatever else can be included, items have from the beginning."""
-    if item["type"] == "reasoning" and ENCRYPTED_REASONING in include:
-        return {**item, "encrypted_content": REASONING.sealed("\n".join(part["text"] for part in item["content"]))}
-    return item

@@ -26,15 +26,23 @@ from headrace.gateway.responses.answers import ResponseAnswer, compaction_item, 
 from headrace.gateway.responses.background import ENDED, MAX_ID_CHARS, ResponseRun, ResponseRuns
 from headrace.gateway.responses.compaction import Compaction
 from headrace.gateway.responses.conversations import Conversations
-from headrace.gateway.responses.fields import COMPACT, FIELDS
+from headrace.gateway.responses.fields import COMPACT, FIELDS, INPUT_TOKENS
+from headrace.gateway.responses.included import INCLUDE, events_with_included, included, shown_item, with_included
 from headrace.gateway.responses.items import TRIGGER, Turn, input_items, turns_of
 from headrace.gateway.responses.paging import QUERY, page_of
 from headrace.gateway.responses.references import resolved
-from headrace.gateway.responses.response import CompactedResponse, DeletedResponse, ItemPage, Response
+from headrace.gateway.responses.response import (
+    CompactedResponse,
+    DeletedResponse,
+    InputTokens,
+    ItemPage,
+    Response,
+)
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unavailable
 from headrace.gateway.responses.tools import CallName, Offer, offer_of
 from headrace.gateway.responses.types import (
     CompactRequest,
+    InputTokensRequest,
     ResponseChat,
     ResponsesRequest,
     chat_of,
@@ -64,16 +72,22 @@ def endpoints(services: Services, runs: ResponseRuns, conversations: Conversatio
         "Retrieve a response, or follow it",
         Response,
         stream_type=EVENTS,
-        query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+        query={
+            "include": INCLUDE,
+            "stream": {"type": "boolean"},
+            "starting_after": {"type": "integer", "minimum": 0},
+        },
     )
-    items = Operation("List what a response answers", ItemPage, query=QUERY)
+    items = Operation("List what a response answers", ItemPage, query={**QUERY, "include": INCLUDE})
     delete = Operation("Forget a response", DeletedResponse)
     compact = Operation("Sum up a conversation", CompactedResponse, (CompactRequest,), generates=True)
+    count = Operation("Count the tokens of an input", InputTokens, (InputTokensRequest,))
     cancel = Operation("Cancel a response", Response)
     return under(
         API,
         Endpoint("POST", "/responses", "responses", own.create, create),
         Endpoint("POST", "/responses/compact", "responses_compact", own.compact, compact),
+        Endpoint("POST", "/responses/input_tokens", "responses_input_tokens", own.count, count),
         Endpoint("GET", one, "responses_get", own.retrieve, retrieve),
         Endpoint("DELETE", one, "responses_delete", own.delete, delete),
         # A key whose requests are all running must be able to cancel one.
@@ -180,6 +194,29 @@ class _Responses:
         answer = CompactedResponse(id=response_id, created_at=int(time.time()), output=output, usage=usage_of(usage))
         await exchange.respond(encode(answer))
 
+    async def count(self, exchange: Exchange) -> None:
+        """POST responses/input_tokens."""
+        asked = await request_of(exchange, InputTokensRequest, INPUT_TOKENS)
+        request = asked.as_response
+        exchange.name_request(request.request_id)
+        if request.input is None and request.previous_response_id is None and request.conversation is None:
+            raise invalid("input", "input is required")
+        if request.previous_response_id is not None:
+            check_response(msgspec.structs.replace(request, input=request.input or ""))
+        else:
+            check_response(request)
+        earlier, earlier_field, items = await self._items(exchange, request, optional=True)
+        offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
+        turns = turns_of(earlier, items, earlier_field)
+        if request.truncation == "auto":
+            plan, _ = await self._plan(request, turns, offer, is_trial=True)
+            num_tokens = len(plan.plan.job.token_ids)
+        else:
+            chat = chat_of(request, turns, offer)
+            with chat.names.in_callers_terms():
+                num_tokens = await self._services.chats.count(chat.request)
+        await exchange.respond(encode(InputTokens(input_tokens=num_tokens)))
+
     async def _compaction(
         self,
         request: ResponsesRequest,
@@ -284,10 +321,10 @@ class _Responses:
         return earlier, "previous_response_id", [] if is_empty else await given()
 
     async def _plan(
-        self, request: ResponsesRequest, turns: Sequence[Turn], offer: Offer
+        self, request: ResponsesRequest, turns: Sequence[Turn], offer: Offer, *, is_trial: bool = False
     ) -> tuple[ChatPlan, FieldNames]:
         """The plan. With truncation, it has as much of the end of the conversation as fits beside a whole answer; a
-        shorter answer is only for limits that exceed the context by themselves."""
+        shorter answer is only for limits that exceed the context by themselves. A trial is not generated."""
 
         chats = self._services.chats
 
@@ -297,7 +334,7 @@ class _Responses:
                 return await chats.plan(chat.request, is_trial=is_trial), chat
 
         if request.truncation != "auto":
-            plan, chat = await planned(0, True, is_trial=False)
+            plan, chat = await planned(0, True, is_trial=is_trial)
             return plan, chat.names
         too_long: StatusError | None = None
         for shortens in (False, True):
@@ -317,7 +354,8 @@ class _Responses:
                 middle = len(firsts) // 2
             if found is not None:
                 plan, chat = found
-                chats.offer_copy(chat.request)
+                if not is_trial:
+                    chats.offer_copy(chat.request)
                 return plan, chat.names
         assert too_long is not None
         raise too_long
@@ -340,21 +378,22 @@ class _Responses:
         if flag_of(query, "include_obfuscation"):
             raise unsupported("include_obfuscation", "include_obfuscation is not supported; leave it out")
         streams = flag_of(query, "stream")
+        include = included(exchange)
         await exchange.body()
         stored = await self._found(exchange)
         if not streams:
             if "starting_after" in query:
                 raise invalid("starting_after", "starting_after needs stream to be true")
-            await exchange.respond(encode(stored.response))
+            await exchange.respond(encode(with_included(stored.response, include)))
             return
         if stored.events is None:
             raise invalid("stream", "stream: only a response that was created with background and stream has events")
         position = number_of(query, "starting_after", -1, -1, 2**31) + 1
         run = self._runs.get(stored.response.id)
         if run is not None:
-            await self._follow(exchange, run, position)
+            await self._follow(exchange, run, position, include)
         else:
-            await self._replay(exchange, stored, position)
+            await self._replay(exchange, stored, position, include)
 
     async def delete(self, exchange: Exchange) -> None:
         """DELETE responses/{id}."""
@@ -380,8 +419,10 @@ class _Responses:
     async def list_input_items(self, exchange: Exchange) -> None:
         """GET responses/{id}/input_items."""
         query = _query(exchange, ("limit", "order", "after"))
-        items = (await self._found(exchange)).items
-        await exchange.respond(encode(page_of(items, query)))
+        include = included(exchange)
+        answer = page_of((await self._found(exchange)).items, query)
+        answer.data = [shown_item(item, include) for item in answer.data]
+        await exchange.respond(encode(answer))
 
     async def _found(self, exchange: Exchange) -> StoredResponse:
         """The response that the path names."""
@@ -418,32 +459,28 @@ class _Responses:
                 return stored
             await asyncio.sleep(POLL_S)
 
-    async def _follow(self, exchange: Exchange, run: ResponseRun, position: int) -> None:
+    async def _follow(self, exchange: Exchange, run: ResponseRun, position: int, include: Sequence[str] = ()) -> None:
         keep_alive = asyncio.create_task(exchange.keep_alive())
         try:
             async with aclosing(run.follow(position)) as groups:
                 async for events in groups:
-                    await exchange.write(events)
+                    await exchange.write(events_with_included(events, include))
             await exchange.write(b"", last=True)
         finally:
             keep_alive.cancel()
 
-    async def _replay(self, exchange: Exchange, stored: StoredResponse, position: int) -> None:
+    async def _replay(self, exchange: Exchange, stored: StoredResponse, position: int, include: Sequence[str]) -> None:
         keep_alive = asyncio.create_task(exchange.keep_alive())
         try:
             if stored.response.status not in ENDED:
                 stored = await self._ended(exchange, stored.response.id)
             # The events of a run are stored when it has ended; of one that is lost there is only the end.
             events = stored.events[position:] if stored.events else [ending_event(stored.response, position)]
-            await exchange.write(b"".join(events), last=True)
+            await exchange.write(events_with_included(b"".join(events), include), last=True)
         finally:
             keep_alive.cancel()
 
 
 def _query(exchange: Exchange, known: Sequence[str]) -> dict[str, str]:
-    """The last value of each known parameter of the query. Raises `StatusError` for an unsupported one."""
-    values = query_of(exchange)
-    for name in ("include", "include[]"):
-        if name in values:
-            raise unsupported("include", "include is taken when a response is created, and not later; leave it out")
-    return {name: value for name, value in values.items() if name in known}
+    """The last value of each known parameter of the query."""
+    return {name: value for name, value in query_of(exchange).items() if name in known}

@@ -17,6 +17,7 @@ from headrace.gateway.responses.types import (
     ConversationItemsRequest,
     ConversationRequest,
     ConversationUpdate,
+    InputTokensRequest,
     ResponsesRequest,
 )
 
@@ -157,5 +158,13 @@ COMPACT = FieldTable(
         "include": Hint("the summary has no such part", ([],)),
     },
 )
-TABLES = (FIELDS, COMPACT, CONVERSATION, CONVERSATION_UPDATE, CONVERSATION_ITEMS)
+INPUT_TOKENS = FieldTable(
+    "POST /v1/responses/input_tokens",
+    (InputTokensRequest,),
+    {
+        **{name: Applied(_AS_RESPONSES) for name in InputTokensRequest.__struct_fields__},
+        "truncation": Applied(_AS_RESPONSES, "With `auto`, only the tokens of what would be kept count"),
+    },
+)
+TABLES = (FIELDS, COMPACT, INPUT_TOKENS, CONVERSATION, CONVERSATION_UPDATE, CONVERSATION_ITEMS)
 """All tables of the API."""

@@ -199,6 +199,13 @@ class ResponseEvent(Shape, kw_only=True):
     obfuscation: str | UnsetType = UNSET
 
 
+class InputTokens(Shape, kw_only=True):
+    """The number of tokens in the prompt of a response."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class DeletedResponse(Shape, kw_only=True):
     """The answer to a deletion."""
 

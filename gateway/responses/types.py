@@ -118,6 +118,29 @@ class CompactRequest(msgspec.Struct, kw_only=True):
         return ResponsesRequest(**msgspec.structs.asdict(self))
 
 
+class InputTokensRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/responses/input_tokens."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationField | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningFields | None = None
+    text: TextFields | None = None
+    truncation: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    request_id: str | None = None
+
+    @property
+    def as_response(self) -> ResponsesRequest:
+        """The request of a response whose input is counted."""
+        return ResponsesRequest(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
 class ConversationRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/conversations."""
 

@@ -698,14 +698,97 @@ async def test_the_stream_of_a_response_is_repeated_from_any_event(front: Any, a
         ({"starting_after": "3"}, "starting_after"),
         ({"stream": "true", "include_obfuscation": "true"}, "include_obfuscation"),
         ({"stream": "yes"}, "stream"),
-        ({"include": "message.output_text.logprobs"}, "include"),
-        ({"include[]": "reasoning.encrypted_content"}, "include"),
     ],
 )
 async def test_what_cannot_be_retrieved_is_named(front: Any, ask: Any, params: Any, param: str) -> None:
     answer = await ask("x")
     response = await front.http.get(f"{RESPONSES}/{answer['id']}", params=params)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_reasoning_is_included_when_it_is_read(front: Any, ask: Any) -> None:
+    written = "<think>Hm é.</think>Yes."
+    include = ["reasoning.encrypted_content"]
+    events = await ask(written, stream=True, background=True)
+    asked = (await ask(written, include=include))["output"][0]["encrypted_content"]
+    one = f"{RESPONSES}/{events[-1]['response']['id']}"
+    plain = (await front.http.get(one)).json()
+    shown = (await front.http.get(one, params={"include[]": include})).json()
+    assert shown["output"][0] == {**plain["output"][0], "encrypted_content": asked}
+    assert without({"encrypted_content"}, shown) == plain
+    query = {"stream": "true", "starting_after": "1", "include": include}
+    again = events_of((await front.http.get(one, params=query)).text)
+    assert without({"encrypted_content"}, again) == events[2:]
+    (done,) = (event["item"] for event in again if event["type"] == "response.output_item.done" and "Hm" in str(event))
+    assert done["encrypted_content"] == asked
+    assert again[-1]["response"] == shown
+    follower = await ask("x", previous_response_id=plain["id"])
+    items = await front.http.get(f"{RESPONSES}/{follower['id']}/input_items", params={"include": include})
+    assert asked in [item.get("encrypted_content") for item in items.json()["data"]]
+
+
+async def test_what_cannot_be_included_later_is_a_hint(front: Any, ask: Any) -> None:
+    answer = await ask("x")
+    response = await front.http.get(f"{RESPONSES}/{answer['id']}", params={"include": "file_search_call.results"})
+    assert response.json() == answer
+    assert response.headers[HEADER] == "include.file_search_call.results"
+
+
+# --- counting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def count(front: Any) -> Any:
+    """Count the tokens of an input."""
+
+    async def post(status: int = 200, **fields: Any) -> Any:
+        response = await front.http.post(f"{RESPONSES}/input_tokens", json={"model": "tiny", **fields})
+        assert response.status_code == status, response.text
+        return response.json() if status == 200 else response.json()["error"]
+
+    return post
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "hi"},
+        {
+            "input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "instructions": "Be brief.",
+        },
+        {"input": "hi", "tools": [WEATHER, NOW], "tool_choice": "required"},
+        {"input": "hi", "reasoning": {"effort": "none"}, "text": {"verbosity": "low"}},
+        {"input": "hi", "truncation": "auto"},
+    ],
+)
+async def test_counted_tokens_are_those_of_the_prompt(ask: Any, count: Any, model: Any, fields: Any) -> None:
+    counted = await count(**fields)
+    assert model.streams == []
+    answer = await ask(ONE, **fields)
+    assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
+
+
+async def test_earlier_turns_are_counted(ask: Any, count: Any) -> None:
+    first = await ask("<think>Hm</think>one")
+    alone = (await count(previous_response_id=first["id"]))["input_tokens"]
+    counted = (await count(previous_response_id=first["id"], input="more"))["input_tokens"]
+    second = await ask("two", input="more", previous_response_id=first["id"])
+    assert counted == second["usage"]["input_tokens"]
+    assert alone < counted
+
+
+async def test_a_truncated_input_counts_as_it_is_kept(count: Any, kit: Any) -> None:
+    turns = [{"role": "user", "content": "long " * 500} for _ in range(3)]
+    whole = (await count(input=turns))["input_tokens"]
+    kept = (await count(input=turns, truncation="auto"))["input_tokens"]
+    assert whole > kit.MAX_CONTEXT > kept
+
+
+async def test_what_cannot_be_counted_is_named(count: Any) -> None:
+    assert (await count(400))["param"] == "input"
+    assert (await count(400, input=[{"type": "unknown"}]))["param"] == "input[0].type"
+    assert (await count(400, input="hi", previous_response_id="resp_none"))["code"] == "previous_response_not_found"
 
 
 async def test_input_items_are_listed_in_pages(front: Any, ask: Any) -> None:
@@ -736,7 +819,6 @@ async def test_input_items_are_listed_in_pages(front: Any, ask: Any) -> None:
         {"limit": "--5"},
         {"order": "up"},
         {"after": "msg_none"},
-        {"include": "x"},
     ):
         assert (await front.http.get(path, params=params)).json()["error"]["param"] == next(iter(params))
 
