@@ -153,7 +153,7 @@ ONLY_IN = {
 TIERS = {
     "gateway": (
         ("checks", "hints", "telemetry", "access"),
-        ("fields",),
+        ("fields", "mcp"),
         ("cache_eviction", "field_names", "edge", "upstream", "structure", "images"),
         ("text",),
         ("chat",),

@@ -99,6 +99,8 @@ class ServeOptions:
     special_tokens_in_text: str | None = None
     allowed_media_domains: tuple[str, ...] = ()
     allowed_local_media_path: Path | None = None
+    mcp_servers: tuple[str, ...] = ()
+    mcp_headers: Path | None = None
     cors_origins: tuple[str, ...] = ()
     redis_url: str | None = None
     batch_store: str | None = None
@@ -219,6 +221,8 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv += _given("--special-tokens-in-text", options.special_tokens_in_text)
     argv += [part for name in options.allowed_media_domains for part in ("--allowed-media-domains", name)]
     argv += _given("--allowed-local-media-path", options.allowed_local_media_path)
+    argv += [part for server in options.mcp_servers for part in ("--mcp-server", server)]
+    argv += _given("--mcp-headers", options.mcp_headers)
     argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
     argv += _given("--redis", options.redis_url) + _given("--batch-store", options.batch_store)
     argv += _observation(options) + _membership(options) + _calls(options)

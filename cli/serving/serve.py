@@ -130,6 +130,19 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     help="Read images of file: URLs from files below this directory.  [default: none]",
 )
 @click.option(
+    "--mcp-server",
+    "mcp_servers",
+    multiple=True,
+    metavar="NAME=URL",
+    help="An MCP server whose tools responses may offer to the model; see headrace gateway --help. May be repeated.",
+)
+@click.option(
+    "--mcp-headers",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Headers for these servers, such as their keys.  [default: none]",
+)
+@click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,

@@ -134,6 +134,10 @@ class Usage:
     num_image_tokens: int = 0
     """Prompt tokens that stand for images."""
 
+    def plus(self, other: Usage) -> Usage:
+        """The usage of both."""
+        return Usage(*(getattr(self, name) + getattr(other, name) for name in Usage.__dataclass_fields__))
+
 
 class Account:
     """Adds up the usage of a request as its choices end."""

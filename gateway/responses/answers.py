@@ -1,6 +1,7 @@
 """Answers of the Responses API: the items of a response, and the events of its stream (pure).
 
-    ChatPiece -> items: reasoning | message | function_call | custom_tool_call, in the order of the model's text
+    ChatPiece -> items: reasoning | message | function_call | custom_tool_call | mcp_call | mcp_approval_request,
+                 in the order of the model's text
 
 One instance makes one response, streamed or not, so that a stream adds up to the whole answer. Events are numbered from
 0 without gaps:
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -27,6 +28,7 @@ from headrace.gateway.chat.output_parsers.output import ArgumentsDelta, CallDelt
 from headrace.gateway.chat.sampling import shortest
 from headrace.gateway.edge.failures import OPENAI_ERRORS, ErrorShape, Failure
 from headrace.gateway.edge.wire import encode, padding
+from headrace.gateway.mcp.values import McpTool
 from headrace.gateway.responses.references import new_output_id
 from headrace.gateway.responses.response import (
     CompactionItem,
@@ -36,6 +38,10 @@ from headrace.gateway.responses.response import (
     IncompleteDetails,
     InputTokensDetails,
     Item,
+    McpApprovalRequest,
+    McpCall,
+    McpListedTool,
+    McpListTools,
     MessageItem,
     OutputText,
     OutputTokensDetails,
@@ -151,8 +157,10 @@ _KINDS = {
     "message": ("msg", "response.output_text"),
     "function_call": ("fc", "response.function_call_arguments"),
     "custom_tool_call": ("ctc", "response.custom_tool_call_input"),
+    "mcp_call": ("mcp", "response.mcp_call_arguments"),
+    "mcp_approval_request": ("mcpr", ""),
 }
-_CALLS = ("function_call", "custom_tool_call")
+_CALLS = ("function_call", "custom_tool_call", "mcp_call", "mcp_approval_request")
 
 
 class ResponseAnswer(ErrorShape):
@@ -168,14 +176,17 @@ class ResponseAnswer(ErrorShape):
         keeps_events: bool = False,
         pads: bool = False,
         names: Mapping[str, CallName] | None = None,
+        needs_approval: Mapping[CallName, bool] | None = None,
     ) -> None:
         """`num_id_chars` is the length of the ids of calls; without `streams` no events are made. `names` are those of
-        the caller's tools, by the names that the model knows.
+        the caller's tools, by the names that the model knows. `needs_approval` has the tools of MCP servers, and
+        whether the caller must approve their calls.
 
         With `pads`, events of deltas have padding that hides the length of their text.
         """
         self._pads = pads
         self._names = names or {}
+        self._needs_approval = needs_approval or {}
         self.response = response
         """The response so far."""
         self._seals = ENCRYPTED_REASONING in include
@@ -233,7 +244,7 @@ class ResponseAnswer(ErrorShape):
 
     def finish(self, usage: Usage) -> None:
         """Complete the response."""
-        cut_off = self._ending is not None and self._ending.reason == "length"
+        cut_off = self.is_cut_off
         self.response.status = "incomplete" if cut_off else "completed"
         self.response.incomplete_details = IncompleteDetails("max_output_tokens") if cut_off else None
         self.response.completed_at = None if cut_off else int(time.time())
@@ -246,6 +257,75 @@ class ResponseAnswer(ErrorShape):
     def last_event(self) -> bytes:
         """The event for the end of the response, by its status."""
         return ending_event(self.response, self._num_events)
+
+    # --- tools of MCP servers ---------------------------------------------------------------------------------------
+
+    def listed(self, server: str, tools: Sequence[McpTool]) -> bytes:
+        """Events for the list of a server's tools, which precedes the answer."""
+        events = self.begin()
+        shown = [
+            McpListedTool(
+                name=tool.name,
+                description=tool.description,
+                input_schema={**tool.input_schema},
+                annotations=None if tool.annotations is None else {**tool.annotations},
+            )
+            for tool in tools
+        ]
+        item_id, index = new_output_id("mcpl", self.response.id), len(self.response.output)
+        item = McpListTools(id=item_id, server_label=server, tools=shown)
+        self.response.output.append(item)
+        if not self._streams:
+            return b""
+        events += self._item_event("added", index, McpListTools(id=item_id, server_label=server, tools=[]))
+        for what in ("in_progress", "completed"):
+            events += self._progress(f"mcp_list_tools.{what}", item_id, index)
+        return events + self._item_event("done", index, item)
+
+    def approved(self, request: McpApprovalRequest) -> tuple[McpCall, bytes]:
+        """A call that the caller has approved, and the events for its begin."""
+        events = self.begin()
+        call = McpCall(
+            id=new_output_id("mcp", self.response.id),
+            status="in_progress",
+            server_label=request.server_label,
+            name=request.name,
+            arguments=request.arguments,
+            approval_request_id=request.id,
+        )
+        index = len(self.response.output)
+        self.response.output.append(call)
+        if self._streams:
+            events += self._item_event("added", index, call) + self._progress("mcp_call.in_progress", call.id, index)
+        return call, events
+
+    @property
+    def open_calls(self) -> Sequence[McpCall]:
+        """The calls of MCP tools that the model has written, and that have no output yet."""
+        return [item for item in self.response.output if isinstance(item, McpCall) and item.status == "in_progress"]
+
+    def called(self, call: McpCall) -> bytes:
+        """Events for the end of a call, which has its output or an error."""
+        if not self._streams:
+            return b""
+        index = self.response.output.index(call)
+        return self._progress(f"mcp_call.{call.status}", call.id, index) + self._item_event("done", index, call)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the answer ended at its limit of tokens."""
+        return self._ending is not None and self._ending.reason == "length"
+
+    def cut_off(self) -> None:
+        """The limit of tokens is reached between two rounds."""
+        assert self._ending is not None
+        self._ending = replace(self._ending, reason="length")
+
+    def _progress(self, what: str, item_id: str, index: int) -> bytes:
+        return self._event(ResponseEvent(type=f"response.{what}", item_id=item_id, output_index=index))
+
+    def _item_event(self, what: str, index: int, item: Item) -> bytes:
+        return self._event(ResponseEvent(type=f"response.output_item.{what}", output_index=index, item=item))
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
@@ -274,8 +354,11 @@ class ResponseAnswer(ErrorShape):
             case ContentDelta(text):
                 return self._into("message") + self._text(self._the_open, text)
             case CallDelta(_, name, is_custom):
+                called = self._names.get(name) or CallName(None, name)
                 kind = "custom_tool_call" if is_custom else "function_call"
-                return self._close("completed") + self._add(kind, self._names.get(name) or CallName(None, name))
+                if called in self._needs_approval:
+                    kind = "mcp_approval_request" if self._needs_approval[called] else "mcp_call"
+                return self._close("completed") + self._add(kind, called)
             case ArgumentsDelta(_, text):
                 return self._text(self._the_open, text)
 
@@ -295,12 +378,14 @@ class ResponseAnswer(ErrorShape):
         item = self._open = _OpenItem(kind, item_id, len(self.response.output), name=name)
         if item.is_call:
             item.call_id = new_call_id(self._num_id_chars)
-        if not self._streams:
+        if not self._streams or kind == "mcp_approval_request":
             return b""
         shown = self._item(item, "in_progress")
         if isinstance(shown, MessageItem | ReasoningItem):
             shown.content = []
-        events = self._event(ResponseEvent(type="response.output_item.added", output_index=item.index, item=shown))
+        events = self._item_event("added", item.index, shown)
+        if kind == "mcp_call":
+            events += self._progress("mcp_call.in_progress", item.item_id, item.index)
         return events + self._part_event(item, "added")
 
     def _text(self, item: _OpenItem, text: str) -> bytes:
@@ -310,7 +395,7 @@ class ResponseAnswer(ErrorShape):
         if item.kind == "message":
             logprobs, self._early_logprobs = self._early_logprobs, []
             item.logprobs += logprobs
-        if not self._streams:
+        if not self._streams or item.kind == "mcp_approval_request":
             return b""
         return self._event(
             ResponseEvent(
@@ -328,15 +413,24 @@ class ResponseAnswer(ErrorShape):
         item, self._open = self._open, None
         if item is None:
             return b""
+        if item.kind == "mcp_approval_request" and status == "incomplete":
+            return b""  # nobody can approve a part of a call
         shown = self._item(item, status)
         self.response.output.append(shown)
         if not self._streams:
             return b""
+        if isinstance(shown, McpApprovalRequest):
+            return self._item_event("added", item.index, shown) + self._item_event("done", item.index, shown)
         done = ResponseEvent(type=f"{_KINDS[item.kind][1]}.done", item_id=item.item_id, output_index=item.index)
         match shown:
             case FunctionCall():
                 done.arguments = item.text
                 done.name = shown.name
+            case McpCall():
+                done.arguments = item.text
+                events = self._event(done)
+                # A whole call is done when it has its output.
+                return events + self._item_event("done", item.index, shown) if status == "incomplete" else events
             case CustomToolCall():
                 done.input = item.text
             case _:
@@ -345,14 +439,14 @@ class ResponseAnswer(ErrorShape):
                 if item.kind == "message":
                     done.logprobs = item.logprobs
         events = self._event(done) + self._part_event(item, "done")
-        return events + self._event(
-            ResponseEvent(type="response.output_item.done", output_index=item.index, item=shown)
-        )
+        return events + self._item_event("done", item.index, shown)
 
     def _item(self, item: _OpenItem, status: Status) -> Item:
         """The item as the response shows it."""
         if item.name is not None:
             name = item.name.name
+            if item.kind in ("mcp_call", "mcp_approval_request"):
+                return self._item_of_mcp(item, item.name, status)
             namespace = UNSET if item.name.namespace is None else item.name.namespace
             ids = {"id": item.item_id, "call_id": item.call_id, "name": name}
             if item.kind == "function_call":
@@ -363,6 +457,18 @@ class ResponseAnswer(ErrorShape):
             return MessageItem(id=item.item_id, status=status, content=[part])
         seal = REASONING.sealed(item.text) if self._seals else UNSET
         return ReasoningItem(id=item.item_id, status=status, content=[part], encrypted_content=seal)
+
+    def _item_of_mcp(self, item: _OpenItem, name: CallName, status: Status) -> McpCall | McpApprovalRequest:
+        server = name.namespace or ""
+        if item.kind == "mcp_approval_request":
+            return McpApprovalRequest(id=item.item_id, server_label=server, name=name.name, arguments=item.text)
+        return McpCall(
+            id=item.item_id,
+            status="incomplete" if status == "incomplete" else "in_progress",
+            server_label=server,
+            name=name.name,
+            arguments=item.text,
+        )
 
     def _part(self, item: _OpenItem) -> OutputText | ReasoningText:
         if item.kind == "reasoning":

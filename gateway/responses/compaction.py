@@ -91,12 +91,12 @@ class Compaction:
         usage = Usage(0, 0, 0)
         for _ in range(MAX_PASSES):
             summary, spent = await self._written(now, caller)
-            usage = _sum(usage, spent)
+            usage = usage.plus(spent)
             if not summary and self._offer.tools:
                 # The model called a tool instead.
                 now = await self._pass(left, Offer(), least=min(len(left), now.num_turns))
                 summary, spent = await self._written(now, caller)
-                usage = _sum(usage, spent)
+                usage = usage.plus(spent)
             if not summary:
                 raise StatusError(Reason.INTERNAL, "the model wrote no summary; try again, or send a shorter input")
             left = left[now.num_turns :]
@@ -173,7 +173,3 @@ class Compaction:
         with chat.names.in_callers_terms():
             plan = await self._services.chats.plan(chat.request, is_trial=True)
         return _Pass(plan, chat.names, len(turns))
-
-
-def _sum(one: Usage, other: Usage) -> Usage:
-    return Usage(*(getattr(one, name) + getattr(other, name) for name in Usage.__dataclass_fields__))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from headrace.gateway.edge.failures import HttpError, failure_of
 from headrace.gateway.edge.requests import flag_of, number_of, query_of, request_of
 from headrace.gateway.edge.wire import encode
 from headrace.gateway.field_names import FieldNames
+from headrace.gateway.mcp.servers import McpServers
 from headrace.gateway.responses.answers import ResponseAnswer, compaction_item, ending_event, response_head, usage_of
 from headrace.gateway.responses.background import ENDED, MAX_ID_CHARS, ResponseRun, ResponseRuns
 from headrace.gateway.responses.compaction import Compaction
@@ -29,6 +30,7 @@ from headrace.gateway.responses.conversations import Conversations
 from headrace.gateway.responses.fields import COMPACT, FIELDS, INPUT_TOKENS
 from headrace.gateway.responses.included import INCLUDE, events_with_included, included, shown_item, with_included
 from headrace.gateway.responses.items import TRIGGER, Turn, input_items, turns_of
+from headrace.gateway.responses.mcp_tools import listed_in
 from headrace.gateway.responses.paging import QUERY, page_of
 from headrace.gateway.responses.references import resolved
 from headrace.gateway.responses.response import (
@@ -38,8 +40,9 @@ from headrace.gateway.responses.response import (
     ItemPage,
     Response,
 )
+from headrace.gateway.responses.rounds import McpUse, Rounds, approved_calls, mcp_use_of
 from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unavailable
-from headrace.gateway.responses.tools import CallName, Offer, offer_of
+from headrace.gateway.responses.tools import Offer, offer_of
 from headrace.gateway.responses.types import (
     CompactRequest,
     InputTokensRequest,
@@ -57,9 +60,12 @@ CANCEL_S = 10.0
 _LOG = logging.getLogger(__name__)
 
 
-def endpoints(services: Services, runs: ResponseRuns, conversations: Conversations) -> Sequence[Endpoint]:
-    """All endpoints under responses. `runs` are the background responses, with the store of all."""
-    own = _Responses(services, runs, conversations)
+def endpoints(
+    services: Services, runs: ResponseRuns, conversations: Conversations, servers: McpServers
+) -> Sequence[Endpoint]:
+    """All endpoints under responses. `runs` are the background responses, with the store of all; `servers` are the MCP
+    servers whose tools models may call."""
+    own = _Responses(services, runs, conversations, servers)
     one = "/responses/{response_id}"
     create = Operation(
         "Answer in the manner of the Responses API",
@@ -109,6 +115,8 @@ class _Planned:
     """The input, without what precedes it."""
     compaction: Compaction | None = None
     """Instead of an answer, a summary."""
+    rounds: Rounds | None = None
+    """How the answer is generated, if its model may call tools of MCP servers."""
 
     @property
     def is_stored(self) -> bool:
@@ -116,8 +124,11 @@ class _Planned:
 
 
 class _Responses:
-    def __init__(self, services: Services, runs: ResponseRuns, conversations: Conversations) -> None:
+    def __init__(
+        self, services: Services, runs: ResponseRuns, conversations: Conversations, servers: McpServers
+    ) -> None:
         self._services = services
+        self._servers = servers
         self._conversations = conversations
         self._store = runs.store
         self._runs = runs
@@ -142,6 +153,11 @@ class _Responses:
                 if planned.compaction is not None:
                     summary, usage = await planned.compaction.run(exchange.caller)
                     planned.answer.compacted(summary)
+                elif planned.rounds is not None:
+                    async with aclosing(planned.rounds.events(exchange.caller)) as events:
+                        async for _ in events:
+                            pass
+                    usage = planned.rounds.usage
                 else:
                     usage = await self._services.answering.gather(
                         exchange.caller, [plan.plan], [planned.answer], plan.choices()
@@ -163,6 +179,9 @@ class _Responses:
                 await self._finish(planned, usage)
 
         plan, answer = planned.plan, planned.answer
+        if planned.rounds is not None:
+            await self._generate_in_rounds(sink, planned.rounds, answer, before_end)
+            return
         if planned.compaction is None:
             await self._services.answering.stream(sink, [plan.plan], answer, plan.choices(), before_end)
             return
@@ -175,6 +194,26 @@ class _Responses:
             events = answer.compacted(summary)
             await before_end(usage)
             await sink.write(events + answer.end(usage), last=True)
+        finally:
+            keep_alive.cancel()
+
+    async def _generate_in_rounds(
+        self,
+        sink: Exchange | ResponseRun,
+        rounds: Rounds,
+        answer: ResponseAnswer,
+        before_end: Callable[[Usage], Awaitable[None]],
+    ) -> None:
+        begun = asyncio.Event()
+        keep_alive = asyncio.create_task(sink.keep_alive(begun))
+        try:
+            async with aclosing(rounds.events(sink.caller)) as groups:
+                async for events in groups:
+                    if events:
+                        begun.set()
+                        await sink.write(events)
+            await before_end(rounds.usage)
+            await sink.write(answer.end(rounds.usage), last=True)
         finally:
             keep_alive.cancel()
 
@@ -206,7 +245,11 @@ class _Responses:
         else:
             check_response(request)
         earlier, earlier_field, items = await self._items(exchange, request, optional=True)
-        offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
+        use = await self._mcp_use(request, [*earlier, *items])
+        if use is not None:
+            use.close()
+        listed = None if use is None else use.tools
+        offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice, listed)
         turns = turns_of(earlier, items, earlier_field)
         if request.truncation == "auto":
             plan, _ = await self._plan(request, turns, offer, is_trial=True)
@@ -228,7 +271,8 @@ class _Responses:
         turns = turns_of(earlier, items, earlier_field)
         if not turns:
             raise invalid("input", "input has nothing to sum up")
-        offer = offer_of(request.tools or (), [*earlier, *items], "none")
+        conversation = [*earlier, *items]
+        offer = offer_of(request.tools or (), conversation, "none", listed_in(conversation))
         compaction = Compaction(self._services, request, turns, offer)
         plan, names = await compaction.begin()
         return compaction, plan, names
@@ -264,8 +308,12 @@ class _Responses:
             planned.stored.events = []
         try:
             await self._runs.start(run, generate)
-        except StoreError as error:
-            raise unavailable(error) from error
+        except BaseException as error:
+            if planned.rounds is not None:
+                planned.rounds.close()
+            if isinstance(error, StoreError):
+                raise unavailable(error) from error
+            raise
         if planned.request.stream:
             await self._follow(exchange, run, 0)
         else:
@@ -273,30 +321,49 @@ class _Responses:
 
     async def _planned(self, exchange: Exchange, request: ResponsesRequest) -> _Planned:
         earlier, earlier_field, items = await self._items(exchange, request)
-        compaction = None
         if items and items[-1]["type"] == TRIGGER:
             items.pop()
             compaction, plan, names = await self._compaction(request, earlier, earlier_field, items)
-            call_names: Mapping[str, CallName] = {}
-        else:
-            offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice)
+            answer = _answer_of(request, plan, Offer(), None)
+            stored = StoredResponse(exchange.owner, answer.response, [*earlier, *items])
+            return _Planned(request, plan, names, answer, stored, items, compaction)
+        use = await self._mcp_use(request, [*earlier, *items])
+        try:
+            listed = None if use is None else use.tools
+            offer = offer_of(request.tools or (), [*earlier, *items], request.tool_choice, listed)
             plan, names = await self._plan(request, turns_of(earlier, items, earlier_field), offer)
-            call_names = offer.names
-        params = plan.plan.requests[0]
-        head = response_head(request, f"resp_{params.request_id}", plan.model.name, params.sampling)
-        wants_logprobs = params.sampling.HasField("logprobs")
-        answer = ResponseAnswer(
-            head,
-            request.include or (),
-            ChatLogprobs(plan.model.text.tokenizer.token_bytes) if wants_logprobs else None,
-            plan.reading.num_id_chars,
-            streams=bool(request.stream),
-            keeps_events=bool(request.background),
-            pads=request.stream_options is not None and bool(request.stream_options.include_obfuscation),
-            names=call_names,
-        )
-        stored = StoredResponse(exchange.owner, answer.response, [*earlier, *items])
-        return _Planned(request, plan, names, answer, stored, items, compaction)
+            answer = _answer_of(request, plan, offer, use)
+            stored = StoredResponse(exchange.owner, answer.response, [*earlier, *items])
+            planned = _Planned(request, plan, names, answer, stored, items)
+            if use is None:
+                return planned
+
+            async def plan_next(
+                output: Sequence[dict[str, Any]], offer: Offer, max_output_tokens: int | None
+            ) -> ChatPlan:
+                asked = msgspec.structs.replace(request, max_output_tokens=max_output_tokens)
+                return (await self._plan(asked, turns_of(earlier, [*items, *output], earlier_field), offer))[0]
+
+            approved = approved_calls(earlier, items, use.needs_approval)
+            rounds = Rounds(self._services.generator, use, answer, request, offer, plan, plan_next, approved)
+            return replace(planned, rounds=rounds)
+        except BaseException:
+            if use is not None:
+                use.close()
+            raise
+
+    async def _mcp_use(self, request: ResponsesRequest, conversation: Sequence[dict[str, Any]]) -> McpUse | None:
+        """The MCP servers of a request with their tools listed; None if it offers none. Raises `StatusError` or
+        `HttpError`."""
+        use = mcp_use_of(self._servers, request, conversation)
+        if use is None:
+            return None
+        try:
+            await use.list_tools()
+        except BaseException:
+            use.close()
+            raise
+        return use
 
     async def _items(
         self, exchange: Exchange, request: ResponsesRequest, *, optional: bool = False
@@ -479,6 +546,23 @@ class _Responses:
             await exchange.write(events_with_included(b"".join(events), include), last=True)
         finally:
             keep_alive.cancel()
+
+
+def _answer_of(request: ResponsesRequest, plan: ChatPlan, offer: Offer, use: McpUse | None) -> ResponseAnswer:
+    """What makes the response of a plan."""
+    params = plan.plan.requests[0]
+    wants_logprobs = params.sampling.HasField("logprobs")
+    return ResponseAnswer(
+        response_head(request, f"resp_{params.request_id}", plan.model.name, params.sampling),
+        request.include or (),
+        ChatLogprobs(plan.model.text.tokenizer.token_bytes) if wants_logprobs else None,
+        plan.reading.num_id_chars,
+        streams=bool(request.stream),
+        keeps_events=bool(request.background),
+        pads=request.stream_options is not None and bool(request.stream_options.include_obfuscation),
+        names=offer.names,
+        needs_approval={} if use is None else use.needs_approval,
+    )
 
 
 def _query(exchange: Exchange, known: Sequence[str]) -> dict[str, str]:

@@ -62,10 +62,11 @@ _ROWS: dict[str, Row] = {
     "text.verbosity": Applied("as `verbosity`", "As for chats"),
     "text": Applied("object", "The format of the text"),
     "tools": Applied(
-        "`function`, `custom`, `namespace`, and hosted tools beside them", "[Tools](http-api.md#tools-of-responses)"
+        "`function`, `custom`, `namespace`, `mcp`, and hosted tools beside them",
+        "[Tools](http-api.md#tools-of-responses)",
     ),
     "tool_choice": Applied(
-        "`none`, `auto`, `required`, a function or custom tool, `allowed_tools`",
+        "`none`, `auto`, `required`, a function, custom or MCP tool, `allowed_tools`",
         "A hosted tool is refused",
     ),
     "parallel_tool_calls": Applied("bool, default true", "False allows at most one call in an answer"),
@@ -87,7 +88,9 @@ _ROWS: dict[str, Row] = {
         "`auto` drops the oldest turns until the prompt fits and begins with a turn of role `user`",
     ),
     "metadata": _METADATA,
-    "max_tool_calls": Applied("1 or more", "Returned. It limits hosted tools, and there are none"),
+    "max_tool_calls": Applied(
+        "1 or more", "Maximum calls of [MCP tools](../how-to/mcp.md); the operator's is the default"
+    ),
     "user": Applied("text", "Returned"),
     "safety_identifier": Applied("text", "Returned"),
     "service_tier": Hint("there is one tier, which the response names", ("auto", "default")),

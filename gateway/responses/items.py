@@ -29,6 +29,9 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 IMAGE_PART = "input_image"
 _PLACE = "input.content"
 _MAX_ECHO_CHARS = 64
+APPROVAL = "mcp_approval_response"
+DENIED = "The user did not approve this call."
+"""The result of a call that was not approved, for the model."""
 TRIGGER = "compaction_trigger"
 """The last item of an input whose response is a summary."""
 SUMMARY = "Summary of the conversation up to here:\n\n"
@@ -38,9 +41,8 @@ _COMPACTIONS = ("compaction", "compaction_summary")
 # Items without a text for the model -> why they are left out.
 _LEFT_OUT = {
     "web_search_call": "what was found is in the message behind it",
-    "mcp_list_tools": "the server runs no hosted tools",
-    "mcp_approval_request": "the server runs no hosted tools",
-    "mcp_approval_response": "the server runs no hosted tools",
+    "mcp_list_tools": "",
+    "mcp_approval_request": "",
     TRIGGER: "it has its effect only at the end of the input",
     "context_compaction": "only the server that made it can read it",
     "ghost_snapshot": "it is for the client alone",
@@ -88,12 +90,15 @@ def turns_of(
     """
     turns: list[Turn] = []
     thoughts: dict[int, list[str]] = {}  # of turns, by their numbers
+    requests: dict[str, Mapping[str, Any]] = {}  # for approval, by their ids
     places = [*(earlier_field for _ in earlier), *(f"input[{i}]" for i in range(len(items)))]
     whole = [*earlier, *items]
     summaries = {i: text for i, item in enumerate(whole) if (text := _summary(places[i], item)) is not None}
     last_summary = max(summaries, default=-1)
     for position, (place, item) in enumerate(zip(places, whole, strict=True)):
         kind = item["type"]
+        if kind == "mcp_approval_request":
+            requests[item["id"]] = item
         if position < last_summary and not is_kept(item):
             continue
         if kind == "compaction":
@@ -102,6 +107,15 @@ def turns_of(
         elif kind in _LEFT_OUT:
             if why := _LEFT_OUT[kind]:
                 ignored(f"input.{kind}", why)
+        elif kind == APPROVAL:
+            # A call that was approved is an item of its own.
+            request = requests.get(item["approval_request_id"])
+            if request is not None and not item["approve"]:
+                last = _last_of_assistant(turns, place, joins=lambda last: True)
+                last.tool_calls = [*(last.tool_calls or ()), _mcp_call(request)]
+                reason = item.get("reason")
+                denied = DENIED + (f" {reason}" if isinstance(reason, str) else "")
+                turns.append(Turn(ChatMessage(role="tool", content=denied, tool_call_id=request["id"]), place))
         elif kind == "message" and item["role"] != "assistant":
             content = _content(f"{place}.content", item["content"])
             turns.append(Turn(ChatMessage(role=item["role"], content=content), place))
@@ -342,6 +356,11 @@ def _item(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
             "call_id": text_in(where, item, "call_id"),
             "output": output or "" if output is None or isinstance(output, str) else _output_parts(where, output),
         }
+    if kind == APPROVAL:
+        text_in(where, item, "approval_request_id")
+        if not isinstance(item.get("approve"), bool):
+            raise invalid(f"{where}.approve", f"{where}.approve must be true or false")
+        return {**item, "id": _id(where, item, "mcpa")}
     if isinstance(kind, str) and (kind in _CALLS or kind in _OUTPUTS or kind in _LEFT_OUT):
         # Of the provider's own items only texts are read, each if it is there.
         optional_text_in(where, item, "call_id")

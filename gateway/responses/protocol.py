@@ -9,7 +9,9 @@ import click
 
 from headrace.common.flags import FiniteRange
 from headrace.common.stores.redis_link import server_of
-from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol
+from headrace.gateway.mcp.servers import OPTIONS as MCP_OPTIONS
+from headrace.gateway.mcp.servers import McpServers
+from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol, Setup
 from headrace.gateway.responses.background import ResponseRuns
 from headrace.gateway.responses.conversation_endpoints import conversation_endpoints
 from headrace.gateway.responses.conversations import Conversations
@@ -18,20 +20,25 @@ from headrace.gateway.responses.fields import TABLES
 from headrace.gateway.responses.redis_store import RedisStore
 from headrace.gateway.responses.store import DEFAULT_TTL_S, TENANT_BYTES, MemoryStore, Store
 from headrace.gateway.services import Services
+from headrace.gateway.telemetry.metrics import Metrics
 from headrace.protos.router_pb2 import RedisState
 
 
 class OpenResponses(OpenProtocol):
     """The Responses API while the gateway runs."""
 
-    def __init__(self, services: Services, store: Store) -> None:
-        """Closes the store at the end."""
+    def __init__(self, services: Services, store: Store, servers: McpServers) -> None:
+        """Closes the store and the connections to MCP servers at the end."""
         self._store = store
+        self._servers = servers
         self.runs = ResponseRuns(store)
         """The responses that are generated in the background."""
         conversations = Conversations(store)
         super().__init__(
-            [*endpoints(services, self.runs, conversations), *conversation_endpoints(self.runs, conversations)]
+            [
+                *endpoints(services, self.runs, conversations, servers),
+                *conversation_endpoints(self.runs, conversations),
+            ]
         )
 
     def redis_states(self) -> Mapping[str, RedisState]:
@@ -47,8 +54,9 @@ class OpenResponses(OpenProtocol):
         await self.runs.drain(timeout_s)
 
     async def close(self) -> None:
-        """Close the store."""
+        """Close the store, and the connections to MCP servers."""
         await self._store.close()
+        await self._servers.close()
 
 
 def _store(flags: Mapping[str, Any], shared_redis_url: str | None) -> Store:
@@ -70,8 +78,31 @@ def _store(flags: Mapping[str, Any], shared_redis_url: str | None) -> Store:
         raise CannotServeError(f"--response-redis is not a Redis URL: {error}") from None
 
 
+def _servers(flags: Mapping[str, Any], metrics: Metrics) -> McpServers:
+    """The MCP servers that the operator has named."""
+    urls = flags["mcp_servers"]
+    if flags["mcp_headers"] is not None and not urls:
+        raise CannotServeError("--mcp-headers needs --mcp-server NAME=URL: the servers that get the headers")
+    try:
+        return McpServers(
+            urls,
+            headers=flags["mcp_headers"],
+            timeout_s=flags["mcp_timeout_s"],
+            max_calls=flags["mcp_max_calls"],
+            output_kb=flags["mcp_output_kb"],
+            on_call=metrics.mcp_called,
+        )
+    except ValueError as error:
+        raise CannotServeError(f"--mcp-headers: {error}") from None
+
+
+def _open(setup: Setup) -> OpenResponses:
+    store = _store(setup.flags, setup.shared_redis_url)
+    return OpenResponses(setup.services, store, _servers(setup.flags, setup.services.metrics))
+
+
 PROTOCOL = Protocol(
-    lambda setup: OpenResponses(setup.services, _store(setup.flags, setup.shared_redis_url)),
+    _open,
     fields=TABLES,
     options=(
         click.Option(
@@ -94,5 +125,6 @@ PROTOCOL = Protocol(
             type=click.IntRange(min=1),
             help="MiB of stored responses for each tenant; the oldest are deleted first.",
         ),
+        *MCP_OPTIONS,
     ),
 )

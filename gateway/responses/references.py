@@ -17,7 +17,7 @@ from headrace.gateway.responses.store import MAX_RESPONSE_BYTES, StoredResponse
 
 MAX_REFERENCES = 1024
 REFERENCE = "item_reference"
-_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|cmp)_([0-9a-f]{32})[0-9a-f]{16}")
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|cmp|mcp|mcpl|mcpr)_([0-9a-f]{32})[0-9a-f]{16}")
 
 
 def new_output_id(kind: str, response_id: str) -> str:

@@ -128,7 +128,76 @@ class CompactionItem(Shape, kw_only=True, tag_field="type", tag="compaction"):
     encrypted_content: str
 
 
-Item: TypeAlias = ReasoningItem | MessageItem | FunctionCall | CustomToolCall | CompactionItem
+class McpListedTool(Shape, kw_only=True):
+    """A tool of an MCP server."""
+
+    name: str
+    description: str | None
+    input_schema: dict[str, Any]
+    annotations: dict[str, Any] | None
+
+
+class McpListTools(Shape, kw_only=True, tag_field="type", tag="mcp_list_tools"):
+    """The tools of an MCP server, as they were when the response was created."""
+
+    id: str
+    server_label: str
+    tools: list[McpListedTool]
+    error: str | None = None
+
+
+class McpProtocolError(Shape, kw_only=True, tag_field="type", tag="mcp_protocol_error"):
+    """The call failed before the tool ran, or its result was lost."""
+
+    code: int
+    message: str
+
+
+class McpHttpError(Shape, kw_only=True, tag_field="type", tag="http_error"):
+    """The MCP server refused the call with a status of HTTP."""
+
+    code: int
+    message: str
+
+
+class McpToolExecutionError(Shape, kw_only=True, tag_field="type", tag="mcp_tool_execution_error"):
+    """The tool ran and failed; what it said."""
+
+    content: list[Any]
+
+
+class McpCall(Shape, kw_only=True, tag_field="type", tag="mcp_call"):
+    """A call of a tool of an MCP server, with its output once it has ended."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    server_label: str
+    name: str
+    arguments: str
+    output: str | None = None
+    error: McpProtocolError | McpHttpError | McpToolExecutionError | None = None
+    approval_request_id: str | None = None
+
+
+class McpApprovalRequest(Shape, kw_only=True, tag_field="type", tag="mcp_approval_request"):
+    """A call that waits until the caller approves it."""
+
+    id: str
+    server_label: str
+    name: str
+    arguments: str
+
+
+Item: TypeAlias = (
+    ReasoningItem
+    | MessageItem
+    | FunctionCall
+    | CustomToolCall
+    | CompactionItem
+    | McpListTools
+    | McpCall
+    | McpApprovalRequest
+)
 
 
 class ConversationName(Shape):

@@ -2,6 +2,7 @@
 
     function, custom                    ->  the same of a chat
     namespace of these                  ->  each with the name NAMESPACE__NAME; their calls have both names again
+    mcp                                 ->  the tools of the server, each with the name LABEL__NAME (`mcp_tools`)
     hosted tools, such as web_search    ->  left out and named as hints, if the model has others
 
 Tools that the conversation brings later (`additional_tools`, `tool_search_output`) follow those of the request, so that
@@ -10,12 +11,13 @@ the prompt before them stays the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.gateway.checks import invalid, text_in, unsupported
 from headrace.gateway.hints import ignored
+from headrace.gateway.mcp.values import McpTool
 
 HOSTED = (
     "apply_patch",
@@ -24,7 +26,6 @@ HOSTED = (
     "file_search",
     "image_generation",
     "local_shell",
-    "mcp",
     "programmatic_tool_calling",
     "shell",
     "tool_search",
@@ -32,6 +33,7 @@ HOSTED = (
 )
 """Types of tools that the provider's servers run, or whose calls only its models are trained for. Their versions have a
 suffix, such as `web_search_2025_08_26`."""
+MCP = "mcp"
 _KINDS = ("function", "custom")
 _KNOWN = {
     "function": ("name", "description", "parameters", "strict"),
@@ -69,16 +71,38 @@ class Offer:
     names: dict[str, CallName] = field(default_factory=dict)
     """By the names that the model knows, and may guess."""
 
+    @property
+    def after_a_call(self) -> Offer:
+        """The same once the model has called a tool as it had to: it may answer."""
+        choice = self.choice
+        if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+            choice = {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}
+        elif choice != "none":
+            choice = None
+        return replace(self, choice=choice)
+
+    def without(self, names: Collection[CallName]) -> Offer:
+        """The same without tools that may not be called any more, and without a choice."""
+        kept = [i for i, tool in enumerate(self.tools) if self.names[_name_of(tool)] not in names]
+        return Offer([self.tools[i] for i in kept], [self.places[i] for i in kept], names=self.names)
+
 
 def offer_of(
-    tools: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None
+    tools: Sequence[Mapping[str, Any]],
+    items: Sequence[Mapping[str, Any]],
+    choice: str | Mapping[str, Any] | None,
+    listed: Mapping[str, Sequence[McpTool]] | None = None,
 ) -> Offer:
-    """The tools of a request and of the items of its conversation. Raises `StatusError` for a tool that nobody has, for
-    a choice that needs a hosted tool, and if there are only hosted ones."""
+    """The tools of a request and of the items of its conversation. `listed` are those of MCP servers, by label. Raises
+    `StatusError` for a tool that nobody has, for a choice that needs a hosted tool, and if there are only hosted
+    ones."""
     offer = Offer()
     left_out: list[tuple[str, str]] = []  # places of types, and types
     for position, tool in enumerate(tools):
-        _add(offer, left_out, f"tools[{position}]", tool)
+        if tool.get("type") == MCP:
+            _add_listed(offer, f"tools[{position}]", tool, listed or {})
+        else:
+            _add(offer, left_out, f"tools[{position}]", tool)
     for position, item in enumerate(items):
         brought = item.get("tools") if item["type"] in _BRINGS_TOOLS else None
         for number, tool in enumerate(brought if isinstance(brought, list) else ()):
@@ -98,6 +122,18 @@ def offer_of(
     return offer
 
 
+def _add_listed(offer: Offer, where: str, server: Mapping[str, Any], listed: Mapping[str, Sequence[McpTool]]) -> None:
+    """The tools of an MCP server. The first one has the caller's description of the server."""
+    label = str(server.get("server_label"))
+    about = server.get("server_description")
+    for position, tool in enumerate(listed.get(label, ())):
+        description = tool.description
+        if position == 0 and isinstance(about, str) and about:
+            description = f"{label}: {about}" + (f"\n\n{description}" if description else "")
+        own = {"type": "function", "name": tool.name, "description": description, "parameters": tool.input_schema}
+        _add_own(offer, where, CallName(label, tool.name), own, skips_known=False)
+
+
 def _add(
     offer: Offer, left_out: list[tuple[str, str]], where: str, tool: Mapping[str, Any], *, skips_known: bool = False
 ) -> None:
@@ -107,10 +143,10 @@ def _add(
             _add_own(offer, place, CallName(name, str(own.get("name"))), own, skips_known)
     elif kind in _KINDS:
         _add_own(offer, where, CallName(None, str(tool.get("name"))), tool, skips_known)
-    elif isinstance(kind, str) and is_hosted(kind):
+    elif isinstance(kind, str) and (kind == MCP or is_hosted(kind)):
         left_out.append((f"{where}.type", kind[:_MAX_ECHO_CHARS]))
     elif isinstance(kind, str):
-        known = ", ".join((*_KINDS, "namespace", *HOSTED))
+        known = ", ".join((*_KINDS, "namespace", MCP, *HOSTED))
         raise invalid(f"{where}.type", f"{where}.type must be one of {known}")
     else:
         raise invalid(f"{where}.type", f"{where}.type must be a text")
@@ -175,6 +211,9 @@ def _choice(choice: str | Mapping[str, Any] | None, offer: Offer) -> str | dict[
         return _allowed(choice, offer)
     if kind in _KINDS:
         return _named("tool_choice", choice, offer)
+    if kind == MCP:
+        tools = _of_server("tool_choice", choice, offer)
+        return {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
     if isinstance(kind, str) and is_hosted(kind):
         echo = kind[:_MAX_ECHO_CHARS]
         raise unsupported("tool_choice", f"tool_choice: there is no built-in '{echo}' here; offer a function for it")
@@ -208,9 +247,26 @@ def _allowed(choice: Mapping[str, Any], offer: Offer) -> dict[str, Any]:
         elif kind == "namespace":
             of_it = [one for one in offer.tools if offer.names[_name_of(one)].namespace == tool.get("name")]
             allowed += [{"type": one["type"], one["type"]: {"name": _name_of(one)}} for one in of_it]
+        elif kind == MCP:
+            allowed += _of_server(place, tool, offer)
         elif not is_hosted(kind):
             raise invalid(place, f"{place} must name one of the tools")
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": allowed}}
+
+
+def _of_server(where: str, choice: Mapping[str, Any], offer: Offer) -> list[dict[str, Any]]:
+    """The tool of an MCP server that a choice names, or all of the server."""
+    label, name = choice.get("server_label"), choice.get("name")
+    of_it = [
+        own
+        for own in map(_name_of, offer.tools)
+        if offer.names[own].namespace == label and name in (None, offer.names[own].name)
+    ]
+    if not of_it:
+        raise invalid(
+            where, f"{where} must name a server_label of an MCP server in tools, and a name only of its tools"
+        )
+    return [{"type": "function", "function": {"name": own}} for own in of_it]
 
 
 def _name_of(tool: Mapping[str, Any]) -> str:

@@ -108,6 +108,13 @@ class Metrics:
             "model",
             "outcome",
         )
+        self._mcp_calls = self._counter(
+            "mcp_calls",
+            "Calls of tools of MCP servers by outcome: ok, tool_error, failed or cancelled.",
+            "server",
+            "outcome",
+        )
+        self._mcp_call = self._histogram("mcp_call", "Duration of calls of MCP tools.", _REQUEST_BUCKETS, ("server",))
         self._batch_lines = self._counter(
             "batch_lines",
             "Lines of batches by outcome: ok, failed, or retry for an attempt that is made again later.",
@@ -185,6 +192,11 @@ class Metrics:
     def shadowed(self, model: str, outcome: str) -> None:
         """Count a copy of a request for another model."""
         self._shadowed.labels(model, outcome).inc()
+
+    def mcp_called(self, server: str, outcome: str, duration_s: float) -> None:
+        """Count and observe the call of a tool of an MCP server."""
+        self._mcp_calls.labels(server, outcome).inc()
+        self._mcp_call.labels(server).observe(duration_s, _trace())
 
     def batch_line(self, outcome: str) -> None:
         """Count the end or the attempt of a line of a batch."""

@@ -233,9 +233,6 @@ async def test_hosted_calls_are_calls_with_their_outputs(prompt_of: Any, items: 
     "kind",
     [
         "web_search_call",
-        "mcp_list_tools",
-        "mcp_approval_request",
-        "mcp_approval_response",
         "context_compaction",
         "compaction_trigger",
     ],

@@ -590,7 +590,7 @@ async def test_effort_reaches_the_template(ask: Any, model: Any) -> None:
         ({"metadata": {"k": 1}}, "metadata[...]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].server_label"),
         ({"tools": [{"type": "made_up"}, WEATHER]}, "tools[0].type"),
         ({"tools": [{}, WEATHER]}, "tools[0].type"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),

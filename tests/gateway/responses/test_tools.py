@@ -34,7 +34,6 @@ HOSTED = [
     "file_search",
     "computer",
     "computer_use_preview",
-    "mcp",
     "programmatic_tool_calling",
 ]
 TEXT = '*** Begin\n+ "é😀"\\\n'

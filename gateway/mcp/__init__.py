@@ -1,0 +1,1 @@
+"""Tools of MCP servers that the operator has named: listed and called over MCP's Streamable HTTP."""
