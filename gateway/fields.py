@@ -72,9 +72,10 @@ class FieldTable:
         named = {field.encode_name for kind in bodies for field in msgspec.structs.fields(kind)} | rows.keys()
         self._applied = {name for name in named if name not in rows or isinstance(rows[name], Applied)}
 
-    def check(self, body: bytes | msgspec.Raw, place: str = "") -> None:
+    def check(self, body: bytes | msgspec.Raw, place: str = "") -> Mapping[str, msgspec.Raw]:
         """Note the hints of a valid body and of its members, fields that nobody knows among them. `place` is a prefix
-        of names, such as "options.". Raises `StatusError` for a field that is refused."""
+        of names, such as "options.". Returns the values of its fields, which are parts of the body. Raises
+        `StatusError` for a field that is refused."""
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         for key in found.keys() - self._applied:
             raw = bytes(found[key])
@@ -100,3 +101,4 @@ class FieldTable:
         for name, table in self._members.items():
             if name in found and bytes(found[name]) != b"null":
                 table.check(found[name], f"{place}{name}.")
+        return found

@@ -69,10 +69,12 @@ class _Messages:
         exchange.keep_alive_event = PING
         body = await exchange.body()
         request = decode_body(body, MessagesRequest)
-        MESSAGES.check(body)
+        given = MESSAGES.check(body)
+        # Without the messages, which are most of a body.
+        answer_fields = encode({name: given[name] for name in AnswerFields.__struct_fields__ if name in given})
+        del body, given  # the answer may take long, and images are large
         exchange.name_request(request.request_id)
-        chat_request, names, reasoning = await self._chat(exchange, request, decode_body(body, AnswerFields))
-        del body  # the answer may take long, and images are large
+        chat_request, names, reasoning = await self._chat(exchange, request, decode_body(answer_fields, AnswerFields))
         request.messages = []  # the chat has them
         with names.in_callers_terms(), _in_providers_words():
             chat = await self._services.chats.plan(chat_request)
