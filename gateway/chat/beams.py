@@ -81,12 +81,12 @@ def answers_of(message: GenerateResponse) -> list[GenerateResponse]:
     return answers
 
 
-def in_callers_names(error: StatusError, max_tokens_field: str) -> StatusError:
+def in_callers_names(error: StatusError, sampling: Sampling) -> StatusError:
     """A worker's error about a beam search, with the names that callers know."""
     names = {
-        "sampling.beam_search.width": "n",
+        "sampling.beam_search.width": sampling.choices_field,
         "sampling.beam_search": "use_beam_search",
-        "sampling.max_tokens": max_tokens_field,
+        "sampling.max_tokens": sampling.max_tokens_field,
         "sampling.logprobs": "logprobs",
     }
     field = error.field or ""

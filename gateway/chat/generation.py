@@ -291,7 +291,8 @@ class Generator:
         """As `stream`, without charging a key."""
         num_choices = sum(plan.job.num_choices for plan in plans)
         if num_choices > MAX_CHOICES_PER_REQUEST:
-            raise invalid("n", f"one request takes at most {MAX_CHOICES_PER_REQUEST} answers, this is {num_choices}")
+            field = plans[0].job.sampling.choices_field
+            raise invalid(field, f"one request takes at most {MAX_CHOICES_PER_REQUEST} answers, this is {num_choices}")
         if self._num_running + num_choices > MAX_GENERATIONS:
             raise StatusError(Reason.QUEUE_FULL, "the gateway has its maximum of streams", retry_after_s=1.0)
         generations: list[_Generation] = []
@@ -361,7 +362,7 @@ class Generator:
                     current_span().append("gen_ai.response.finish_reasons", piece.ending.reason)
                 yield number, piece
         except StatusError as error:
-            raise _of_image(in_callers_names(error, job.sampling.max_tokens_field), job.images) from error
+            raise _of_image(in_callers_names(error, job.sampling), job.images) from error
         finally:
             current_span().add("gen_ai.usage.output_tokens", num_tokens)
             self._metrics.choice_ended(len(job.token_ids), num_cached_tokens, num_tokens, 0.0)

@@ -257,6 +257,7 @@ def sampling_of(request: Chat | Completion) -> Sampling:
         allowed_token_ids=request.allowed_token_ids or (),
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
+        choices_field="n" if request.best_of is None else "best_of",
         least_max_tokens=least_max_tokens,
         shortens_max_tokens=request.shortens_max_tokens,
         default_max_tokens=default_max_tokens,

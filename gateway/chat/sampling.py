@@ -50,6 +50,8 @@ class Sampling:
     allowed_token_ids: Sequence[int] = ()
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
+    choices_field: str = "n"
+    """The field of the request that says how many answers there are."""
     """Name of the field in which the caller gave max_tokens."""
     least_max_tokens: int = 1
     """The minimum of max_tokens: 0 if the prompt alone is a valid answer."""

@@ -171,6 +171,7 @@ async def test_what_cannot_be_honoured_yet_is_refused_by_name(gateway: Any, fiel
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a"] * 257}, "prompt"),
         ({"prompt": ["a"] * 3, "n": 100}, "n"),
+        ({"prompt": ["a"] * 3, "best_of": 100}, "best_of"),
         ({"prompt": None}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -183,6 +184,23 @@ async def test_a_bad_field_of_a_completion_is_named(gateway: Any, router: Any, f
     body = {"model": "tiny", "prompt": "a", "add_special_tokens": False, **fields}
     assert (await failure(gateway, COMPLETIONS, 400, body))["param"] == param
     assert router.streams == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"), [({"n": 3}, "n"), ({"best_of": 3, "n": 2}, "best_of"), ({"best_of": 3}, "best_of")]
+)
+async def test_a_search_that_a_worker_refuses_names_what_the_caller_wrote(
+    gateway: Any, router: Any, kit: Any, fields: Any, name: str
+) -> None:
+    async def refuse(_: Any, stream: Any, send: Any) -> None:
+        width = stream.request.sampling.beam_search.width
+        problem = f"sampling.beam_search.width is {width}, and 2 is the maximum"
+        raise kit.StatusError(kit.Reason.INVALID_FIELD, problem, field="sampling.beam_search.width")
+
+    router.script = refuse
+    body = {"model": "tiny", "prompt": "a", "use_beam_search": True, **fields}
+    error = await failure(gateway, COMPLETIONS, 400, body)
+    assert (error["param"], error["message"]) == (name, f"{name} is 3, and 2 is the maximum")
 
 
 async def test_a_prompt_longer_than_the_context_says_what_clients_match_on(gateway: Any) -> None:
