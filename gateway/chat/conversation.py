@@ -31,6 +31,8 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 _THOUGHTS = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text"}
 _IMAGE_BEHIND = "[image: in the next message]"
 _MAX_ECHO_CHARS = 64
+# Templates with this token write the id of a call in place of its name.
+_KIMI = "<|tool_call_argument_begin|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ def conversation_of(
     messages = [_template_message(i, message, template, reader, images) for i, message in enumerate(request.messages)]
     messages = without_billing(messages)
     _pair_results(messages)
+    if template.mentions(_KIMI):
+        _number_calls(messages)
     lists_tools = takes_tools(template)
     if not template.mentions("tool_calls") or (tools and not lists_tools):
         messages = as_text(messages)
@@ -204,6 +208,20 @@ def _pair_results(messages: Sequence[dict[str, Any]]) -> None:
             message["tool_call_id"] = found["id"]
         if found is not None:
             open_calls.remove(found)
+
+
+def _number_calls(messages: Sequence[dict[str, Any]]) -> None:
+    """Give all calls the ids that Kimi's models write themselves, `functions.NAME:0` and so on through the
+    conversation, and results those of their calls. With other ids, such as this server's, the model would not read
+    which function was called."""
+    number = 0
+    ids: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            ids[call["id"]] = call["id"] = f"functions.{call['function']['name']}:{number}"
+            number += 1
+        if message.get("tool_call_id") in ids:
+            message["tool_call_id"] = ids[message["tool_call_id"]]
 
 
 def _content_of(

@@ -169,3 +169,37 @@ def test_calls_of_custom_tools_are_calls_with_one_argument() -> None:
     call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a "b"'}}
     text, _ = render({"role": "assistant", "tool_calls": [call]})
     assert text == '<assistant>[c1 patch({"input": "a \\"b\\""})]'
+
+
+KIMI = """\
+{%- for message in messages %}<{{ message.role }}>
+{%- if message.role == 'tool' %}## Return of {{ message.tool_call_id }}\n{% endif %}{{ message.content or '' }}
+{%- for call in message.tool_calls or [] -%}
+<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}<|tool_call_end|>
+{%- endfor %}{%- endfor %}"""
+
+
+def test_calls_have_the_ids_that_kimi_reads() -> None:
+    def calls(*named: tuple[str, str]) -> dict[str, Any]:
+        made = [{"id": one, "type": "function", "function": {"name": name, "arguments": "{}"}} for one, name in named]
+        return {"role": "assistant", "content": None, "tool_calls": made}
+
+    turns = [
+        USER,
+        calls(("call_a", "read"), ("functions.write:7", "write")),
+        {"role": "tool", "tool_call_id": "functions.write:7", "content": "w"},
+        {"role": "tool", "tool_call_id": "call_a", "content": "r"},
+        calls(("call_a", "read")),  # the same id again
+        {"role": "tool", "tool_call_id": "call_a", "content": "s"},
+        {"role": "tool", "tool_call_id": "unknown", "content": "?"},
+    ]
+    text, named = render(*turns, template=ChatTemplate({"default": KIMI}, {}))
+    begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>{}", "<|tool_call_end|>"
+    assert text == (
+        f"<user>hi<assistant>{begin}functions.read:0{middle}{end}{begin}functions.write:1{middle}{end}"
+        "<tool>## Return of functions.write:1\nw<tool>## Return of functions.read:0\nr"
+        f"<assistant>{begin}functions.read:2{middle}{end}"
+        "<tool>## Return of functions.read:2\ns<tool>## Return of unknown\n?"
+    )
+    assert named == set()
+    assert "[call_a read({})]" in render(*turns)[0], "other templates have the ids of the caller"
