@@ -116,8 +116,9 @@ class _Messages:
     ) -> tuple[Chat, FieldNames, Reasoning]:
         check_messages(request, interleaves=_INTERLEAVED in exchange.header("anthropic-beta"))
         model = await self._services.models.find(request.model or "")
-        reasons = self._services.chats.reasons(model)
-        reasoning = reasoning_of(request, model.chat_template(), reasons)
+        template = model.chat_template(request.chat_template)
+        reasons = self._services.chats.reasons(model, template)
+        reasoning = reasoning_of(request, template, reasons)
         return *chat_of(request, reasoning.effort, answer, reasons=reasons), reasoning
 
 

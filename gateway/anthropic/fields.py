@@ -53,6 +53,7 @@ _PROMPT: dict[str, Row] = {
     **{f"output_config.{name}": row for name, row in _OUTPUT_CONFIG.items()},
     "output_format": Applied("as `output_config.format`", "Its earlier name"),
     "cache_control": Applied("any, on blocks and tools too", "Every prefix is cached, with and without it"),
+    "chat_template": Applied("name", "A template of the operator's list, as for chats"),
     "chat_template_kwargs": Applied("object", "Additional variables for the template"),
     "context_management": Hint(
         "the context is not edited, which the answer says in `applied_edits`",

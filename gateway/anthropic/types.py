@@ -63,6 +63,7 @@ class PromptFields(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -191,6 +192,7 @@ def chat_of(
         reasoning_effort=effort,
         response_format=_response_format(request),
         continue_final_message=goes_on or None,
+        chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
         thinking_token_budget=request.thinking.budget_tokens if request.thinking is not None and reasons else None,
     )

@@ -29,6 +29,7 @@ from headrace.gateway.chat.tools import ToolUse, functions_of
 from headrace.gateway.checks import invalid
 from headrace.gateway.images.refusal import ImageRefusal, Why
 from headrace.gateway.structure.fields import Constraints, structure_of
+from headrace.gateway.text.chat_template import ChatTemplate
 from headrace.gateway.text.detokenizer import detokenize
 from headrace.gateway.text.image_tokens import PromptImage, shown
 from headrace.gateway.text.models import Model, Models
@@ -154,9 +155,9 @@ class Chats:
         *_, prompt = await self._prompted(request)
         return len(prompt.token_ids)
 
-    def reasons(self, model: Model) -> bool:
-        """Whether this model's format of reasoning is known."""
-        return self._formats.of(model).reasons
+    def reasons(self, model: Model, template: ChatTemplate | None = None) -> bool:
+        """Whether this model's format of reasoning is known; with this template, if it is another than its own."""
+        return self._formats.of(model, template).reasons
 
     def calls_tools(self, model: Model) -> bool:
         """Whether this model's format of tool calls is known."""

@@ -82,6 +82,7 @@ def chat_request(message: text_pb2.ChatRequest) -> Chat:
         messages=[_chat_message(i, one) for i, one in enumerate(message.messages)],
         logprobs=has_logprobs or None,
         top_logprobs=params.logprobs if has_logprobs else None,
+        chat_template=_given(message, "chat_template"),
         chat_template_kwargs=_variables(message),
         tools=_tools(message.tools),
         tool_choice=_tool_choice(message),
@@ -111,6 +112,7 @@ def tokenize_request(message: text_pb2.TokenizeRequest) -> Tokenization:
         prompt=_given(message, "text"),
         messages=[_chat_message(i, one) for i, one in enumerate(message.messages)] or None,
         add_special_tokens=_given(message, "add_special_tokens"),
+        chat_template=_given(message, "chat_template"),
         chat_template_kwargs=_variables(message),
         tools=_tools(message.tools),
     )

@@ -153,7 +153,7 @@ class _Generations:
             await _load(exchange, request, model)
             return
         with CHAT_NAMES.in_callers_terms():
-            effort = effort_of(request.think, model.chat_template(), self._services.chats.reasons(model))
+            effort = self._effort(request, model)
             chat_request = chat_of(request, model.asked_as, effort)
             for message in request.messages:
                 message.images = None  # the chat has them
@@ -173,7 +173,7 @@ class _Generations:
         model = await find(self._services.models, request.model)
         if not request.prompt and not request.images:
             await _load(exchange, request, model)
-        elif request.raw or request.suffix or model.text.own_template is None:
+        elif request.raw or request.suffix or (model.text.own_template is None and request.chat_template is None):
             await self._continue(exchange, request, model)
         else:
             await self._prompted(exchange, request, model)
@@ -226,7 +226,7 @@ class _Generations:
 
     async def _prompted(self, exchange: Exchange, request: OllamaGenerate, model: Model) -> None:
         """Answer a prompt through the model's chat template, after the tokens of the given context."""
-        effort = effort_of(request.think, model.chat_template(), self._services.chats.reasons(model))
+        effort = self._effort(request, model)
         chat_request, names = prompted_chat_of(request, model.asked_as, effort)
         request.images = None  # the chat has them
         with names.in_callers_terms():
@@ -245,6 +245,10 @@ class _Generations:
                 prompt=None if plan.job.images else plan.job.token_ids,
             )
             await self._answer(exchange, request, plan, answer, chat.choices())
+
+    def _effort(self, request: OllamaChat | OllamaGenerate, model: Model) -> str | None:
+        template = model.chat_template(request.chat_template)
+        return effort_of(request.think, template, self._services.chats.reasons(model, template))
 
     async def _answer(
         self,

@@ -38,6 +38,7 @@ _OF_ANSWERS: dict[str, Row] = {
     "stream": Applied("bool, default true", "A stream is lines of JSON"),
     "options": Applied("object", "See [options](#options-of-ollama)"),
     "keep_alive": _KEEP_ALIVE,
+    "chat_template": Applied("name", "A template of the operator's list, as for chats. Not with `raw` or `suffix`"),
     "truncate": Hint("a prompt that is too long is refused", (False,)),
     "shift": Hint("an answer ends where the context does, with done_reason length", (False,)),
 }
@@ -135,7 +136,7 @@ GENERATE = FieldTable(
             "The answer is what goes between prompt and suffix, without a chat template. Excludes `system`, `context`,"
             " `think` and `images`. Models without tokens for it refuse it",
         ),
-        "template": Refused("the model's own chat template is used; with raw, the prompt is taken as it is", ("",)),
+        "template": Refused("name one of the operator's with chat_template, or use raw to send a whole prompt", ("",)),
         "images": _IMAGES,
         "width": Refused("the models write texts only", (0,)),
         "height": Refused("the models write texts only", (0,)),

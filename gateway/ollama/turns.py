@@ -103,7 +103,8 @@ def prompted_chat_of(request: OllamaGenerate, model: str, effort: str | None) ->
 def completion_of(request: OllamaGenerate, model: str) -> Completion:
     """The completion of a checked request whose prompt is used without a template. Raises `StatusError`."""
     is_alone = request.raw or request.suffix
-    for name in ("system", "context", "think", "images") if is_alone else ("system", "think", "images"):
+    names = ("system", "context", "think", "images", "chat_template")
+    for name in names if is_alone else ("system", "think", "images"):
         if getattr(request, name):
             why = "raw takes the prompt as it is" if request.raw else "the model has no chat template"
             why = "it does not go with suffix" if request.suffix else why
@@ -143,7 +144,7 @@ def _chat_fields(request: OllamaChat | OllamaGenerate, model: str, effort: str |
     fields = _common(request, model)
     if request.logprobs:
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    return {**fields, "reasoning_effort": effort}
+    return {**fields, "reasoning_effort": effort, "chat_template": request.chat_template}
 
 
 def _common(request: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class _Question(msgspec.Struct, kw_only=True):
     think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
+    chat_template: str | None = None
 
 
 class OllamaChat(_Question, kw_only=True):

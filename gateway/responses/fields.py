@@ -54,6 +54,7 @@ _ROWS: dict[str, Row] = {
         "1 or more", "As `max_tokens` of chats. With `truncation`, turns are dropped before the answer is shortened"
     ),
     **as_chats(SamplingFields),
+    "chat_template": Applied(AS_CHATS),
     "chat_template_kwargs": Applied(AS_CHATS),
     "request_id": Applied(AS_CHATS),
     "text.format": Applied(

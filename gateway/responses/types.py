@@ -90,6 +90,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     request_id: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -110,6 +111,7 @@ class CompactRequest(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningFields | None = None
     max_output_tokens: int | None = None
+    chat_template: str | None = None
     request_id: str | None = None
 
     @property
@@ -132,6 +134,7 @@ class InputTokensRequest(msgspec.Struct, kw_only=True):
     reasoning: ReasoningFields | None = None
     text: TextFields | None = None
     truncation: str | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     request_id: str | None = None
 
@@ -258,6 +261,7 @@ def chat_of(request: ResponsesRequest, turns: Sequence[Turn], offer: Offer, shor
         ),
         verbosity=text.verbosity,
         response_format=_response_format(text.format),
+        chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
         **{name: getattr(request, name) for name in SamplingFields.__struct_fields__},
     )
