@@ -6,8 +6,7 @@ data: {"index":0,"content":"","tokens":[],"stop":true,"stop_type":"eos","timings
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from headrace.gateway.chat.choice import Ending, Piece, TokenLogprob
 from headrace.gateway.chat.generation import Usage
 from headrace.gateway.chat.logprobs import LEAST_LOGPROB, token_bytes_of
+from headrace.gateway.chat.timings import Stopwatch, Timings
 from headrace.gateway.edge.failures import ErrorShape, Failure
 from headrace.gateway.edge.wire import Shape, encode
 
@@ -48,22 +48,6 @@ class _LlamaErrors(ErrorShape):
 
 
 LLAMA_ERRORS = _LlamaErrors()
-
-
-class LlamaTimings(Shape):
-    """How long prompt and answer took, as the gateway saw it. The prompt's time includes queues."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
-    draft_n: int | UnsetType = UNSET
-    draft_n_accepted: int | UnsetType = UNSET
 
 
 class LlamaAlternative(Shape):
@@ -105,7 +89,7 @@ class LlamaAnswer(LlamaPiece, kw_only=True):
     stop_type: Literal["eos", "word", "limit", "none"]
     stopping_word: str
     tokens_cached: int
-    timings: LlamaTimings
+    timings: Timings
 
 
 class LlamaText(Shape):
@@ -138,46 +122,6 @@ class LlamaSlot(Shape, kw_only=True):
     speculative: bool
     is_processing: bool
     worker: str
-
-
-@dataclass(slots=True)
-class Stopwatch:
-    """The times of a request, in seconds of a monotonic clock."""
-
-    arrived_s: float
-    clock: Callable[[], float] = time.monotonic
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-    def tick(self) -> None:
-        """Note the time of a piece."""
-        self.last_s = self.clock()
-        self.first_s = self.first_s or self.last_s
-
-    def timings(self, num_prompt_tokens: int, ending: Ending) -> LlamaTimings:
-        """The timings of an answer that has ended."""
-        num_computed = num_prompt_tokens - ending.num_cached_tokens
-        num_generated = ending.num_generated_tokens
-        # The first token comes with the prompt.
-        prompt_ms, predicted_ms = 1000 * (self.first_s - self.arrived_s), 1000 * (self.last_s - self.first_s)
-        timings = LlamaTimings(
-            cache_n=ending.num_cached_tokens,
-            prompt_n=num_computed,
-            prompt_ms=prompt_ms,
-            prompt_per_token_ms=_share(prompt_ms, num_computed),
-            prompt_per_second=_share(1000 * num_computed, prompt_ms),
-            predicted_n=num_generated,
-            predicted_ms=predicted_ms,
-            predicted_per_token_ms=_share(predicted_ms, num_generated),
-            predicted_per_second=_share(1000 * num_generated, predicted_ms),
-        )
-        if ending.num_drafted_tokens:
-            timings.draft_n, timings.draft_n_accepted = ending.num_drafted_tokens, ending.num_accepted_tokens
-        return timings
-
-
-def _share(amount: float, of: float) -> float:
-    return amount / of if of > 0 else 0.0
 
 
 @dataclass(slots=True)
@@ -222,7 +166,7 @@ class LlamaChoice:
 
     def push(self, piece: Piece) -> None:
         """Add the next piece."""
-        self.watch.tick()
+        self.watch.tick(piece)
         self._text.append(piece.text)
         self._tokens += piece.token_ids
         self._num_tokens += piece.num_tokens
@@ -257,7 +201,7 @@ class LlamaChoice:
             stop_type=kind,
             stopping_word=ending.stop_reason if isinstance(ending.stop_reason, str) else "",
             tokens_cached=self.num_prompt_tokens + ending.num_generated_tokens,
-            timings=self.watch.timings(self.num_prompt_tokens, ending),
+            timings=self.watch.timings(self.num_prompt_tokens),
         )
 
     def _probability(self, one: TokenLogprob) -> LlamaProbability:

@@ -10,6 +10,7 @@ from headrace.common.version import headrace_version
 from headrace.gateway.chat.generation import plan_job
 from headrace.gateway.chat.prompts import Gap
 from headrace.gateway.chat.sampling import shortest
+from headrace.gateway.chat.timings import Stopwatch
 from headrace.gateway.edge.endpoint import EVENTS, Endpoint, Operation
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.requests import query_of, request_of
@@ -21,7 +22,6 @@ from headrace.gateway.llamacpp.answers import (
     LlamaProps,
     LlamaSlot,
     LlamaText,
-    Stopwatch,
 )
 from headrace.gateway.llamacpp.fields import APPLY_TEMPLATE, COMPLETION, INFILL
 from headrace.gateway.llamacpp.types import (

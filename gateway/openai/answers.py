@@ -24,6 +24,7 @@ from headrace.gateway.chat.logprobs import (
     prompt_logprobs_value,
 )
 from headrace.gateway.chat.output import ToolCall, WholeChat
+from headrace.gateway.chat.timings import Stopwatch, Timings
 from headrace.gateway.edge.failures import ErrorDetail, detail_of, failure_of
 from headrace.gateway.edge.wire import Shape, encode
 from headrace.gateway.text.models import ListedModel, ModelState
@@ -147,6 +148,7 @@ class ChatCompletion(Identity, kw_only=True):
 
     choices: list[ChatChoice]
     usage: UsageShape
+    timings: Timings | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -170,6 +172,7 @@ class Completion(Identity, kw_only=True):
 
     choices: list[CompletionChoice]
     usage: UsageShape
+    timings: Timings | UnsetType = UNSET
 
 
 class Architecture(Shape):
@@ -316,6 +319,13 @@ class Shown:
     """Chunks of a stream have padding that hides the length of their text."""
     reasoning: bool = True
     """The reasoning before a chat's answer."""
+    watch: Stopwatch | None = None
+    """Measures the times of the request, for an answer that has them."""
+
+    @property
+    def timings(self) -> Timings | UnsetType:
+        """The times of the request so far, if the answer has them."""
+        return UNSET if self.watch is None else self.watch.timings(self.num_prompt_tokens)
 
 
 def whole_chat(
@@ -340,6 +350,7 @@ def whole_chat(
             for index, choice in enumerate(choices)
         ],
         usage=usage_of(usage),
+        timings=shown.timings,
     )
     if shown.prompt_logprobs is not None:
         known = choices[0].prompt_logprobs
@@ -390,7 +401,7 @@ def whole_completion(
             value.token_ids = choice.token_ids
             value.prompt_token_ids = list(shown.prompts[index])
         values.append(value)
-    return encode(Completion(**asdict(who), choices=values, usage=usage_of(usage)))
+    return encode(Completion(**asdict(who), choices=values, usage=usage_of(usage), timings=shown.timings))
 
 
 def completion_logprobs_value(

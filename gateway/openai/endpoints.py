@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from headrace.gateway.chat.answering import WholeAnswer
 from headrace.gateway.chat.choice import WholeChoice, best_of
 from headrace.gateway.chat.generation import Plan
 from headrace.gateway.chat.logprobs import ChatLogprobs, CompletionLogprobs, token_bytes_of
 from headrace.gateway.chat.output import WholeChat
+from headrace.gateway.chat.timings import Stopwatch
 from headrace.gateway.checks import invalid, texts_or_tokens
 from headrace.gateway.edge.endpoint import API, BARE_API, EVENTS, Endpoint, Operation, under
 from headrace.gateway.edge.exchange import Exchange
@@ -139,13 +142,13 @@ class _Generations:
         token_bytes = model.text.tokenizer.token_bytes
         who = identity("chatcmpl", "chat.completion", plan.requests[0].request_id, int(time.time()), model.card)
         logprobs = ChatLogprobs(token_bytes, bool(request.return_tokens_as_token_ids)) if request.logprobs else None
-        shown = _shown(request, [plan])
+        shown = _shown(exchange, request, [plan])
         if request.stream:
             stream = ChatStream(who, logprobs, shown, reading.num_id_chars)
             await self._services.answering.stream(exchange, [plan], stream, chat.choices())
         else:
             chats = [WholeChat(reading.num_id_chars) for _ in range(plan.job.num_choices)]
-            usage = await self._services.answering.gather(exchange.caller, [plan], chats, chat.choices())
+            usage = await self._services.answering.gather(exchange.caller, [plan], _timed(chats, shown), chat.choices())
             best = [chats[i] for i in best_of(chats, len(chats), request.n or 1, are_ranked=plan.is_search)]
             await exchange.respond(whole_chat(who, best, logprobs, usage, shown, token_bytes))
 
@@ -157,7 +160,7 @@ class _Generations:
         model = completion.model
         plans = completion.plans
         token_bytes = model.text.tokenizer.token_bytes
-        shown = _shown(request, plans, completion.echoes)
+        shown = _shown(exchange, request, plans, completion.echoes)
         who = identity("cmpl", "text_completion", plans[0].requests[0].request_id, int(time.time()), model.card)
         logprobs = None
         if request.logprobs is not None:
@@ -167,7 +170,7 @@ class _Generations:
             await self._services.answering.stream(exchange, plans, CompletionStream(who, logprobs, shown))
         else:
             choices = [WholeChoice() for plan in plans for _ in range(plan.job.num_choices)]
-            usage = await self._services.answering.gather(exchange.caller, plans, choices)
+            usage = await self._services.answering.gather(exchange.caller, plans, _timed(choices, shown))
             num_each = plans[0].job.num_choices
             n = request.n or 1
             best = [choices[i] for i in best_of(choices, num_each, n, are_ranked=plans[0].is_search)]
@@ -190,7 +193,29 @@ class _Generations:
         await exchange.respond(encode(EmbeddingList(data=data, model=plan.model.name, usage=usage)))
 
 
-def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echoes: Sequence[str] = ()) -> Shown:
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A choice of a whole answer whose pieces are timed."""
+
+    index: int
+    choice: WholeAnswer
+    watch: Stopwatch
+
+    def push(self, piece: Any) -> None:
+        """As `WholeAnswer.push`."""
+        self.watch.tick(piece, self.index)
+        self.choice.push(piece)
+
+
+def _timed(choices: Sequence[WholeAnswer], shown: Shown) -> Sequence[WholeAnswer]:
+    """The choices, timed if the answer has its times."""
+    watch = shown.watch
+    return choices if watch is None else [_Timed(i, choice, watch) for i, choice in enumerate(choices)]
+
+
+def _shown(
+    exchange: Exchange, request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echoes: Sequence[str] = ()
+) -> Shown:
     """The options for the answer to these plans. `echoes` are the texts of the prompts if they are echoed."""
     n = request.n or 1
     options = request.stream_options
@@ -204,6 +229,7 @@ def _shown(request: ChatRequest | CompletionRequest, plans: Sequence[Plan], echo
         echoes=[text for text in echoes for _ in range(n)],
         prompt_logprobs=request.prompt_logprobs,
         reasoning=not isinstance(request, ChatRequest) or request.include_reasoning is not False,
+        watch=Stopwatch(exchange.caller.arrived_s) if request.timings_per_token else None,
     )
 
 

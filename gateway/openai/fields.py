@@ -60,7 +60,9 @@ _OTHERS: dict[str, Row] = {
     "reasoning_format": Refused("reasoning is in reasoning_content", ("auto", "deepseek", "parsed")),
     "cache_prompt": Hint("prefixes are always cached", (True,)),
     "id_slot": Hint("the router places requests", (-1,)),
-    "timings_per_token": Hint("timings are in the metrics", (False,)),
+    "timings_per_token": Applied(
+        "bool", "The answer has llama.cpp's [`timings`](http-api.md#llamacpps-server), and of a stream every chunk"
+    ),
     # OpenVINO Model Server
     "num_assistant_tokens": Hint(_DRAFTS),
     "assistant_confidence_threshold": Hint(_DRAFTS),

@@ -41,17 +41,34 @@ class _Events:
         self.head = b"data: " + encode(who)[:-1] + b',"choices":['
         self._shown = shown
         self._num_tokens = 0
-        self._close = b',"usage":null}\n\n' if shown.usage else b"}\n\n"
-        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._close
-        self.count(())
+        self._count()
 
-    def count(self, token_ids: Sequence[int]) -> None:
-        """Count tokens that arrived."""
-        if self._shown.running_usage:
-            self._num_tokens += len(token_ids)
-            usage = Usage(self._shown.num_prompt_tokens, self._num_tokens, 0)
-            self._close = b',"usage":' + encode(tokens_of(usage)) + b"}\n\n"
-            self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._close
+    def take(self, index: int, piece: Piece | ChatPiece) -> None:
+        """Count the tokens of a choice's piece that arrived, and note its time."""
+        shown = self._shown
+        if shown.running_usage:
+            self._num_tokens += len(piece.token_ids)
+        if shown.watch is not None:
+            shown.watch.tick(piece, index)
+        if shown.running_usage or shown.watch is not None:
+            self._count()
+
+    def _count(self) -> None:
+        """Let chunks end with the account so far."""
+        shown = self._shown
+        close = b',"usage":null}\n\n' if shown.usage else b"}\n\n"
+        if shown.running_usage:
+            close = b',"usage":' + encode(tokens_of(Usage(shown.num_prompt_tokens, self._num_tokens, 0))) + b"}\n\n"
+        self._set_close(self._timings() + close)
+
+    def _timings(self) -> bytes:
+        """The member with the times so far; none before the first token."""
+        watch = self._shown.watch
+        return b"" if watch is None or not watch.first_s else b',"timings":' + encode(self._shown.timings)
+
+    def _set_close(self, close: bytes) -> None:
+        self._close = close
+        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + close
 
     def tail(self, logprobs: bytes = _NO_LOGPROBS, token_ids: Sequence[int] = ()) -> bytes:
         """The end of a chunk, after its text. `logprobs` is encoded JSON; `token_ids` are the chunk's tokens, if
@@ -75,7 +92,7 @@ class _Events:
         """The last events of the stream."""
         if not self._shown.usage:
             return DONE
-        return self.head + b'],"usage":' + encode(usage_of(usage)) + b"}\n\n" + DONE
+        return self.head + b'],"usage":' + encode(usage_of(usage)) + self._timings() + b"}\n\n" + DONE
 
 
 class ChatStream:
@@ -95,7 +112,7 @@ class ChatStream:
         if head is None:
             head = self._delta_heads[index] = self._events.head + b'{"index":%d,"delta":{' % index
             events = self._first(index, head)
-        self._events.count(piece.token_ids)
+        self._events.take(index, piece)
         hidden = () if self._shown.reasoning else (ReasoningDelta,)
         deltas = [self._delta(delta) for delta in piece.deltas if not isinstance(delta, hidden)]
         token_ids = piece.token_ids if self._shown.token_ids else ()
@@ -156,7 +173,7 @@ class CompletionStream:
         """Events for a piece of a choice; none if it shows nothing. The first one of a choice has the echo."""
         is_first = index not in self._begun
         self._begun.add(index)
-        self._events.count(piece.token_ids)
+        self._events.take(index, piece)
         shown = self._shown
         text = shown.echoes[index] + piece.text if is_first and shown.echoes else piece.text
         token_ids = piece.token_ids if shown.token_ids else ()

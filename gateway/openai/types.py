@@ -42,7 +42,7 @@ class ChatReasoning(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
 
 
-# Both bodies list the same four fields, because a msgspec struct has a single base, and theirs is the neutral one.
+# Both bodies list the same five fields, because a msgspec struct has a single base, and theirs is the neutral one.
 class ChatRequest(Chat, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
@@ -50,6 +50,7 @@ class ChatRequest(Chat, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    timings_per_token: bool | None = None
 
     reasoning_budget: int | None = None
     thinking_budget: int | None = None
@@ -67,6 +68,7 @@ class CompletionRequest(Completion, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    timings_per_token: bool | None = None
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):

@@ -232,6 +232,35 @@ async def test_the_usage_so_far_is_in_every_chunk_on_request(gateway: Any, route
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_timings_are_those_of_llama_cpp_on_request(gateway: Any, router: Any, path: str) -> None:
+    router.answer, router.num_cached = "ab", 1
+    whole = await post(gateway, path, timings_per_token=True)
+    timings = whole["timings"]
+    num_prompt = whole["usage"]["prompt_tokens"]
+    assert (timings["cache_n"], timings["prompt_n"]) == (1, num_prompt - 1)
+    assert timings["predicted_n"] == whole["usage"]["completion_tokens"] == 3
+    assert timings["prompt_ms"] > 0
+    assert timings["predicted_ms"] >= 0
+    assert timings["prompt_per_token_ms"] * timings["prompt_n"] == pytest.approx(timings["prompt_ms"])
+    found = await chunks(gateway, path, timings_per_token=True, stream_options={"include_usage": True})
+    with_times = [chunk["timings"] for chunk in found if "timings" in chunk]
+    assert len(with_times) >= len(found) - 1, "only the chunk with the role comes before the first token"
+    numbers = [one["predicted_n"] for one in with_times]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 3
+    assert all(one["cache_n"] == 1 for one in with_times)
+    for stream in (False, True):
+        plain = await chunks(gateway, path) if stream else [await post(gateway, path)]
+        assert not any("timings" in chunk for chunk in plain)
+
+
+async def test_timings_of_several_choices_are_those_of_all(gateway: Any, router: Any) -> None:
+    router.answer = "ab"
+    whole = await post(gateway, CHAT, timings_per_token=True, n=3)
+    assert whole["timings"]["predicted_n"] == whole["usage"]["completion_tokens"] == 9
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_padding_hides_the_length_of_deltas(gateway: Any, router: Any, path: str) -> None:
     router.answer = "abc"
     plain = await chunks(gateway, path)
