@@ -143,6 +143,11 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     help="Headers for these servers, such as their keys.  [default: none]",
 )
 @click.option(
+    "--ollama-manage",
+    is_flag=True,
+    help="Let clients of Ollama's API name and unload models; see headrace gateway --help.",
+)
+@click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,

@@ -40,7 +40,8 @@ from headrace.gateway.ollama.answers import (
     loaded,
     time_of,
 )
-from headrace.gateway.ollama.fields import CHAT, EMBED, EMBEDDINGS, GENERATE, PULL, SHOW
+from headrace.gateway.ollama.fields import CHAT, COPY, CREATE, DELETE, EMBED, EMBEDDINGS, GENERATE, PULL, SHOW
+from headrace.gateway.ollama.managing import LATEST, Managing
 from headrace.gateway.ollama.turns import (
     CHAT_NAMES,
     chat_of,
@@ -52,6 +53,9 @@ from headrace.gateway.ollama.turns import (
 )
 from headrace.gateway.ollama.types import (
     OllamaChat,
+    OllamaCopy,
+    OllamaCreate,
+    OllamaDelete,
     OllamaEmbed,
     OllamaEmbeddings,
     OllamaGenerate,
@@ -80,15 +84,13 @@ _PARAMETERS = {
     "frequency_penalty": "frequency_penalty",
     "max_tokens": "num_predict",
 }
-# What only an operator does -> its method.
-_MANAGED = {"create": "POST", "copy": "POST", "push": "POST", "delete": "DELETE"}
-_LATEST = ":latest"
 
 
-def endpoints(services: Services) -> Sequence[Endpoint]:
-    """All endpoints, and refusals of what only an operator may do."""
-    own = _Generations(services)
+def endpoints(services: Services, managing: Managing) -> Sequence[Endpoint]:
+    """All endpoints. `managing` changes the models, as far as the operator allows it."""
+    own = _Generations(services, managing)
     models = _Models(services)
+    managed = _Managed(managing)
     lines = NDJSON.decode()
 
     def generating(
@@ -112,7 +114,10 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
     show = Operation("Describe a model", OllamaShown, (OllamaShow,))
     served = "Tell whether a model is served, as a pull that has ended"
     pull = Operation(served, OllamaStatus, (OllamaPull,), stream_type=lines)
-    refused = Operation("Refused: a model's operator manages it", is_refused=True)
+    create = Operation("Give a model another name, as one that was made", OllamaStatus, (OllamaCreate,), False, lines)
+    copy = Operation("Give a model another name", None, (OllamaCopy,))
+    delete = Operation("Take away a name of a model", None, (OllamaDelete,))
+    refused = Operation("Refused: a gateway uploads no models", is_refused=True)
     return [
         generating("/api/chat", "ollama_chat", own.chat, chat, OllamaReply, OllamaChat, lines),
         generating("/api/generate", "ollama_generate", own.generate, prompt, OllamaReply, OllamaGenerate, lines),
@@ -123,10 +128,10 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
         reading("GET", "/api/version", "ollama_version", models.version, version, is_open=True),
         reading("POST", "/api/show", "ollama_models", models.show, show),
         reading("POST", "/api/pull", "ollama_pull", models.pull, pull),
-        *(
-            reading(method, f"/api/{verb}", "ollama_manage", _refusing(verb), refused)
-            for verb, method in _MANAGED.items()
-        ),
+        reading("POST", "/api/create", "ollama_manage", managed.create, create),
+        reading("POST", "/api/copy", "ollama_manage", managed.copy, copy),
+        reading("DELETE", "/api/delete", "ollama_manage", managed.delete, delete),
+        reading("POST", "/api/push", "ollama_manage", managed.push, refused),
     ]
 
 
@@ -135,19 +140,22 @@ async def find(models: Models, name: str | None, *, loads: bool = True) -> Model
     try:
         return await models.find(name or "", loads=loads)
     except StatusError as error:
-        if error.reason is not Reason.MODEL_NOT_FOUND or not (name or "").endswith(_LATEST):
+        if error.reason is not Reason.MODEL_NOT_FOUND or not (name or "").endswith(LATEST):
             raise
-        return await models.find((name or "").removesuffix(_LATEST), loads=loads)
+        return await models.find((name or "").removesuffix(LATEST), loads=loads)
 
 
 class _Generations:
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, managing: Managing) -> None:
         self._services = services
+        self._managing = managing
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /api/chat."""
         request = await request_of(exchange, OllamaChat, CHAT)
-        check_fields(request)
+        check_fields(request, unloads=self._managing.unloads)
+        if not request.messages and await self._unloaded(exchange, request):
+            return
         model = await find(self._services.models, request.model)
         if not request.messages:
             await _load(exchange, request, model)
@@ -169,7 +177,9 @@ class _Generations:
     async def generate(self, exchange: Exchange) -> None:
         """POST /api/generate."""
         request = await request_of(exchange, OllamaGenerate, GENERATE)
-        check_fields(request)
+        check_fields(request, unloads=self._managing.unloads)
+        if not request.prompt and not request.images and await self._unloaded(exchange, request):
+            return
         model = await find(self._services.models, request.model)
         if not request.prompt and not request.images:
             await _load(exchange, request, model)
@@ -265,12 +275,28 @@ class _Generations:
             exchange.stream_type = NDJSON
             exchange.keep_alive_event = KEEP_ALIVE
             await self._services.answering.stream(exchange, [plan], answer, readers)
+        if self._managing.unloads and is_zero(request.keep_alive):
+            self._managing.unload_soon(request.model or "")
+
+    async def _unloaded(self, exchange: Exchange, request: OllamaChat | OllamaGenerate) -> bool:
+        """Answer a request without a prompt that unloads its model. Returns whether it is one, and may be."""
+        if not self._managing.unloads or not is_zero(request.keep_alive):
+            return False
+        name = request.model or ""
+        if not await self._managing.unload(name):
+            return False
+        await _respond(exchange, loaded(name, isinstance(request, OllamaChat), "unload"), request.stream)
+        return True
 
 
 async def _load(exchange: Exchange, request: OllamaChat | OllamaGenerate, model: Model) -> None:
     """Answer a request without a prompt, which only checks the model."""
     value = loaded(model.name, isinstance(request, OllamaChat), "unload" if is_zero(request.keep_alive) else "load")
-    if request.stream is False:
+    await _respond(exchange, value, request.stream)
+
+
+async def _respond(exchange: Exchange, value: OllamaReply | OllamaStatus, stream: bool | None) -> None:
+    if stream is False:
         await exchange.respond(encode(value))
     else:
         exchange.stream_type = NDJSON
@@ -384,13 +410,46 @@ class _Models:
         await exchange.write(b"".join(line(OllamaStatus(status)) for status in statuses), last=True)
 
 
-def _refusing(verb: str) -> Handler:
-    async def refuse(exchange: Exchange) -> None:
-        await exchange.body()
-        problem = f"a gateway does not {verb} models; its operator does (headrace pull, headrace serve)"
-        raise StatusError(Reason.UNSUPPORTED, problem)
+class _Managed:
+    """What changes the models of a host."""
 
-    return refuse
+    def __init__(self, managing: Managing) -> None:
+        self._managing = managing
+
+    async def create(self, exchange: Exchange) -> None:
+        """POST /api/create: another name for a model. Its own options would be those of every request."""
+        request = await request_of(exchange, OllamaCreate, CREATE)
+        self._managing.check("create")
+        name = request.model or request.name
+        if not name:
+            raise invalid("model", "model is required")
+        if not request.from_:
+            raise invalid("from", "from is required: the model that gets another name")
+        await self._managing.name(request.from_, "from", name, "model")
+        await _respond(exchange, OllamaStatus("success"), request.stream)
+
+    async def copy(self, exchange: Exchange) -> None:
+        """POST /api/copy."""
+        request = await request_of(exchange, OllamaCopy, COPY)
+        self._managing.check("copy")
+        await self._managing.name(request.source, "source", request.destination, "destination")
+        await exchange.respond(b"", content_type=b"text/plain; charset=utf-8")
+
+    async def delete(self, exchange: Exchange) -> None:
+        """DELETE /api/delete."""
+        request = await request_of(exchange, OllamaDelete, DELETE)
+        self._managing.check("delete")
+        name = request.model or request.name
+        if not name:
+            raise invalid("model", "model is required")
+        await self._managing.forget(name)
+        await exchange.respond(b"", content_type=b"text/plain; charset=utf-8")
+
+    async def push(self, exchange: Exchange) -> None:
+        """POST /api/push."""
+        await exchange.body()
+        problem = "a gateway does not push models; its operator publishes them"
+        raise StatusError(Reason.UNSUPPORTED, problem)
 
 
 def _identity(model: ListedModel) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from headrace.gateway.chat.sampling import MAX_STOP_STRINGS
 from headrace.gateway.fields import Applied, FieldTable, Hint, Refused, Row
 from headrace.gateway.ollama.types import (
     OllamaChat,
+    OllamaCopy,
+    OllamaCreate,
+    OllamaDelete,
     OllamaEmbed,
     OllamaEmbeddings,
     OllamaGenerate,
@@ -22,7 +25,7 @@ _MODEL = Applied("name", "May end in `:latest`. Optional while there is only one
 _KEEP_ALIVE = Applied(
     "seconds, or a duration such as 5m",
     "Checked, but a hint: the operator decides how long a model stays loaded. 0 without a prompt is answered with"
-    " `unload`, as Ollama does",
+    " `unload`, as Ollama does. With `--ollama-manage`, 0 unloads the model after the answer, if requests load it",
 )
 
 _OF_ANSWERS: dict[str, Row] = {
@@ -190,4 +193,38 @@ PULL = FieldTable(
         "password": Hint("nothing is downloaded", ("",)),
     },
 )
-TABLES = (CHAT, GENERATE, OPTIONS, EMBED, EMBEDDINGS, SHOW, PULL)
+_EACH_REQUEST = "send it in each request"
+CREATE = FieldTable(
+    "POST /api/create",
+    (OllamaCreate,),
+    {
+        "model": Applied("name", "The new name"),
+        "name": Applied("name", "An older name of `model`"),
+        "from": Applied("name", "A model of the host, or another name of one"),
+        "stream": Applied("bool, default true"),
+        "system": Refused(_EACH_REQUEST, ("",)),
+        "parameters": Refused("send them as options of each request", ({},)),
+        "messages": Refused(_EACH_REQUEST, ([],)),
+        "template": Refused("the operator names templates with --chat-template", ("",)),
+        "license": Hint("a name has no licence", ("", [])),
+        "files": Refused("the operator adds models with headrace models load", ({},)),
+        "adapters": Refused("the operator adds adapters with headrace adapters load", ({},)),
+        "quantize": Refused("the operator quantizes models with headrace pull --weights", ("",)),
+        "modelfile": Refused("use from", ("",)),
+        "path": Refused("use from", ("",)),
+    },
+)
+COPY = FieldTable(
+    "POST /api/copy",
+    (OllamaCopy,),
+    {"source": Applied("name", "A model of the host, or another name of one"), "destination": Applied("name")},
+)
+DELETE = FieldTable(
+    "DELETE /api/delete",
+    (OllamaDelete,),
+    {
+        "model": Applied("name", "A name that copy or create has given"),
+        "name": Applied("name", "An older name of `model`"),
+    },
+)
+TABLES = (CHAT, GENERATE, OPTIONS, EMBED, EMBEDDINGS, SHOW, PULL, CREATE, COPY, DELETE)

@@ -54,12 +54,13 @@ CHAT_NAMES = FieldNames(_OPTIONS)
 """The names of a chat's fields here."""
 
 
-def check_fields(request: msgspec.Struct) -> None:
-    """Raise `StatusError` for values that contradict each other or are not supported."""
+def check_fields(request: msgspec.Struct, *, unloads: bool = False) -> None:
+    """Raise `StatusError` for values that contradict each other or are not supported. `unloads`: a `keep_alive` of 0
+    has its effect."""
     keep_alive = getattr(request, "keep_alive", None)
     if isinstance(keep_alive, str) and _DURATION.fullmatch(keep_alive) is None:
         raise invalid("keep_alive", "keep_alive must be seconds, or a duration such as 5m or 1h30m")
-    if keep_alive is not None:
+    if keep_alive is not None and not (unloads and is_zero(keep_alive)):
         ignored("keep_alive", "the operator decides how long a model stays loaded")
     if getattr(request, "top_logprobs", None) and not getattr(request, "logprobs", None):
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")

@@ -91,6 +91,29 @@ class OllamaPull(msgspec.Struct, kw_only=True):
     stream: bool | None = None
 
 
+class OllamaCreate(msgspec.Struct, kw_only=True):
+    """Body of POST /api/create."""
+
+    model: str | None = None
+    name: str | None = None
+    from_: str | None = msgspec.field(default=None, name="from")
+    stream: bool | None = None
+
+
+class OllamaCopy(msgspec.Struct, kw_only=True):
+    """Body of POST /api/copy."""
+
+    source: str
+    destination: str
+
+
+class OllamaDelete(msgspec.Struct, kw_only=True):
+    """Body of DELETE /api/delete."""
+
+    model: str | None = None
+    name: str | None = None
+
+
 class OllamaShow(msgspec.Struct, kw_only=True):
     """Body of POST /api/show."""
 

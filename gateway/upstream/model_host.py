@@ -8,6 +8,7 @@ Without a host, as in fleets whose workers are started one by one, the models ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ from headrace.protos.host_pb2 import (
     LoadModelRequest,
     ReloadConfigurationRequest,
     ReloadConfigurationResponse,
+    SetAliasRequest,
     UnloadModelRequest,
     WatchModelsRequest,
     WatchModelsResponse,
@@ -39,6 +41,8 @@ from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
 _RETRY_S = 0.5
 # How often to check whether running requests still need a model that is loaded for them.
 _IN_USE_POLL_S = 0.5
+# How long to wait until the host tells of an alias that it has taken.
+_ALIAS_S = 5.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -76,6 +80,7 @@ class ModelHost:
         """The host's aliases; None while they are not known."""
         self.changes: Observers[Mapping[str, HostedModel]] = Observers()
         """Told of `models` when it has changed."""
+        self._told = asyncio.Event()
         self._in_use = in_use
         self.is_missing = is_awaited and not self.is_known
         """Whether requests have to wait for the host."""
@@ -90,6 +95,8 @@ class ModelHost:
                         self.is_known = True
                         self.is_missing = False
                         self._take_aliases(answer)
+                        told, self._told = self._told, asyncio.Event()
+                        told.set()
                         self.changes.tell(self.models)
                         self._load_again()
             except grpc.aio.AioRpcError as error:
@@ -143,6 +150,11 @@ class ModelHost:
             return StatusError(Reason.MODEL_NOT_LOADED, f"model {name!r} cannot be loaded: {model.problem}")
         return None
 
+    @property
+    def has_address(self) -> bool:
+        """Whether there is a host."""
+        return self._address is not None
+
     async def unload(self, name: str) -> HostedModel:
         """Unload a model, and return when its memory is free. Raises `StatusError`."""
         answer = await self._call("UnloadModel", UnloadModelRequest(name=name))
@@ -154,6 +166,15 @@ class ModelHost:
         answer = await self._call("LoadModel", LoadModelRequest(name=name, model=model, by_operator=True))
         return cast("HostedModel", answer.model)
 
+    async def set_alias(self, alias: str, models: str) -> None:
+        """Add or change another name of models, or remove it if `models` is empty. Returns when this gateway knows it.
+        Raises `StatusError`."""
+        await self._call("SetAlias", SetAliasRequest(alias=alias, models=models))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ALIAS_S):
+                while (alias in (self.aliases or ())) is not bool(models):
+                    await self._told.wait()
+
     async def reload(self) -> ReloadConfigurationResponse:
         """Let the host read its configuration again, and return when it has the models. Raises `StatusError`."""
         answer = cast(
@@ -163,10 +184,14 @@ class ModelHost:
         self.changes.tell(self.models)
         return answer
 
-    async def _call(self, method: str, request: Message) -> Any:
+    def check_address(self) -> None:
+        """Raise `StatusError` if there is no host."""
         if self._address is None:
             problem = "this gateway has no host that loads models: start it with `headrace serve`, or with --model-host"
             raise StatusError(Reason.UNSUPPORTED, problem)
+
+    async def _call(self, method: str, request: Message) -> Any:
+        self.check_address()
         try:
             async with self._host() as host:
                 return await getattr(host, method)(request)

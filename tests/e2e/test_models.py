@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from tests.e2e.small_model import small_model
 from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def on_demand(tmp_path_factory: pytest.TempPathFactory, damaged: Path) -> Iterat
     models = [(name, small_model()) for name in ("a", "b", "c")] + [("bad", damaged)]
     tables = [f'[[models]]\nmodel = "{where}"\nname = "{name}"\non_demand = true\n' for name, where in models]
     path.write_text("memory_gb = 1.8\n" + "kv_cache_gb = 0.1\n".join([*tables, ""]))
-    with serving_models("--models", str(path)) as serve:
+    with serving_models("--models", str(path), "--ollama-manage") as serve:
         yield serve
 
 
@@ -224,3 +226,17 @@ def test_an_operator_adds_a_model(on_demand: Serve) -> None:
     assert "this host has no model 'nosuch'; there is a, b, bad, c, new" in refused.stderr
     refused = headrace("models", "load", "other", "/nowhere", "--port", port)
     assert "unknown model '/nowhere'" in refused.stderr
+
+
+def test_ollamas_client_names_and_unloads_models_unmodified(on_demand: Serve) -> None:
+    python = ROOT / ".make" / "clients" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("the clients are not installed: make test")
+    environment = {**os.environ, "HEADRACE_TEST_BASE_URL": f"{on_demand.base_url}/v1", "HEADRACE_TEST_MODEL": "a"}
+    script = ROOT / "tests" / "e2e" / "clients" / "managing_ollama.py"
+    bound_s = patience(2 * READY_BOUND_S)
+    done = subprocess.run(
+        [python, script], env=environment, capture_output=True, text=True, timeout=bound_s, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "a" not in loaded(on_demand)

@@ -84,6 +84,16 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
                 await abort(context, StatusError(Reason.MODEL_NOT_LOADED, problem))
             await changed.wait()
 
+    async def SetAlias(self, request: Any, context: Any) -> Any:
+        if request.models and request.models not in self.models:
+            problem = f"this host has no model {request.models!r}"
+            await abort(context, StatusError(Reason.INVALID_FIELD, problem, field="alias"))
+        self.aliases = [one for one in self.aliases if not one.startswith(f"{request.alias}=")]
+        if request.models:
+            self.aliases.append(f"{request.alias}={request.models}")
+        self.tell()
+        return host_pb2.SetAliasResponse()
+
     async def UnloadModel(self, request: Any, context: Any) -> Any:
         self.set(request.name, "UNLOADED")
         return host_pb2.UnloadModelResponse(model=self.models[request.name])

@@ -78,6 +78,7 @@ assert client.pull(MODEL).status == "success"
 assert [part.status for part in client.pull(MODEL, stream=True)][-1] == "success"
 assert refusal(ollama.ResponseError, lambda: client.pull("no-such-model")).status_code == 404
 assert refusal(ollama.ResponseError, lambda: client.chat("no-such-model", QUESTION)).status_code == 404
+assert "--ollama-manage" in str(refusal(ollama.ResponseError, lambda: client.copy(MODEL, "mine")))
 assert "embeddings" in str(refusal(ollama.ResponseError, lambda: client.embed(MODEL, "hi")))
 error = refusal(ollama.ResponseError, lambda: client.chat(MODEL, QUESTION, options={"tfs_z": 0.5}))
 assert (error.status_code, "options.tfs_z" in error.error) == (400, True)

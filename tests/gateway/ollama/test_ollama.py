@@ -492,9 +492,19 @@ async def test_a_pull_tells_whether_the_model_is_served(front: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "verb"), [("POST", "create"), ("POST", "copy"), ("POST", "push"), ("DELETE", "delete")]
+    ("method", "verb", "body"),
+    [
+        ("POST", "create", {"model": "m", "from": "tiny"}),
+        ("POST", "copy", {"source": "tiny", "destination": "m"}),
+        ("DELETE", "delete", {"model": "tiny"}),
+    ],
 )
-async def test_what_only_an_operator_does_is_refused(front: Any, method: str, verb: str) -> None:
-    response = await front.http.request(method, f"/api/{verb}", json={"model": "tiny"})
-    assert response.status_code == 400
-    assert f"does not {verb} models" in response.json()["error"]
+async def test_what_only_an_operator_does_is_refused(front: Any, method: str, verb: str, body: Any) -> None:
+    response = await front.http.request(method, f"/api/{verb}", json=body)
+    assert response.status_code == 403
+    assert f"does not {verb} models unless its operator allows it (--ollama-manage)" in response.json()["error"]
+
+
+async def test_a_gateway_uploads_no_models(front: Any) -> None:
+    response = await front.http.post("/api/push", json={"model": "tiny"})
+    assert (response.status_code, response.json()["error"][:24]) == (400, "a gateway does not push ")

@@ -1,0 +1,127 @@
+"""What clients of Ollama may change of a host's models, if its operator allows it (`--ollama-manage`).
+
+    copy, create       another name for a model: an alias of the host
+    delete             takes such a name away; the files of models stay
+    keep_alive: 0      unloads a model that requests load
+
+All of it needs `headrace serve`, which has the models; a fleet's models are its operator's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+from headrace.common.aliases import Aliases
+from headrace.common.tasks import end_tasks
+from headrace.gateway.checks import invalid
+from headrace.gateway.hints import ignored
+from headrace.gateway.text.models import Models
+from headrace.gateway.upstream.model_host import ModelHost
+from headrace.protos.status import Reason, StatusError
+
+LATEST = ":latest"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+_OPERATOR = "a gateway does not {verb} models unless its operator allows it (--ollama-manage); ask for {instead}"
+_INSTEAD = {
+    "copy": "headrace models alias",
+    "create": "headrace models alias, or headrace models load",
+    "delete": "headrace models unload, or headrace models rm",
+}
+_LOG = logging.getLogger(__name__)
+
+
+class Managing:
+    """Changes the names of a host's models, and unloads them."""
+
+    def __init__(self, models: Models, host: ModelHost, *, is_allowed: bool) -> None:
+        self._models = models
+        self._host = host
+        self._is_allowed = is_allowed
+        self._unloading: set[asyncio.Task[None]] = set()
+
+    @property
+    def unloads(self) -> bool:
+        """Whether `keep_alive` has an effect."""
+        return self._is_allowed and self._host.has_address
+
+    def check(self, verb: str) -> None:
+        """Raise `StatusError` unless the operator allows it."""
+        if not self._is_allowed:
+            problem = _OPERATOR.format(verb=verb, instead=_INSTEAD[verb])
+            raise StatusError(Reason.PERMISSION_DENIED, problem)
+
+    async def name(self, source: str, source_field: str, name: str, name_field: str) -> None:
+        """Give a model another name. Both names are the caller's, in these fields. Raises `StatusError`."""
+        alias = name.removesuffix(LATEST)
+        if _NAME.fullmatch(alias) is None:
+            problem = (
+                f"{name_field} must have 1 to 128 letters, digits and . _ : / @ -, and begin with one of the first two"
+            )
+            raise invalid(name_field, problem)
+        self._host.check_address()
+        model = self._known(source)
+        if model is None:
+            problem = f"{source_field}: there is no model '{source[:64]}' here"
+            raise StatusError(Reason.MODEL_NOT_FOUND, problem, field=source_field)
+        if alias in self._host.models or dict(self._aliases.items()).get(alias, model) != model:
+            raise invalid(
+                name_field, f"{name_field}: '{alias}' is the name of another model already; choose another one"
+            )
+        await self._host.set_alias(alias, model)
+
+    async def forget(self, name: str) -> None:
+        """Take a name away that was given. Raises `StatusError`."""
+        self._host.check_address()
+        for alias in (name, name.removesuffix(LATEST)):
+            if alias in self._aliases:
+                await self._host.set_alias(alias, "")
+                return
+        if self._known(name) is None:
+            raise StatusError(Reason.MODEL_NOT_FOUND, f"model: there is no model '{name[:64]}' here", field="model")
+        problem = "delete takes away only names that copy or create have given; the files of a model are its operator's"
+        raise StatusError(Reason.PERMISSION_DENIED, f"{problem} (headrace models unload, headrace models rm)")
+
+    async def unload(self, name: str) -> bool:
+        """Unload the model of this name, once its requests have ended, if requests load it again. Others would stay
+        unloaded until an operator loads them. Returns whether it is unloaded. Raises `StatusError`."""
+        model = self._known(name)
+        if model is None or not self._host.models[model].is_on_demand:
+            ignored("keep_alive", "a model that requests do not load stays loaded")
+            return False
+        await self._host.unload(model)
+        return True
+
+    def unload_soon(self, name: str) -> None:
+        """The same in the background."""
+
+        async def run() -> None:
+            try:
+                await self.unload(name)
+            except StatusError as error:
+                _LOG.warning("%s is not unloaded: %s", name, error.message)
+
+        task = asyncio.create_task(run())
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
+
+    async def close(self) -> None:
+        """End what runs in the background."""
+        await end_tasks(*self._unloading)
+
+    @property
+    def _aliases(self) -> Aliases:
+        return self._host.aliases or Aliases()
+
+    def _known(self, name: str) -> str | None:
+        """The host's model of a name, with or without `:latest`; None if it has none. That of the largest weight if
+        several share the name."""
+        split = dict(self._aliases.items())
+        for one in (name, name.removesuffix(LATEST)):
+            model = split.get(one, one)
+            if model in self._host.models:
+                return model
+        if not name and len(self._host.models) == 1:
+            return next(iter(self._host.models))
+        return None

@@ -1,0 +1,37 @@
+"""ollama: other names of models, and unloading."""
+
+import ollama
+from target import BASE_URL, MODEL, refusal
+
+client = ollama.Client(BASE_URL.removesuffix("/v1"))
+
+
+def names() -> set[str]:
+    """The models that the server lists."""
+    return {one.model for one in client.list().models}
+
+
+def answer(model: str) -> str:
+    """The beginning of a text."""
+    return client.generate(model, "Once", raw=True, options={"temperature": 0, "num_predict": 8}).response
+
+
+assert client.copy(MODEL, "mine").status == "success"
+assert "mine" in names()
+assert answer("mine") == answer(MODEL)
+assert client.create("made", from_="mine").status == "success"
+assert [part.status for part in client.create("made", from_=MODEL, stream=True)][-1] == "success"
+assert answer("made:latest") == answer(MODEL)
+error = refusal(ollama.ResponseError, lambda: client.create("made", from_=MODEL, system="Be brief."))
+assert "system is not supported" in error.error
+assert client.delete("made").status == "success"
+assert client.delete("mine").status == "success"
+assert not {"made", "mine"} & names()
+assert refusal(ollama.ResponseError, lambda: client.delete("mine")).status_code == 404
+assert refusal(ollama.ResponseError, lambda: client.delete(MODEL)).status_code == 403
+assert refusal(ollama.ResponseError, lambda: client.copy("no-such-model", "x")).status_code == 404
+
+assert MODEL in {one.model for one in client.ps().models}
+assert client.generate(MODEL, keep_alive=0).done_reason == "unload"
+assert MODEL not in {one.model for one in client.ps().models}
+assert MODEL in names()

@@ -1,0 +1,143 @@
+"""What Ollama's clients may change of a host's models, with the operator's leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.gateway.hints import HEADER
+from tests.gateway.model_host import FakeHost, serving_host
+from tests.patience import patience
+
+BOUND_S = 20.0
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest_asyncio.fixture
+async def host() -> AsyncIterator[FakeHost]:
+    """Model `a` was loaded at the start, `b` for a request, `c` is not loaded."""
+    async with serving_host() as served:
+        served.set("a", "LOADED")
+        served.set("b", "LOADED", is_on_demand=True)
+        served.set("c", "UNLOADED", is_on_demand=True)
+        served.aliases = ["several=a:90,b:10"]
+        yield served
+
+
+@pytest_asyncio.fixture
+async def managed(kit: Any, tiny_bundle: bytes, host: FakeHost) -> AsyncIterator[Any]:
+    """A gateway of such a host, whose operator allows changes."""
+    router = kit.FakeRouter(tiny_bundle)
+    router.cards = [router.card(name="a"), router.card(name="b")]
+    flags = {"ollama_manage": True}
+    async with (
+        kit.serving_router(router),
+        kit.serving_gateway(router.address, model_host=host.address, flags=flags) as gateway,
+    ):
+        async with asyncio.timeout(patience(BOUND_S)):
+            while "c" not in await names(gateway):
+                await asyncio.sleep(0.01)
+        yield gateway
+
+
+async def names(gateway: Any) -> set[str]:
+    return {one["name"] for one in (await gateway.http.get("/api/tags")).json()["models"]}
+
+
+async def send(gateway: Any, method: str, verb: str, status: int = 200, **body: Any) -> Any:
+    response = await gateway.http.request(method, f"/api/{verb}", json=body)
+    assert response.status_code == status, response.text
+    return response
+
+
+async def test_a_copy_is_another_name_until_it_is_deleted(managed: Any, host: FakeHost) -> None:
+    assert (await send(managed, "POST", "copy", source="a:latest", destination="mine:latest")).text == ""
+    assert host.aliases == ["several=a:90,b:10", "mine=a"]
+    assert "mine" in await names(managed)
+    answer = await send(managed, "POST", "chat", model="mine:latest", messages=HI, stream=False)
+    assert answer.json()["message"]["content"]
+    await send(managed, "POST", "copy", source="mine", destination="its/copy:v2")
+    assert host.aliases[-1] == "its/copy:v2=a"
+    await send(managed, "POST", "copy", source="a", destination="mine")
+    await send(managed, "DELETE", "delete", model="mine")
+    await send(managed, "DELETE", "delete", name="its/copy:v2")
+    assert host.aliases == ["several=a:90,b:10"]
+    assert not {"mine", "its/copy:v2"} & await names(managed)
+
+
+async def test_a_model_is_created_from_another(managed: Any, host: FakeHost) -> None:
+    response = await send(managed, "POST", "create", **{"model": "helper", "from": "c"})
+    assert [json.loads(line)["status"] for line in response.text.splitlines()] == ["success"]
+    assert host.aliases[-1] == "helper=c"
+    whole = await send(managed, "POST", "create", **{"name": "helper2", "from": "helper", "stream": False})
+    assert whole.json() == {"status": "success"}
+    assert host.aliases[-1] == "helper2=c"
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "problem"),
+    [
+        ("copy", {"source": "gone", "destination": "x"}, 404, "source: there is no model 'gone'"),
+        ("copy", {"source": "a", "destination": "b"}, 400, "'b' is the name of another model"),
+        ("copy", {"source": "b", "destination": "several"}, 400, "'several' is the name of another model"),
+        ("copy", {"source": "a", "destination": "a=b"}, 400, "destination must have 1 to 128"),
+        ("copy", {"source": "a"}, 400, "destination is required"),
+        ("create", {"model": "x", "from": "gone"}, 404, "from: there is no model 'gone'"),
+        ("create", {"model": "x"}, 400, "from is required"),
+        ("create", {"from": "a"}, 400, "model is required"),
+        ("create", {"model": "x", "from": "a", "system": "Be brief."}, 400, "send it in each request"),
+        ("create", {"model": "x", "from": "a", "parameters": {"top_k": 1}}, 400, "options of each request"),
+        ("create", {"model": "x", "files": {"a": "sha256:b"}}, 400, "headrace models load"),
+        ("create", {"model": "x", "from": "a", "quantize": "q4_0"}, 400, "headrace pull"),
+        ("delete", {"model": "gone"}, 404, "there is no model 'gone'"),
+        ("delete", {"model": "a"}, 403, "the files of a model are its operator's"),
+        ("delete", {}, 400, "model is required"),
+    ],
+)
+async def test_what_cannot_be_done_is_named(
+    managed: Any, host: FakeHost, verb: str, body: Any, status: int, problem: str
+) -> None:
+    before = list(host.aliases)
+    response = await send(managed, "DELETE" if verb == "delete" else "POST", verb, status, **body)
+    assert problem in response.json()["error"]
+    assert host.aliases == before
+
+
+@pytest.mark.parametrize(("verb", "prompt"), [("chat", {"messages": []}), ("generate", {})])
+async def test_a_keep_alive_of_0_unloads_what_requests_load(
+    managed: Any, host: FakeHost, verb: str, prompt: Any
+) -> None:
+    response = await send(managed, "POST", verb, model="b:latest", keep_alive="0s", stream=False, **prompt)
+    assert (response.json()["done_reason"], response.headers.get(HEADER)) == ("unload", None)
+    assert host.models["b"].state == 1
+    # It would stay unloaded.
+    response = await send(managed, "POST", verb, model="a", keep_alive=0, stream=False, **prompt)
+    assert (response.json()["done_reason"], response.headers[HEADER]) == ("unload", "keep_alive")
+    assert host.models["a"].state == 3
+
+
+async def test_a_keep_alive_of_0_unloads_after_the_answer(managed: Any, host: FakeHost) -> None:
+    response = await send(managed, "POST", "chat", model="b", messages=HI, keep_alive=0)
+    assert json.loads(response.text.splitlines()[-1])["done_reason"] == "stop"
+    async with asyncio.timeout(patience(BOUND_S)):
+        while host.models["b"].state != 1:
+            await asyncio.sleep(0.01)
+    response = await send(managed, "POST", "chat", model="a", messages=HI, keep_alive="5m", stream=False)
+    assert response.headers[HEADER] == "keep_alive"
+
+
+async def test_without_a_host_there_is_nothing_to_manage(kit: Any, tiny_bundle: bytes) -> None:
+    router = kit.FakeRouter(tiny_bundle)
+    async with (
+        kit.serving_router(router),
+        kit.serving_gateway(router.address, flags={"ollama_manage": True}) as gateway,
+    ):
+        response = await gateway.http.post("/api/generate", json={"model": "tiny", "keep_alive": 0, "stream": False})
+        assert (response.json()["done_reason"], response.headers[HEADER]) == ("unload", "keep_alive")
+        copy = await gateway.http.post("/api/copy", json={"source": "tiny", "destination": "x"})
+        assert (copy.status_code, "no host that loads models" in copy.json()["error"]) == (400, True)
