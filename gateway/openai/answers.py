@@ -191,6 +191,12 @@ class ImagesOfModel(Shape):
     max_pixels: int
 
 
+class ContextOfModel(Shape):
+    """The context where clients of llama.cpp and Ollama look for it, such as goose."""
+
+    n_ctx: int
+
+
 class ModelCard(Shape, kw_only=True):
     """A model, loaded or not."""
 
@@ -204,6 +210,7 @@ class ModelCard(Shape, kw_only=True):
     root: str
     parent: str | None
     max_model_len: int | None
+    meta: ContextOfModel | None
     task: TaskName
     dimensions: int | None
     architecture: Architecture | None
@@ -428,6 +435,7 @@ def card_of(model: ListedModel) -> ModelCard:
         root=model.alias_of or model.name,
         parent=None if card is None else card.parent or None,
         max_model_len=None if card is None else card.max_context_tokens,
+        meta=None if card is None else ContextOfModel(card.max_context_tokens),
         task=NAMES[model.task],
         dimensions=None if card is None else card.dimensions or None,
         architecture=None if card is None else _architecture(card),

@@ -1,7 +1,9 @@
-"""Requests in the shapes in which editors send them: Continue, Cline and Zed. The texts are ours.
+"""Requests in the shapes in which editors and agents send them that no test runs: Continue, Cline, Zed, goose and
+OpenHands. The texts are ours.
 
 Each shape goes through a conversation: a question, a call, its result, an answer, and another question. Its answers are
-read as strictly as its client reads them. Sources: the public repositories of the three clients.
+read as strictly as its client reads them. Sources: the public repositories of the clients, of goose those of its
+providers and their recorded requests, of OpenHands openhands-sdk 1.58.
 """
 
 from __future__ import annotations
@@ -429,6 +431,133 @@ class ZedAnthropic(Client):
         return {**block, "cache_control": {"type": "ephemeral"}}
 
 
+class GooseAnthropic(ZedAnthropic):
+    """The provider `anthropic`. Everything is marked for the cache, and reasoning is left to the model."""
+
+    ignored = "thinking.block_binding, output_config.effort, thinking"  # the model does not reason
+
+    def body(self) -> dict[str, Any]:
+        tool = {"name": TOOL, "description": "Read a file", "input_schema": PARAMETERS}
+        return {
+            "model": NAME,
+            "max_tokens": 12288,
+            "messages": self.turns,
+            "system": [self._cached({"type": "text", "text": SYSTEM})],
+            "tools": [self._cached(tool)],
+            "thinking": {"type": "adaptive", "block_binding": {"prefix_mismatch_behavior": "drop_block"}},
+            "output_config": {"effort": "high"},
+            "stream": True,
+        }
+
+    def tell(self, answer: Answer) -> None:
+        result = {"type": "tool_result", "tool_use_id": answer.call_id, "content": RESULT}
+        self.turns.append({"role": "user", "content": [self._cached(result)]})
+
+
+class GooseOpenAI(Client):
+    """The provider `openai` for models that it does not know. Calls come back without a content, which is null."""
+
+    token_limit = "max_tokens"
+    system_role = "system"
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "model": NAME,
+            "messages": [{"role": self.system_role, "content": SYSTEM}, *self.turns],
+            "tools": [{"type": "function", "function": {**FUNCTION, "strict": False}}],
+            self.token_limit: 12288,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def read(self, answer: bytes) -> Answer:
+        return read_chunks(answer)
+
+    def remember(self, answer: Answer) -> None:
+        turn: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
+        if answer.call is not None:
+            turn["tool_calls"] = [function_call(answer)]
+        self.turns.append(turn)
+
+    def tell(self, answer: Answer) -> None:
+        self.turns.append({"role": "tool", "content": RESULT, "tool_call_id": answer.call_id})
+
+
+class GooseReasoning(GooseOpenAI):
+    """The same for models that it takes for ones that reason. Reasoning comes back beside the call."""
+
+    token_limit = "max_completion_tokens"
+    system_role = "developer"
+
+    def remember(self, answer: Answer) -> None:
+        super().remember(answer)
+        self.turns[-1]["reasoning_content"] = "It is in the file."
+
+
+class GooseOllama(GooseOpenAI):
+    """The provider `ollama` takes OpenAI's path, with Ollama's options, which Ollama does not read there."""
+
+    ignored = "options"
+
+    def body(self) -> dict[str, Any]:
+        body = super().body()
+        body["options"] = {"num_predict": body.pop(self.token_limit), "num_ctx": 32768}
+        return body
+
+
+class OpenHands(Client):
+    """Contents are lists of parts, also those of results, which have the tool's name. Nothing is streamed, and every
+    tool asks for a summary and a risk."""
+
+    def body(self) -> dict[str, Any]:
+        more = {
+            "summary": {"type": "string", "description": "A short sentence on the call."},
+            "security_risk": {"type": "string", "enum": ["UNKNOWN", "LOW", "MEDIUM", "HIGH"]},
+        }
+        parameters = {**PARAMETERS, "properties": {**PARAMETERS["properties"], **more}}  # type: ignore[dict-item]
+        return {
+            "model": NAME,
+            "messages": [{"content": self._parts(SYSTEM), "role": "system"}, *self.turns],
+            "tools": [{"type": "function", "function": {**FUNCTION, "parameters": parameters}}],
+            "max_completion_tokens": 8192,
+        }
+
+    def ask(self, text: str) -> None:
+        self.turns.append({"content": self._parts(text), "role": "user"})
+
+    def read(self, answer: bytes) -> Answer:
+        told = json.loads(answer)
+        assert told["object"] == "chat.completion"
+        assert all(isinstance(told["usage"][name], int) for name in ("prompt_tokens", "completion_tokens"))
+        (choice,) = told["choices"]
+        message = choice["message"]
+        assert message["role"] == "assistant"
+        found = message.get("tool_calls") or []
+        assert choice["finish_reason"] == ("tool_calls" if found else "stop")
+        if not found:
+            return Answer(message["content"])
+        (call,) = found
+        assert call["type"] == "function"
+        function = call["function"]
+        return Answer(message["content"] or "", (function["name"], json.loads(function["arguments"])), call["id"])
+
+    def remember(self, answer: Answer) -> None:
+        turn: dict[str, Any] = {"role": "assistant"}
+        if answer.text:
+            turn["content"] = self._parts(answer.text)
+        if answer.call is not None:
+            turn["tool_calls"] = [function_call(answer)]
+        self.turns.append(turn)
+
+    def tell(self, answer: Answer) -> None:
+        self.turns.append(
+            {"content": self._parts(RESULT), "role": "tool", "tool_call_id": answer.call_id, "name": TOOL}
+        )
+
+    def _parts(self, text: str) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": text}]
+
+
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     directory = tmp_path_factory.mktemp("model") / NAME
@@ -468,7 +597,11 @@ def exchange(system: Serve, client: Client) -> tuple[Answer, float]:
     return client.read(response.content), cached / tokens
 
 
-ALWAYS_CACHED = (ContinueOpenAI, ClineCompatible, ClineOllama, ZedCompatible, ZedOllama, ZedAnthropic)
+OF_GOOSE = (GooseOpenAI, GooseReasoning, GooseOllama, GooseAnthropic)
+ALWAYS_CACHED = (
+    *(ContinueOpenAI, ClineCompatible, ClineOllama, ZedCompatible, ZedOllama, ZedAnthropic),
+    *(*OF_GOOSE, OpenHands),
+)
 
 
 @pytest.mark.parametrize("kind", [*ALWAYS_CACHED, ContinueOllama], ids=lambda kind: kind.__name__)
@@ -522,6 +655,7 @@ def test_what_editors_ask_before_the_first_turn(system: Serve) -> None:
     assert asked("GET", "/api/ps").json()["models"][0]["context_length"] == 65536
     (model,) = asked("GET", "/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == (NAME, "model", 65536)
+    assert model["meta"] == {"n_ctx": 65536}  # where goose looks for the context
     for path in ("/", "/v1/models", "/api/version", "/api/tags"):
         assert asked("HEAD", path).status_code == 200
     # Of other servers: clients go on without an answer.

@@ -198,6 +198,7 @@ async def test_models_are_listed_and_found_by_name(gateway: Any, prefix: str) ->
         "root": "tiny",
         "parent": None,
         "max_model_len": 256,
+        "meta": {"n_ctx": 256},
         "task": "generate",
         "dimensions": None,
         "architecture": {"modality": "text->text", "input_modalities": ["text"], "output_modalities": ["text"]},
