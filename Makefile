@@ -141,7 +141,8 @@ test-avx2: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aid
 	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done .make/aider/.done
-	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py tests/e2e/test_codex.py tests/e2e/test_editor_shapes.py $(ARGS)
+	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py tests/e2e/test_codex.py tests/e2e/test_editor_shapes.py \
+	    tests/e2e/test_agent_recordings.py $(ARGS)
 
 # Half a gigabyte, which only the tests of fleets on Ray need.
 .venv/.ray: .venv/.dev

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import agent_recordings
 from tests.e2e.recorder import Recorder, recording
 from tests.e2e.scripted_model import CONTEXT, calls, write_scripted_model
 from tests.e2e.serving import HTTP, Serve
@@ -115,11 +116,12 @@ def test_claude_code_reads_and_writes_files_and_finds_its_turns_in_the_cache(
         calls(("Write", {"file_path": answer, "content": "42\n"})),
         DONE,
     ]
-    with scripted_system(tmp_path, script) as system:
-        first = usages(claude_code(system, workplace, TASK))
+    with recorded_system(tmp_path, script) as recorder:
+        first = usages(claude_code(recorder.base_url, workplace, TASK))
         assert workplace.answer == "42\n"
+        agent_recordings.check("claude-code", recorder.exchanges, NAME)
         (workplace.files / "answer.txt").unlink()
-        second = usages(claude_code(system, workplace, TASK))
+        second = usages(claude_code(recorder.base_url, workplace, TASK))
     assert len(first) == len(second) == len(script)
     assert first[0][1] > 5000  # it is the whole agent, with its tools
     for cached, total in [*first[1:], *second]:
@@ -137,7 +139,7 @@ def test_claude_code_shortens_its_conversation_when_the_prompt_is_too_long(
         num_tokens = HTTP.post(f"{system.base_url}/tokenize", json=body).json()["count"]
 
         def asked(num_more_tokens: int, *args: str) -> list[dict[str, Any]]:
-            return claude_code(system, workplace, sentence * (num_more_tokens // num_tokens), *args)
+            return claude_code(system.base_url, workplace, sentence * (num_more_tokens // num_tokens), *args)
 
         ((_, used),) = usages(asked(100))
         fits = asked(SMALL_CONTEXT - used - 2500, "--continue")
@@ -146,13 +148,13 @@ def test_claude_code_shortens_its_conversation_when_the_prompt_is_too_long(
     assert "compact_boundary" in [event.get("subtype") for event in shortened]
 
 
-def claude_code(system: Serve, workplace: Workplace, prompt: str, *args: str) -> list[dict[str, Any]]:
+def claude_code(base_url: str, workplace: Workplace, prompt: str, *args: str) -> list[dict[str, Any]]:
     """The events of a session with Claude Code's defaults, which ends with the answer of the script."""
     output = workplace.run(
         str(CLAUDE),
         *("--print", prompt, *args, "--model", NAME, "--allowedTools", "Read,Write"),
         *("--output-format", "stream-json", "--verbose"),
-        ANTHROPIC_BASE_URL=system.base_url,
+        ANTHROPIC_BASE_URL=base_url,
         ANTHROPIC_AUTH_TOKEN="unused",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         DISABLE_AUTOUPDATER="1",
@@ -227,6 +229,7 @@ def test_opencode_reads_and_writes_files_and_finds_its_turns_in_the_cache(workpl
         for task in ([TASK], ["--continue", NEXT]):
             assert DONE in workplace.run(str(OPENCODE), "run", *task, **offline)
     assert_finished(recorder, workplace, num_turns=4, least_tokens=10_000)
+    agent_recordings.check("opencode", recorder.exchanges, NAME)
     assert {one.ignored for one in recorder.exchanges} == {""}
 
 
@@ -250,6 +253,7 @@ def test_qwen_code_reads_and_writes_files_and_finds_its_turns_in_the_cache(
             )
             assert DONE in output
     assert_finished(recorder, workplace, num_turns=4, least_tokens=10_000)
+    agent_recordings.check("qwen-code", recorder.exchanges, NAME)
     # It asks for answers of 32,000 tokens, whatever is left of the context.
     assert all(one.ignored.startswith("max_tokens>") for one in recorder.turns)
 
@@ -281,6 +285,7 @@ def test_continue_reads_and_writes_files_and_finds_its_turns_in_the_cache(workpl
             )
             assert DONE in output
     assert_finished(recorder, workplace, num_turns=4, least_tokens=2000)
+    agent_recordings.check("continue", recorder.exchanges, NAME)
     assert {one.ignored for one in recorder.exchanges} == {""}
 
 
@@ -299,6 +304,7 @@ def test_cline_reads_and_writes_files_and_finds_its_turns_in_the_cache(workplace
         output = workplace.run(str(CLINE), *own, "--json", TASK, **offline)
     assert json.loads(output.splitlines()[-1])["text"] == DONE
     assert_finished(recorder, workplace, num_turns=3, least_tokens=8000)
+    agent_recordings.check("cline", recorder.exchanges, NAME)
     assert {one.ignored for one in recorder.exchanges} == {""}
 
 
@@ -335,6 +341,8 @@ def test_aider_edits_a_file_and_commits_it(workplace: Workplace, tmp_path: Path,
         first = recorder.exchanges[0]
         num_before = len(recorder.exchanges)
         asked("--message", NEXT, "--restore-chat-history", "--no-auto-commits")
+    if form == "diff":
+        agent_recordings.check("aider", recorder.exchanges, NAME)
     again = recorder.exchanges[num_before]
     assert "Applied edit to answer.txt" in output
     assert workplace.answer == "42\n"

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from headrace.protos.inference_pb2 import FINISH_REASON_STOP
+from tests.e2e import agent_recordings
+from tests.e2e.recorder import Recorder
 from tests.gateway.conftest import (
     CHATML,
     EOS,
@@ -155,7 +157,8 @@ FLAGS = ("--json", "--skip-git-repo-check", "--sandbox", "danger-full-access")
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, CHATML], ids=["with tools", "without tools"])
 async def test_codex_calls_tools_and_goes_on(tmp_path: Path, template: str) -> None:
     async with serving(template) as (gateway, model):
-        codex = Codex(tmp_path, PROVIDER.format(model=MODEL, url=gateway.url))
+        recorder = Recorder(gateway.url)
+        codex = Codex(tmp_path, PROVIDER.format(model=MODEL, url=recorder.base_url))
         events = await codex.run(*FLAGS, "Make two files.")
         assert (codex.project / "made.txt").read_text() == "made\n"
         assert (codex.project / "patched.txt").read_text() == "patched\n"
@@ -172,6 +175,9 @@ async def test_codex_calls_tools_and_goes_on(tmp_path: Path, template: str) -> N
         assert min(model.cached[1:]) >= 0.9, model.cached
         usage = next(event["usage"] for event in events if event["type"] == "turn.completed")
         assert usage["cached_input_tokens"] > 0
+        recorder.end()
+    if template == TOOL_TEMPLATE:
+        agent_recordings.check("codex", recorder.exchanges, MODEL)
 
 
 async def test_codex_patches_with_a_custom_tool_that_has_a_grammar(tmp_path: Path) -> None:
