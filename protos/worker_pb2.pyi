@@ -170,7 +170,7 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes", "state_interval_tokens", "max_evicting_context_tokens", "cache_eviction", "role", "pair_prefix_token_ids", "pair_suffix_token_ids", "images", "window_tokens", "kv_part_bytes")
+    __slots__ = ("name", "fingerprint", "tokenizer_sha256", "max_context_tokens", "vocab_size", "block_size", "eos_token_ids", "default_sampling", "created_s", "kv_precision", "parent", "task", "dimensions", "pair_separator_token_ids", "kv_layout", "kv_block_bytes", "state_interval_tokens", "max_evicting_context_tokens", "cache_eviction", "role", "pair_prefix_token_ids", "pair_suffix_token_ids", "images", "window_tokens", "kv_part_bytes", "pair_query_before", "pair_query_after", "pair_document_before")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,9 @@ class ModelCard(_message.Message):
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAIR_QUERY_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    PAIR_QUERY_AFTER_FIELD_NUMBER: _ClassVar[int]
+    PAIR_DOCUMENT_BEFORE_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     tokenizer_sha256: str
@@ -221,7 +224,10 @@ class ModelCard(_message.Message):
     images: ImageLimits
     window_tokens: int
     kv_part_bytes: int
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., state_interval_tokens: _Optional[int] = ..., max_evicting_context_tokens: _Optional[int] = ..., cache_eviction: _Optional[_Union[_inference_pb2.CacheEviction, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., pair_prefix_token_ids: _Optional[_Iterable[int]] = ..., pair_suffix_token_ids: _Optional[_Iterable[int]] = ..., images: _Optional[_Union[ImageLimits, _Mapping]] = ..., window_tokens: _Optional[int] = ..., kv_part_bytes: _Optional[int] = ...) -> None: ...
+    pair_query_before: str
+    pair_query_after: str
+    pair_document_before: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., created_s: _Optional[int] = ..., kv_precision: _Optional[str] = ..., parent: _Optional[str] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., dimensions: _Optional[int] = ..., pair_separator_token_ids: _Optional[_Iterable[int]] = ..., kv_layout: _Optional[str] = ..., kv_block_bytes: _Optional[int] = ..., state_interval_tokens: _Optional[int] = ..., max_evicting_context_tokens: _Optional[int] = ..., cache_eviction: _Optional[_Union[_inference_pb2.CacheEviction, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., pair_prefix_token_ids: _Optional[_Iterable[int]] = ..., pair_suffix_token_ids: _Optional[_Iterable[int]] = ..., images: _Optional[_Union[ImageLimits, _Mapping]] = ..., window_tokens: _Optional[int] = ..., kv_part_bytes: _Optional[int] = ..., pair_query_before: _Optional[str] = ..., pair_query_after: _Optional[str] = ..., pair_document_before: _Optional[str] = ...) -> None: ...
 
 class ImageLimits(_message.Message):
     __slots__ = ("max_images", "max_pixels", "max_bytes", "max_view_pixels")

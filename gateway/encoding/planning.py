@@ -113,22 +113,19 @@ class Encodings:
         if limit and len(request.pairs) > limit:
             problem = f"takes at most {limit} texts, the limit that this model's operator has set"
             raise invalid(request.field, f"{request.field} {problem}; send several requests")
-        queries = list(dict.fromkeys(query for query, _ in request.pairs))
-        documents = [document for _, document in request.pairs]
-        encoded = await self._prompts.of_texts(model, [*queries, *documents], add_special_tokens=False)
-        query_ids = dict(zip(queries, encoded, strict=False))
+        texts = await self._pair_texts(model, request.pairs)
         # The tokenizer may have been converted without them.
         before, behind = model.card.pair_prefix_token_ids, model.card.pair_suffix_token_ids
         most = model.card.max_context_tokens
         keep = most if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
         prompts: list[Sequence[int]] = []
         num_firsts = []
-        for number, (query, _) in enumerate(request.pairs):
-            first = [*before, *query_ids[query], *model.card.pair_separator_token_ids]
-            document_ids = encoded[len(queries) + number][: request.max_tokens_per_doc]
+        for number, (query_ids, document_ids) in enumerate(texts):
+            first = [*before, *query_ids, *model.card.pair_separator_token_ids]
+            document_ids = document_ids[: request.max_tokens_per_doc]
             room = most - len(first) - len(behind)
             if room < 1:
-                raise _no_room(request.query_fields[number], len(query_ids[query]), most, model)
+                raise _no_room(request.query_fields[number], len(query_ids), most, model)
             if keep is not None:
                 document_ids = document_ids[: max(keep - len(first) - len(behind), 0)]
             if len(document_ids) > room:
@@ -139,6 +136,29 @@ class Encodings:
             num_firsts.append(len(first))
         self._copies.offer(request, self)
         return EncodingPlan(model, prompts, num_firsts, request.priority)
+
+    async def _pair_texts(
+        self, model: Model, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """The tokens of each query and document, with the text that the model's prompt has beside them."""
+        card = model.card
+        queries = {query: f"{card.pair_query_before}{query}{card.pair_query_after}" for query, _ in pairs}
+        is_one_text = bool(card.pair_query_after) and not card.pair_separator_token_ids
+        if is_one_text:
+            documents = [queries[query] + document for query, document in pairs]
+            # A space at the end becomes part of the document's first word.
+            beginnings = [text.rstrip(" ") for text in queries.values()]
+        else:
+            documents = [card.pair_document_before + document for _, document in pairs]
+            beginnings = list(queries.values())
+        encoded = await self._prompts.of_texts(model, [*beginnings, *documents], add_special_tokens=False)
+        query_ids = dict(zip(queries, encoded, strict=False))
+        found: list[tuple[Sequence[int], Sequence[int]]] = []
+        for (query, _), document_ids in zip(pairs, encoded[len(queries) :], strict=True):
+            length = len(query_ids[query])
+            both = document_ids[:length], document_ids[length:]
+            found.append(both if is_one_text else (query_ids[query], document_ids))
+        return found
 
     async def _found(self, name: str, task: Task) -> Model:
         model = await self._models.find(name)

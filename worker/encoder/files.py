@@ -5,6 +5,7 @@ modules.json                 the stages after the network: pooling, normalisatio
 sentence_bert_config.json    max_seq_length                                          (if there)
 config.json                  longest position, padding token, labels, activation of a score
 tokenizer.json               special tokens around and between two texts             (rerankers)
+reranker_prompt.json         tokens and texts around and between two texts           (language models that rank)
 """
 
 from __future__ import annotations
@@ -33,12 +34,18 @@ _MODES = {
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet"}
 
 
+_PROMPT = "reranker_prompt.json"
+
+
 class PairTokens(NamedTuple):
-    """Special tokens around and between the two texts of a pair."""
+    """Tokens around and between the two texts of a pair, and what is tokenized together with a text."""
 
     before: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    query_before: str = ""
+    query_after: str = ""
+    document_before: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,7 @@ def read_encoder_files(
     if task == TASK_RANK:
         if pooling is not None or normalizes is not None:
             raise ConfigurationError("--pooling and --normalize are for embedding models, and this model ranks texts")
-        pair = pair_tokens(_json(model_dir / "tokenizer.json", {}), model_dir)
+        pair = _prompt_tokens(model_dir) or pair_tokens(_json(model_dir / "tokenizer.json", {}), model_dir)
         return EncoderFiles(task, longest, pad_token_id, activation=_activation(config), pair=pair)
     if pooling is None or normalizes is None:
         own_pooling, own_normalizes = _stages(model_dir)
@@ -150,6 +157,19 @@ def _activation(config: Mapping[str, Any]) -> Activation:
     if kind not in ("Sigmoid", "Identity"):
         raise ConfigurationError(f"config.json names the activation {named}; Sigmoid and Identity are supported")
     return Activation.SIGMOID if kind == "Sigmoid" else Activation.IDENTITY
+
+
+def _prompt_tokens(model_dir: Path) -> PairTokens | None:
+    """The prompt of a reranker that is a language model, as headrace's export writes it; None for others."""
+    prompt = _json(model_dir / _PROMPT, None)
+    if prompt is None:
+        return None
+    try:
+        before, between, after = (tuple(map(int, prompt[name])) for name in ("prefix", "separator", "suffix"))
+        texts = [str(prompt[name]) for name in ("query_before", "query_after", "document_before")]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"{model_dir / _PROMPT} is damaged ({error}); pull the model again") from error
+    return PairTokens(before, between, after, *texts)
 
 
 def pair_tokens(tokenizer: Mapping[str, Any], model_dir: Path) -> PairTokens:

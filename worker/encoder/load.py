@@ -166,6 +166,9 @@ def card_of(
         pair_separator_token_ids=files.pair.between,
         pair_prefix_token_ids=files.pair.before,
         pair_suffix_token_ids=files.pair.after,
+        pair_query_before=files.pair.query_before,
+        pair_query_after=files.pair.query_after,
+        pair_document_before=files.pair.document_before,
     )
 
 

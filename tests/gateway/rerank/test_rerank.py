@@ -71,6 +71,40 @@ async def test_the_tokens_around_a_pair_are_those_of_the_card(ask: Any, router: 
     assert list(router.streams[-1].request.token_ids) == pair
 
 
+@pytest.mark.parametrize(
+    ("separator", "texts"),
+    [([], ["Q:abc\nD:xyz"]), ([SEPARATOR], ["Q:abc\nD:", "#xyz"])],
+    ids=["as one text", "with tokens between"],
+)
+async def test_the_texts_of_a_prompt_are_those_of_the_card(
+    ask: Any, router: Any, gateway: Any, kit: Any, separator: list[int], texts: list[str]
+) -> None:
+    card = router.card(
+        name=SCORES,
+        task=inference_pb2.TASK_RANK,
+        dimensions=1,
+        pair_prefix_token_ids=[1],
+        pair_separator_token_ids=separator,
+        pair_suffix_token_ids=[2, 1],
+        pair_query_before="Q:",
+        pair_query_after="\nD:",
+        pair_document_before="#" if separator else "",
+    )
+    router.cards = [*(one for one in router.cards if one.name != SCORES), card]
+    await gateway.models.refresh()
+    assert (await ask(documents=["xyz"])).status_code == 200
+    whole = [1, *kit.tokens_of(texts[0]), *separator, *kit.tokens_of("".join(texts[1:])), 2, 1]
+    assert list(router.streams[-1].request.token_ids) == whole
+    assert (await ask(documents=["xyz"], max_tokens_per_doc=2)).status_code == 200
+    num_cut = 2 if separator else 1
+    assert list(router.streams[-1].request.token_ids) == [*whole[: -2 - num_cut], 2, 1]
+    num_first = 1 + len(kit.tokens_of("Q:abc\nD:")) + len(separator)
+    assert router.streams[-1].request.num_first_text_tokens == num_first
+    assert (await ask(documents=["x" * 300], truncate_prompt_tokens=-1)).status_code == 200
+    assert len(router.streams[-1].request.token_ids) == 256
+    assert list(router.streams[-1].request.token_ids)[-2:] == [2, 1]
+
+
 async def test_long_documents_are_cut_if_that_is_wanted(ask: Any, router: Any) -> None:
     assert (await ask(documents=["x" * 300], truncate_prompt_tokens=-1)).status_code == 200
     assert len(router.streams[-1].request.token_ids) == 256

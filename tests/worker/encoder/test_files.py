@@ -182,12 +182,22 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_tokenizer_says_what_stands_around_and_between_two_texts(processor: Any, expected: Any) -> None:
-    assert pair_tokens({"post_processor": processor}, Path("m")) == expected
+    assert pair_tokens({"post_processor": processor}, Path("m"))[:3] == expected
 
 
 def test_without_a_known_tokenizer_a_reranker_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"tokenizer.json is missing"):
         read_encoder_files(directory(tmp_path), TASK_RANK, None)
+
+
+def test_the_prompt_of_a_language_model_that_ranks_is_in_a_file_of_its_own(tmp_path: Path) -> None:
+    prompt = {"prefix": [7, 8], "query_before": "Q: ", "query_after": "\nD: ", "separator": [], "suffix": [9]}
+    directory(tmp_path, reranker_prompt={**prompt, "document_before": ""}, tokenizer=BERT)
+    found = read_encoder_files(tmp_path, TASK_RANK, None).pair
+    assert found == ((7, 8), (), (9,), "Q: ", "\nD: ", "")
+    directory(tmp_path, reranker_prompt=prompt)
+    with pytest.raises(ConfigurationError, match=r"reranker_prompt.json is damaged \('document_before'\)"):
+        read_encoder_files(tmp_path, TASK_RANK, None)
 
 
 @pytest.mark.parametrize(
