@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from headrace.cli.export.exporter import TEXT
 from headrace.cli.export.weights import ExportedWeights, why_unreadable
 from headrace.common import launch
 from headrace.common.commands import CommandError, CommandFailed
@@ -53,10 +54,10 @@ def why_unservable(config: Mapping[str, object]) -> str:
     return f"cannot be served: its architecture ({kind}) {reason}" if reason else ""
 
 
-def check_exportable(name: str, config: Mapping[str, object]) -> None:
-    """Raise CommandError if a checkpoint with this config.json cannot be exported here, or cannot be served afterwards.
-    Takes seconds."""
-    if problem := why_unservable(config):
+def check_exportable(name: str, config: Mapping[str, object], task: str = TEXT) -> None:
+    """Raise CommandError if a checkpoint with this config.json cannot be exported here for the task, or cannot be
+    served afterwards. Takes seconds."""
+    if task == TEXT and (problem := why_unservable(config)):
         raise CommandError(f"{name} {problem}; choose a model of another architecture")
     if problem := why_unreadable(config):
         raise CommandError(
@@ -65,7 +66,7 @@ def check_exportable(name: str, config: Mapping[str, object]) -> None:
         )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        _run(name, ["check", folder], lambda _line: None)
+        _run(name, ["check", folder, task], lambda _line: None)
 
 
 def export(
@@ -73,16 +74,27 @@ def export(
     directory: Path,
     out: Path,
     weights: ExportedWeights,
-    vision_networks: Sequence[str],
     available_bytes: int,
     say: Callable[[str], None],
+    *,
+    task: str = TEXT,
+    vision_networks: Sequence[str] = (),
 ) -> None:
-    """Export the checkpoint in a directory, with these networks for images. `say` gets a line for each stage and every
-    few seconds. The process uses at most the available memory. Raises CommandError."""
-    most = available_bytes - _SPARE_BYTES
-    options = [weights.mode, str(weights.group_size), str(weights.ratio), str(most)]
-    options += [weights.vision_mode, *vision_networks] if vision_networks else []
-    _run(name, ["export", str(directory), str(out), *options], lambda line: say(f"{name}: {line}"))
+    """Export the checkpoint in a directory for a task, with these networks for images. `say` gets a line for each stage
+    and every few seconds. The process uses at most the available memory. Raises CommandError."""
+    options = {
+        "mode": weights.mode,
+        "memory_bytes": available_bytes - _SPARE_BYTES,
+        "task": task,
+        "group_size": weights.group_size,
+        "ratio": weights.ratio,
+        "awq": weights.awq,
+        "scale_estimation": weights.scale_estimation,
+        "dataset": None if weights.dataset is None else str(weights.dataset),
+        "vision_mode": weights.vision_mode,
+        "vision": list(vision_networks),
+    }
+    _run(name, ["export", str(directory), str(out), json.dumps(options)], lambda line: say(f"{name}: {line}"))
 
 
 def _run(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> None:

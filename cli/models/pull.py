@@ -16,9 +16,10 @@ from typing import Any
 
 import click
 
+from headrace.cli.export.exporter import TEXT
 from headrace.cli.export.options import export_options, exported_weights
 from headrace.cli.export.run import check_exportable, export
-from headrace.cli.export.weights import ExportedWeights, sizes_of, weights_named
+from headrace.cli.export.weights import ExportedWeights, keeps_integers, sizes_of, weights_named
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.completers import complete_known_models
 from headrace.cli.models.download import hub_client
@@ -305,9 +306,11 @@ def _pull_from_hub(source: Source, num_workers: int, offline: bool) -> None:
         if offline:
             raise _is_offline(source.name, f"is not whole in the Hub's cache ({error.message})") from None
         raise
-    weights = source.exported or weights_named(reference.quantisation)
-    needed = _requirements(reference, listing, choice, weights, config, parts)
-    say(f"{source.name}: {choice.form(weights.kind)}, {needed}")
+    export_plan = _export_plan(source, reference, listing, choice, config, parts)
+    needed = _requirements(reference, listing, choice, export_plan, config, parts)
+    say(f"{source.name}: {choice.form(export_plan.weights.kind + export_plan.weights.methods)}, {needed}")
+    if export_plan.reason:
+        say(f"{source.name}: {export_plan.reason}")
     if parts.problem:
         say(f"{source.name}: only its text will be served. It also takes images, and {parts.problem}")
     check_disk(source.name, needed, hub_folder, downloads_directory())
@@ -317,7 +320,7 @@ def _pull_from_hub(source: Source, num_workers: int, offline: bool) -> None:
     with building(source.name) as directory:
         record = {"kind": "hub", "reference": source.where, "repository": reference.repository}
         record |= {"commit": listing.commit, "endpoint": hub_endpoint()}
-        record |= _make(source.name, choice, fetched, weights, parts, directory)
+        record |= _make(source.name, choice, fetched, export_plan, parts, directory)
         if parts != ImageParts():
             record[_IMAGES] = _WITH_IMAGES if parts.networks else _WITHOUT_IMAGES
         _finish(directory, source, record)
@@ -350,11 +353,47 @@ def _chosen(
     return choice, parts
 
 
+@dataclass(frozen=True, slots=True)
+class _ExportPlan:
+    """How a checkpoint is exported: for which task, with which weights, and why those, if nobody has named them."""
+
+    weights: ExportedWeights
+    task: str = TEXT
+    reason: str = ""
+
+
+def _export_plan(
+    source: Source,
+    reference: HubReference,
+    listing: HubListing,
+    choice: HubChoice,
+    config: dict[str, Any] | None,
+    parts: ImageParts,
+) -> _ExportPlan:
+    """Plan the export of a checkpoint; of other choices, the plan has no meaning. Raises CommandError for one that no
+    worker could serve, or if it does not go with the flags."""
+    weights = source.exported or weights_named(reference.quantisation)
+    if not choice.checkpoint:
+        return _ExportPlan(weights)
+    if config is None:
+        config = fetched_config(reference, listing)
+    task = TEXT
+    if keeps_integers(config) and weights.methods:
+        raise CommandError(
+            f"the weights of {reference} are quantised already, and stay as they are; leave out --awq, "
+            "--scale-estimation and --dataset"
+        )
+    if weights.dataset is not None and (task != TEXT or "vision_config" in config):
+        what = "takes images, and --dataset is for models of text alone" if task == TEXT else "generates no text"
+        raise CommandError(f"{reference} {what}; leave out --dataset")
+    return _ExportPlan(weights, task)
+
+
 def _make(
     name: str,
     choice: HubChoice,
     fetched: Mapping[str, Path],
-    weights: ExportedWeights,
+    plan: _ExportPlan,
     parts: ImageParts,
     directory: Path,
 ) -> dict[str, str]:
@@ -364,21 +403,23 @@ def _make(
             _take(file, directory / path)
         return {} if choice.heads is None else {"heads": choice.heads.value}
     with tempfile.TemporaryDirectory(dir=directory, prefix=".fetched.") as folder:
-        links = {path: Path(folder) / Path(path).name for path in fetched}
+        links = {path: Path(folder) / (Path(path).name if choice.gguf else path) for path in fetched}
         for path, link in links.items():
+            link.parent.mkdir(exist_ok=True)
             link.symlink_to(fetched[path])
         if choice.gguf:
             _convert(name, links[choice.files[0].path], directory)
             return {"quantisation": choice.quantisation, **CONVERTER}
-        export(name, Path(folder), directory, weights, parts.networks, available_bytes(), say)
-        return weights.record
+        available, networks = available_bytes(), parts.networks
+        export(name, Path(folder), directory, plan.weights, available, say, task=plan.task, vision_networks=networks)
+        return plan.weights.record
 
 
 def _requirements(
     reference: HubReference,
     listing: HubListing,
     choice: HubChoice,
-    exported: ExportedWeights,
+    plan: _ExportPlan,
     config: dict[str, Any] | None,
     parts: ImageParts,
 ) -> Requirements:
@@ -392,8 +433,8 @@ def _requirements(
         config = fetched_config(reference, listing)
     shape = shape_of(config)
     if choice.checkpoint:
-        check_exportable(str(reference), config)
-        sizes = sizes_of(exported, config, choice.safetensors_bytes, with_images=bool(parts.networks))
+        check_exportable(str(reference), config, plan.task)
+        sizes = sizes_of(plan.weights, config, choice.safetensors_bytes, with_images=bool(parts.networks))
         return Requirements(
             choice.num_bytes,
             present,
@@ -466,6 +507,9 @@ def pull(
     weights: str | None,
     group_size: str | None,
     ratio: float | None,
+    awq: bool,
+    scale_estimation: bool,
+    dataset: str | None,
     offline: bool,
 ) -> None:
     """Fetch MODEL, convert it if necessary, and store it in the cache.
@@ -475,7 +519,7 @@ def pull(
     form. Its files stay in the Hub's cache (HF_HOME), which other programs share. Safetensors of models need
     headrace[export]; those of EAGLE-3 or Medusa heads, for --draft-model, do not.
     """
-    exported = exported_weights(weights, group_size, ratio)
+    exported = exported_weights(weights, group_size, ratio, awq=awq, scale_estimation=scale_estimation, dataset=dataset)
     try:
         pull_model(source_of(model, name, exported), force=force, offline=offline)
     except KeyboardInterrupt:

@@ -68,7 +68,11 @@ FLAGS: tuple[Flag, ...] = (
     _applied("source_model", "text", "OWNER/NAME on the hub, pulled into the repository if it is not there"),
     _applied("gguf_filename", "text", "the GGUF file of `--source_model`; of several pieces, the first one"),
     _applied("overwrite_models", "switch", "files in the repository are replaced"),
-    _applied("weight-format", "text", "weights of an export: int4, int8 or bf16; fp16 is bf16; int8 by default"),
+    _applied(
+        "weight-format",
+        "text",
+        "weights of an export: int4, int8, fp16 or bf16; by default int8, or int4 if that fits better",
+    ),
     _applied(
         "extra_quantization_params", "text", "`--group-size` and `--ratio` as in `headrace pull`; others are refused"
     ),

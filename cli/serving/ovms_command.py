@@ -247,7 +247,7 @@ def _pulled_draft(given: Mapping[str, Any], target: Path) -> str | None:
 def _weights(named: str | None) -> str | None:
     if named is None or named in EXPORTED:
         return named
-    if named in ("fp16", "fp32"):
+    if named == "fp32":
         click.echo(f"--weight-format {named}: weights are exported as bf16", err=True)
         return BF16
     raise OptionError(f"--weight-format {named} is not supported; say one of {', '.join(EXPORTED)}")

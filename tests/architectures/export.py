@@ -11,6 +11,8 @@ OUTDIR/DIRECTORY/reference.npz
     greedy  i64 [1 to GREEDY]            the most probable tokens behind that prompt, up to one that is unclear
     greedy_logprobs  f32 [the same]      their log-probabilities
 
+OUTDIR/DIRECTORY/weights.npz    of a quantised checkpoint: what each of its quantised weights stands for, by its name
+
 Vision-language models have more files: see `image_references.py`.
 
 Compressed weights are decompressed for transformers, so both compute with the same numbers.
@@ -19,6 +21,7 @@ Compressed weights are decompressed for transformers, so both compute with the s
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import shutil
@@ -148,11 +151,12 @@ def export_packed(model: PreTrainedModel, family: Family, directory: Path) -> No
     """Export a packed checkpoint as `headrace pull` does. The model gets its weights."""
     checkpoint = directory / "checkpoint"
     directory.mkdir()
-    write_packed(model, family.weights, checkpoint)
+    quantised = write_packed(model, family.weights, checkpoint)
     tokenizer().save_pretrained(checkpoint)
-    options = ["bf16", "128", "1.0", str(1 << 40)]
-    subprocess.run([sys.executable, "-I", _EXPORTER, "export", checkpoint, directory, *options], check=True)
+    options = json.dumps({"mode": "bf16", "memory_bytes": 1 << 40})
+    subprocess.run([sys.executable, "-I", _EXPORTER, "export", checkpoint, directory, options], check=True)
     shutil.rmtree(checkpoint)
+    np.savez(directory / "weights.npz", **{name: weights.numpy() for name, weights in quantised.items()})
 
 
 def take_weights(model: PreTrainedModel, directory: Path) -> None:
@@ -175,14 +179,19 @@ def _numbers(node: ov.Node) -> np.ndarray:
     return numbers[0] - numbers[1] if node.get_type_name() == "Subtract" else numbers[0]
 
 
-def tokenizer(more: Sequence[str] = (), names: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
+def tokenizer(
+    more: Sequence[str] = (), names: Mapping[str, str] | None = None, merges: Sequence[tuple[str, str]] = ()
+) -> PreTrainedTokenizerFast:
     """A tokenizer like Llama 2's: pieces of words, bytes for characters without a piece, and a piece in angle
-    brackets. `more` special tokens follow its vocabulary, and `names` are attributes for some of them."""
+    brackets. `more` special tokens follow its vocabulary, and `names` are attributes for some of them. `merges` make
+    longer pieces."""
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "<code>"]
-    pieces += [chr(code) for code in range(33, 127)]
+    pieces += [*(chr(code) for code in range(33, 127)), *(first + second for first, second in merges)]
     pieces += [f"w{index}" for index in range(VOCABULARY - len(pieces))]
-    bpe = models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>")
+    bpe = models.BPE(
+        {piece: index for index, piece in enumerate(pieces)}, list(merges), byte_fallback=True, unk_token="<unk>"
+    )
     made = Tokenizer(bpe)
     made.normalizer = normalizers.Replace(" ", "\u2581")
     made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])

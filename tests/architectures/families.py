@@ -40,7 +40,7 @@ _LLAMA3_ROPE = {
 class Family:
     """A model type of transformers, and the values of its configuration that are not the common ones. `refused` is what
     the refusal has to mention, of a model that cannot be served. `is_short` families are tested in every run. `weights`
-    is f32, f16 or bf16, one of nncf's modes (int4 ones in groups of 32), or the format of a packed checkpoint. Some
+    is f32, f16 or bf16, one of nncf's modes (int4 ones in groups of 32), or the format of a quantised checkpoint. Some
     layers of `is_recurrent` families keep a state instead of keys and values. `transformers` is the version that
     exports the model, if it is not the one in requirements.txt. `vision` describes the vision tower of a multimodal
     model, and `around` what is beside both parts; `config` is of its text."""
@@ -179,6 +179,18 @@ FAMILIES: Mapping[str, Family] = {
     "llama-gptq-v2": Family("llama", _GROUPED, weights="gptq_v2"),
     "llama-gptq-8-bits": Family("llama", _GROUPED, weights="gptq8"),
     "phi3-awq": Family("phi3", weights="awq"),
+    "llama-w4a16": Family("llama", _GROUPED, weights="compressed_tensors_w4a16", is_short=True),
+    "llama-w4a16-asymmetric": Family("llama", _GROUPED, weights="compressed_tensors_w4a16_asym"),
+    "llama-w4a16-channel": Family("llama", _GROUPED, weights="compressed_tensors_w4a16_channel"),
+    "llama-w8a16": Family("llama", _GROUPED, weights="compressed_tensors_w8a16"),
+    "llama-w8a16-group": Family("llama", _GROUPED, weights="compressed_tensors_w8a16_group_asym"),
+    "llama-w8a8": Family("llama", _GROUPED, weights="compressed_tensors_int8"),
+    "llama-compressed-fp8": Family("llama", _GROUPED, weights="compressed_tensors_fp8"),
+    "llama-compressed-fp8-tensor": Family("llama", _GROUPED, weights="compressed_tensors_fp8_tensor"),
+    "llama-compressed-fp8-block": Family("llama", _GROUPED, weights="compressed_tensors_fp8_block"),
+    "llama-fp8-block": Family("llama", _GROUPED, weights="fp8", is_short=True),
+    "llama-fbgemm-fp8": Family("llama", _GROUPED, weights="fbgemm_fp8"),
+    "llama-modelopt-fp8": Family("llama", _GROUPED, weights="modelopt_fp8"),
     "llama-int8": Family("llama", _GROUPED, weights="int8_asym"),
     "llama-int8-symmetric": Family("llama", _GROUPED, weights="int8_sym"),
     "llama-int4": Family("llama", _GROUPED, is_short=True, weights="int4_asym"),
@@ -298,6 +310,12 @@ FAMILIES: Mapping[str, Family] = {
         "opt", {"ffn_dim": 192, "word_embed_proj_dim": 128, "intermediate_size": None, "do_layer_norm_before": True}
     ),
     "gpt_oss": Family("gpt_oss", {**_SLIDING, **_MOE, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt_oss-mxfp4": Family(
+        "gpt_oss",
+        {**_SLIDING, **_MOE, "layer_types": ["sliding_attention", "full_attention"]},
+        weights="mxfp4",
+        is_short=True,
+    ),
     "hunyuan_v1_dense": Family("hunyuan_v1_dense", {**_GROUPED, "head_dim": 32}),
     "mamba": Family("mamba", {"state_size": 16}, refused="recurrent"),
     "falcon_mamba": Family("falcon_mamba", {"state_size": 16}, refused="recurrent"),

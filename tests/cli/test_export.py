@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from headrace.cli.export.weights import (
     num_vision_weights,
     sizes_of,
     weights_named,
+    why_unreadable,
 )
 from headrace.cli.main import cli
 from headrace.cli.models import pull as pull_module
@@ -55,6 +57,12 @@ def checkpoint(**config: object) -> dict[str, bytes]:
         "model.safetensors": b"w" * 2_000_000,
         "tokenizer.json": b"{}",
     }
+
+
+def compressed(form: str, **weights: object) -> dict[str, object]:
+    """The quantization_config of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
 
 
 @pytest.fixture
@@ -113,7 +121,37 @@ def test_without_the_packages_nothing_is_downloaded_and_the_refusal_says_what_he
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"quant_method": "fp8"}, "are quantised by fp8, and only weights of 16 or 32 bits, of AWQ (gemm, 4 bits)"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "are quantised by bitsandbytes, and only weights of 16 or 32 bits, AWQ (gemm",
+        ),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "are quantised by fp8 as e5m2, and only"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "are quantised by modelopt as NVFP4, and only"),
+        ({"quant_method": "mxfp4"}, "are quantised by mxfp4, which is read of gpt_oss only"),
+        (
+            compressed("nvfp4-pack-quantized", num_bits=4, type="float"),
+            "are quantised by compressed-tensors as nvfp4-pack-quantized with",
+        ),
+        (
+            compressed("pack-quantized", num_bits=3, type="int"),
+            "are quantised by compressed-tensors as pack-quantized with 3 bits",
+        ),
+        (
+            compressed("pack-quantized", num_bits=4, type="int", strategy="group", actorder="group"),
+            "are quantised by compressed-tensors in the order of activations (actorder)",
+        ),
+        (
+            {**compressed("pack-quantized", num_bits=4, type="int"), "transform_config": {"config_groups": {}}},
+            "are rotated while the model runs",
+        ),
+        (
+            {**compressed("pack-quantized", num_bits=4, type="int"), "sparsity_config": {"format": "sparse-bitmask"}},
+            "are stored without their zeros",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "dense"},
+            "are quantised by compressed-tensors without config_groups",
+        ),
         ({"quant_method": "gptq", "bits": 3}, "are quantised by gptq with 3 bits, and only"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
@@ -154,6 +192,20 @@ def test_exactly_the_families_that_workers_refuse_are_refused_before_the_downloa
     [
         (["o/m", "--group-size", "64"], "--group-size is for --weights int4"),
         (["o/m", "--weights", "int8", "--ratio", "0.5"], "--ratio is for --weights int4"),
+        (["o/m", "--awq"], "--awq is for --weights int4; add that"),
+        (
+            ["o/m", "--weights", "int4", "--scale-estimation"],
+            "--scale-estimation needs texts; name a file with one in each",
+        ),
+        (
+            ["o/m", "--weights", "int4", "--dataset", __file__],
+            "--dataset is for --awq, --scale-estimation and a --ratio",
+        ),
+        (
+            ["o/m", "--weights", "int4", "--awq", "--dataset", "wikitext2"],
+            "--dataset wikitext2: there is no such file; name a file with a text in each line (data sets of a hub",
+        ),
+        (["o/m", "--weights", "int4", "--awq", "--dataset", "/dev/null"], "--dataset /dev/null: it has no text"),
         (["o/m:Q4_0", "--weights", "int4"], "--weights is for OWNER/NAME on a hub without another :QUANTISATION"),
         (["smollm2-135m", "--weights", "int4"], "--weights is for OWNER/NAME on a hub"),
     ],
@@ -179,7 +231,7 @@ def test_an_export_is_followed_and_recorded(
     monkeypatch.setattr(pull_module, "say", say)
     exporter(
         f'[ "$1" = check ] && exec grep -q llama "$2/config.json"\n'
-        f'echo reading; until [ -e {heard} ]; do sleep 0.02; done; echo compressing to "$4 $5 $6"\n'
+        f'echo reading; until [ -e {heard} ]; do sleep 0.02; done; echo "compressing with $4"\n'
         f'cat "$2/model.safetensors" >/dev/null || exit 1; cp {made}/* "$3"; echo a table >&2'
     )
     hub.add("o/m", checkpoint())
@@ -187,12 +239,93 @@ def test_an_export_is_followed_and_recorded(
     assert pulled.exit_code == 0, pulled.stderr
     assert told[0].startswith("o/m:int4: safetensors, to be exported with weights in int4, 2.0 MB to download")
     assert any(re.fullmatch(r"o/m:int4: reading \(\d+ s, \d\.\d GiB of memory\)", line) for line in told), told
-    assert "o/m:int4: compressing to int4_asym 64 0.8" in told
+    (line,) = [line for line in told if "compressing with " in line]
+    options = json.loads(line.partition("compressing with ")[2])
+    assert options.pop("memory_bytes") > 1 << 20
+    assert options == {
+        "mode": "int4_asym",
+        "task": "text",
+        "group_size": 64,
+        "ratio": 0.8,
+        "awq": False,
+        "scale_estimation": False,
+        "dataset": None,
+        "vision_mode": "int8_asym",
+        "vision": [],
+    }
+    assert exporter_file.Options(**options, memory_bytes=1).mode == "int4_asym"
     manifest = read_manifest(model_directory("o/m:int4"))
     assert manifest is not None
     wanted = {"weights": "int4", "group_size": "64", "ratio": "0.8", "reference": "o/m:int4"}
     assert wanted.items() <= manifest.source.items()
     assert {record.name for record in manifest.files} == set(model_files)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        {"quant_method": "fbgemm_fp8"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "awq", "bits": 4, "version": "GEMM"},
+        {"quant_method": "gptq", "bits": 8, "desc_act": True, "group_size": -1},
+        compressed("pack-quantized", num_bits=4, type="int", strategy="group", actorder="static"),
+        compressed("pack-quantized", num_bits=8, type="int"),
+        compressed("int-quantized", num_bits=8, type="int"),
+        compressed("float-quantized", num_bits=8, type="float"),
+    ],
+)
+def test_what_is_read_is_not_refused(options: dict[str, object]) -> None:
+    assert why_unreadable({**CONFIG, "quantization_config": options}) == ""
+    if groups := options.get("config_groups"):
+        assert isinstance(groups, dict)
+        of_groups = {name: {**group, "format": options["format"]} for name, group in groups.items()}
+        mixed = {**options, "format": "mixed-precision", "config_groups": of_groups}
+        assert why_unreadable({**CONFIG, "quantization_config": mixed}) == ""
+    assert why_unreadable({**CONFIG, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}) == ""
+
+
+@pytest.mark.parametrize("flags", [["--awq"], ["--ratio", "0.9"]])
+def test_methods_for_int4_with_a_data_set_are_passed_on_and_recorded(
+    hub: Hub,
+    exporter: MakeExporter,
+    tmp_path: Path,
+    model_files: dict[str, bytes],
+    flags: list[str],
+) -> None:
+    made, texts = write_files(tmp_path / "made", model_files), tmp_path / "texts.txt"
+    texts.write_text("one text\nanother\n")
+    exporter(f'[ "$1" = check ] && exit 0\necho "$4" >{tmp_path}/options; cp {made}/* "$3"')
+    hub.add("o/m", checkpoint())
+    pulled = pull(
+        "o/m", "--weights", "int4", "--group-size", "-1", *flags, "--scale-estimation", "--dataset", str(texts)
+    )
+    assert pulled.exit_code == 0, pulled.stderr
+    by = "AWQ and scale estimation" if "--awq" in flags else "scale estimation"
+    assert f"exported with weights in int4, with {by} by the texts in texts.txt" in pulled.stderr
+    options = json.loads((tmp_path / "options").read_text())
+    assert (options["awq"], options["scale_estimation"], options["group_size"]) == ("--awq" in flags, True, -1)
+    assert options["dataset"] == str(texts)
+    manifest = read_manifest(model_directory("o/m:int4"))
+    assert manifest is not None
+    assert manifest.source["dataset_sha256"] == sha256(texts.read_bytes()).hexdigest()
+    assert manifest.source.get("awq", "") == ("yes" if "--awq" in flags else "")
+    texts.write_text("a third\n")
+    other = pull(
+        "o/m", "--weights", "int4", "--group-size", "-1", *flags, "--scale-estimation", "--dataset", str(texts)
+    )
+    assert (other.exit_code, "choose another name with --name" in other.stderr) == (2, True)
+
+
+def test_quantised_weights_are_not_improved(hub: Hub, tmp_path: Path) -> None:
+    hub.add("o/m", checkpoint(quantization_config={"quant_method": "awq", "bits": 4}))
+    refused = pull("o/m", "--weights", "int4", "--awq")
+    assert refused.exit_code == 2
+    assert "o/m:int4 are quantised already, and stay as they are; leave out --awq" in refused.stderr
+    (tmp_path / "texts.txt").write_text("a text")
+    hub.add("o/v", checkpoint(vision_config={}))
+    refused = pull("o/v", "--weights", "int4", "--awq", "--dataset", str(tmp_path / "texts.txt"))
+    assert (refused.exit_code, "is for models of text alone; leave out --dataset" in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -281,11 +414,20 @@ def test_sizes_follow_bits_and_groups() -> None:
     assert weights_named("int4").bytes_of(1280) == 640 + 25
     assert ExportedWeights("int4", 32, 0.5).bytes_of(1280) == 320 + 50 + 640
     assert weights_named(None).bytes_of(1000) == 1000
-    assert weights_named("BF16").bytes_of(1000) == 2000
+    assert weights_named("BF16").bytes_of(1000) == weights_named("fp16").bytes_of(1000) == 2000
+    assert ExportedWeights("int4", -1).bytes_of(1280) == 640
     assert [bytes_per_weight({**CONFIG, "torch_dtype": kind}) for kind in ("float32", "float16")] == [4, 2]
     assert bytes_per_weight({"quantization_config": {"quant_method": "mxfp4"}}) < 1
     packed = {"quantization_config": {"quant_method": "awq", "bits": 4}}
     assert sizes_of(ExportedWeights(), packed, 500) == ExportSizes(500, 0, 4000)
+    packed = {"quantization_config": compressed("pack-quantized", num_bits=8, type="int")}
+    assert sizes_of(ExportedWeights(), packed, 500) == ExportSizes(500, 0, 2000)
+    for floats in ({"quant_method": "fp8"}, compressed("float-quantized", num_bits=8, type="float")):
+        of_floats = {"quantization_config": floats}
+        assert sizes_of(ExportedWeights(), of_floats, 500) == ExportSizes(500, 0, 2000)
+        assert sizes_of(ExportedWeights("bf16"), of_floats, 500) == ExportSizes(1000, 0, 2000)
+    experts = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert sizes_of(ExportedWeights(), experts, 5300).scratch_bytes == pytest.approx(60_000, rel=0.01)
     assert sizes_of(ExportedWeights("int4", 128), CONFIG, 2560) == ExportSizes(640 + 25, 0, 2560)
 
 

@@ -428,7 +428,8 @@ def test_a_gguf_file_of_a_repository_is_chosen_by_its_name(
     [
         (("--weight-format", "int4"), ("int4", 128, 1.0)),
         (("--weight_format", "int8"), ("int8", 128, 1.0)),
-        (("--weight-format", "fp16"), ("bf16", 128, 1.0)),
+        (("--weight-format", "fp16"), ("fp16", 128, 1.0)),
+        (("--weight-format", "fp32"), ("bf16", 128, 1.0)),
         (("--extra_quantization_params", "--group-size 64 --ratio=0.8"), ("int4", 64, 0.8)),
     ],
 )
@@ -452,7 +453,7 @@ def test_weights_of_an_export_are_as_asked_for(
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (("--weight-format", "nf4"), "--weight-format nf4 is not supported; say one of int4, int8, bf16"),
+        (("--weight-format", "nf4"), "--weight-format nf4 is not supported; say one of int4, int8, fp16, bf16"),
         (
             ("--extra_quantization_params", "--awq"),
             "--extra_quantization_params --awq is not supported; export the model",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openvino as ov
 import pytest
 from gguf import GGMLQuantizationType
 
@@ -91,6 +93,42 @@ def test_one_command_goes_from_safetensors_to_an_answer(
     assert (again.returncode, "already there" in again.stderr) == (0, True)
     other = headrace("pull", "owner/checkpoint", "--weights", "int4", "--group-size", "32", timeout_s=60)
     assert (other.returncode, "choose another name with --name" in other.stderr) == (2, True)
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models")
+def test_weights_of_an_export_are_of_the_kind_and_chosen_by_the_methods_that_are_named(
+    checkpoint: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_directory("owner/checkpoint", checkpoint)
+    monkeypatch.setenv("HEADRACE_EXPORT_PYTHON", str(PYTHON))
+    texts = tmp_path / "texts.txt"
+    texts.write_text("".join(f"w{number} w{number + 1} the mill\n" for number in range(20)))
+    careful = ("--awq", "--scale-estimation", "--dataset", str(texts), "--name", "careful")
+    pulled = headrace("pull", "owner/checkpoint", "--weights", "int4", "--group-size", "-1", *careful, timeout_s=240)
+    assert pulled.returncode == 0, pulled.stderr
+    assert "weights in int4, with AWQ and scale estimation by the texts in texts.txt" in pulled.stderr
+    graph = ov.Core().read_model(tmp_path / "cache/models/careful/openvino_model.xml")
+    options = {name: graph.get_rt_info(["nncf", "weight_compression", name]).value for name in _METHODS}
+    assert options == {"awq": "True", "scale_estimation": "True", "group_size": "-1"}
+    assert {len(shape) for kind, shape in weights_of(graph) if kind == ov.Type.u4} == {2}, "one scale for a row"
+    pulled = headrace("pull", "owner/checkpoint:fp16", timeout_s=240)
+    assert pulled.returncode == 0, pulled.stderr
+    graph = ov.Core().read_model(tmp_path / "cache/models/owner--checkpoint:fp16/openvino_model.xml")
+    assert {kind for kind, shape in weights_of(graph) if math.prod(shape) > 1000} == {ov.Type.f16}
+    pulled = headrace("pull", "owner/checkpoint", timeout_s=240)
+    assert pulled.returncode == 0, pulled.stderr
+    said = ("to download", "weights in int8, close to the original", "reading the weights")
+    assert sorted(said, key=pulled.stderr.index) == list(said)
+
+
+_METHODS = ("awq", "scale_estimation", "group_size")
+
+
+def weights_of(graph: ov.Model) -> list[tuple[ov.Type, list[int]]]:
+    """The types and shapes of a graph's constants with two dimensions or more."""
+    constants = [node for node in graph.get_ordered_ops() if node.get_type_name() == "Constant"]
+    found = [(node.get_output_element_type(0), list(node.get_output_shape(0))) for node in constants]
+    return [(kind, shape) for kind, shape in found if len(shape) > 1]
 
 
 def test_run_uses_the_server_that_runs(hub: Hub) -> None:
