@@ -88,6 +88,7 @@ ONLY_IN = {
     "openvino": {
         "cli/export/exporter.py",
         "cli/export/packed.py",
+        "cli/export/rerankers.py",
         "cli/gguf/graph.py",
         "cli/gguf/tokenizer.py",
         "cli/gguf/weights.py",

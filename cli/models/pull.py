@@ -23,6 +23,7 @@ from headrace.cli.export.weights import ExportedWeights, keeps_integers, sizes_o
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.completers import complete_known_models
 from headrace.cli.models.download import hub_client
+from headrace.cli.models.encoders import task_of_checkpoint
 from headrace.cli.models.hub import (
     cached_listing,
     download_files,
@@ -74,6 +75,7 @@ from headrace.common.host_memory import available_bytes
 from headrace.common.model_files.heads import heads_kind_of
 from headrace.common.model_files.names import IMAGE_FILES
 from headrace.common.model_files.networks import networks_among, weight_names
+from headrace.common.model_files.task import MODULES
 from headrace.common.version import headrace_version
 
 _PIECE_BYTES = 1 << 20
@@ -377,7 +379,7 @@ def _export_plan(
         return _ExportPlan(weights)
     if config is None:
         config = fetched_config(reference, listing)
-    task = TEXT
+    task = task_of_checkpoint(reference.repository, config, fetched_contents(reference, listing, (MODULES,)))
     if keeps_integers(config) and weights.methods:
         raise CommandError(
             f"the weights of {reference} are quantised already, and stay as they are; leave out --awq, "

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.cli.export.weights import EXPORTED
+from headrace.cli.models.encoders import CHECKPOINT_ENCODER_FILES
 from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES
 from headrace.cli.models.reference import HubReference
 from headrace.common.commands import CommandError
@@ -32,13 +33,13 @@ _MOST_NAMED = 12
 _CHECKPOINT_FILES = (
     *TEMPLATES,
     *IMAGE_FILES,
+    *CHECKPOINT_ENCODER_FILES,
     "added_tokens.json",
     "config.json",
     GENERATION_CONFIG_NAME,
     "merges.txt",
     "model.safetensors.index.json",
     "special_tokens_map.json",
-    "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
@@ -88,7 +89,7 @@ class HubChoice:
         return sum(file.num_bytes or 0 for file in self.files if file.path.endswith(".safetensors"))
 
     def form(self, exported: str) -> str:
-        """A short description of the download. A checkpoint is exported with the weights `exported`."""
+        """A short description of the download. `exported` says which weights a checkpoint is exported with."""
         if self.heads is not None:
             return f"{self.heads.value} heads, for --draft-model"
         if self.checkpoint:

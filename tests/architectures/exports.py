@@ -45,6 +45,11 @@ def exported_encoders(names: Sequence[str]) -> Path:
     return _made(names, "encoders", ("requirements.txt", "encoder_requirements.txt", "encoders.py", "texts.py"))
 
 
+def written_encoders(names: Sequence[str]) -> Path:
+    """The directory with one directory per embedder or reranker: its checkpoint, and what transformers computes."""
+    return _made(names, "encoder_checkpoints", ("requirements.txt", "export.py", "encoder_checkpoints.py", "texts.py"))
+
+
 def exported_small_encoders(names: Sequence[str]) -> Path:
     """The directory with one directory per encoder with random weights. Missing ones are exported."""
     return _made(names, "small_encoders", ("requirements.txt", "small_encoders.py"))
