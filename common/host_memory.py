@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,20 @@ def available_bytes(root: Path = ROOT) -> int:
     for limit, used in _cgroup_limits(root):
         available = min(available, max(limit - used, 0))
     return available
+
+
+def node_bytes(root: Path = ROOT) -> int:
+    """The memory of the largest NUMA node, or less if a cgroup has a tighter limit; 0 if the kernel does not report it.
+    Unlike `available_bytes`, it does not depend on what runs."""
+    files = [*(root / "sys/devices/system/node").glob("node[0-9]*/meminfo"), root / "proc/meminfo"]
+    totals = []
+    for path in files[:-1] or files:
+        try:
+            totals += [int(number) * 1024 for number in re.findall(r"MemTotal:\s*(\d+) kB", path.read_text())]
+        except OSError:
+            continue
+    limits = [limit for limit, _used in _cgroup_limits(root)]
+    return min([max(totals, default=0), *limits])
 
 
 def _mem_available(meminfo: Path) -> int:

@@ -19,9 +19,10 @@ import click
 from headrace.cli.export.exporter import TEXT
 from headrace.cli.export.options import export_options, exported_weights
 from headrace.cli.export.run import check_exportable, export
-from headrace.cli.export.weights import ExportedWeights, keeps_integers, sizes_of, weights_named
+from headrace.cli.export.weights import EXPORTED, ExportedWeights, keeps_integers, sizes_of, weights_named
 from headrace.cli.models.catalogue import CATALOGUE, CatalogueEntry
 from headrace.cli.models.completers import complete_known_models
+from headrace.cli.models.default_weights import default_weights
 from headrace.cli.models.download import hub_client
 from headrace.cli.models.encoders import task_of_checkpoint
 from headrace.cli.models.hub import (
@@ -71,7 +72,7 @@ from headrace.cli.models.shape import shape_of
 from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.common import launch
 from headrace.common.commands import CommandError, CommandFailed
-from headrace.common.host_memory import available_bytes
+from headrace.common.host_memory import available_bytes, node_bytes
 from headrace.common.model_files.heads import heads_kind_of
 from headrace.common.model_files.names import IMAGE_FILES
 from headrace.common.model_files.networks import networks_among, weight_names
@@ -388,7 +389,17 @@ def _export_plan(
     if weights.dataset is not None and (task != TEXT or "vision_config" in config):
         what = "takes images, and --dataset is for models of text alone" if task == TEXT else "generates no text"
         raise CommandError(f"{reference} {what}; leave out --dataset")
-    return _ExportPlan(weights, task)
+    if source.exported is not None or (reference.quantisation or "").lower() in EXPORTED:
+        return _ExportPlan(weights, task)
+    chosen, reason = default_weights(
+        config,
+        choice.safetensors_bytes,
+        node_bytes(),
+        task=task,
+        shape=shape_of(config),
+        with_images=bool(parts.networks),
+    )
+    return _ExportPlan(chosen, task, reason)
 
 
 def _make(
