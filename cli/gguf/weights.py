@@ -8,7 +8,7 @@ Instead, it multiplies the sum of its neighbours' states in a separate small pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import openvino as ov
 from gguf import GGMLQuantizationType as Type
 from gguf import ReaderTensor
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import Q4_K, dequantize
+from gguf.quants import IQ4_NL, MXFP4, Q4_K, dequantize
 from openvino import opset13
 
 _Array = npt.NDArray[Any]
@@ -241,6 +241,47 @@ def _q6_k(blocks: _Array) -> Groups:
     return Groups(integers.reshape(-1, 16), scales.reshape(-1, 1))
 
 
+def _q3_k(blocks: _Array) -> Groups:
+    low = (blocks[:, 32:96].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)) & 3
+    high = (blocks[:, :32].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
+    integers = _centred(low.reshape(-1, 256) | (high.reshape(-1, 256) << 2), 4)
+    of_groups = blocks[:, 96:104].reshape(-1, 1, 8) >> np.array([0, 4], np.uint8).reshape(1, 2, 1)
+    highest = blocks[:, 104:108].reshape(-1, 1, 4) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 4, 1)
+    scales = _centred((of_groups.reshape(-1, 16) & 15) | ((highest.reshape(-1, 16) & 3) << 4), 32)
+    scales = scales.astype(np.float32) * _half(blocks[:, 108:])
+    return Groups(integers.reshape(-1, 16), scales.reshape(-1, 1), is_4_bit=True)
+
+
+def _q2_k(blocks: _Array) -> Groups:
+    integers = (blocks[:, 16:80].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)) & 3
+    scales = (blocks[:, :16] & 15).astype(np.float32) * _half(blocks[:, 80:82])
+    minima = (blocks[:, :16] >> 4).astype(np.float32) * -_half(blocks[:, 82:84])
+    return Groups(integers.reshape(-1, 16).view(np.int8), scales.reshape(-1, 1), minima.reshape(-1, 1), is_4_bit=True)
+
+
+def _of_codes(table: Sequence[int], raw: _Array) -> _Array:
+    """The integers for which the halves of bytes stand, 16 bytes a group: [groups, 32]."""
+    found: _Array = np.array(table, np.int8)[_nibbles(raw.reshape(-1, 16))]
+    return found
+
+
+def _iq4_nl(blocks: _Array) -> Groups:
+    return Groups(_of_codes(IQ4_NL.kvalues, blocks[:, 2:]), _stored_half(blocks[:, :2]))
+
+
+def _iq4_xs(blocks: _Array) -> Groups:
+    low = blocks[:, 4:8].reshape(-1, 4, 1) >> np.array([0, 4], np.uint8)
+    high = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
+    scales = _centred((low.reshape(-1, 8) & 15) | ((high & 3) << 4).astype(np.uint8), 32)
+    scales = scales.astype(np.float32) * _half(blocks[:, :2])
+    return Groups(_of_codes(IQ4_NL.kvalues, blocks[:, 8:]), scales.reshape(-1, 1))
+
+
+def _mxfp4(blocks: _Array) -> Groups:
+    scales = MXFP4.e8m0_to_fp32_half(blocks[:, :1])
+    return Groups(_of_codes(MXFP4.kvalues, blocks[:, 1:]), scales)
+
+
 def _to_8_bits(kind: Type, data: _Array) -> Groups:
     """Quantise types whose groups are unknown here to 8 bits, with a scale for 32 neighbours. The error is at most a
     254th of the largest."""
@@ -259,6 +300,11 @@ _READERS: dict[Type, Callable[[_Array], Groups]] = {
     Type.Q4_K: _q4_k,
     Type.Q5_K: _q5_k,
     Type.Q6_K: _q6_k,
+    Type.Q3_K: _q3_k,
+    Type.Q2_K: _q2_k,
+    Type.IQ4_NL: _iq4_nl,
+    Type.IQ4_XS: _iq4_xs,
+    Type.MXFP4: _mxfp4,
 }
 
 

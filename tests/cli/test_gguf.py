@@ -33,9 +33,19 @@ KINDS = (
     Type.Q4_K,
     Type.Q5_K,
     Type.Q6_K,
+    Type.Q2_K,
     Type.Q3_K,
     Type.IQ4_NL,
+    Type.IQ4_XS,
+    Type.MXFP4,
+    Type.IQ3_S,
 )
+# Kinds that are a scale times an integer. Those with minima are added up in another order, and others are rounded.
+SCALED = (
+    *(Type.Q4_0, Type.Q5_0, Type.Q8_0, Type.Q6_K, Type.Q3_K),
+    *(Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4),
+)
+ROUNDED = (Type.IQ3_S,)
 
 
 def random_blocks(kind: Type, rows: int = 6, columns: int = 512) -> np.ndarray:
@@ -43,7 +53,12 @@ def random_blocks(kind: Type, rows: int = 6, columns: int = 512) -> np.ndarray:
     random = np.random.default_rng(3)
     weights_in_block, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (rows * columns // weights_in_block, block_bytes), dtype=np.uint8)
-    scales = {Type.Q6_K: [208], Type.Q3_K: [108]}.get(kind, [0, 2] if kind.name[-1] in "1K" else [0])
+    if kind == Type.MXFP4:
+        blocks[:, 0] = random.integers(110, 125, len(blocks))  # powers of two
+        return blocks.reshape(rows, -1)
+    scales = {Type.Q6_K: [208], Type.Q3_K: [108], Type.Q2_K: [80, 82]}.get(
+        kind, [0, 2] if kind.name[-1] in "1K" else [0]
+    )
     for at in scales:
         halves = random.uniform(0.001, 0.01, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
@@ -69,13 +84,33 @@ def test_weights_are_those_of_the_file(kind: Type) -> None:
     data = random_blocks(kind)
     expected = dequantize(data, kind)
     weights = read_weights(kind, data)
-    tolerance = np.abs(expected).max() * (0.005 if kind in (Type.Q3_K, Type.IQ4_NL) else 1e-6)
+    tolerance = np.abs(expected).max() * (0.005 if kind in ROUNDED else 1e-6)
     np.testing.assert_allclose(product_with_unit_matrix(weights), expected, rtol=0, atol=tolerance)
     indices = ov.opset13.parameter([-1, -1], np.int64)
     rows = computed(rows_of(weights, indices.output(0)), indices, values=(np.array([[4, 0]]),))
     np.testing.assert_allclose(rows[0], expected[[4, 0]], rtol=0, atol=tolerance)
     order = np.array([5, 3, 1, 0, 2, 4])
     np.testing.assert_allclose(product_with_unit_matrix(with_rows(weights, order)), expected[order], atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", SCALED, ids=lambda kind: kind.name)
+def test_integers_and_scales_give_llama_cpps_values_to_the_bit(kind: Type) -> None:
+    data = random_blocks(kind)
+    groups = read_weights(kind, data).groups
+    assert groups is not None
+    assert groups.minima is None
+    values = groups.integers.astype(np.float32) * groups.scales.astype(np.float32)
+    np.testing.assert_array_equal(values.reshape(len(data), -1), dequantize(data, kind))
+
+
+def test_the_smallest_powers_of_two_are_kept() -> None:
+    """Those of MXFP4 go beyond the normal numbers of float32."""
+    blocks = np.tile(np.arange(17, dtype=np.uint8) * 13, (250, 1))
+    blocks[:, 0] = np.arange(250)
+    groups = read_weights(Type.MXFP4, blocks).groups
+    assert groups is not None
+    values = groups.integers.astype(np.float32) * groups.scales
+    np.testing.assert_array_equal(values.reshape(250, -1), dequantize(blocks, Type.MXFP4))
 
 
 def test_groups_of_one_number_keep_it() -> None:
@@ -94,6 +129,7 @@ MODELS = {
     "llama-3.1": TinyModel(default=Type.Q8_0, rope_factors=True),
     "mixed": TinyModel(default=Type.Q4_0, types={"attn_v": Type.Q8_0, "output.weight": Type.F16}),
     "pieces": TinyModel(default=Type.Q8_0, pieces=3),
+    "mxfp4": TinyModel(default=Type.MXFP4),
 }
 
 
