@@ -35,6 +35,8 @@ class TinyModel:
     pieces: int = 1
     spare_tokens: int = 0
     """Tokens that no text has."""
+    templates: Mapping[str, str] = field(default_factory=dict)
+    """Chat templates besides the default one, by name."""
 
 
 def byte_tokens() -> list[str]:
@@ -136,4 +138,5 @@ def _add_tokenizer(writer: GGUFWriter, model: TinyModel) -> None:
     writer.add_bos_token_id(tokens.index("<|im_start|>"))
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     writer.add_add_bos_token(False)
-    writer.add_chat_template(_TEMPLATE)
+    templates = {"default": _TEMPLATE, **model.templates}
+    writer.add_chat_template([{"name": name, "template": template} for name, template in templates.items()])

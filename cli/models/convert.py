@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.cli.models.selection import PIECE
 from headrace.common.model_files.gguf_files import ARCHITECTURES, INTERLEAVED, GgufError, metadata_of, open_gguf
+from headrace.common.model_files.names import NAMED_TEMPLATE_FILES, TEMPLATE_FILES
 
 if TYPE_CHECKING:
     from headrace.cli.gguf.vocabulary import Vocabulary
@@ -36,6 +37,7 @@ _KINDS_IT_ROUNDS = {"Q4_1", "Q4_K"}
 # In narrower models, exact minima take 1.1 to 1.35 times the time of a step.
 _WIDTH_FOR_MINIMA = 1024
 _CONTEXT_KEY = "context_length"
+_TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 class ConversionError(Exception):
@@ -58,8 +60,9 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
         _write_model_with_genai(paths[0], out_directory)
     else:
         _write_model(metadata, config, tensors, out_directory / "openvino_model.xml")
-    if template := chat_template_of(metadata, vocabulary.first_text):
-        (out_directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for file, template in chat_templates_of(metadata, vocabulary.first_text).items():
+        (out_directory / file).parent.mkdir(exist_ok=True)
+        (out_directory / file).write_text(template, encoding="utf-8")
     _write_json(out_directory / "config.json", config)
     _write_json(out_directory / "generation_config.json", generation_config_of(metadata, vocabulary.end_ids))
 
@@ -67,9 +70,12 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
 def pieces_of(gguf_path: Path) -> list[Path]:
     """All files of a model in pieces, given the first one. Raises ConversionError if one is missing."""
     matched = PIECE.search(gguf_path.stem)
-    if gguf_path.suffix != ".gguf" or matched is None or int(matched[1]) != 1:
+    if gguf_path.suffix != ".gguf" or matched is None:
         return [gguf_path]
     stem, total = gguf_path.stem[: matched.start()], matched[2]
+    if int(matched[1]) != 1:
+        first = f"{stem}-00001-of-{total}.gguf"
+        raise ConversionError(f"it is piece {int(matched[1])} of {int(total)}; name the first one, {first}")
     paths = [gguf_path.with_name(f"{stem}-{number:05}-of-{total}.gguf") for number in range(1, int(total) + 1)]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
@@ -173,14 +179,18 @@ def generation_config_of(metadata: dict[str, Any], more_ends: Sequence[int] = ()
     return {key: value for key, value in config.items() if value is not None}
 
 
-def chat_template_of(metadata: Mapping[str, Any], bos: str) -> str:
-    """The chat template; empty if there is none. `bos`: the token that comes before every text, or an empty text.
-    Tools that add it themselves use templates without it, but the gateway takes what a template writes as it is."""
-    template = metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str) or not template:
-        return ""
-    writes_it = not bos or "bos_token" in template or bos in template
-    return template if writes_it else f"{{{{ bos_token }}}}{template}"
+def chat_templates_of(metadata: Mapping[str, Any], bos: str) -> dict[str, str]:
+    """The chat templates, by the files in which they are kept: the default one, and those for tools and documents.
+    `bos`: the token that comes before every text, or an empty text. Tools that add it themselves use templates without
+    it, but the gateway takes what a template writes as it is."""
+    named = {f"{_TEMPLATE_KEY}.{name}": file for name, file in NAMED_TEMPLATE_FILES.items()}
+    found = {}
+    for key, file in {_TEMPLATE_KEY: TEMPLATE_FILES[0], **named}.items():
+        template = metadata.get(key)
+        if isinstance(template, str) and template:
+            writes_it = not bos or "bos_token" in template or bos in template
+            found[file] = template if writes_it else f"{{{{ bos_token }}}}{template}"
+    return found
 
 
 def _opened(paths: Sequence[Path]) -> tuple[list[Any], dict[str, Any]]:

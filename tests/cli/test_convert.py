@@ -10,7 +10,7 @@ import pytest
 from headrace.cli.models.convert import (
     ConversionError,
     can_genai_read,
-    chat_template_of,
+    chat_templates_of,
     check_convertible,
     config_of,
     generation_config_of,
@@ -101,7 +101,22 @@ def test_what_would_be_converted_wrongly_is_refused_with_a_remedy(extra: dict[st
     ],
 )
 def test_a_template_writes_the_token_that_comes_before_every_text(template: str, bos: str, expected: str) -> None:
-    assert chat_template_of({"tokenizer.chat_template": template}, bos) == expected
+    found = chat_templates_of({"tokenizer.chat_template": template}, bos)
+    assert found == ({"chat_template.jinja": expected} if expected else {})
+
+
+def test_templates_for_tools_and_documents_get_their_files() -> None:
+    metadata = {
+        "tokenizer.chat_template": "{{ bos_token }}chat",
+        "tokenizer.chat_template.tool_use": "tools",
+        "tokenizer.chat_template.rag": "<s>documents",
+        "tokenizer.chat_template.other": "not read",
+    }
+    assert chat_templates_of(metadata, "<s>") == {
+        "chat_template.jinja": "{{ bos_token }}chat",
+        "additional_chat_templates/tool_use.jinja": "{{ bos_token }}tools",
+        "additional_chat_templates/rag.jinja": "<s>documents",
+    }
 
 
 def test_an_end_that_only_its_text_names_ends_a_generation() -> None:
@@ -118,6 +133,8 @@ def test_a_missing_piece_is_named(tmp_path: Path) -> None:
         (tmp_path / f"m-0000{number}-of-00003.gguf").touch()
     with pytest.raises(ConversionError, match=r"one of 3 pieces, and m-00002-of-00003\.gguf is not beside it"):
         pieces_of(tmp_path / "m-00001-of-00003.gguf")
+    with pytest.raises(ConversionError, match=r"it is piece 3 of 3; name the first one, m-00001-of-00003\.gguf"):
+        pieces_of(tmp_path / "m-00003-of-00003.gguf")
     assert pieces_of(tmp_path / "other.gguf") == [tmp_path / "other.gguf"]
 
 

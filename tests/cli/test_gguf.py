@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +16,10 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from headrace.cli.gguf.weights import Weights, matrix_of, read_weights, rows_of, with_rows
-from headrace.cli.models.convert import _write_model, config_of, pieces_of
+from headrace.cli.models.convert import _write_model, config_of, convert, pieces_of
 from headrace.common.model_files.gguf_files import metadata_of
 from headrace.worker.model.adapted_linears import find_linears
+from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.fused_projections import is_constant
 from headrace.worker.model.lm_head import replace_head
 from headrace.worker.model.paging import read_paged
@@ -200,3 +203,17 @@ def test_the_last_layer_is_computed_for_sampled_rows_with_minima_too(tmp_path: P
     parts = ("self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
     of_layer = {name for name in names[first:] if name.startswith("__module.model.layers.1.")}
     assert of_layer == {f"__module.model.layers.1.{part}_proj/aten::linear/MatMul" for part in parts}
+
+
+def test_a_directory_has_all_templates_that_requests_may_need(tmp_path: Path) -> None:
+    templates = {"tool_use": "with tools", "rag": "with documents", "other": "for nothing"}
+    convert(write_gguf(TinyModel(default=Type.Q5_0, templates=templates), tmp_path / "m.gguf"), tmp_path)
+    model = read_model_dir(tmp_path)
+    with tarfile.open(fileobj=io.BytesIO(model.tokenizer_bundle)) as bundle:
+        found = {name: bundle.extractfile(name) for name in bundle.getnames() if name.endswith(".jinja")}
+        texts = {name: file.read().decode() for name, file in found.items() if file is not None}
+    assert "<|im_start|>" in texts.pop("chat_template.jinja")
+    assert texts == {
+        "additional_chat_templates/tool_use.jinja": "with tools",
+        "additional_chat_templates/rag.jinja": "with documents",
+    }
