@@ -35,6 +35,8 @@ class TinyModel:
     pieces: int = 1
     spare_tokens: int = 0
     """Tokens that no text has."""
+    experts: int = 0
+    used_experts: int = 0
     templates: Mapping[str, str] = field(default_factory=dict)
     """Chat templates besides the default one, by name."""
 
@@ -49,6 +51,9 @@ def byte_tokens() -> list[str]:
 def tensors_of(model: TinyModel) -> dict[str, np.ndarray]:
     """The weights in f32, [out, in], by their names in a GGUF file."""
     random = np.random.default_rng(5)
+
+    def experts(rows: int, columns: int) -> np.ndarray:
+        return np.stack([matrix(rows, columns) for _ in range(model.experts)])
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
         drawn = random.standard_normal((rows, columns)) * scale / np.sqrt(columns)
@@ -74,11 +79,21 @@ def tensors_of(model: TinyModel) -> dict[str, np.ndarray]:
             "attn_v": matrix(keys, model.hidden),
             "attn_output": matrix(model.hidden, queries),
             "ffn_norm": vector(model.hidden),
-            "ffn_gate": matrix(model.feed_forward, model.hidden),
-            "ffn_up": matrix(model.feed_forward, model.hidden),
-            "ffn_down": matrix(model.hidden, model.feed_forward),
         }
-        if model.architecture == "qwen3":
+        if model.experts:
+            block |= {
+                "ffn_gate_inp": matrix(model.experts, model.hidden),
+                "ffn_gate_exps": experts(model.feed_forward, model.hidden),
+                "ffn_up_exps": experts(model.feed_forward, model.hidden),
+                "ffn_down_exps": experts(model.hidden, model.feed_forward),
+            }
+        else:
+            block |= {
+                "ffn_gate": matrix(model.feed_forward, model.hidden),
+                "ffn_up": matrix(model.feed_forward, model.hidden),
+                "ffn_down": matrix(model.hidden, model.feed_forward),
+            }
+        if model.architecture in ("qwen3", "qwen3moe"):
             block |= {"attn_q_norm": vector(model.head_size), "attn_k_norm": vector(model.head_size)}
         found |= {f"blk.{layer}.{name}.weight": value for name, value in block.items()}
         if model.architecture == "qwen2":
@@ -125,6 +140,9 @@ def _add_shape(writer: GGUFWriter, model: TinyModel) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(_tokens(model)))
+    if model.experts:
+        writer.add_expert_count(model.experts)
+        writer.add_expert_used_count(model.used_experts)
     writer.add_file_type(7)
 
 

@@ -313,10 +313,19 @@ class Matrices(Mapping[str, Weights]):
 
     def __init__(self, tensors: Mapping[str, ReaderTensor]) -> None:
         self._tensors = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2}
+        self._of_experts = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 3}
 
     def __getitem__(self, name: str) -> Weights:
         tensor = self._tensors[name]
         return read_weights(tensor.tensor_type, tensor.data)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def experts(self, name: str) -> Iterator[Weights]:
+        """The matrices of the experts of a layer, which the file has as one tensor."""
+        tensor = self._of_experts[name]
+        return (read_weights(tensor.tensor_type, data) for data in tensor.data)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

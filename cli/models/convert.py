@@ -7,7 +7,6 @@ exit status is 2, with one `error:` line on standard error.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,23 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.models.selection import PIECE
-from headrace.common.model_files.gguf_files import ARCHITECTURES, INTERLEAVED, GgufError, metadata_of, open_gguf
+from headrace.common.model_files.gguf_files import GgufError, metadata_of, open_gguf
 from headrace.common.model_files.names import NAMED_TEMPLATE_FILES, TEMPLATE_FILES
 
 if TYPE_CHECKING:
+    from headrace.cli.gguf.architectures import Shape
     from headrace.cli.gguf.vocabulary import Vocabulary
 
 _TOKENIZER_KEY = "tokenizer.ggml."
 _REMEDY = "take an OpenVINO version of the model (optimum-cli export openvino makes one of the original)"
 # The architecture of llama.cpp's files with the networks for images.
 _OF_IMAGES = "clip"
-_KNOWN_TENSOR = re.compile(
-    r"(token_embd|output_norm|output|rope_freqs)\.weight"
-    r"|blk\.\d+\.(attn_(norm|q|k|v|output|q_norm|k_norm)|ffn_(norm|gate|up|down))\.(weight|bias)"
-)
-_UNKNOWN_SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale", "expert_count")
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-# openvino-genai reads matrices of these kinds exactly, and rounds the minima of other kinds (docs/decisions/models.md).
+# Architectures whose graphs openvino-genai makes. It reads matrices of these kinds exactly, and rounds the minima of
+# other kinds (docs/decisions/models.md).
+_ARCHITECTURES_OF_GENAI = {"llama", "qwen2", "qwen3"}
 _KINDS_OF_GENAI = {"F16", "Q4_0", "Q8_0", "Q6_K"}
 _KINDS_IT_ROUNDS = {"Q4_1", "Q4_K"}
 # In narrower models, exact minima take 1.1 to 1.35 times the time of a step.
@@ -59,7 +56,7 @@ def convert(gguf_path: Path, out_directory: Path) -> None:
     if len(paths) == 1 and can_genai_read(metadata, tensors):
         _write_model_with_genai(paths[0], out_directory)
     else:
-        _write_model(metadata, config, tensors, out_directory / "openvino_model.xml")
+        config |= _write_model(metadata, tensors, out_directory / "openvino_model.xml")
     for file, template in chat_templates_of(metadata, vocabulary.first_text).items():
         (out_directory / file).parent.mkdir(exist_ok=True)
         (out_directory / file).write_text(template, encoding="utf-8")
@@ -86,6 +83,7 @@ def pieces_of(gguf_path: Path) -> list[Path]:
 def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
     """Raise ConversionError if the model cannot be converted exactly. The error names the model's type, the supported
     types, and a remedy."""
+    from headrace.cli.gguf.architectures import ArchitectureError, check_shape, unknown_tensor
     from headrace.cli.gguf.vocabulary import VocabularyError, check_tokenizer
 
     architecture = metadata.get("general.architecture")
@@ -94,38 +92,25 @@ def check_convertible(metadata: dict[str, Any], tensors: Iterable[str]) -> None:
             "it has the networks for images of a model (mmproj), not the model; for its text, name the GGUF file "
             f"beside it, and for images, {_REMEDY}"
         )
-    if architecture not in ARCHITECTURES:
-        raise ConversionError(
-            f"its architecture is {architecture}, and GGUF files of {', '.join(ARCHITECTURES)} can be converted "
-            f"(Llama, Mistral, SmolLM, Qwen 2 and 3); {_REMEDY}"
-        )
     try:
+        check_shape(metadata)
         check_tokenizer(metadata)
-    except VocabularyError as error:
+    except (ArchitectureError, VocabularyError) as error:
         raise ConversionError(f"{error}; {_REMEDY}") from None
-    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise ConversionError(
-            f"its rotary frequencies are scaled by {scaling}, and linear scaling and Llama 3's factors can be "
-            f"converted; {_REMEDY}"
-        )
-    size = _head_size(metadata)
-    if metadata.get(f"{architecture}.rope.dimension_count", size) != size or size != _head_size(metadata, "value"):
-        raise ConversionError(f"its heads are rotated in part, or keys and values differ in size; {_REMEDY}")
-    scaled = [key for key in _UNKNOWN_SCALES if metadata.get(f"{architecture}.{key}")]
-    unknown = sorted(name for name in tensors if not _KNOWN_TENSOR.fullmatch(name))
-    if scaled or unknown:
-        what = f"{architecture}.{scaled[0]}" if scaled else unknown[0]
-        raise ConversionError(f"it has {what}, which a plain {architecture} model does not have; {_REMEDY}")
+    if unknown := unknown_tensor(str(architecture), tensors):
+        raise ConversionError(f"it has {unknown}, which a plain {architecture} model does not have; {_REMEDY}")
 
 
 def can_genai_read(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
-    """Whether openvino-genai makes the graph of such a file: it knows its tokenizer and all kinds of matrices, and
-    nothing is scaled. It also rounds the minima of narrow models, for speed."""
+    """Whether openvino-genai makes the graph of such a file: it knows its architecture, its tokenizer and all kinds of
+    matrices, and nothing is scaled. It also rounds the minima of narrow models, for speed."""
     architecture = metadata.get("general.architecture")
     is_plain = (
-        metadata.get(f"{_TOKENIZER_KEY}model") == "gpt2"
+        architecture in _ARCHITECTURES_OF_GENAI
+        and metadata.get(f"{_TOKENIZER_KEY}model") == "gpt2"
         and metadata.get(f"{architecture}.rope.scaling.type", "none") == "none"
+        and not metadata.get(f"{architecture}.rope.scaling.factor")
+        and not metadata.get(f"{architecture}.expert_count")
         and "rope_freqs.weight" not in tensors
     )
     kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
@@ -133,39 +118,42 @@ def can_genai_read(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> b
     return is_plain and kinds <= _KINDS_OF_GENAI | (_KINDS_IT_ROUNDS if is_narrow else set())
 
 
-def _head_size(metadata: dict[str, Any], part: str = "key") -> int:
-    architecture = metadata["general.architecture"]
-    stated = metadata.get(f"{architecture}.attention.{part}_length")
-    return int(stated or _number(metadata, "embedding_length") // _number(metadata, "attention.head_count"))
-
-
-def _number(metadata: dict[str, Any], key: str) -> int:
-    architecture = metadata["general.architecture"]
-    value = metadata.get(f"{architecture}.{key}")
-    if not isinstance(value, int):
-        raise ConversionError(f"its metadata has no {architecture}.{key}")
-    return value
-
-
 def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
     """The contents of config.json, from the metadata of a GGUF file. Raises ConversionError if a required value is
     missing."""
-    architecture = metadata.get("general.architecture")
-    vocabulary = metadata.get(f"{architecture}.vocab_size", metadata.get("tokenizer.ggml.tokens.count"))
-    heads = _number(metadata, "attention.head_count")
-    config = {
-        "model_type": architecture,
-        "max_position_embeddings": _number(metadata, _CONTEXT_KEY),
-        "num_hidden_layers": _number(metadata, "block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get(f"{architecture}.attention.head_count_kv", heads),
-        "head_dim": _head_size(metadata),
-        "hidden_size": _number(metadata, "embedding_length"),
-        "vocab_size": vocabulary,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-    }
+    from headrace.cli.gguf.architectures import ArchitectureError, Metadata, head_size_of, model_type_of
+
+    values = Metadata(metadata)
+    try:
+        heads = values.whole("attention.head_count")
+        config = {
+            "model_type": model_type_of(values.architecture),
+            "max_position_embeddings": values.whole(_CONTEXT_KEY),
+            "num_hidden_layers": values.whole("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": values.whole("attention.head_count_kv", heads),
+            "head_dim": head_size_of(values),
+            "hidden_size": values.whole("embedding_length"),
+            "vocab_size": values.get("vocab_size") or metadata.get("tokenizer.ggml.tokens.count"),
+            "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        }
+    except ArchitectureError as error:
+        raise ConversionError(str(error)) from None
     return {key: value for key, value in config.items() if value is not None}
+
+
+def config_of_shape(shape: Shape) -> dict[str, Any]:
+    """What config.json has besides, for layers with a window and for two sets of rotary factors."""
+    found: dict[str, Any] = {}
+    if shape.window:
+        kinds = ("full_attention", "sliding_attention")
+        found = {"sliding_window": shape.window, "layer_types": [kinds[layer.window > 0] for layer in shape.layers]}
+    for layer in shape.layers:
+        if layer.rotation is not None and layer.rotation.long_frequencies is not None:
+            original = layer.rotation.original_context
+            found |= {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": original}
+    return found
 
 
 def generation_config_of(metadata: dict[str, Any], more_ends: Sequence[int] = ()) -> dict[str, Any]:
@@ -202,32 +190,27 @@ def _opened(paths: Sequence[Path]) -> tuple[list[Any], dict[str, Any]]:
         raise ConversionError(str(error)) from None
 
 
-def _write_model(metadata: dict[str, Any], config: dict[str, Any], tensors: Mapping[str, Any], path: Path) -> None:
+def _write_model(metadata: dict[str, Any], tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Write the graph. Returns what config.json has to say of it."""
     import openvino
 
-    from headrace.cli.gguf.graph import GraphBuilder, Shape
+    from headrace.cli.gguf.architectures import ArchitectureError, shape_of
+    from headrace.cli.gguf.graph import GraphBuilder
     from headrace.cli.gguf.weights import Matrices, vectors_of
 
-    architecture = metadata["general.architecture"]
-    linear = metadata.get(f"{architecture}.rope.scaling.type") == "linear"
-    shape = Shape(
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_size=config["head_dim"],
-        rope_base=float(metadata.get(f"{architecture}.rope.freq_base", 10_000.0)),
-        rope_factor=float(metadata.get(f"{architecture}.rope.scaling.factor", 1.0)) if linear else 1.0,
-        epsilon=float(metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)),
-        has_interleaved_heads=architecture in INTERLEAVED,
-    )
     try:
-        model = GraphBuilder(shape, Matrices(tensors), vectors_of(tensors)).build()
+        vectors = vectors_of(tensors)
+        shape = shape_of(metadata, vectors)
+        model = GraphBuilder(shape, Matrices(tensors), vectors).build()
+    except ArchitectureError as error:
+        raise ConversionError(f"{error}; {_REMEDY}") from None
     except KeyError as error:
         raise ConversionError(f"it lacks the tensor {error.args[0]}; download it again") from None
     except NotImplementedError:
         kinds = sorted({tensor.tensor_type.name for tensor in tensors.values()})
         raise ConversionError(f"its weights are of the types {', '.join(kinds)}, one of which is unknown") from None
     openvino.save_model(model, path, compress_to_fp16=False)
+    return config_of_shape(shape)
 
 
 def _write_tokenizer(reader: Any, metadata: dict[str, Any], num_ids: int, directory: Path) -> Vocabulary:

@@ -14,9 +14,12 @@ MODULES = {
     **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
     "attn_output": "self_attn.o_proj",
 }
-# Architectures with these matrices, and those in which rotated pairs are neighbours in rows of queries and keys.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-INTERLEAVED = ("llama",)
+# Architectures that have these matrices, so that their adapters can be read.
+ADAPTED = ("llama", "qwen2", "qwen3")
+# Those in which rotated pairs are neighbours in rows of queries and keys.
+INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3", "glm4")
+# Arrays of more numbers, such as those of a vocabulary, are read where they are needed.
+_LONGEST_ARRAY = 1024
 
 
 # The beginnings of the package's own errors. Other errors are Python's, which do not describe the file.
@@ -38,7 +41,8 @@ def open_gguf(path: Path) -> Any:
 
 
 def metadata_of(reader: Any) -> dict[str, Any]:
-    """The file's key-value pairs. For an array, only its length, as KEY.count. GgufError."""
+    """The file's key-value pairs. The length of an array is KEY.count; the array itself is there if it is a short one
+    of numbers. GgufError."""
     from gguf import GGUFValueType
 
     metadata: dict[str, Any] = {}
@@ -46,6 +50,8 @@ def metadata_of(reader: Any) -> dict[str, Any]:
         for key, field in reader.fields.items():
             if field.types and field.types[0] == GGUFValueType.ARRAY:
                 metadata[f"{key}.count"] = len(field.data)
+                if field.types[-1] != GGUFValueType.STRING and len(field.data) <= _LONGEST_ARRAY:
+                    metadata[key] = field.contents()
             else:
                 metadata[key] = field.contents()
     except (ValueError, IndexError, KeyError) as error:
@@ -53,10 +59,13 @@ def metadata_of(reader: Any) -> dict[str, Any]:
     return metadata
 
 
-def halves_of_pairs(rows: int, head_size: int) -> npt.NDArray[Any]:
-    """The order of rows that puts the first numbers of all rotated pairs of a head before the second ones."""
-    order = np.arange(rows).reshape(-1, head_size // 2, 2)
-    return order.swapaxes(1, 2).reshape(-1)
+def halves_of_pairs(rows: int, head_size: int, rotated: int | None = None) -> npt.NDArray[Any]:
+    """The order of rows that puts the first numbers of all rotated pairs of a head before the second ones. The first
+    `rotated` numbers of a head are in pairs, or all of them."""
+    order = np.arange(rows).reshape(-1, head_size)
+    pairs = order[:, :rotated].reshape(len(order), -1, 2)
+    order[:, :rotated] = pairs.swapaxes(1, 2).reshape(len(order), -1)
+    return order.reshape(-1)
 
 
 def _unreadable(error: Exception) -> GgufError:

@@ -40,6 +40,14 @@ def written_checkpoints(names: Sequence[str]) -> Mapping[str, Path]:
     return _of_families(names, "checkpoints", (*_MADE_BY, "checkpoints.py"))
 
 
+def weights_for_gguf(names: Sequence[str]) -> Path:
+    """The directory that holds a directory for each model with its weights and its reference. Missing ones are
+    written."""
+    return _made(
+        names, "gguf_weights", ("requirements.txt", "export.py", "families.py", "gguf_families.py", "gguf_weights.py")
+    )
+
+
 def exported_encoders(names: Sequence[str]) -> Path:
     """The directory that holds a directory for each of the encoders. Those that are missing are exported."""
     return _made(names, "encoders", ("requirements.txt", "encoder_requirements.txt", "encoders.py", "texts.py"))

@@ -19,13 +19,30 @@ def log_probabilities(model: TinyModel, weights: dict[str, _Array], tokens: list
     for layer in range(model.layers):
         own = {name.removeprefix(f"blk.{layer}."): value for name, value in weights.items()}
         hidden = hidden + _attention(model, own, _norm(hidden, own["attn_norm.weight"]), weights)
-        states = _norm(hidden, own["ffn_norm.weight"])
-        gate = states @ own["ffn_gate.weight"].T
-        hidden = hidden + (gate / (1 + np.exp(-gate)) * (states @ own["ffn_up.weight"].T)) @ own["ffn_down.weight"].T
+        hidden = hidden + _feed_forward(model, own, _norm(hidden, own["ffn_norm.weight"]))
     head = weights.get("output.weight", weights["token_embd.weight"])
     logits = _norm(hidden, weights["output_norm.weight"]) @ head.T
     shifted = logits - logits.max(-1, keepdims=True)
     found: _Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return found
+
+
+def _feed_forward(model: TinyModel, own: dict[str, _Array], states: _Array) -> _Array:
+    if not model.experts:
+        return _gated(states, *(own[f"ffn_{part}.weight"] for part in ("gate", "up", "down")))
+    scores = np.exp(states @ own["ffn_gate_inp.weight"].T)
+    found = np.zeros_like(states)
+    for token, shares in enumerate(scores):
+        best = np.argsort(-shares)[: model.used_experts]
+        for expert in best:
+            parts = (own[f"ffn_{part}_exps.weight"][expert] for part in ("gate", "up", "down"))
+            found[token] += shares[expert] / shares[best].sum() * _gated(states[token], *parts)
+    return found
+
+
+def _gated(states: _Array, gate: _Array, up: _Array, down: _Array) -> _Array:
+    gates = states @ gate.T
+    found: _Array = (gates / (1 + np.exp(-gates)) * (states @ up.T)) @ down.T
     return found
 
 

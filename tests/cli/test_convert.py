@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from headrace.cli.gguf.architectures import ARCHITECTURES
 from headrace.cli.models.convert import (
     ConversionError,
     can_genai_read,
@@ -16,6 +18,7 @@ from headrace.cli.models.convert import (
     generation_config_of,
     pieces_of,
 )
+from tests.architectures.gguf_families import GGUF_FAMILIES
 
 METADATA = {
     "general.architecture": "llama",
@@ -71,21 +74,34 @@ def test_every_token_that_ends_a_turn_ends_a_generation(extra: dict[str, int], e
 @pytest.mark.parametrize(
     ("extra", "problem"),
     [
-        ({"general.architecture": "phi3"}, "architecture is phi3, and GGUF files of llama, qwen2, qwen3 can be conv"),
+        (
+            {"general.architecture": "phi2"},
+            "architecture is phi2, and GGUF files of llama, qwen2, .*, gemma3, .* can be",
+        ),
+        ({"general.architecture": "gemma2"}, r"its scores of attention are capped \(Gemma 2\), which OpenVINO's paged"),
         ({"general.architecture": "clip"}, r"it has the networks for images of a model \(mmproj\), not the model"),
-        ({"llama.rope.scaling.type": "yarn"}, "scaled by yarn, and linear scaling and Llama 3's factors can be"),
+        ({"llama.rope.scaling.type": "dynamic"}, "scaled by dynamic, and linear, yarn, longrope and Llama 3's factors"),
+        ({"llama.rope.scaling.yarn_attn_factor": 0.5}, r"it has llama\.rope\.scaling\.yarn_attn_factor 0\.5, which is"),
         *(
             ({"tokenizer.ggml.model": kind}, rf"tokenizer is of the kind {kind}, and byte-level BPE \(gpt2\) and Sent")
             for kind in ("bert", "t5", "rwkv", "plamo2")
         ),
         ({"tokenizer.ggml.pre": "gemma4"}, "pre-tokenizer is gemma4, which is none of .*, llama-bpe, .*, qwen2, "),
-        ({"llama.rope.dimension_count": 32}, "rotated in part"),
+        ({"llama.rope.dimension_count": 128}, "it rotates 128 numbers of heads of 64"),
+        (
+            {"llama.attention.sliding_window": 4096},
+            r"it has llama\.attention\.sliding_window, which a plain llama model",
+        ),
+        ({"llama.attention.head_count_kv": [3, 1]}, r"its layers differ in llama\.attention\.head_count_kv"),
         ({"llama.attention.value_length": 128}, "keys and values differ in size"),
-        ({"llama.expert_count": 8}, r"it has llama\.expert_count, which a plain llama model does not have"),
+        ({"llama.expert_gating_func": 2}, r"it has llama\.expert_gating_func 2, which is not supported"),
+        ({"llama.logit_scale": 2.0}, r"it has llama\.logit_scale, which a plain llama model does not have"),
     ],
 )
 def test_what_would_be_converted_wrongly_is_refused_with_a_remedy(extra: dict[str, object], problem: str) -> None:
-    check_convertible({**METADATA, "llama.rope.scaling.type": "linear", "llama.rope.dimension_count": 64}, TENSORS)
+    check_convertible(
+        {**METADATA, "llama.rope.scaling.type": "linear", "llama.attention.sliding_window": 8192}, TENSORS
+    )
     with pytest.raises(ConversionError, match=f"{problem}.*take an OpenVINO version of the model"):
         check_convertible({**METADATA, **extra}, TENSORS)
 
@@ -147,6 +163,9 @@ def test_a_missing_piece_is_named(tmp_path: Path) -> None:
         (4096, ["Q4_1"], {}, False),
         (576, ["Q4_1", "Q8_0"], {}, True),
         (576, ["Q5_0"], {}, False),
+        (4096, ["Q4_0"], {"llama.expert_count": 8}, False),
+        (4096, ["Q4_0"], {"llama.rope.scaling.factor": 2.0}, False),
+        (4096, ["Q4_0"], {"general.architecture": "granite"}, False),
     ],
 )
 def test_minima_are_rounded_in_narrow_models_only(
@@ -156,3 +175,12 @@ def test_minima_are_rounded_in_narrow_models_only(
     tensors["output_norm.weight"] = SimpleNamespace(shape=[1], tensor_type=SimpleNamespace(name="F32"))
     assert can_genai_read({**METADATA, "llama.embedding_length": width, **extra}, tensors) is expected
     assert not can_genai_read({**METADATA, **extra}, {**tensors, "rope_freqs.weight": tensors["output_norm.weight"]})
+
+
+def test_the_guide_lists_the_architectures_that_tests_compare() -> None:
+    guide = (Path(__file__).parents[2] / "docs/how-to/models.md").read_text()
+    table = guide.partition("| `general.architecture` |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall("`([^`]+)`", row)}
+    assert named == set(ARCHITECTURES)
+    assert named == {family.architecture for family in GGUF_FAMILIES.values()}

@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from headrace.cli.gguf.weights import Weights, matrix_of, read_weights, rows_of, with_rows
-from headrace.cli.models.convert import _write_model, config_of, convert, pieces_of
+from headrace.cli.models.convert import _write_model, convert, pieces_of
 from headrace.common.model_files.gguf_files import metadata_of
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.directory import read_model_dir
@@ -133,6 +133,11 @@ MODELS = {
     "mixed": TinyModel(default=Type.Q4_0, types={"attn_v": Type.Q8_0, "output.weight": Type.F16}),
     "pieces": TinyModel(default=Type.Q8_0, pieces=3),
     "mxfp4": TinyModel(default=Type.MXFP4),
+    **{
+        f"qwen3moe-{kind.name}": TinyModel("qwen3moe", kind, {"gate_inp": Type.F32}, experts=4, used_experts=2)
+        for kind in (Type.Q8_0, Type.Q4_1, Type.MXFP4)
+    },
+    "mixtral": TinyModel(default=Type.Q4_0, types={"gate_inp": Type.F32}, experts=3, used_experts=1),
 }
 
 
@@ -143,7 +148,7 @@ def test_a_converted_model_computes_what_its_file_says(name: str, tmp_path: Path
     readers = [GGUFReader(path) for path in pieces_of(write_gguf(model, tmp_path / "m.gguf"))]
     assert len(readers) == model.pieces
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
-    _write_model(metadata_of(readers[0]), config_of(metadata_of(readers[0])), tensors, tmp_path / "openvino_model.xml")
+    _write_model(metadata_of(readers[0]), tensors, tmp_path / "openvino_model.xml")
     weights = {key: dequantize(tensor.data, tensor.tensor_type) for key, tensor in tensors.items()}
     tokens = np.random.default_rng(1).integers(0, 250, 40).tolist()
     expected = log_probabilities(model, weights, tokens)
@@ -171,7 +176,7 @@ def written(model: TinyModel, directory: Path) -> list[ReaderTensor]:
     """The converted model, in the directory; the tensors of its file."""
     reader = GGUFReader(write_gguf(model, directory / "m.gguf"))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    _write_model(metadata_of(reader), config_of(metadata_of(reader)), tensors, directory / "openvino_model.xml")
+    _write_model(metadata_of(reader), tensors, directory / "openvino_model.xml")
     return list(reader.tensors)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.common.model_files.gguf_files import (
-    ARCHITECTURES,
+    ADAPTED,
     INTERLEAVED,
     MODULES,
     GgufError,
@@ -70,9 +70,9 @@ def _checked(metadata: Mapping[str, Any], path: Path) -> tuple[str, float]:
         what = f"general.type {kind!r}" if kind != "adapter" else f"adapter.type {method!r}"
         raise AdapterError(f"{path} has {what}; an adapter has general.type 'adapter' and adapter.type 'lora'")
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if architecture not in ADAPTED:
         raise AdapterError(
-            f"{path} is for the architecture {architecture}; GGUF adapters of {', '.join(ARCHITECTURES)} are "
+            f"{path} is for the architecture {architecture}; GGUF adapters of {', '.join(ADAPTED)} are "
             f"supported; {_REMEDY}"
         )
     if metadata.get(_ALORA):

@@ -1,0 +1,130 @@
+"""Compares llama.cpp's log-probabilities of the small GGUF files with transformers'.
+
+    python -m tests.architectures.llama_cpp LIBRARY [NAME ...]
+
+LIBRARY is a shared library that has llama.cpp's functions, such as xllamacpp.abi3.so of the package xllamacpp. Together
+with test_gguf.py, which compares ours with transformers', this shows that the files are those that llama.cpp reads, and
+that converted models answer as it does. llama.cpp keeps keys and values in float16, so small differences remain. It has
+no window for Phi-3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.architectures.exports import weights_for_gguf
+from tests.architectures.gguf_families import GGUF_FAMILIES
+from tests.architectures.gguf_writer import write_gguf_of
+
+_TOKENS = 300
+_CONTEXT = 512
+# More than any structure of parameters has.
+_ROOM = 1024
+
+
+class _Parameters(ctypes.Structure):
+    """Of models, or of contexts: the first numbers of the latter, and what we leave at its default."""
+
+    _fields_ = (
+        ("n_ctx", ctypes.c_uint32),
+        ("n_batch", ctypes.c_uint32),
+        ("n_ubatch", ctypes.c_uint32),
+        ("rest", ctypes.c_uint8 * _ROOM),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    )
+
+
+class LlamaCpp:
+    """llama.cpp by its C interface."""
+
+    def __init__(self, library: Path) -> None:
+        llama = self._llama = ctypes.PyDLL(str(library))
+        pointer, number = ctypes.c_void_p, ctypes.c_int32
+        for name, result, arguments in (
+            ("llama_model_default_params", _Parameters, []),
+            ("llama_context_default_params", _Parameters, []),
+            ("llama_model_load_from_file", pointer, [ctypes.c_char_p, _Parameters]),
+            ("llama_init_from_model", pointer, [pointer, _Parameters]),
+            ("llama_model_get_vocab", pointer, [pointer]),
+            ("llama_vocab_n_tokens", number, [pointer]),
+            ("llama_batch_init", _Batch, [number, number, number]),
+            ("llama_decode", number, [pointer, _Batch]),
+            ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), [pointer, number]),
+            ("llama_free", None, [pointer]),
+            ("llama_model_free", None, [pointer]),
+        ):
+            function = getattr(llama, name)
+            function.restype, function.argtypes = result, arguments
+        self._silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+        llama.llama_log_set(self._silent, None)
+        llama.llama_backend_init()
+
+    def log_probabilities(self, file: Path, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Log-probabilities after each token: [tokens, vocabulary]."""
+        llama = self._llama
+        model = llama.llama_model_load_from_file(str(file).encode(), llama.llama_model_default_params())
+        assert model, f"llama.cpp cannot read {file}"
+        parameters = llama.llama_context_default_params()
+        parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = _CONTEXT
+        context = llama.llama_init_from_model(model, parameters)
+        batch = llama.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for index, token in enumerate(tokens.tolist()):
+            batch.token[index], batch.pos[index] = token, index
+            batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, 0, 1
+        assert not llama.llama_decode(context, batch)
+        size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        rows = [
+            np.ctypeslib.as_array(llama.llama_get_logits_ith(context, index), (size,)) for index in range(len(tokens))
+        ]
+        logits = np.stack(rows).astype(np.float64)
+        llama.llama_free(context)
+        llama.llama_model_free(model)
+        logits -= logits.max(-1, keepdims=True)
+        found: npt.NDArray[np.float64] = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return found
+
+
+def main() -> None:
+    """Print the largest and the mean difference for each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", type=Path)
+    parser.add_argument("names", nargs="*", default=list(GGUF_FAMILIES))
+    arguments = parser.parse_args()
+    llama = LlamaCpp(arguments.library)
+    root = weights_for_gguf(arguments.names)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.names:
+            config = json.loads((root / name / "transformers.json").read_text())
+            with np.load(root / name / "weights.npz") as weights, np.load(root / name / "reference.npz") as reference:
+                file = write_gguf_of(GGUF_FAMILIES[name], config, weights, Path(folder) / f"{name}.gguf")
+                found = llama.log_probabilities(file, reference["tokens"][:_TOKENS])
+                difference = np.abs(found - reference["short"])
+                is_same = (found.argmax(-1) == reference["short"].argmax(-1)).mean()
+            print(
+                f"{name}: {difference.max():.4f} at most, {difference.mean():.5f} on average, the same best token in "
+                f"{is_same:.1%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
