@@ -68,7 +68,7 @@ def test_one_command_goes_from_a_name_to_an_answer(hub: Hub, tmp_path: Path, nam
     assert list((tmp_path / "run" / "headrace").iterdir()) == []
     num_seen = len(hub.seen)
     piped = headrace("run", name, "--offline", "--max-tokens", "2", stdin="the\nmill\n", timeout_s=120)
-    assert (piped.returncode, len(hub.seen)) == (0, num_seen)
+    assert (piped.returncode, len(hub.seen)) == (0, num_seen), piped.stderr
     assert piped.stderr.count("first after") == 2
 
 
