@@ -61,6 +61,7 @@ _PROMPT: dict[str, Row] = {
     ),
     "mcp_servers": Hint(_HOSTED, ([],)),
     "speed": Hint("there is one speed", ("standard",)),
+    "timings_per_token": Hint("timings are in the metrics", (False,)),
     "betas": Hint("what is served needs no header and no list of beta features", ([],)),
     "anthropic_beta": Hint("what is served needs no header and no list of beta features", ([],)),
     "anthropic_version": Hint("there is one version"),

@@ -100,6 +100,7 @@ _ROWS: dict[str, Row] = {
     "prompt_cache_options": Hint(_CACHE, ({"mode": "implicit"}, {})),
     "prompt_cache_retention": Hint(_CACHE, ("in_memory", "in-memory")),
     "access_programs": Hint(OF_PROVIDER),
+    "timings_per_token": Hint("timings are in the metrics", (False,)),
     "prompt": Refused("send its text as instructions and input"),
     "moderation": Refused("moderate the answer in your program"),
 }
