@@ -214,6 +214,8 @@ async def response_answers(front: Any, model: Any) -> list[tuple[str, Any]]:
         streamed = await front.http.post("/v1/responses", json={**body, "stream": True})
         found += [(event_kind, event) for event in events_of(streamed.text)]
     background = await front.http.post("/v1/responses", json={**body, "background": True})
+    counted = await front.http.post("/v1/responses/input_tokens", json={"model": "tiny", "input": "hi"})
+    found.append(("openai.types.responses.InputTokenCountResponse", counted.json()))
     return [*found, (kind, background.json())]
 
 
@@ -292,7 +294,7 @@ async def test_numbers_of_the_model_are_told_as_its_makers_wrote_them(front: Any
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "responses/input_tokens"),
+        ("POST", "responses/resp_1/input_tokens"),
         ("PUT", "responses/resp_1"),
         ("DELETE", "models/tiny"),
         ("POST", "chat/completions/x"),

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from openai.types.responses import ResponseStreamEvent
 
 from headrace.gateway.hints import HEADER
 from tests.gateway.mcp_server import ADD, McpServer, serving_mcp
@@ -532,6 +534,19 @@ async def test_the_providers_client_reads_all_of_it(fronted: Any, writes: Any) -
         "ResponseMcpCallCompletedEvent",
     } <= kinds
     await client.close()
+
+
+async def test_items_and_events_have_the_providers_types(ask: Any) -> None:
+    events = await ask(ADDING + called("calc__fail") + called("calc__add"), "Done.", stream=True)
+    events += await ask(ADDING, tools=[ASKED], stream=True)
+    event_type: Any = pydantic.TypeAdapter(ResponseStreamEvent)
+    kinds = set()
+    for event in events:
+        found = event_type.validate_json(json.dumps(event), strict=True)
+        assert found.type == event["type"]
+        if event["type"] == "response.output_item.done":
+            kinds.add(type(found.item).__name__)
+    assert kinds == {"McpListTools", "McpCall", "McpApprovalRequest", "ResponseOutputMessage"}
 
 
 async def test_lists_of_other_servers_in_the_input_have_no_effect(fronted: Any, writes: Any) -> None:
