@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two CPUs"),
 ]
 
-NUM_ROUNDS = 200 if os.environ.get("HEADRACE_SOAK") == "1" else 3
+NUM_ROUNDS = 200 if os.environ.get("HEADRACE_SOAK") == "1" else 4
 SEED = int(os.environ.get("HEADRACE_SEED", "1"))
 NUM_STREAMS, MAX_TOKENS = 8, 40
 # Of log-probabilities, which sums over ranks change in their low bits.
@@ -180,13 +181,23 @@ def stop_rank(system: Serve) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+def slow_down_rank(system: Serve) -> None:
+    """A rank gets a third of its time for a second."""
+    (pid,) = ranks_of(system)
+    for _ in range(30):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.01)
+
+
 @pytest.mark.timeout(300 + 60 * NUM_ROUNDS)
 async def test_streams_survive_what_happens_to_a_rank(group: Serve) -> None:
     asked = bodies(temperature=0.9, top_p=0.95, seed=7)
     undisturbed = await run_streams(group.base_url, asked)
     assert all(stream.is_done for stream in undisturbed)
     rng = random.Random(SEED)
-    kinds = [kill_rank, kill_worker_of_a_stopped_rank, stop_rank]
+    kinds = [kill_rank, kill_worker_of_a_stopped_rank, stop_rank, slow_down_rank]
     for number in range(NUM_ROUNDS):
         happens = kinds[number] if number < len(kinds) else rng.choice([*kinds, kill_worker])
         processes = [group.process_of("worker-0")["pid"], *ranks_of(group)]
@@ -198,7 +209,7 @@ async def test_streams_survive_what_happens_to_a_rank(group: Serve) -> None:
         )
         assert results(streams) == results(undisturbed), happens.__doc__
         until(lambda: group.process_of("worker-0")["state"] == "ready", "the worker is back", 120)
-        if happens is stop_rank:
+        if happens in (stop_rank, slow_down_rank):
             assert processes[1:] == ranks_of(group)
         else:
             until(lambda processes=processes: not any(map(alive, processes)), "the old ranks are gone")  # type: ignore[misc]
