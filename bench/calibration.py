@@ -110,6 +110,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return layout.kv_tokens * model.kv_token_bytes
         return whole + layout.window_slots * model.block_tokens * model.window_token_bytes
 
+    def decode_ms(self, batch: int) -> float:
+        """Milliseconds that a token takes each of `batch` streams with 512 tokens before it."""
+        shape = shape_of([(512, 1)] * batch, padding=max(0, self.layout.least_decode - batch))
+        return self.steps.milliseconds(shape)
+
     @property
     def threads(self) -> int:
         """Threads of all workers of the host."""
@@ -204,12 +209,11 @@ def described(calibration: Calibration) -> str:
         f"layout    {layout.workers} worker{'s' if layout.workers > 1 else ''}{threads}, "
         f"{layout.kv_tokens:,} tokens of KV cache each",
     ]
-    for batch in (1, 8, 32):
-        if batch <= layout.max_num_seqs:
-            shape = shape_of([(512, 1)] * batch, padding=max(0, layout.least_decode - batch))
-            lines.append(
-                f"{'decode' if batch == 1 else '':9} {steps.milliseconds(shape):.1f} ms a token at batch {batch}"
-            )
+    lines += [
+        f"{'decode' if batch == 1 else '':9} {calibration.decode_ms(batch):.1f} ms a token at batch {batch}"
+        for batch in (1, 8, 32)
+        if batch <= layout.max_num_seqs
+    ]
     whole = shape_of([(0, 512)])
     lines.append(f"prompts   {512_000 / steps.milliseconds(whole):,.0f} tokens/s in a prompt of 512")
     if calibration.source == "measured":

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "gateway": {"protos", "common"},
     "router": {"protos", "common"},
     "worker": {"protos", "common"},
-    "cli": {"protos", "common"},
+    "cli": {"protos", "common", "bench"},
     "sim": {"protos", "common", "router", "worker"},
     "bench": {"protos", "common", "gateway", "sim"},
     "plan": {"protos", "common", "sim", "bench"},
@@ -36,6 +36,9 @@ MAY_IMPORT = {
 
 # modules of workers that actors of Ray may import: the registration with routers, which may move there
 RAY_MAY_IMPORT = {"worker.server.registration"}
+
+# modules of the benchmark client that commands may import: what it has measured on this host
+CLI_MAY_IMPORT = {"bench.calibration", "bench.machine"}
 
 # modules of the gateway that the benchmark client may import: its tokenizer, which counts tokens
 BENCH_MAY_IMPORT = {"gateway.text.tokenizer", "gateway.upstream.bundle"}
@@ -302,6 +305,13 @@ def test_the_simulator_imports_only_the_pure_parts_of_router_and_worker() -> Non
             if parts[0] == "headrace" and parts[1] in ("router", "worker"):
                 module = ".".join(parts[1:4])
                 assert module in SIM_MAY_IMPORT, f"{path.name} imports {name}"
+
+
+def test_commands_import_only_what_the_benchmark_client_has_measured() -> None:
+    for path in modules("cli"):
+        for name in imported(path):
+            if name.startswith("headrace.bench"):
+                assert ".".join(name.split(".")[1:3]) in CLI_MAY_IMPORT, f"{path.name} imports {name}"
 
 
 def test_the_benchmark_client_imports_only_a_tokenizer_and_costs_of_steps() -> None:

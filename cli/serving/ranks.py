@@ -116,7 +116,6 @@ def _token_ms(model: str, machine: Topology) -> float | None:
     # Imported late: this takes a while.
     from headrace.bench import calibration as files
     from headrace.bench.machine import this_host
-    from headrace.sim.step_cost import shape_of
 
     path: Path = files.usual_path(model)
     if not path.exists():
@@ -129,4 +128,4 @@ def _token_ms(model: str, machine: Topology) -> float | None:
     is_whole = not any(flag.startswith("--tensor-parallel") for flag in layout.serve_flags)
     if found.host.cpu != this_host().cpu or not is_whole or layout.workers < len(nodes_with_cores(machine)):
         return None
-    return found.steps.milliseconds(shape_of([(512, 1)], padding=max(0, layout.least_decode - 1)))
+    return found.decode_ms(1)
