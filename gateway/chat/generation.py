@@ -357,7 +357,7 @@ class Generator:
                 piece = choice.push(answer)
                 num_cached_tokens = choice.num_cached_tokens
                 num_tokens += piece.num_tokens
-                self._metrics.recent.delivered(piece.num_tokens)
+                self._metrics.recent.delivered(job.model.name, piece.num_tokens)
                 if piece.ending is not None:
                     current_span().append("gen_ai.response.finish_reasons", piece.ending.reason)
                 yield number, piece
@@ -365,7 +365,7 @@ class Generator:
             raise _of_image(in_callers_names(error, job.sampling), job.images) from error
         finally:
             current_span().add("gen_ai.usage.output_tokens", num_tokens)
-            self._metrics.choice_ended(len(job.token_ids), num_cached_tokens, num_tokens, 0.0)
+            self._metrics.choice_ended(job.model.name, len(job.token_ids), num_cached_tokens, num_tokens, 0.0)
 
     def _messages(self, plan: Plan, request: GenerateRequest, caller: Caller) -> AsyncGenerator[GenerateResponse, None]:
         """The messages of one generation."""
@@ -394,7 +394,7 @@ class Generator:
                     if check is not None:
                         texts.append(piece.text)
                     last_s = time.monotonic()
-                    self._metrics.recent.delivered(piece.num_tokens)
+                    self._metrics.recent.delivered(job.model.name, piece.num_tokens)
                     if not first_s:
                         first_s = last_s
                         if not caller.is_background:
@@ -414,7 +414,8 @@ class Generator:
         finally:
             current_span().add("gen_ai.usage.output_tokens", num_tokens)
             decoding_s = 0.0 if caller.is_background else last_s - first_s
-            self._metrics.choice_ended(len(job.token_ids), choice.num_cached_tokens, num_tokens, decoding_s)
+            name = job.model.name
+            self._metrics.choice_ended(name, len(job.token_ids), choice.num_cached_tokens, num_tokens, decoding_s)
 
     async def _merged(
         self, generations: Sequence[_Generation], caller: Caller

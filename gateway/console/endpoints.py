@@ -1,7 +1,8 @@
 """The web console: a page at / with a chat and the fleet, and the figures for it.
 
 The files are in `console/page`, read once and served unchanged; nothing is loaded from other hosts. The page uses the
-public API and GET /console/fleet, whose answer may change with the page.
+public API, GET /console/fields (the sampling fields, from the table that the checks follow) and GET /console/fleet. The
+answers of these two may change with the page.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from headrace.common.version import headrace_version
+from headrace.gateway.chat.fields import APPLIED, OF_CHATS
 from headrace.gateway.edge.endpoint import Endpoint
 from headrace.gateway.edge.exchange import Exchange
 from headrace.gateway.edge.requests import query_of
 from headrace.gateway.edge.wire import encode
+from headrace.gateway.fields import Applied
 from headrace.gateway.services import Services
-from headrace.gateway.telemetry.recent import FAULTS, INTERVAL_S, NUM_INTERVALS, Interval, Recent, percentile
+from headrace.gateway.telemetry.recent import FAULTS, INTERVAL_S, RANGES, Figures, Interval, Recent, percentile
 from headrace.gateway.text.models import Models
 from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.router_pb2 import WorkerInfo, WorkerState
+from headrace.protos.sampling_fields import NUMBERS, SamplingNumbers
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard, Role, StepCost
 
@@ -50,14 +54,20 @@ _FILE_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 )
+_COUNTS = ("max_tokens", "min_tokens")
+_LISTS = ("stop", "samplers", "dry_sequence_breakers")
+"""Sampling fields that are no numbers: of these the page sends lists of texts."""
+_SWITCHES = ("ignore_eos",)
 _LOCAL_HOSTS = frozenset({"", "localhost", "127.0.0.1", "::1"})
 _MINUTE = int(60 / INTERVAL_S)
+_MAX_KEPT_TIMES = 256
 
 
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """The endpoints GET / and /console/... The files of the console need no API key. The data that it shows do."""
     figures = _Figures(FleetView(services.upstream), services.metrics.recent, services.models)
-    files = [_File(path) for path in sorted(FILES.iterdir()) if path.suffix in _CONTENT_TYPES]
+    files = [file_of(path) for path in sorted(FILES.iterdir()) if path.suffix in _CONTENT_TYPES]
+    files.append(_File("/console/fields", b"application/json", encode(sampling_fields())))
     return [
         Endpoint("GET", "/console/fleet", "fleet", figures.answer),
         *(Endpoint("GET", file.url_path, "console", file.answer, is_open=True) for file in files),
@@ -67,11 +77,11 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
 class _File:
     """A static file, compressed once. Browsers cache it and ask each time whether it has changed."""
 
-    def __init__(self, path: Path) -> None:
-        self.url_path = "/" if path.name == "index.html" else f"/console/{path.name}"
-        self._plain = path.read_bytes()
+    def __init__(self, url_path: str, content_type: bytes, content: bytes) -> None:
+        self.url_path = url_path
+        self._plain = content
         self._compressed = gzip.compress(self._plain, mtime=0)
-        self._content_type = _CONTENT_TYPES[path.suffix]
+        self._content_type = content_type
         self._digest = hashlib.sha256(self._plain).hexdigest()[:24].encode()
 
     async def answer(self, exchange: Exchange) -> None:
@@ -87,6 +97,12 @@ class _File:
             body = b""
             status = 304
         await exchange.respond(body, status=status, content_type=self._content_type, headers=headers)
+
+
+def file_of(path: Path) -> _File:
+    """A file of the page."""
+    url_path = "/" if path.name == "index.html" else f"/console/{path.name}"
+    return _File(url_path, _CONTENT_TYPES[path.suffix], path.read_bytes())
 
 
 class FleetView:
@@ -134,9 +150,10 @@ class _Figures:
         self._models = models
         self._instance = secrets.token_hex(8)
         self._version = headrace_version()
+        self._times: dict[tuple[int, str | None], tuple[int, dict[str, Any]]] = {}
 
     async def answer(self, exchange: Exchange) -> None:
-        since = _since(exchange)
+        since, length_s, model = _asked(exchange)
         await self._fleet.refresh()
         routers = self._fleet.routers()
         host = socket.gethostname()
@@ -148,16 +165,45 @@ class _Figures:
             "problem": self._fleet.problem,
             "workers": [worker_value(worker, host_of(through, host)) for worker in self._fleet.workers],
             "models": [model_value(card) for card in self._models.cards],
-            "recent": recent_value(self._recent, since),
+            "recent": self._recent_value(since, length_s, model),
         }
         await exchange.respond(encode(body), headers=[(b"cache-control", b"no-store")])
 
+    def _recent_value(self, since: int, length_s: int, model: str | None) -> dict[str, Any]:
+        """Intervals from `since` on, and the times to the first token: of the last minute, or of all intervals that are
+        longer."""
+        present = self._recent.number_of(length_s)
+        known = self._times.get((length_s, model))
+        if known is None or known[0] != present:
+            # Sorting the times of a day takes milliseconds, and a page asks every second.
+            first = present - _MINUTE if length_s == INTERVAL_S else 0
+            shown = self._recent.complete(first, length_s)
+            known = (present, times_value([one.figures(model) for one in shown]))
+            if len(self._times) >= _MAX_KEPT_TIMES:
+                self._times.clear()
+            self._times[length_s, model] = known
+        return {
+            "interval_s": float(length_s),
+            "num_intervals": RANGES[length_s],
+            "lengths_s": sorted(RANGES),
+            "next": present,
+            "ttft_ms": known[1],
+            "intervals": [_interval_value(one, model) for one in self._recent.complete(since, length_s)],
+        }
 
-def _since(exchange: Exchange) -> int:
-    text = query_of(exchange).get("since", "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+
+def _asked(exchange: Exchange) -> tuple[int, int, str | None]:
+    """The parameters `since`, a number of an interval; `interval_s`, its length; and `model`, for the figures of one.
+    Raises `StatusError` (INVALID_FIELD)."""
+    query = query_of(exchange)
+    since = query.get("since", "0")
+    if not (since.isascii() and since.isdigit() and len(since) <= 18):
         raise StatusError(Reason.INVALID_FIELD, "since: the number of an interval is expected", field="since")
-    return int(text)
+    length_s = query.get("interval_s", str(int(INTERVAL_S)))
+    if length_s not in {str(known) for known in RANGES}:
+        lengths = ", ".join(str(known) for known in sorted(RANGES))
+        raise StatusError(Reason.INVALID_FIELD, f"interval_s: one of {lengths} is expected", field="interval_s")
+    return int(since), int(length_s), query.get("model")
 
 
 def host_of(address: str, own_host: str) -> str:
@@ -188,11 +234,40 @@ def model_value(card: ModelCard) -> dict[str, Any]:
 
 
 def sampling_value(card: ModelCard) -> dict[str, float]:
-    """The default sampling of a request, for the parameters that the page has controls for."""
+    """The default sampling of a request: what the model's authors recommend, and the meaning of an absent field for the
+    rest. A field without a value has no default."""
     defaults = card.default_sampling
-    return {
-        name: round(getattr(defaults, name), 4) if defaults.HasField(name) else 1.0 for name in ("temperature", "top_p")
-    }
+    found: dict[str, float] = {name: number.default for name, number in NUMBERS.items() if number.default is not None}
+    for name in (*NUMBERS, *_COUNTS):
+        if name != "seed" and defaults.HasField(name):
+            found[name] = round(getattr(defaults, name), 4)
+    return found
+
+
+def sampling_fields() -> list[dict[str, Any]]:
+    """The sampling fields that the page offers, from the tables that the checks and the reference follow: name, kind,
+    range, values and meaning of each, in Markdown."""
+    hints = get_type_hints(SamplingNumbers)
+    numbers = [
+        {
+            "name": name,
+            "kind": "whole" if int in get_args(hints[name]) else "number",
+            "least": number.least,
+            "greatest": number.greatest,
+            "values": number.values,
+            "meaning": number.meaning,
+        }
+        for name, number in NUMBERS.items()
+    ]
+    kinds = {**dict.fromkeys(_COUNTS, "whole"), **dict.fromkeys(_LISTS, "texts"), **dict.fromkeys(_SWITCHES, "switch")}
+    rows = {**APPLIED, **OF_CHATS}
+    others = []
+    for name, kind in kinds.items():
+        row = rows[name]
+        assert isinstance(row, Applied)
+        bounds = {"least": 0 if name == "min_tokens" else 1, "greatest": 2**31 - 1} if kind == "whole" else {}
+        others.append({"name": name, "kind": kind, **bounds, "values": row.values, "meaning": row.meaning})
+    return [*numbers, *others]
 
 
 def worker_value(worker: WorkerInfo, router_host: str) -> dict[str, Any]:
@@ -244,24 +319,19 @@ def _load_value(worker: WorkerInfo) -> dict[str, Any]:
     }
 
 
-def recent_value(recent: Recent, since: int) -> dict[str, Any]:
-    """Intervals from `since` on, and the times to the first token of the last minute, in milliseconds."""
-    minute = [ms for one in recent.complete(recent.number - _MINUTE) for ms in one.ttft_ms]
-    return {
-        "interval_s": INTERVAL_S,
-        "num_intervals": NUM_INTERVALS,
-        "next": recent.number,
-        "ttft_ms": {"p50": percentile(minute, 0.5), "p95": percentile(minute, 0.95), "count": len(minute)},
-        "intervals": [_interval_value(one) for one in recent.complete(since)],
-    }
+def times_value(figures: Sequence[Figures]) -> dict[str, Any]:
+    """Median, 95th percentile and number of the times to the first token, in milliseconds."""
+    times = [ms for one in figures for ms in one.ttft_ms]
+    return {"p50": percentile(times, 0.5), "p95": percentile(times, 0.95), "count": len(times)}
 
 
-def _interval_value(interval: Interval) -> dict[str, Any]:
+def _interval_value(interval: Interval, model: str | None) -> dict[str, Any]:
+    figures = interval.figures(model)
     return {
         "number": interval.number,
-        "tokens": interval.num_tokens,
-        "prompt_tokens": interval.num_prompt_tokens,
-        "cached_tokens": interval.num_cached_tokens,
+        "tokens": figures.num_tokens,
+        "prompt_tokens": figures.num_prompt_tokens,
+        "cached_tokens": figures.num_cached_tokens,
         "answered": interval.num_answered,
         "cancelled": interval.num_cancelled,
         "refused": interval.num_refused,
@@ -270,6 +340,6 @@ def _interval_value(interval: Interval) -> dict[str, Any]:
             "refused": {name: count for name, count in interval.reasons.items() if name not in FAULTS},
             "failed": {name: count for name, count in interval.reasons.items() if name in FAULTS},
         },
-        "ttft_p50_ms": percentile(interval.ttft_ms, 0.5),
-        "ttft_p95_ms": percentile(interval.ttft_ms, 0.95),
+        "ttft_p50_ms": percentile(figures.ttft_ms, 0.5),
+        "ttft_p95_ms": percentile(figures.ttft_ms, 0.95),
     }

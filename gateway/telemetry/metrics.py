@@ -161,14 +161,19 @@ class Metrics:
         self._ttft.observe(since_arrival_s, _trace())
         if self._waits is not None:
             self._waits.first_token(model, since_arrival_s)
-        self.recent.first_token(since_arrival_s)
+        self.recent.first_token(model, since_arrival_s)
 
     def choice_ended(
-        self, num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int, decoding_s: float
+        self,
+        model: str,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        num_generated_tokens: int,
+        decoding_s: float,
     ) -> None:
         """Count the tokens of a choice, whole or broken off. `decoding_s` is from its first to its last token; 0 for
         requests of batches, whose times are not those of callers."""
-        self.recent.prompt(num_prompt_tokens, num_cached_tokens)
+        self.recent.prompt(model, num_prompt_tokens, num_cached_tokens)
         self._prompt.inc(num_prompt_tokens)
         self._cached.inc(num_cached_tokens)
         self._generated.inc(num_generated_tokens)

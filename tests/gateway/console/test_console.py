@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.console.endpoints import FILES, FleetView, host_of, worker_value
+from headrace.gateway.console.endpoints import FILES, FleetView, host_of, sampling_value, worker_value
+from headrace.gateway.telemetry.recent import RANGES
+from headrace.protos.inference_pb2 import SamplingParams
 from headrace.protos.router_pb2 import WORKER_STATE_READY, WORKER_STATE_SUSPECT, WorkerInfo
+from headrace.protos.sampling_fields import NUMBERS
 from headrace.protos.status import Reason, StatusError
-from headrace.protos.worker_pb2 import ROLE_PREFILL, Counters, Load
+from headrace.protos.worker_pb2 import ROLE_PREFILL, Counters, Load, ModelCard
 from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -153,7 +156,7 @@ async def test_the_fleet_is_told_with_hosts_nodes_states_and_counters(gateway: A
     assert second["load"] is None
     assert second["numa_node"] is None
     (model,) = body["models"]
-    assert (model["id"], model["sampling"]) == ("tiny", {"temperature": 1.0, "top_p": 1.0})
+    assert (model["id"], model["sampling"]["temperature"], model["sampling"]["top_k"]) == ("tiny", 1.0, 0)
     assert (model["block_size"], model["max_context_tokens"]) == (1, 256)
 
 
@@ -181,6 +184,61 @@ async def test_an_answer_is_seen_in_the_intervals(gateway: Any, router_of: Any) 
     assert 0 < recent["ttft_ms"]["p50"] <= recent["ttft_ms"]["p95"]
     later = (await gateway.http.get(f"/console/fleet?since={recent['next']}")).json()["recent"]
     assert not later["intervals"]
+
+
+async def test_longer_intervals_and_those_of_one_model_are_told(gateway: Any, router_of: Any) -> None:
+    async def told(**query: Any) -> dict[str, Any]:
+        return dict((await gateway.http.get("/console/fleet", params=query)).json()["recent"])
+
+    before = await told(interval_s=2)
+    answer = await gateway.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi there"})
+    count = answer.json()["usage"]["completion_tokens"]
+    async with asyncio.timeout(patience(10)):
+        while not (await told(since=before["next"], model="tiny"))["intervals"]:
+            await asyncio.sleep(0.05)
+    own = await told(since=before["next"], model="tiny")
+    assert sum(one["tokens"] for one in own["intervals"]) == count
+    assert own["ttft_ms"]["count"] >= 1
+    other = await told(since=before["next"], model="another")
+    assert sum(one["tokens"] for one in other["intervals"]) == 0
+    assert other["ttft_ms"] == {"p50": None, "p95": None, "count": 0}
+    for length_s, count in RANGES.items():
+        longer = await told(interval_s=length_s)
+        assert (longer["interval_s"], longer["num_intervals"]) == (length_s, count)
+
+
+@pytest.mark.parametrize("interval", ["x", "3", "-2", "2.0"])
+async def test_a_length_of_intervals_that_is_not_kept_is_refused(gateway: Any, interval: str) -> None:
+    answer = await gateway.http.get("/console/fleet", params={"interval_s": interval})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["message"]) == ("interval_s", "interval_s: one of 2, 30, 300 is expected")
+
+
+async def test_the_sampling_fields_are_those_of_the_checks(gateway: Any) -> None:
+    answer = await gateway.http.get("/console/fields")
+    assert answer.headers["content-type"] == "application/json"
+    fields = {field["name"]: field for field in answer.json()}
+    assert NUMBERS.keys() <= fields.keys()
+    for name, number in NUMBERS.items():
+        field = fields[name]
+        assert (field["least"], field["greatest"], field["meaning"]) == (number.least, number.greatest, number.meaning)
+    assert (fields["top_k"]["kind"], fields["top_p"]["kind"], fields["stop"]["kind"]) == ("whole", "number", "texts")
+    assert (fields["ignore_eos"]["kind"], fields["max_tokens"]["least"]) == ("switch", 1)
+    for name, field in fields.items():
+        value = {"texts": ["temperature"], "switch": True}.get(field["kind"], field.get("greatest"))
+        if name not in ("max_tokens", "min_tokens"):
+            body = {"model": "tiny", "prompt": "hi", "max_tokens": 1, name: value}
+            assert (await gateway.http.post("/v1/completions", json=body)).status_code == 200, name
+
+
+async def test_defaults_of_sampling_are_the_makers_or_those_of_the_fields() -> None:
+    card = ModelCard(default_sampling=SamplingParams(temperature=0.6, top_k=20, max_tokens=500))
+    found = sampling_value(card)
+    assert (found["temperature"], found["top_k"], found["max_tokens"]) == (0.6, 20, 500)
+    assert (found["top_p"], found["min_p"], found["repetition_penalty"]) == (1.0, 0.0, 1.0)
+    assert "seed" not in found
+    assert "max_tokens" not in sampling_value(ModelCard())
 
 
 @pytest.mark.parametrize("since", ["x", "-1", "1.5", "9" * 30])

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.telemetry.recent import INTERVAL_S, MAX_SAMPLES, NUM_INTERVALS, Recent, percentile
+from headrace.gateway.telemetry.recent import (
+    INTERVAL_S,
+    MAX_MODELS,
+    MAX_SAMPLES,
+    NUM_INTERVALS,
+    OTHERS,
+    RANGES,
+    Recent,
+    percentile,
+)
 
 
 class Clock:
@@ -22,27 +31,28 @@ class Clock:
 def test_what_happens_is_shown_when_its_interval_is_over() -> None:
     clock = Clock()
     recent = Recent(clock)
-    recent.delivered(3)
-    recent.delivered(4)
-    recent.first_token(0.25)
-    recent.prompt(100, 64)
+    recent.delivered("m", 3)
+    recent.delivered("m", 4)
+    recent.first_token("m", 0.25)
+    recent.prompt("m", 100, 64)
     assert not recent.complete()
     clock.now_s += INTERVAL_S
     (interval,) = recent.complete()
     assert interval.number == 500
-    assert (interval.num_tokens, interval.num_prompt_tokens, interval.num_cached_tokens) == (7, 100, 64)
-    assert interval.ttft_ms == [250.0]
+    figures = interval.figures()
+    assert (figures.num_tokens, figures.num_prompt_tokens, figures.num_cached_tokens) == (7, 100, 64)
+    assert list(figures.ttft_ms) == [250.0]
 
 
 def test_whoever_asks_again_gets_only_what_is_new() -> None:
     clock = Clock()
     recent = Recent(clock)
-    recent.delivered(1)
+    recent.delivered("m", 1)
     clock.now_s += INTERVAL_S
     seen_until = recent.number
-    recent.delivered(2)
+    recent.delivered("m", 2)
     clock.now_s += INTERVAL_S
-    assert [one.num_tokens for one in recent.complete(seen_until)] == [2]
+    assert [one.figures().num_tokens for one in recent.complete(seen_until)] == [2]
 
 
 def test_requests_are_told_apart_by_their_outcome() -> None:
@@ -98,12 +108,13 @@ def test_of_many_first_tokens_an_interval_keeps_the_latest() -> None:
     clock = Clock()
     recent = Recent(clock)
     for number in range(MAX_SAMPLES + 10):
-        recent.first_token(number / 1000)
+        recent.first_token("m", number / 1000)
     clock.now_s += INTERVAL_S
     (interval,) = recent.complete()
-    assert len(interval.ttft_ms) == MAX_SAMPLES
-    assert min(interval.ttft_ms) == 10.0
-    assert interval.num_first_tokens == MAX_SAMPLES + 10
+    figures = interval.figures()
+    assert len(figures.ttft_ms) == MAX_SAMPLES
+    assert min(figures.ttft_ms) == 10.0
+    assert figures.num_first_tokens == MAX_SAMPLES + 10
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 9)), max_size=300))
@@ -114,13 +125,68 @@ def test_nothing_recent_is_lost_and_nothing_old_is_kept(steps: list[tuple[float,
     for pause_s, num_tokens in steps:
         clock.now_s += pause_s
         entered.append((recent.number, num_tokens))
-        recent.delivered(num_tokens)
+        recent.delivered("m", num_tokens)
     present = recent.number
     expected = sum(count for number, count in entered if present - NUM_INTERVALS <= number < present)
     shown = recent.complete()
-    assert sum(one.num_tokens for one in shown) == expected
+    assert sum(one.figures().num_tokens for one in shown) == expected
     assert len(shown) <= NUM_INTERVALS
     assert [one.number for one in shown] == sorted({one.number for one in shown})
+
+
+def test_models_are_told_apart_and_summed() -> None:
+    clock = Clock()
+    recent = Recent(clock)
+    recent.delivered("a", 3)
+    recent.delivered("b", 4)
+    recent.first_token("b", 0.5)
+    recent.prompt("a", 10, 2)
+    clock.now_s += INTERVAL_S
+    (interval,) = recent.complete()
+    assert (interval.figures("a").num_tokens, interval.figures("b").num_tokens, interval.figures().num_tokens) == (
+        3,
+        4,
+        7,
+    )
+    assert (list(interval.figures("a").ttft_ms), list(interval.figures("b").ttft_ms)) == ([], [500.0])
+    assert interval.figures("unknown").num_tokens == 0
+
+
+def test_an_interval_tells_a_bounded_number_of_models_apart() -> None:
+    clock = Clock()
+    recent = Recent(clock)
+    for number in range(MAX_MODELS + 5):
+        recent.delivered(f"adapter {number}", 1)
+    recent.delivered("adapter 0", 1)
+    clock.now_s += INTERVAL_S
+    (interval,) = recent.complete()
+    assert len(interval.models) == MAX_MODELS + 1
+    assert (interval.figures("adapter 0").num_tokens, interval.figures(OTHERS).num_tokens) == (2, 5)
+    assert interval.figures().num_tokens == MAX_MODELS + 6
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 400), st.integers(1, 9), st.booleans()), max_size=200),
+    st.sampled_from(sorted(RANGES)),
+)
+def test_longer_intervals_have_what_the_shortest_had(steps: list[tuple[float, int, bool]], length_s: int) -> None:
+    clock = Clock()
+    recent = Recent(clock)
+    entered: list[tuple[int, int]] = []
+    for pause_s, num_tokens, looks in steps:
+        clock.now_s += pause_s
+        if looks:
+            recent.complete(0, length_s)  # whoever looks in between changes nothing
+        entered.append((recent.number_of(length_s), num_tokens))
+        recent.delivered("m", num_tokens)
+        recent.request_ended("chat", "quota")
+    clock.now_s += length_s
+    present = recent.number_of(length_s)
+    expected = [(number, count) for number, count in entered if present - RANGES[length_s] <= number < present]
+    shown = recent.complete(0, length_s)
+    assert sum(one.figures("m").num_tokens for one in shown) == sum(count for _, count in expected)
+    assert sum(one.reasons["quota"] for one in shown) == sum(one.num_refused for one in shown) == len(expected)
+    assert [one.number for one in shown] == sorted({number for number, _ in expected})
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 1))
