@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/*.proto)
 # An editable install knows the packages that there were when it was made.
 PACKAGES := $(wildcard */__init__.py)
 
-.PHONY: help serve test test-clients test-architectures test-avx2 test-numa check docs docs-walk dev protos release-protos lock image bench-peers clean
+.PHONY: help serve test test-clients test-architectures test-avx2 test-numa check docs docs-walk dev protos release-protos katex lock image bench-peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make release-protos                           make the protos as they are a promise, at a release'
+	@echo 'make katex                                    fetch the KaTeX that the web console serves'
 	@echo 'make lock                                     write requirements.lock, what the image installs'
 	@echo 'make image                                    build the image, on a base image held by digest'
 	@echo 'make docs-walk                                the pictures of the walks, in docs/architecture.md'
@@ -64,7 +65,7 @@ serve: .venv/.serve
 
 # Two processes start fleets with the real model, and the third runs all else: with a single one for fleets, two cores were idle
 # for a third of the time. ARGS="-n 0" runs all in one.
-test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done .make/helm/.done
+test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done .make/helm/.done .make/axe/.done
 	$(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 # Helm as a library: 244 MB, so not in .venv.
@@ -100,6 +101,23 @@ test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.d
 	@PATH="$$PATH:$(CURDIR)/.make/clients/bin" npm install --prefix .make/clients --prefer-offline --no-audit --no-fund \
 	    --fetch-retries 5 --loglevel error
 	@touch $@
+
+# Rules of accessibility, which tests hold the web console to.
+.make/axe/.done: | .make/clients/.done
+	@echo "fetching axe-core into .make/axe" >&2
+	@mkdir -p $(@D)
+	@cd $(@D) && PATH="$$PATH:$(CURDIR)/.make/clients/bin" npm pack --silent axe-core@4.14.1 > /dev/null && \
+	    tar -xzf axe-core-4.14.1.tgz --strip-components 1 package/axe.min.js && rm axe-core-4.14.1.tgz
+	@touch $@
+
+# KaTeX as it is published, behind its licence. It is part of the source, so that users need no build; a test has its digest.
+KATEX := 0.19.1
+katex: | .make/clients/.done
+	@mkdir -p .make/katex
+	@cd .make/katex && PATH="$$PATH:$(CURDIR)/.make/clients/bin" npm pack --silent katex@$(KATEX) > /dev/null && \
+	    tar -xzf katex-$(KATEX).tgz --strip-components 1 package/LICENSE package/dist/katex.min.js && rm katex-$(KATEX).tgz
+	@{ echo "/* KaTeX $(KATEX)"; cat .make/katex/LICENSE; echo "*/"; cat .make/katex/dist/katex.min.js; } \
+	    > gateway/console/page/katex.min.js
 
 # aider pins what it needs, so that it gets an environment of its own, too.
 .make/aider/.done: tests/e2e/clients/aider_requirements.txt

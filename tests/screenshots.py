@@ -12,13 +12,24 @@ from pathlib import Path
 import httpx
 
 from tests.browser import Browser, browser
-from tests.e2e.serving import Serve, serving
+from tests.e2e.console_page import is_ready
+from tests.e2e.serving import MODEL, Serve, headrace, serving
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 MAX_BYTES = 150_000
 LOAD_S = 75
 _SYSTEM = "You are a patient assistant for people who own a water mill. You answer in short, friendly sentences. " * 4
-_DONE = "return document.querySelector('.answer:last-child:not(.busy) .figures div') !== null"
+_TWIN = "smollm2-twin"
+_TEXT = (
+    "Write $n$ for the number of tokens and $d$ for the width of a head. Attention is\n\n"
+    "$$\\operatorname{softmax}\\left(\\frac{QK^\\top}{\\sqrt{d}}\\right)V, "
+    "\\qquad Q, K, V \\in \\mathbb{R}^{n \\times d}$$\n\n"
+    "| Step | Shape | Operations |\n|---|:-:|--:|\n| $QK^\\top$ | $n \\times n$ | $2n^2d$ |\n"
+    "| softmax | $n \\times n$ | $O(n^2)$ |\n| times $V$ | $n \\times d$ | $2n^2d$ |\n\n"
+    "In Python:\n\n```python\ndef attention(q, k, v):\n    # Scores of all pairs, each row summing to 1.\n"
+    "    scores = q @ k.T / math.sqrt(q.shape[-1])\n    return softmax(scores, axis=-1) @ v\n```\n"
+)
+_DONE = "return document.querySelector('.answer:last-child:not(.busy) .figures li') !== null"
 _SET = """for (const [name, value] of Object.entries(arguments[0])) {
   const field = document.getElementById(`setting-${name}`);
   field.value = value;
@@ -27,10 +38,14 @@ _SET = """for (const [name, value] of Object.entries(arguments[0])) {
 
 
 def main() -> None:
-    """Write console-chat.png and console-fleet.png."""
+    """Write console-*.png."""
     IMAGES.mkdir(exist_ok=True)
-    with serving("--workers", "2", "--threads", "1", "--kv-cache-gb", "0.04") as system, browser() as page:
+    flags = ("--workers", "2", "--threads", "1", "--kv-cache-gb", "0.04")
+    with serving(*flags) as system, browser() as page:
+        assert headrace("models", "alias", _TWIN, MODEL, "--port", str(system.port)).returncode == 0
         chat(page, system)
+        text(page, system)
+        compare(page, system)
         with load(system, num_clients=5):
             fleet(page)
     for path in sorted(IMAGES.glob("console-*.png")):
@@ -42,6 +57,7 @@ def chat(page: Browser, system: Serve) -> None:
     """Three conversations, the last one shown, in light colours."""
     page.look(width=1180, height=740)
     page.open(system.base_url + "/")
+    is_ready(page, 2)
     for questions, max_tokens in (
         (["Write a short poem about rain."], 40),
         (["Explain how a water mill works."], 40),
@@ -56,6 +72,42 @@ def chat(page: Browser, system: Serve) -> None:
     page.run("document.activeElement.blur()")
     time.sleep(0.5)
     page.screenshot(IMAGES / "console-chat.png")
+
+
+def text(page: Browser, system: Serve) -> None:
+    """An answer, written by us, with all that answers can have, in light colours."""
+    question = {"role": "user", "content": "How does attention work?"}
+    chats = [{"id": "text", "messages": [question, {"role": "assistant", "content": _TEXT}]}]
+    page.run(
+        """const others = JSON.parse(localStorage['headrace.chats']);
+        localStorage['headrace.chats'] = JSON.stringify([...arguments[0], ...others]);""",
+        chats,
+    )
+    page.open(system.base_url + "/")
+    is_ready(page, 2)
+    page.until(
+        "return document.querySelectorAll('math').length > 8 && document.querySelector('.code-keyword') !== null"
+    )
+    page.run("document.activeElement.blur(); document.getElementById('scroll').scrollTop = 0")
+    time.sleep(0.5)
+    page.screenshot(IMAGES / "console-text.png")
+
+
+def compare(page: Browser, system: Serve) -> None:
+    """Two models that answer one question, in dark colours."""
+    page.look(width=1180, height=740, dark=True)
+    page.run("document.getElementById('new-chat').click()")
+    page.run(
+        "const s = document.getElementById('beside'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))",
+        _TWIN,
+    )
+    page.run(_SET, {"temperature": "1", "max_tokens": "90"})
+    page.type("#prompt", "Explain how a water mill works.", then="Enter")
+    page.until("return document.querySelectorAll('.answer:not(.busy) .column .figures li').length > 4")
+    page.run("document.activeElement.blur()")
+    time.sleep(0.5)
+    page.screenshot(IMAGES / "console-compare.png")
+    page.click("#stop-comparing")
 
 
 def fleet(page: Browser) -> None:
@@ -78,6 +130,7 @@ def load(system: Serve, *, num_clients: int) -> Iterator[None]:
                 body = {
                     "messages": [{"role": "system", "content": _SYSTEM}, user],
                     "max_tokens": 30 + 17 * ((number + turn) % 5),
+                    "model": MODEL,
                     "temperature": 7 if (number, turn % 6) == (1, 3) else 1,
                     "stream": True,
                 }

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from tests.browser import Browser
 from tests.e2e.serving import Serve
 
-DONE = "return document.querySelector('.answer:last-child:not(.busy) .figures div') !== null"
+AXE = Path(__file__).parents[2] / ".make/axe/axe.min.js"
+DONE = "return document.querySelector('.answer:last-child:not(.busy) .figures li') !== null"
 """Whether the last answer is complete."""
+RECORD = """window.sent = [];
+const real = window.fetch;
+window.fetch = (path, options) => {
+  if (options?.body) window.sent.push(JSON.parse(options.body));
+  return real(path, options);
+};"""
+"""Has the page keep the bodies that it sends in `window.sent`."""
 _FORGET = """localStorage.clear();
 sessionStorage.clear();
 await new Promise((resolve) => {
@@ -33,7 +44,7 @@ document.getElementById('prompt').dispatchEvent(event);
 return event.defaultPrevented;"""
 
 
-def fresh_page(served: Serve, tab: Browser) -> Iterator[Browser]:
+def fresh_page(served: Serve, tab: Browser, num_models: int = 1) -> Iterator[Browser]:
     """The page with nothing stored. At its end: no complaint on the console, no request to anybody else."""
     tab.look()
     tab.open(served.base_url + "/")
@@ -41,11 +52,32 @@ def fresh_page(served: Serve, tab: Browser) -> Iterator[Browser]:
     tab.complaints()
     tab.requests()
     tab.open(served.base_url + "/")
-    tab.until("return document.querySelectorAll('#model option').length === 1")
+    is_ready(tab, num_models)
     yield tab
-    assert tab.complaints() == []
+    complaints = tab.complaints()
+    assert not complaints, complaints
     elsewhere = {url for url in tab.requests() if not url.startswith(served.base_url + "/")}
     assert not elsewhere
+
+
+def is_ready(page: Browser, num_models: int = 1) -> None:
+    """Wait until the page knows the models and the sampling fields."""
+    page.until(
+        """return document.querySelectorAll('#model option').length === arguments[0]
+          && document.getElementById('setting-max_tokens') !== null""",
+        num_models,
+    )
+
+
+def load_colours_and_formulas(page: Browser) -> None:
+    """Have the page load what colours code and sets formulas. Texts that are shown later have both at once."""
+    page.run(
+        """const { render } = await import('/console/markdown.js');
+        window.first = document.createElement('div');
+        render(window.first, arguments[0]);""",
+        "$x$\n\n```js\nconst\n```",
+    )
+    page.until("return ['math', '.code-keyword'].every((one) => window.first.querySelector(one) !== null)")
 
 
 def ask(page: Browser, text: str, *, max_tokens: int = 40) -> None:
@@ -60,6 +92,21 @@ def ask(page: Browser, text: str, *, max_tokens: int = 40) -> None:
         max_tokens,
     )
     page.type("#prompt", text, then="Enter")
+
+
+def violations(page: Browser) -> list[str]:
+    """What the page does that axe-core's rules forbid: those of WCAG 2.2 A and AA, and its best practices."""
+    if not AXE.is_file():
+        pytest.skip("axe-core is not there; make .make/axe/.done fetches it")
+    if not page.run("return Boolean(window.axe)"):
+        page.run(AXE.read_text())
+    return list(
+        page.run(
+            """const found = await axe.run(document, {resultTypes: ['violations']});
+            return found.violations.flatMap(({id, nodes}) => nodes.map(
+              (node) => `${id}: ${node.target.join(' ')}: ${node.failureSummary.replace(/\\s+/g, ' ')}`));"""
+        )
+    )
 
 
 def give_files(page: Browser, kind: str, *files: tuple[str, str, bytes]) -> bool:

@@ -63,9 +63,7 @@ def tab() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(served: Serve, tab: Browser) -> Iterator[Browser]:
-    for opened in fresh_page(served, tab):
-        opened.until("return !document.getElementById('attach').hidden")
-        yield opened
+    yield from fresh_page(served, tab)
 
 
 def files_of(question: Question) -> list[tuple[str, str, bytes]]:
@@ -97,7 +95,7 @@ def test_an_attached_picture_is_read(page: Browser, tmp_path: Path) -> None:
         "Image drawn.png"
     ]
     assert page.run("const one = document.querySelector('.sent-images img'); return one.naturalWidth === one.width")
-    assert f"{TOKENS_PER_PICTURE}\nof the prompt for images" in page.text(".figures")
+    assert f"{TOKENS_PER_PICTURE} of the prompt for images" in page.text(".figures")
 
 
 @pytest.mark.parametrize("kind", ["paste", "drop"])
@@ -125,7 +123,7 @@ def test_a_conversation_keeps_its_pictures_until_it_is_deleted(page: Browser, se
     assert page.run(ANSWERS) == [ONE.reference]
     assert page.run(KEPT) == 1
     assert page.run("return localStorage['headrace.chats'].length") < 20_000, "pictures are not in localStorage"
-    page.run("document.querySelector('#chats .quiet').click()")
+    page.run("document.querySelector(\"#chats [aria-label^='Delete']\").click()")
     page.until(KEPT.replace("resolve(counting.result)", "resolve(counting.result === 0)"))
 
 
@@ -142,6 +140,7 @@ def test_a_question_is_taken_back_with_its_pictures(page: Browser) -> None:
     assert page.run("return document.getElementById('attached').hidden")
     give(page, "paste", TWO)
     page.type("#prompt", "", then="Enter")
+    page.until("return document.querySelector('.question .versions')?.innerText.includes('2 / 2')")
     page.until(DONE)
     assert page.run(ANSWERS) == [TWO.reference]
 
@@ -165,7 +164,12 @@ def test_a_picture_that_is_gone_is_named_and_not_left_out(page: Browser, served:
 def test_what_is_no_image_is_refused_beside_the_field(page: Browser) -> None:
     give_files(page, "drop", ("notes.pdf", "application/pdf", b"%PDF-1.7"))
     page.until("return document.getElementById('attach-problem').textContent !== ''")
-    assert page.text("#attach-problem") == "“notes.pdf” is not an image that this browser can read."
+    assert page.text("#attach-problem") == (
+        "“notes.pdf” is neither an image that this browser can read nor text; attach its text."
+    )
+    give_files(page, "drop", ("broken.png", "image/png", b"no picture"))
+    page.until("return document.getElementById('attach-problem').textContent.includes('broken')")
+    assert page.text("#attach-problem") == "“broken.png” is not an image that this browser can read."
     give(page, "drop", ONE)
     assert page.text("#attach-problem") == ""
 

@@ -1,6 +1,7 @@
 // The gateway, as the console uses it.
 
 const KEY = "headrace.key";
+const BROKEN = "The connection broke before the answer was complete";
 
 /** An answer that is an error. `status` is 0 when there was no answer. */
 export class ApiError extends Error {
@@ -29,10 +30,10 @@ async function request(path, options = {}) {
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
   try {
-    response = await fetch(path, { ...options, headers, cache: "no-store" });
+    response = await fetch(path, { cache: "no-store", ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The gateway does not answer.");
+    throw new ApiError(0, "The gateway does not answer");
   }
   if (!response.ok) throw await refusal(response, Boolean(key));
   return response;
@@ -45,27 +46,42 @@ async function refusal(response, hadKey) {
   } catch {
     // Something before the gateway answered, in a shape of its own.
   }
-  if (response.status === 401) onUnauthorized(hadKey);
+  if (response.status === 401) {
+    onUnauthorized(hadKey);
+    message = hadKey ? "The gateway does not know this key" : "The gateway asks for an API key";
+  }
   return new ApiError(response.status, message, Number(response.headers.get("retry-after")) || undefined);
 }
 
 /**
- * The models that can chat, by name: whether what they read `isKnown` (one that was never loaded tells nothing), and the
- * limits of `images`, null for those that read text only.
+ * The models that can chat, by name: the `state` of each and the `problem` with it, the model that an alias stands for
+ * (`root`), whether what they read `isKnown` (one that was never loaded tells nothing), and the limits of `images`, null for
+ * those that read text only.
  */
 export async function listModels() {
   const answer = await (await request("v1/models")).json();
   const models = answer.data.filter((model) => model.task === "generate");
-  return new Map(models.map(({ id, architecture, images }) => [id, { isKnown: architecture !== null, images: readsImages(architecture) ? images : null }]));
+  return new Map(
+    models.map(({ id, architecture, images, state, problem, root }) => [
+      id,
+      { isKnown: architecture !== null, images: readsImages(architecture) ? images : null, state, problem, root },
+    ]),
+  );
+}
+
+/** The sampling fields of the gateway, with their ranges and meanings. */
+export async function samplingFields() {
+  return (await request("console/fields", { cache: "no-cache" })).json();
 }
 
 function readsImages(architecture) {
   return Boolean(architecture?.input_modalities.includes("image"));
 }
 
-/** What runs, and what the gateway measured in its intervals from number `since` on. */
-export async function fleet(since) {
-  return (await request(`console/fleet?since=${since}`)).json();
+/** What runs, and what the gateway measured in its intervals of `lengthS` from number `since` on, of one model if it is named. */
+export async function fleet({ since, lengthS, model }) {
+  const query = new URLSearchParams({ since, interval_s: lengthS, ...(model ? { model } : {}) });
+  return (await request(`console/fleet?${query}`)).json();
 }
 
 /** The chunks of a streamed chat. Throws an ApiError, also when one comes in the middle of the stream. */
@@ -82,7 +98,7 @@ export async function* streamChat(body, signal) {
     if (chunk.error) throw new ApiError(500, chunk.error.message);
     yield chunk;
   }
-  throw new ApiError(0, "The connection broke before the answer was complete.");
+  throw new ApiError(0, BROKEN);
 }
 
 /** The data of server-sent events; comments are skipped. */
@@ -102,7 +118,7 @@ export async function* events(stream) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The connection broke before the answer was complete.");
+    throw new ApiError(0, BROKEN);
   } finally {
     reader.cancel().catch(() => {});
   }

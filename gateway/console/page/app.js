@@ -2,16 +2,22 @@
 
 import { ApiError, fleet as fetchFleet, useKey, whenUnauthorized } from "./api.js";
 import { Chat } from "./chat.js";
-import { say } from "./dom.js";
-import { Fleet } from "./fleet.js";
+import { h, say } from "./dom.js";
+import { Rates } from "./rates.js";
 import { Settings } from "./settings.js";
+import { refusalText } from "./talk.js";
 
+// What is asked for while nobody has looked at the fleet.
+const NO_INTERVALS = { since: Number.MAX_SAFE_INTEGER, lengthS: 2, model: "" };
 const FLEET_EVERY_MS = 1000;
 const ASIDE_EVERY_MS = 4000;
 const $ = (id) => document.getElementById(id);
 const settings = new Settings($("settings"));
 const chat = new Chat(settings);
-const fleet = new Fleet($("fleet"));
+const rates = new Rates();
+// The view of the fleet, loaded when it is first shown.
+let fleet;
+let loadingFleet;
 
 // --- views and panels -------------------------------------------------------------------------------------------------
 
@@ -29,7 +35,20 @@ function showView() {
   }
   document.title = name === "fleet" ? "Fleet – headrace" : "headrace";
   closePanels();
+  if (name === "fleet" && !fleet) loadFleet();
   wake();
+}
+
+async function loadFleet() {
+  loadingFleet ??= import("./fleet.js");
+  try {
+    const { Fleet } = await loadingFleet;
+    fleet ??= new Fleet($("fleet"), rates, wake);
+    wake();
+  } catch {
+    loadingFleet = undefined;
+    $("fleet").replaceChildren(h("p", { class: "notice bad", role: "alert" }, "The gateway does not answer; see whether the server runs and the network is there, then reload this page."));
+  }
 }
 
 function openPanel(panel, toggle, isOpen) {
@@ -53,6 +72,12 @@ function toggleSettings() {
   else $("settings-toggle").focus();
 }
 
+/** Go to the field that searches conversations; on a narrow page, open the side with it. */
+function search() {
+  if ($("menu").offsetParent) openPanel($("sidebar"), $("menu"), true);
+  $("search").focus();
+}
+
 $("menu").addEventListener("click", () => openPanel($("sidebar"), $("menu"), !$("sidebar").classList.contains("open")));
 $("settings-toggle").addEventListener("click", toggleSettings);
 $("scrim").addEventListener("click", closePanels);
@@ -62,9 +87,9 @@ addEventListener("hashchange", showView);
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") {
     if (document.querySelector(".sidebar.open, .settings.open")) closePanels();
-    else chat.stop();
+    else chat.escape();
   } else if (event.altKey && !event.ctrlKey && !event.metaKey) {
-    const action = { KeyN: () => chat.startNew(), KeyS: toggleSettings, Digit1: () => (location.hash = "#chat"), Digit2: () => (location.hash = "#fleet") }[event.code];
+    const action = { KeyN: () => chat.startNew(), KeyS: toggleSettings, KeyK: search, Digit1: () => (location.hash = "#chat"), Digit2: () => (location.hash = "#fleet") }[event.code];
     if (action) {
       event.preventDefault();
       action();
@@ -78,7 +103,7 @@ addEventListener("keydown", (event) => {
 // --- API key ----------------------------------------------------------------------------------------------------------
 
 whenUnauthorized((hadKey) => {
-  if (hadKey) say($("key-problem"), "The gateway does not know this key. Check it, or ask for another.");
+  if (hadKey) say($("key-problem"), "The gateway does not know this key. Check it, or ask its operator for another.");
   if (!$("key-form").hidden) return;
   $("key-form").hidden = false;
   $("key").focus();
@@ -90,7 +115,7 @@ $("key-form").addEventListener("submit", (event) => {
   useKey($("key").value.trim());
   $("key").value = "";
   $("key-form").hidden = true;
-  chat.refreshModels();
+  chat.picker.refresh();
   wake();
 });
 
@@ -98,29 +123,33 @@ $("key-form").addEventListener("submit", (event) => {
 
 let timer;
 let asking = false;
+let isWanted = false;
 
 /** Ask for the fleet now, and then again and again: often while it is shown, never while the page is hidden. */
 async function wake() {
   clearTimeout(timer);
+  isWanted = asking; // what is asked for may be another thing now
   if (document.hidden || asking) return;
   asking = true;
   try {
-    const answer = await fetchFleet(fleet.history.next);
-    fleet.update(answer);
+    const asked = fleet?.asked ?? NO_INTERVALS;
+    const answer = await fetchFleet(asked);
+    rates.take(answer.workers);
+    if (asked !== NO_INTERVALS) fleet.update(answer, asked);
     showPulse(answer);
     chat.takeDefaults(answer.models);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    fleet.fail(error.message);
+    fleet?.fail(refusalText(error));
     pulse("unreachable", error.status === 401 ? "an API key is needed" : "the gateway does not answer");
   } finally {
     asking = false;
-    timer = setTimeout(wake, view() === "fleet" ? FLEET_EVERY_MS : ASIDE_EVERY_MS);
+    timer = setTimeout(wake, isWanted ? 0 : view() === "fleet" ? FLEET_EVERY_MS : ASIDE_EVERY_MS);
   }
 }
 
 function showPulse({ workers, problem }) {
-  const { rate, ready, count } = fleet.pulse(workers);
+  const { rate, ready, count } = rates.pulse(workers);
   if (problem) return pulse("unreachable", "the router does not answer");
   if (!ready) return pulse("unreachable", count ? `none of ${count} workers is ready` : "no worker is ready");
   const names = count === 1 ? "worker" : "workers";

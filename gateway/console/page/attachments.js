@@ -1,15 +1,41 @@
-// The images that go with the next question: attached, pasted or dropped; shown as thumbnails until they are sent.
+// What goes with the next question: images and text files, attached, pasted or dropped; shown until they are sent.
 
 import { h, icon, ICONS, say } from "./dom.js";
-import { ImageError, imageOf } from "./images.js";
+import { ImageError, imageOf, lost } from "./images.js";
 
+const MAX_FILE_CHARS = 200_000;
 const $ = (id) => document.getElementById(id);
+
+/** A file that is not taken. The message is for people. */
+class FileError extends Error {}
+
+/** The text in a file: {name, text}. Throws a FileError. */
+export async function textOf(file) {
+  const name = file.name || "file";
+  if (file.size > 4 * MAX_FILE_CHARS) throw tooLong(name);
+  let text;
+  try {
+    text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+  } catch {
+    throw new FileError(`“${name}” is neither an image that this browser can read nor text in UTF-8.`);
+  }
+  if (text.includes("\0") || text.startsWith("%PDF-")) throw new FileError(`“${name}” is neither an image that this browser can read nor text; attach its text.`);
+  if (text.length > MAX_FILE_CHARS) throw tooLong(name);
+  return { name, text };
+}
+
+function tooLong(name) {
+  return new FileError(`“${name}” has more than ${MAX_FILE_CHARS / 1000},000 characters; attach the part that matters.`);
+}
+
+const isImage = ({ type }) => type.startsWith("image/") && type !== "image/svg+xml";
 
 export class Attachments {
   /** `mayTake(count)` gives the reason why a question may not have so many images, or "". */
   constructor(mayTake) {
     this.mayTake = mayTake;
     this.images = [];
+    this.texts = [];
     /** Settled when all that was attached has been read. */
     this.reading = Promise.resolve();
     this.list = $("attached");
@@ -50,26 +76,35 @@ export class Attachments {
     });
   }
 
-  /** Read files, one after another, and show their thumbnails. */
+  get isEmpty() {
+    return !this.images.length && !this.texts.length;
+  }
+
+  /** Read files, one after another, and show them. */
   attach(files) {
     return this.#after(async () => {
       say(this.problem, "");
       for (const file of files) {
-        const reason = this.mayTake(this.images.length + 1);
-        if (reason) return say(this.problem, reason);
-        this.images.push(await imageOf(file));
+        if (isImage(file)) {
+          const reason = this.mayTake(this.images.length + 1);
+          if (reason) return say(this.problem, reason);
+          this.images.push(await imageOf(file));
+        } else {
+          this.texts.push(await textOf(file));
+        }
         this.#draw();
-        say($("announce"), `Attached ${this.images.at(-1).about.name}.`);
+        say($("announce"), `Attached ${file.name || "a file"}.`);
       }
     });
   }
 
-  /** Take back the images of a question. */
-  takeBack(abouts, kept) {
+  /** Take back what went with a question. */
+  takeBack({ images = [], files = [] }, kept) {
     return this.#after(async () => {
       say(this.problem, "");
       this.images = [];
-      for (const about of abouts) {
+      this.texts = [...files];
+      for (const about of images) {
         const blob = await kept.get(about.id);
         if (blob) this.images.push({ about, blob });
         else say(this.problem, lost(about));
@@ -84,7 +119,7 @@ export class Attachments {
       .then(act)
       .catch((error) => {
         say(this.problem, error.message);
-        if (!(error instanceof ImageError)) reportError(error);
+        if (!(error instanceof ImageError || error instanceof FileError)) reportError(error);
       })
       .finally(() => $("composer").classList.remove("reading"));
     return this.reading;
@@ -102,35 +137,38 @@ export class Attachments {
     return reason;
   }
 
-  /** Hand over the images. */
+  /** Hand over the images and the texts. */
   take() {
-    const taken = this.images;
+    const taken = { images: this.images, texts: this.texts };
     this.images = [];
+    this.texts = [];
     this.#draw();
     return taken;
   }
 
   #draw() {
-    this.list.hidden = !this.images.length;
+    this.list.hidden = this.isEmpty;
+    const item = (shown, name, from, i) =>
+      h(
+        "li",
+        null,
+        shown,
+        h("button", { type: "button", "aria-label": `Remove ${name}`, title: "Remove", onclick: () => this.#remove(from, i, name) }, icon(ICONS.remove)),
+      );
     this.list.replaceChildren(
-      ...this.images.map((image, i) =>
-        h(
-          "li",
-          null,
-          thumbnail(image.about),
-          h("button", { type: "button", "aria-label": `Remove ${image.about.name}`, title: "Remove", onclick: () => this.#remove(i) }, icon(ICONS.remove)),
-        ),
-      ),
+      ...this.images.map((image, i) => item(thumbnail(image.about), image.about.name, this.images, i)),
+      ...this.texts.map((file, i) => item(chip(file), file.name, this.texts, i)),
     );
   }
 
-  #remove(i) {
-    const [{ about }] = this.images.splice(i, 1);
+  #remove(from, i, name) {
+    const at = from === this.texts ? this.images.length + i : i;
+    from.splice(i, 1);
     say(this.problem, "");
     this.#draw();
-    say($("announce"), `Removed ${about.name}.`);
-    const next = this.list.querySelectorAll("button")[Math.min(i, this.images.length - 1)];
-    (next ?? $("prompt")).focus();
+    say($("announce"), `Removed ${name}.`);
+    const buttons = this.list.querySelectorAll("button");
+    (buttons[Math.min(at, buttons.length - 1)] ?? $("prompt")).focus();
   }
 }
 
@@ -139,7 +177,8 @@ export function thumbnail({ name, width, height, thumbnail: url }) {
   return h("img", { src: url, alt: `Image ${name}`, title: `${name}, ${width} × ${height}` });
 }
 
-/** What to say of an image that is not kept. */
-export function lost({ name }) {
-  return `The image ${name} is no longer in this browser; edit its question and attach it again.`;
+/** What is shown of a text file. */
+export function chip({ name, text }) {
+  const lines = text.split("\n").length;
+  return h("span", { class: "chip" }, h("b", null, name), h("span", null, lines === 1 ? "1 line" : `${lines} lines`));
 }

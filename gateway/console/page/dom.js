@@ -2,7 +2,8 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-function filled(node, props, children) {
+/** A node with properties and children. Properties that begin with `on` are listeners, all others attributes. */
+export function filled(node, props, children) {
   for (const [name, value] of Object.entries(props ?? {})) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
@@ -14,7 +15,7 @@ function filled(node, props, children) {
   return node;
 }
 
-/** An HTML element. Properties that begin with `on` are listeners, all others attributes. */
+/** An HTML element. */
 export function h(tag, props, ...children) {
   return filled(document.createElement(tag), props, children);
 }
@@ -36,6 +37,8 @@ export const ICONS = {
   edit: "M4 16l.8-3.2 8.4-8.4 2.4 2.4-8.4 8.4z",
   remove: "M5 5l10 10M15 5 5 15",
   onward: "M5 4.5l9 5.5-9 5.5z",
+  before: "M12 5l-5 5 5 5",
+  after: "M8 5l5 5-5 5",
 };
 
 /** Set the text of a node, touching the page only if it changes. */

@@ -2,13 +2,13 @@
 
 import { ago, Chart, sparkline } from "./charts.js";
 import { h, say } from "./dom.js";
+import { isStale } from "./rates.js";
 
-const WINDOW = 60;
 const LEAST_SPARK = 20;
 const MIN_INTERVALS = 30;
 const MAX_EVENTS = 8;
-const STALE_MS = 1500;
-const NONE = [[null, "none in a minute"]];
+const RANGES = new Map([[2, "5 minutes"], [30, "1 hour"], [300, "24 hours"]]);
+const MINUTE_S = 60;
 const numbers = new Intl.NumberFormat("en");
 const whole = (value) => numbers.format(Math.round(value));
 const compact = (value) => (value >= 10000 ? `${whole(value / 1000)}k` : value >= 10 || Number.isInteger(value) ? whole(value) : value.toFixed(1));
@@ -90,7 +90,6 @@ export function ranksOf(load) {
 
 class WorkerCard {
   constructor(id) {
-    this.rates = [];
     this.name = h("h5", null, id);
     this.dot = h("span", { class: "dot" });
     this.state = h("span", { class: "state" });
@@ -131,18 +130,16 @@ class WorkerCard {
     this.element = h("article", { class: "worker", "aria-label": `Worker ${id}` }, h("header", null, this.dot, this.name, this.state, this.model), this.detail, this.body);
   }
 
-  update(worker, nowMs) {
+  update(worker, rate) {
     const { load, state } = worker;
-    const stale = load && worker.report_age_ms > STALE_MS;
     this.dot.dataset.state = state;
     this.element.dataset.state = state;
-    say(this.state, stale ? `${state}, last heard ${ago(worker.report_age_ms / 1000)}` : state);
+    say(this.state, isStale(worker) ? `${state}, last heard ${ago(worker.report_age_ms / 1000)}` : state);
     say(this.model, worker.role === "both" ? worker.model : `${worker.model}, ${worker.role}`);
     say(this.detail, worker.detail);
     this.detail.hidden = !worker.detail;
     this.body.hidden = !load;
-    const counts = load && !stale && state !== "unreachable" && state !== "not answering";
-    this.#rate(counts ? load.counters.tokens_generated : null, nowMs);
+    this.#drawRate(rate);
     if (!load) return;
     const { total, used, reusable, empty } = blocksOf(load);
     this.used.style.width = `${(used / total) * 100}%`;
@@ -172,60 +169,115 @@ class WorkerCard {
     this.tierBar.setAttribute("aria-label", `Prompt tokens: ${TIERS.map(([name, label]) => `${tiers[name]} ${label}`).join(", ")}`);
   }
 
-  #rate(total, nowMs) {
-    let rate = null;
-    if (total !== null && this.last && total >= this.last.total) rate = ((total - this.last.total) / (nowMs - this.last.ms)) * 1000;
-    this.last = total === null ? undefined : { total, ms: nowMs };
-    this.rates = [...this.rates, rate].slice(-WINDOW);
-    const lately = this.rates.slice(-3).filter((one) => one !== null);
-    rate = rate === null ? null : lately.reduce((a, b) => a + b, 0) / lately.length;
-    this.rate = rate;
-    this.spark.update([...Array(Math.max(0, LEAST_SPARK - this.rates.length)).fill(null), ...this.rates]);
-    say(this.figures.rate, rate === null ? "–" : compact(rate < 1 ? Math.round(rate) : rate));
+  #drawRate({ now, latest }) {
+    this.spark.update([...Array(Math.max(0, LEAST_SPARK - latest.length)).fill(null), ...latest]);
+    say(this.figures.rate, now === null ? "–" : compact(now < 1 ? Math.round(now) : now));
   }
 }
 
+/** The workers of each model, by its name: [[name, workers], ...], in order. */
+export function byModel(workers) {
+  const found = new Map();
+  for (const worker of workers.filter(({ model }) => model)) found.set(worker.model, [...(found.get(worker.model) ?? []), worker]);
+  return [...found].sort(([a], [b]) => (a < b ? -1 : 1));
+}
+
 export class Fleet {
-  constructor(root) {
+  /** `rates` are those of the workers; `changed` is called when something else is to be asked for. */
+  constructor(root, rates, changed) {
+    this.rates = rates;
+    this.changed = changed;
     this.history = new History();
+    this.lengthS = 2;
+    this.model = "";
     this.cards = new Map();
     this.states = undefined;
     this.events = [];
     this.charts = charts();
     this.problem = h("p", { class: "notice bad", role: "alert", hidden: true });
     this.about = h("p");
+    this.range = h("select", { id: "range" }, [...RANGES].map(([seconds, name]) => h("option", { value: seconds }, name)));
+    this.models = h("select", { id: "of-model" }, h("option", { value: "" }, "all models"));
+    this.table = h("tbody");
     this.summary = h("p", { class: "summary" });
     this.workers = h("div", { class: "hosts" });
     this.routers = h("ul", { class: "routers" });
     this.eventList = h("ol", { class: "events", "aria-live": "polite" });
+    this.range.addEventListener("change", () => this.#ask(Number(this.range.value), this.model));
+    this.models.addEventListener("change", () => this.#ask(this.lengthS, this.models.value));
+    const heads = ["Model", "Ready", "Running", "Waiting", "Tokens/s", "Prefix hits", "KV in use"];
     root.replaceChildren(
       h(
         "div",
         { class: "fleet-page" },
+        h("h1", { class: "visually-hidden" }, "Fleet"),
         this.problem,
-        h("section", null, h("div", { class: "section-head" }, h("h2", null, "Through this gateway"), this.about), h("div", { class: "charts" }, Object.values(this.charts).map((chart) => chart.element))),
+        h(
+          "section",
+          null,
+          h(
+            "div",
+            { class: "section-head" },
+            h("h2", null, "Through this gateway"),
+            this.about,
+            h("div", { class: "choices" }, h("label", null, "Time ", this.range), h("label", null, "Model ", this.models)),
+          ),
+          h("div", { class: "charts" }, Object.values(this.charts).map((chart) => chart.element)),
+        ),
+        h(
+          "section",
+          null,
+          h("div", { class: "section-head" }, h("h2", null, "Models")),
+          h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Models" }, h("table", { class: "models" }, h("thead", null, h("tr", null, heads.map((head) => h("th", { scope: "col" }, head)))), this.table)),
+        ),
         h("section", null, h("div", { class: "section-head" }, h("h2", null, "Workers"), this.summary), this.workers),
         h(
           "div",
           { class: "pair" },
           h("section", null, h("div", { class: "section-head" }, h("h2", null, "Routers")), this.routers),
-          h("section", null, h("div", { class: "section-head" }, h("h2", null, "Changes"), h("p", null, "since this page was opened")), this.eventList),
+          h("section", null, h("div", { class: "section-head" }, h("h2", null, "Changes"), h("p", null, "since this view was opened")), this.eventList),
         ),
       ),
     );
     this.#listEvents();
   }
 
-  /** Show an answer of /console/fleet. */
-  update(answer) {
-    this.history.take(answer.gateway, answer.recent);
+  /** What is to be asked of the gateway. */
+  get asked() {
+    return { since: this.history.next, lengthS: this.lengthS, model: this.model };
+  }
+
+  #ask(lengthS, model) {
+    Object.assign(this, { lengthS, model, history: new History() });
+    this.models.value = model;
+    this.charts.requests.element.hidden = Boolean(model); // a request that is refused has no model
+    if (this.seen) this.#updateWorkers(this.seen);
+    this.changed();
+  }
+
+  /** Show an answer of /console/fleet to what was asked. */
+  update(answer, { lengthS, model }) {
     this.problem.hidden = !answer.problem;
     say(this.problem, answer.problem && `The router cannot be asked: ${answer.problem}`);
     say(this.about, `headrace ${answer.gateway.version} on ${answer.gateway.host}`);
-    updateCharts(this.charts, this.history, answer.recent.ttft_ms);
+    if (lengthS === this.lengthS && model === this.model) {
+      this.history.take(answer.gateway, answer.recent);
+      updateCharts(this.charts, this.history, answer.recent.ttft_ms);
+    }
+    this.#offer(answer);
     this.#updateWorkers(answer.workers);
     this.#updateRouters(answer.routers);
     this.#note(answer.workers);
+  }
+
+  /** Offer the models that are known. */
+  #offer({ models, workers }) {
+    const names = [...new Set([...models.map(({ id }) => id), ...byModel(workers).map(([name]) => name), this.model])].filter(Boolean).sort();
+    const shape = names.join("\n");
+    if (shape === this.offered) return;
+    this.offered = shape;
+    this.models.replaceChildren(h("option", { value: "" }, "all models"), ...names.map((name) => h("option", { value: name }, name)));
+    this.models.value = this.model;
   }
 
   /** Say that the gateway itself does not answer. */
@@ -234,29 +286,55 @@ export class Fleet {
     say(this.problem, message);
   }
 
-  /** Tokens per second of all workers, and how many take requests. */
-  pulse(workers) {
-    const rate = workers.reduce((sum, worker) => sum + (this.cards.get(worker.worker_id)?.rate ?? 0), 0);
-    return { rate, ready: workers.filter((worker) => worker.state === "ready").length, count: workers.length };
-  }
-
-  #updateWorkers(workers) {
-    const now = performance.now();
-    const ids = new Set(workers.map((worker) => worker.worker_id));
+  #updateWorkers(all) {
+    this.seen = all;
+    const ids = new Set(all.map((worker) => worker.worker_id));
     for (const id of this.cards.keys()) if (!ids.has(id)) this.cards.delete(id);
-    for (const worker of workers) {
+    for (const worker of all) {
       if (!this.cards.has(worker.worker_id)) this.cards.set(worker.worker_id, new WorkerCard(worker.worker_id));
-      this.cards.get(worker.worker_id).update(worker, now);
+      this.cards.get(worker.worker_id).update(worker, this.rates.of(worker.worker_id));
     }
+    this.#listModels(all);
+    // An adapter is a model without workers of its own.
+    const own = all.filter(({ model }) => model === this.model);
+    const workers = own.length ? own : all;
     const shape = JSON.stringify(workers.map(({ worker_id, host, numa_node }) => [worker_id, host, numa_node]));
     if (shape !== this.shape) {
       this.shape = shape;
       this.#arrange(workers);
     }
-    const { rate, ready, count } = this.pulse(workers);
+    const { rate, ready, count } = this.rates.pulse(workers);
     const running = workers.reduce((sum, worker) => sum + (worker.load?.num_running ?? 0), 0);
     const waiting = workers.reduce((sum, worker) => sum + (worker.load?.num_waiting ?? 0), 0);
     say(this.summary, count ? `${ready} of ${count} ready, ${running} running, ${waiting} waiting, ${compact(Math.round(rate))} tokens/s` : "");
+  }
+
+  #listModels(workers) {
+    const rows = byModel(workers).map(([name, members]) => {
+      const loads = members.map(({ load }) => load).filter(Boolean);
+      const sum = (value) => loads.reduce((total, load) => total + value(load), 0);
+      const { rate, ready, count } = this.rates.pulse(members);
+      const cached = sum(({ counters }) => counters.prompt_tokens_cached);
+      const prompt = cached + sum(({ counters }) => counters.prompt_tokens_computed);
+      const blocks = sum(({ num_blocks: blocks }) => blocks);
+      const used = sum(({ num_blocks: blocks, num_free_blocks: free }) => blocks - free);
+      const share = (part, of) => (of ? percent(part / of) : "–");
+      return [name, `${ready} of ${count}`, whole(sum((load) => load.num_running)), whole(sum((load) => load.num_waiting)), compact(Math.round(rate)), share(cached, prompt), share(used, blocks)];
+    });
+    const names = rows.map(([name]) => name).join("\n");
+    if (names !== this.listed) {
+      this.listed = names;
+      this.table.replaceChildren(
+        ...rows.map(([name]) =>
+          h("tr", null, h("th", { scope: "row" }, h("button", { type: "button", class: "link", title: "Show this model only", onclick: () => this.#ask(this.lengthS, name === this.model ? "" : name) }, name)), Array.from({ length: 6 }, () => h("td"))),
+        ),
+      );
+    }
+    rows.forEach(([name, ...cells], i) => {
+      const row = this.table.children[i];
+      row.querySelector("button").setAttribute("aria-pressed", String(name === this.model));
+      cells.forEach((cell, j) => say(row.children[j + 1], cell));
+    });
   }
 
   #arrange(workers) {
@@ -327,45 +405,49 @@ const REASONS = {
 };
 
 function charts() {
-  const secondsPerValue = 2;
   return {
-    tokens: new Chart({ title: "Tokens per second", about: "Tokens that this gateway delivered", kind: "area", series: [{ name: "tokens/s", tone: "tone-a" }], format: compact, secondsPerValue }),
-    ttft: new Chart({ title: "Time to first token", about: "From the arrival of a request to its first token; median and p95 of the last minute", kind: "lines", series: [{ name: "p95", tone: "tone-b" }, { name: "median", tone: "tone-a" }], format: time, secondsPerValue }),
+    tokens: new Chart({ title: "Tokens per second", about: "Tokens that this gateway delivered", kind: "area", series: [{ name: "tokens/s", tone: "tone-a" }], format: compact }),
+    ttft: new Chart({ title: "Time to first token", about: "From the arrival of a request to its first token: median and p95 of the last minute, or of the longer time that is shown", kind: "lines", series: [{ name: "p95", tone: "tone-b" }, { name: "median", tone: "tone-a" }], format: time }),
     requests: new Chart({
       title: "Requests",
-      about: "Requests that ended, by outcome",
+      about: "Requests that ended, by outcome, of all models",
       kind: "bars",
       series: [{ name: "answered", tone: "tone-a" }, { name: "cancelled", tone: "tone-c" }, { name: "refused", tone: "tone-w" }, { name: "failed", tone: "tone-x" }],
       format: compact,
-      secondsPerValue,
     }),
-    cache: new Chart({ title: "Prefix hits", about: "Share of prompt tokens that were found in a prefix cache; of the last minute", kind: "area", series: [{ name: "share", tone: "tone-a" }], format: percent, secondsPerValue, ceiling: 1 }),
+    cache: new Chart({ title: "Prefix hits", about: "Share of prompt tokens that were found in a prefix cache: of the last minute, or of the longer time that is shown", kind: "area", series: [{ name: "share", tone: "tone-a" }], format: percent, ceiling: 1 }),
   };
 }
 
 function updateCharts(all, history, ttft) {
   const seconds = history.intervalS;
-  const minute = 60 / seconds;
+  const isShort = seconds < MINUTE_S / 3;
+  // What is told of now is of the last minute, or of all that is shown.
+  const told = isShort ? MINUTE_S / seconds : history.count;
+  const none = [[null, isShort ? "none in a minute" : "none in this time"]];
   const tokens = history.list((one) => one.tokens / seconds, 0);
-  const lately = tokens.slice(-3).reduce((a, b) => a + b, 0) / 3;
-  all.tokens.update([tokens], compact(lately < 1 ? Math.round(lately) : lately), [[null, `peak ${compact(Math.round(Math.max(...tokens)))}`]]);
+  const latest = tokens.slice(isShort ? -3 : 0);
+  const rate = latest.reduce((a, b) => a + b, 0) / Math.max(1, latest.length);
+  const peak = `peak ${compact(Math.round(Math.max(0, ...tokens)))}`;
+  all.tokens.update([tokens], compact(rate < 1 ? Math.round(rate) : rate), [[null, isShort ? peak : `on average, ${peak}`]], seconds);
   const median = history.list((one) => one.ttft_p50_ms, null);
   const p95 = history.list((one) => one.ttft_p95_ms, null);
-  const told = ttft.count ? [time(ttft.p50), [["tone-b", `p95 ${time(ttft.p95)}`]]] : ["–", NONE];
-  all.ttft.update([p95, median], ...told);
+  const times = ttft.count ? [time(ttft.p50), [["tone-b", `p95 ${time(ttft.p95)}`]]] : ["–", none];
+  all.ttft.update([p95, median], ...times, seconds);
   const outcomes = ["answered", "cancelled", "refused", "failed"];
-  const sums = outcomes.map((name) => history.sum(name, minute));
+  const sums = outcomes.map((name) => history.sum(name, told));
   const why = (name) => {
     const counts = new Map();
-    for (const one of history.list((interval) => interval.reasons?.[name] ?? {}, {}).slice(-minute)) {
+    for (const one of history.list((interval) => interval.reasons?.[name] ?? {}, {}).slice(-told)) {
       for (const [reason, count] of Object.entries(one)) counts.set(reason, (counts.get(reason) ?? 0) + count);
     }
-    const told = [...counts].sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${count} ${REASONS[reason] ?? reason.replaceAll("_", " ")}`);
-    return told.length ? ` (${told.join(", ")})` : "";
+    const reasons = [...counts].sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${count} ${REASONS[reason] ?? reason.replaceAll("_", " ")}`);
+    return reasons.length ? ` (${reasons.join(", ")})` : "";
   };
   const others = all.requests.series.flatMap(({ name, tone }, i) => (i && sums[i] ? [[tone, `${sums[i]} ${name}${why(name)}`]] : []));
-  all.requests.update(outcomes.map((name) => history.list((one) => one[name], 0)), whole(sums[0]), others.length ? others : [[null, "in the last minute"]]);
+  const inAll = [[null, isShort ? "in the last minute" : "in this time"]];
+  all.requests.update(outcomes.map((name) => history.list((one) => one[name], 0)), whole(sums[0]), others.length ? others : inAll, seconds);
   const share = (cached, prompt) => (prompt ? cached / prompt : null);
-  const now = share(history.sum("cached_tokens", minute), history.sum("prompt_tokens", minute));
-  all.cache.update([history.list((one) => share(one.cached_tokens, one.prompt_tokens), null)], now === null ? "–" : percent(now), now === null ? NONE : [[null, "of prompt tokens"]]);
+  const now = share(history.sum("cached_tokens", told), history.sum("prompt_tokens", told));
+  all.cache.update([history.list((one) => share(one.cached_tokens, one.prompt_tokens), null)], now === null ? "–" : percent(now), now === null ? none : [[null, "of prompt tokens"]], seconds);
 }

@@ -75,8 +75,19 @@ function urlOf(blob) {
   });
 }
 
+/** The content of a data URL; the page's policy lets nothing be fetched but from its own server. */
+function blobFrom(url) {
+  const [, type, text] = /^data:([^;]*);base64,(.*)$/.exec(url);
+  return new Blob([Uint8Array.from(atob(text), (one) => one.charCodeAt(0))], { type });
+}
+
 function newId() {
   return [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(36)).join("-");
+}
+
+/** What to say of an image that is not kept. */
+export function lost({ name }) {
+  return `The image ${name} is no longer in this browser; edit its question and attach it again.`;
 }
 
 /** What was attached in this browser. Where it cannot be kept, it lasts as long as the page. */
@@ -109,11 +120,15 @@ export class KeptImages {
     return urls;
   }
 
-  /** Remove the images that no conversation has. `loadChats` gives the kept conversations, of all tabs. */
-  async clean(loadChats) {
+  /** Keep an image that comes as a data URL. */
+  async addUrl(id, url) {
+    await this.add(id, blobFrom(url));
+  }
+
+  /** Remove the images that no conversation has. `messages` gives those of the kept conversations, of all tabs. */
+  async clean(messages) {
     const kept = (await this.#transact("readonly", (store) => store.getAllKeys())) ?? [];
-    const messages = loadChats().flatMap((chat) => chat.messages);
-    const wanted = new Set(messages.flatMap(({ images }) => images ?? []).map(({ id }) => id));
+    const wanted = new Set(messages().flatMap(({ images }) => images ?? []).map(({ id }) => id));
     const unwanted = kept.filter((id) => !wanted.has(id));
     if (unwanted.length) await this.#transact("readwrite", (store) => unwanted.forEach((id) => store.delete(id)));
   }

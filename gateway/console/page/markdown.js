@@ -2,6 +2,9 @@
 //
 // A text is cut into blocks; a block is its source and a function that makes its element. While an answer grows, blocks
 // whose source is the same keep their elements, so only the last one is made anew and a selection stays.
+//
+// What colours code and sets formulas is loaded when a text first has some. Until then, and if it cannot be loaded, they
+// show their source.
 
 import { copyButton, h } from "./dom.js";
 
@@ -10,7 +13,24 @@ const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)(.*)$/;
 const TABLE_LINE = /^[\s|:-]*-[\s|:-]*$/;
+const DISPLAY = /^ {0,3}(\$\$|\\\[)/;
 const MAX_DEPTH = 12;
+const MAX_FORMULA_LINES = 200;
+const MODULES = { highlight: () => import("./highlight.js"), math: () => import("./math.js") };
+const loaded = new Map();
+
+/** Call `act` with a module: at once if it is there, so that nothing flickers while an answer grows. */
+function having(name, act) {
+  const module = loaded.get(name);
+  if (module) return act(module);
+  MODULES[name]().then(
+    (found) => {
+      loaded.set(name, found);
+      act(found);
+    },
+    () => {},
+  );
+}
 
 /** Make the children of `container` show the text. */
 export function render(container, text) {
@@ -57,11 +77,13 @@ function blockAt(lines, at, depth) {
   const heading = HEADING.exec(line);
   if (heading) {
     const title = heading[2].trim().replace(/\s#+$/, "");
-    return [at + 1, () => h(`h${Math.min(6, heading[1].length + 2)}`, null, inline(title))];
+    return [at + 1, () => h(`h${Math.min(6, heading[1].length + 1)}`, null, inline(title))];
   }
   if (RULE.test(line)) return [at + 1, () => h("hr")];
   if (/^ {0,3}>/.test(line)) return quote(lines, at, depth);
   if (ITEM.test(line)) return list(lines, at, depth);
+  const formula = DISPLAY.test(line) && displayed(lines, at);
+  if (formula) return formula;
   if (line.includes("|") && TABLE_LINE.test(lines[at + 1] ?? "")) return table(lines, at);
   let end = at + 1;
   while (end < lines.length && lines[end].trim() && !begins(lines[end])) end += 1;
@@ -69,7 +91,7 @@ function blockAt(lines, at, depth) {
 }
 
 function begins(line) {
-  return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || /^ {0,3}>/.test(line) || ITEM.test(line);
+  return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || /^ {0,3}>/.test(line) || ITEM.test(line) || DISPLAY.test(line);
 }
 
 function fenced(lines, at, fence) {
@@ -78,14 +100,37 @@ function fenced(lines, at, fence) {
   const closing = (line) => line.trim().startsWith(marks) && !line.trim().replaceAll(marks[0], "");
   while (end < lines.length && !closing(lines[end])) end += 1;
   const code = lines.slice(at + 1, end).join("\n");
-  const make = () =>
-    h(
+  const make = () => {
+    const shown = h("code", null, code);
+    if (language && code) having("highlight", ({ highlight }) => highlight(shown, code, language));
+    return h(
       "figure",
       { class: "code" },
       h("figcaption", null, h("span", null, language || "text"), copyButton(() => code, "Copy the code")),
-      h("pre", { tabindex: "0" }, h("code", null, code)),
+      h("pre", { tabindex: "0" }, shown),
     );
+  };
   return [Math.min(end + 1, lines.length), make];
+}
+
+/** The block of a formula that begins at a line; undefined if it has no end. */
+function displayed(lines, at) {
+  const opening = DISPLAY.exec(lines[at])[1];
+  const closing = opening === "$$" ? "$$" : "\\]";
+  const isLast = (line, from) => line.trimEnd().length >= from + 2 && line.trimEnd().endsWith(closing);
+  let end = at;
+  while (!isLast(lines[end], end === at ? lines[at].indexOf(opening) + 2 : 0)) {
+    end += 1;
+    if (end >= lines.length || end > at + MAX_FORMULA_LINES || !lines[end].trim()) return undefined;
+  }
+  const source = lines.slice(at, end + 1).join("\n").trim();
+  return [end + 1, () => formula(source, source.slice(2, -2), true)];
+}
+
+function formula(source, tex, isDisplay) {
+  const node = h(isDisplay ? "div" : "span", { class: isDisplay ? "formula display" : "formula", tabindex: isDisplay ? "0" : null }, source);
+  having("math", ({ typeset }) => typeset(node, tex, isDisplay));
+  return node;
 }
 
 function quote(lines, at, depth) {
@@ -159,15 +204,19 @@ function broken(lines) {
 // What may be between two marks is bounded, so that marks without an end cost little.
 const INLINE = new RegExp(
   [
-    /\\([!-/:-@[-`{-~])/, // 1 escaped
-    /(`+)([^]{0,4000}?[^`])\2(?!`)/, // 2, 3 code
-    /!?\[((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]\(\s*<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?:\s+"[^"]*")?\s*\)/, // 4, 5 link
-    /\*\*(?=\S)([^]{0,2000}?\S)\*\*(?!\*)/, // 6 strong
-    /(?<![\w_])__(?=\S)([^]{0,2000}?\S)__(?![\w_])/, // 7 strong
-    /\*(?=[^\s*])([^*]{0,2000}[^\s*])\*(?!\*)/, // 8 emphasis
-    /(?<![\w_])_(?=[^\s_])([^_]{0,2000}[^\s_])_(?![\w_])/, // 9 emphasis
-    /~~(?=\S)([^]{0,2000}?\S)~~/, // 10 struck out
-    /(https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]}*_])/, // 11 bare address
+    /\\\(([^]{1,2000}?)\\\)/, // 1 formula
+    /\\\[([^]{1,2000}?)\\\]/, // 2 formula
+    /\$\$([^$]{1,2000})\$\$/, // 3 formula
+    /(?<![\w$])\$(?=[^\s$])([^$`\n]{0,1000}?[^\s$`\\])\$(?![\w$])/, // 4 formula; amounts of money are none
+    /\\([!-/:-@[-`{-~])/, // 5 escaped
+    /(`+)([^]{0,4000}?[^`])\6(?!`)/, // 6, 7 code
+    /!?\[((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]\(\s*<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?:\s+"[^"]*")?\s*\)/, // 8, 9 link
+    /\*\*(?=\S)([^]{0,2000}?\S)\*\*(?!\*)/, // 10 strong
+    /(?<![\w_])__(?=\S)([^]{0,2000}?\S)__(?![\w_])/, // 11 strong
+    /\*(?=[^\s*])([^*]{0,2000}[^\s*])\*(?!\*)/, // 12 emphasis
+    /(?<![\w_])_(?=[^\s_])([^_]{0,2000}[^\s_])_(?![\w_])/, // 13 emphasis
+    /~~(?=\S)([^]{0,2000}?\S)~~/, // 14 struck out
+    /(https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]}*_])/, // 15 bare address
   ]
     .map((part) => part.source)
     .join("|"),
@@ -189,8 +238,10 @@ export function inline(text, depth = 0) {
 }
 
 function piece(match, depth) {
-  const [all, escaped, , code, label, target, strong, strong2, em, em2, struck, bare] = match;
+  const [all, paren, bracket, dollars, dollar, escaped, , code, label, target, strong, strong2, em, em2, struck, bare] = match;
   const inner = (text) => inline(text, depth + 1);
+  const tex = paren ?? bracket ?? dollars ?? dollar;
+  if (tex !== undefined) return formula(all, tex, bracket !== undefined || dollars !== undefined);
   if (escaped !== undefined) return escaped;
   if (code !== undefined) return h("code", null, /^ .*[^ ].* $/.test(code) ? code.slice(1, -1) : code);
   if (label !== undefined) return link(target, inner(label || target)) ?? all;

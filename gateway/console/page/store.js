@@ -3,16 +3,15 @@
 /** Name of the conversations in localStorage. */
 export const CHATS = "headrace.chats";
 const SETTINGS = "headrace.settings";
-const MAX_CHATS = 50;
+/** As many conversations are kept, the latest ones. */
+export const MAX_CHATS = 200;
 
-/** Settings of a request. Empty means: as the model's makers recommend. */
+/** Settings of a request. `sampling` has the fields that are set; all others are as the model's makers recommend. */
 export const NO_SETTINGS = {
   model: "",
+  beside: "",
   system: "",
-  temperature: "",
-  top_p: "",
-  max_tokens: "",
-  seed: "",
+  sampling: {},
   schema: "",
   tools: "",
 };
@@ -33,19 +32,19 @@ export function loadChats() {
 
 /** Keep the conversations: as many of the latest as there is room for. */
 export function saveChats(chats) {
-  for (let count = Math.min(chats.length, MAX_CHATS); count >= 0; count = count > 1 ? count >> 1 : count - 1) {
+  for (let count = Math.min(chats.length, MAX_CHATS); count >= 0; count = Math.min(count - 1, Math.floor(count * 0.9))) {
     try {
       localStorage.setItem(CHATS, JSON.stringify(chats.slice(0, count).filter((chat) => chat.messages.length)));
       return;
     } catch {
-      // Full: the older half gives way.
+      // Full: the oldest tenth gives way.
     }
   }
 }
 
 /** The settings. */
 export function loadSettings() {
-  return { ...NO_SETTINGS, ...read(SETTINGS, {}) };
+  return { ...NO_SETTINGS, sampling: {}, ...read(SETTINGS, {}) };
 }
 
 /** Keep the settings. */
