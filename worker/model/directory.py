@@ -38,6 +38,8 @@ CONFIG = "config.json"
 UNKNOWN_CONTEXT_TOKENS = 2048
 # Names of the layers that see a part of the context. Llama 4's see chunks of it.
 _IN_WINDOWS = {"sliding_attention", "local", "chunked_attention"}
+# Of Gemma 2.
+_SCORE_CAP = "attn_logit_softcapping"
 # Names of the length of the context: in most models; in GPT-2; in MPT; in BLOOM and ChatGLM; in others.
 _CONTEXT_NAMES = (
     "max_position_embeddings",
@@ -100,6 +102,12 @@ def _verified(path: Path) -> ModelDir:
         wrong.append(f"openvino_tokenizer.xml is not XML ({error})")
     if wrong:
         raise ConfigurationError(f"the model directory {path} cannot be used: {'; '.join(wrong)}; pull the model again")
+    if text_part(configs[CONFIG]).get(_SCORE_CAP):
+        log.warning(
+            "config.json caps the scores of attention (%s), and no graph that optimum-intel exports does: answers may "
+            "differ from those of the model's authors",
+            _SCORE_CAP,
+        )
     bundle = _bundle(path, (*BUNDLE_FILES, *of_images))
     return ModelDir(
         path=path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import os
 import tarfile
 from pathlib import Path
@@ -208,3 +209,13 @@ def test_the_bundle_of_a_model_has_the_settings_of_images_if_it_has_networks_for
     (model / settings[0]).write_text("{")
     with pytest.raises(ConfigurationError, match="preprocessor_config.json is not JSON"):
         read_model_dir(model)
+
+
+@pytest.mark.parametrize(("cap", "warns"), [(50.0, True), (None, False)])
+def test_a_cap_of_scores_that_graphs_leave_out_is_said(
+    model: Path, caplog: pytest.LogCaptureFixture, cap: float | None, warns: bool
+) -> None:
+    config = {"max_position_embeddings": 512, "attn_logit_softcapping": cap}
+    (model / "config.json").write_text(json.dumps(config))
+    read_model_dir(model)
+    assert any("attn_logit_softcapping" in record.message for record in caplog.records) == warns
