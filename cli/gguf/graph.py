@@ -16,7 +16,7 @@ import openvino as ov
 from openvino import opset13
 from openvino.utils.node_factory import NodeFactory
 
-from headrace.cli.gguf.architectures import Layer, Rotation, Shape
+from headrace.cli.gguf.architectures import ArchitectureError, Layer, Rotation, Shape
 from headrace.cli.gguf.weights import Matrices, Weights, matrix_of, product_of, rows_of, with_rows
 from headrace.common.model_files.gguf_files import MODULES, halves_of_pairs
 
@@ -282,7 +282,14 @@ class GraphBuilder:
         marked = opset13.scatter_elements_update(none, chosen, one, opset13.constant(np.int64(1)))
         choices = opset13.transpose(marked, _integers(1, 0))
         results = []
-        matrices = zip(*(self._matrices.experts(f"{prefix}.ffn_{part}_exps.weight") for part in _GATED), strict=True)
+        names = [f"{prefix}.ffn_{part}_exps.weight" for part in _GATED]
+        counts = [self._matrices.num_experts(name) for name in names]
+        if not 0 < shape.used_experts <= shape.experts or set(counts) != {shape.experts}:
+            raise ArchitectureError(
+                f"each token uses {shape.used_experts} of {shape.experts} experts, as its metadata say, and layer "
+                f"{layer} has {', '.join(map(str, counts))} of their matrices"
+            )
+        matrices = zip(*map(self._matrices.experts, names), strict=True)
         biases = zip(*(self._biases_of_experts(f"{prefix}.ffn_{part}_exps.bias") for part in _GATED), strict=True)
         for expert, of_expert in enumerate(zip(matrices, biases, strict=True)):
             places = opset13.non_zero(opset13.gather(choices, opset13.constant(np.int64(expert)), axis))

@@ -322,6 +322,10 @@ class Matrices(Mapping[str, Weights]):
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
+    def num_experts(self, name: str) -> int:
+        """How many experts have a matrix in this tensor."""
+        return len(self._of_experts[name].data)
+
     def experts(self, name: str) -> Iterator[Weights]:
         """The matrices of the experts of a layer, which the file has as one tensor."""
         tensor = self._of_experts[name]

@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from headrace.cli.gguf.weights import Weights, matrix_of, read_weights, rows_of, with_rows
-from headrace.cli.models.convert import _write_model, convert, pieces_of
+from headrace.cli.models.convert import ConversionError, _write_model, convert, pieces_of
 from headrace.common.model_files.gguf_files import metadata_of
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.directory import read_model_dir
@@ -222,3 +222,14 @@ def test_a_directory_has_all_templates_that_requests_may_need(tmp_path: Path) ->
         "additional_chat_templates/tool_use.jinja": "with tools",
         "additional_chat_templates/rag.jinja": "with documents",
     }
+
+
+@pytest.mark.parametrize(("written", "used"), [(5, 1), (3, 4)])
+def test_experts_that_the_metadata_do_not_have_are_refused(written: int, used: int, tmp_path: Path) -> None:
+    model = TinyModel(default=Type.Q4_0, types={"gate_inp": Type.F32}, experts=3, used_experts=used)
+    path = write_gguf(model, tmp_path / "m.gguf")
+    reader = GGUFReader(path)
+    metadata = {**metadata_of(reader), "llama.expert_count": written}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    with pytest.raises(ConversionError, match=f"uses {used} of {written} experts, .* layer 0 has 3, 3, 3 of"):
+        _write_model(metadata, tensors, tmp_path / "openvino_model.xml")
