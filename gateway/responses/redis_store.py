@@ -3,7 +3,8 @@ to live.
 
 headrace:response:ID           see `store.packed`, and `background` for those in the background; ID is also that of a
                                conversation
-headrace:responses:OWNER       sorted set of the ids of a tenant's responses, each with the time at which it ends
+headrace:responses:OWNER       sorted set of the ids of a tenant's responses, each with the time at which it ends, in
+                               microseconds: of two that are stored at once, one is the older
 headrace:responses:OWNER:size  hash of their sizes in bytes, and of the `total`
 
 If a tenant exceeds its bytes, its own oldest responses are deleted in the same step. If Redis evicts values by itself,
@@ -33,7 +34,7 @@ _T = TypeVar("_T")
 
 _PRELUDE = """
 local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = time[1] * 1000000 + time[2]
 local function forget(id)
   local size = redis.call('HGET', KEYS[3], id)
   if size then
@@ -53,7 +54,7 @@ local prefix, id, value, life, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4
 redis.call('SET', KEYS[1], value, 'PX', life)
 for _, ended in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 100)) do forget(ended) end
 forget(id)
-redis.call('ZADD', KEYS[2], now + life, id)
+redis.call('ZADD', KEYS[2], now + 1000 * life, id)
 redis.call('HSET', KEYS[3], id, #value)
 local total = redis.call('HINCRBY', KEYS[3], 'total', #value)
 while total > most do
