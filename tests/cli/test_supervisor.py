@@ -306,8 +306,15 @@ def test_a_log_that_nobody_reads_costs_lines_and_never_time() -> None:
     assert first == b"one | " + b"x" * 100 + b"\n"
 
 
+def num_memories() -> int:
+    """The files in memory that this process has open."""
+    descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("memfd:headrace-" in name for name in descriptors)
+
+
 async def test_the_next_process_gets_the_memory_of_the_one_before_and_no_other_gets_it() -> None:
     with_memory = [replace(spec(name, REMEMBERING), memory_flag="--memory") for name in ("one", "two")]
+    before = num_memories()
     async with running(*with_memory) as system:
         await system.until_logged("one | --memory nothing")
         await system.until_logged("two | --memory nothing")
@@ -315,7 +322,5 @@ async def test_the_next_process_gets_the_memory_of_the_one_before_and_no_other_g
         await system.until_logged("one | --memory x")
         os.kill(system.pid_of("one"), signal.SIGKILL)
         await system.until_logged("one | --memory xx")
-        descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        assert sum("memfd:headrace-" in name for name in descriptors) == 2
-    descriptors = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    assert not any("memfd:headrace-" in name for name in descriptors), "freed with the last process"
+        assert num_memories() == before + 2
+    assert num_memories() == before, "freed with the last process"

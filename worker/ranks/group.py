@@ -11,6 +11,7 @@ the sampler know nothing of ranks.
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,10 +72,11 @@ class GroupRunner(OpenVINOModelRunner):
         self._cpus = [frozenset(mask) for mask in cpus]
         self._nodes = [memory_node_of(mask) for mask in self._cpus]
         self._on_lost = on_lost
-        memory, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
-        self._memory = GroupMemory(memory, 0, self.num_ranks)
+        self._memory_file, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
+        self._memory = GroupMemory(self._memory_file, 0, self.num_ranks)
         self._cache_files = [make_file() for _ in cpus[1:]]
-        self._members = Members(cpus[1:], [[memory, self._logits_file, file] for file in self._cache_files], on_lost)
+        shared = (self._memory_file, self._logits_file)
+        self._members = Members(cpus[1:], [[*shared, file] for file in self._cache_files], on_lost)
         for member in self._members:
             of_rank = min(threads, len(cpus[member.rank]))
             send(
@@ -232,8 +234,10 @@ class GroupRunner(OpenVINOModelRunner):
         ]
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks, and close the files that they shared."""
         self._members.close()
+        for file in (self._memory_file, self._logits_file, *self._cache_files):
+            os.close(file)
 
     def _announce(self, batch: Batch | None) -> None:
         self._memory.write_step(batch, self._place)
