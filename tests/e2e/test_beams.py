@@ -176,7 +176,7 @@ def test_contradictions_are_refused_by_name(accurate: Serve, client: openai.Open
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
         ({"max_tokens": 8000, "n": 64}, "max_tokens"),
-        ({"n": 128}, "n"),
+        ({"n": 129}, "n"),
     ):
         extra = {"use_beam_search": True, **fields.pop("extra_body", {})}  # type: ignore[arg-type, dict-item]
         body: dict[str, Any] = {"model": MODEL, "prompt": prompt[:2], "max_tokens": 4, **fields}

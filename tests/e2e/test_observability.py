@@ -35,9 +35,6 @@ NEEDS_MORE = {
     "headrace_router_redis_up",
     "headrace_router_redis_writable",
     "headrace_worker_lease_published",
-    # Of a model that is divided among ranks.
-    "headrace_worker_rank_step_seconds_total",
-    "headrace_worker_rank_wait_seconds_total",
     *(
         f"{role}_{name}"
         for role in ("headrace", "headrace_router")

@@ -20,6 +20,7 @@ OTHER_FIELDS = {
     "version",
     "prompt_steps",
     "decode_steps",
+    "ranks",
 }
 
 
