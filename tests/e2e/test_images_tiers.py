@@ -32,14 +32,14 @@ BLOCK = 32
 FLAGS = ["--execution-mode", "accuracy", "--kv-precision", "f32", "--image-cache-gb", "0"]
 NUM_WORDS = 20
 WHICH = questions()[0].text
-NUM_PICTURES = 6
+NUM_PICTURES = 12
 CHATS = [
     Question(tuple(one.pictures[0] for one in questions()[start : start + NUM_PICTURES]), " ".join([WHICH] * 7), "")
     for start in range(0, 4 * NUM_PICTURES, NUM_PICTURES)
 ]
-"""Six pictures each: to encode them takes longer than to fetch their blocks, even if the machine is busy. The words
+"""Twelve pictures each: to encode them takes longer than to fetch their blocks, even if the machine is busy. The words
 fill the block with the end of the last one."""
-NUM_CACHED = 4 * BLOCK
+NUM_CACHED = 7 * BLOCK
 
 
 async def answer(client: httpx.AsyncClient, system: Fleet, question: Question, **fields: Any) -> tuple[str, int]:

@@ -69,8 +69,9 @@ def test_the_kv_cache_is_sized_by_the_limit_and_more_is_refused(cgroup: MemoryCg
         assert refused.gone() == 2
         assert re.search(r"error: --kv-cache-gb asks for 4\.0 GiB, but only 0\.\d GiB", "\n".join(refused.logs))
         fitting.start()
-        until(lambda: not fitting.is_alive or any("KV cache" in line for line in fitting.logs), "the cache is made")
-        found = re.search(r"KV cache (\d+\.\d+) GiB", "\n".join(fitting.logs))
+        size = re.compile(r"KV cache (\d+\.\d+) GiB")
+        until(lambda: not fitting.is_alive or any(map(size.search, fitting.logs)), "the cache is made")
+        found = size.search("\n".join(fitting.logs))
         assert found is not None, fitting.tail()
         assert 0.1 < float(found[1]) < 0.4
     finally:
