@@ -1,4 +1,5 @@
-"""Errors of commands: each failure is one sentence on standard error and an exit status."""
+"""What commands have in common: each failure is one sentence on standard error and an exit status, and times are told
+alike."""
 
 from __future__ import annotations
 
@@ -69,3 +70,12 @@ def run(command: click.Command, name: str, args: Sequence[str] | None = None) ->
     except (click.ClickException, click.Abort, OSError, UnicodeError) as error:
         return told(error)
     return status if isinstance(status, int) else 0
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 5 s` or `2 h 3 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -22,7 +22,7 @@ from headrace.cli.fleet.run_state import ProcessRecord, ServeRecord, is_stopped,
 from headrace.cli.fleet.tables import width_of
 from headrace.cli.fleet.watching import watch_option, watched
 from headrace.cli.fleet.worker_columns import LOST_STATES, WORKER_STATES, worker_columns
-from headrace.common.commands import EXIT_FAILED
+from headrace.common.commands import EXIT_FAILED, duration
 from headrace.protos import router_pb2, router_pb2_grpc
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     from rich.markup import escape
 
     colour = _COLOURS.get(row["state"], "yellow")
-    since = f" for {_duration(row['silent_s'])}" if row.get("silent_s") is not None else ""
+    since = f" for {duration(int(row['silent_s']))}" if row.get("silent_s") is not None else ""
     state = f"[{colour}]{row['state']}{since}[/{colour}]"
     requests = drafts = blocks = ""
     if row.get("kv_blocks") is not None:
@@ -194,7 +194,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     if row.get("draft_tokens"):
         drafts = f"{row['draft_tokens_accepted'] / row['draft_tokens']:.0%} of {row['draft_tokens']} accepted"
         drafts += f" ({', '.join(row['draft_tokens_by_proposer'])})"
-    up = "" if row["uptime_s"] is None else _duration(row["uptime_s"])
+    up = "" if row["uptime_s"] is None else duration(int(row["uptime_s"]))
     place = _place_of(row)
     figures = [requests, drafts, blocks]
     name = row["name"] if row.get("serves") in (None, "both") else f"{row['name']} ({row['serves']})"
@@ -221,14 +221,6 @@ def _place_of_rank(rank: Mapping[str, Any]) -> str:
 
 def _text(value: object) -> str:
     return "" if value is None else str(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 @click.command()

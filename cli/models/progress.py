@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, Self
 
+from headrace.common.commands import duration
+
 _PLAIN_INTERVAL_S = 3.0
 _FIRST_REMINDER_S = 10.0
 _TICK_S = 1.0
@@ -187,15 +189,6 @@ def stages(title: str) -> Iterator[Callable[[str], None]]:
         over.set()
         thread.join()
         shown.end()
-
-
-def duration(seconds: float) -> str:
-    """`42 s`, `3 min 5 s` or `2 h 3 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def say(sentence: str) -> None:

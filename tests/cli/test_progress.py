@@ -10,8 +10,9 @@ from typing import IO, cast
 
 import pytest
 
-from headrace.cli.models.progress import BarProgress, PlainProgress, PlainStages, duration, stages
+from headrace.cli.models.progress import BarProgress, PlainProgress, PlainStages, stages
 from headrace.cli.serving.run import _ready_line
+from headrace.common.commands import duration
 from headrace.common.load_stages import LoadStage, line_of, stage_in
 from tests.cli.terminal import on_terminal
 
