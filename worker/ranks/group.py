@@ -72,11 +72,11 @@ class GroupRunner(OpenVINOModelRunner):
         self._cpus = [frozenset(mask) for mask in cpus]
         self._nodes = [memory_node_of(mask) for mask in self._cpus]
         self._on_lost = on_lost
-        self._memory_file, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
-        self._memory = GroupMemory(self._memory_file, 0, self.num_ranks)
+        memory, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
+        self._memory = GroupMemory(memory, 0, self.num_ranks)
         self._cache_files = [make_file() for _ in cpus[1:]]
-        shared = (self._memory_file, self._logits_file)
-        self._members = Members(cpus[1:], [[*shared, file] for file in self._cache_files], on_lost)
+        self._files = [memory, self._logits_file, *self._cache_files]
+        self._members = Members(cpus[1:], [[memory, self._logits_file, file] for file in self._cache_files], on_lost)
         for member in self._members:
             of_rank = min(threads, len(cpus[member.rank]))
             send(
@@ -236,8 +236,8 @@ class GroupRunner(OpenVINOModelRunner):
     def close(self) -> None:
         """End the other ranks, and close the files that they shared."""
         self._members.close()
-        for file in (self._memory_file, self._logits_file, *self._cache_files):
-            os.close(file)
+        while self._files:
+            os.close(self._files.pop())
 
     def _announce(self, batch: Batch | None) -> None:
         self._memory.write_step(batch, self._place)

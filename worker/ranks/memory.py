@@ -36,8 +36,6 @@ _ARRAYS = (
     *("input_ids", "position_ids", "past_lens", "subsequence_begins", "block_indices", "block_indices_begins"),
     *("max_context_len", "sampled_tokens_indices", "inverse_temperatures"),
 )
-
-
 # Begins the names of those for its images.
 _IMAGES = "images."
 

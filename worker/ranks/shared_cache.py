@@ -33,12 +33,12 @@ class Piece(NamedTuple):
     """The blocks of one cache of a rank: the shape of a block there, and how many there are."""
 
     shape: BlockShape
-    num: int
+    num_blocks: int
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all of them."""
-        return self.num * self.shape.num_bytes
+        return self.num_blocks * self.shape.num_bytes
 
 
 def pieces_of(shapes: Sequence[BlockShape], in_slots: Sequence[bool], num_blocks: int, num_slots: int) -> list[Piece]:
