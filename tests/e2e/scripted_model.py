@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 from headrace.cli.models.convert import convert
+from tests.e2e.serving import Serve
 from tests.gguf_models import byte_tokens
 
 CONTEXT = 65536
@@ -52,6 +54,19 @@ def calls(*functions: tuple[str, dict[str, object]]) -> str:
     """The text of an answer that calls these functions."""
     values = [{"name": name, "arguments": arguments} for name, arguments in functions]
     return "\n".join(f"<tool_call>\n{json.dumps(value)}\n</tool_call>" for value in values)
+
+
+@contextmanager
+def scripted_system(directory: Path, name: str, answers: Sequence[str], context: int = CONTEXT) -> Iterator[Serve]:
+    """A system that serves a model of this name with these answers, which it writes into the directory."""
+    (directory / name).mkdir()
+    write_scripted_model(directory / name, answers, context)
+    serve = Serve(str(directory / name), "--port", "0", "--kv-cache-gb", "0.5")
+    try:
+        serve.until_ready()
+        yield serve
+    finally:
+        serve.end()
 
 
 def write_scripted_model(directory: Path, answers: Sequence[str], context: int = CONTEXT) -> None:

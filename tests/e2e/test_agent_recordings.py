@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.agent_recordings import _folded, _unfolded, names, of_exchanges, recorded
 from tests.e2e.recorder import Exchange
-from tests.e2e.scripted_model import write_scripted_model
+from tests.e2e.scripted_model import scripted_system
 from tests.e2e.serving import HTTP, Serve
 
 NAME = "scripted"
@@ -20,15 +20,8 @@ LEAST_CACHED = 0.9
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    directory = tmp_path_factory.mktemp("model") / NAME
-    directory.mkdir()
-    write_scripted_model(directory, [DONE])
-    serve = Serve(str(directory), "--port", "0", "--kv-cache-gb", "0.5")
-    try:
-        serve.until_ready()
+    with scripted_system(tmp_path_factory.mktemp("model"), NAME, [DONE]) as serve:
         yield serve
-    finally:
-        serve.end()
 
 
 def names_of(ignored: str) -> set[str]:

@@ -17,8 +17,8 @@ import pytest
 
 from tests.e2e import agent_recordings
 from tests.e2e.recorder import Recorder, recording
-from tests.e2e.scripted_model import CONTEXT, calls, write_scripted_model
-from tests.e2e.serving import HTTP, Serve
+from tests.e2e.scripted_model import CONTEXT, calls, scripted_system
+from tests.e2e.serving import HTTP
 from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
@@ -36,19 +36,6 @@ LEAST_CACHED = 0.9
 TASK = "Read note.txt and write the number in it into answer.txt."
 DONE = "The number is 42."
 NEXT = "And what is it?"
-
-
-@contextmanager
-def scripted_system(directory: Path, answers: Sequence[str], context: int = CONTEXT) -> Iterator[Serve]:
-    """A system that serves a model with these answers."""
-    (directory / NAME).mkdir()
-    write_scripted_model(directory / NAME, answers, context)
-    serve = Serve(str(directory / NAME), "--port", "0", "--kv-cache-gb", "0.5")
-    try:
-        serve.until_ready()
-        yield serve
-    finally:
-        serve.end()
 
 
 def environment(home: Path, **own: str) -> dict[str, str]:
@@ -134,7 +121,7 @@ def test_claude_code_shortens_its_conversation_when_the_prompt_is_too_long(
 ) -> None:
     """It looks for the provider's words."""
     sentence = "The river is by the house on the hill. "
-    with scripted_system(tmp_path, [DONE], SMALL_CONTEXT) as system:
+    with scripted_system(tmp_path, NAME, [DONE], SMALL_CONTEXT) as system:
         body = {"prompt": sentence, "add_special_tokens": False}
         num_tokens = HTTP.post(f"{system.base_url}/tokenize", json=body).json()["count"]
 
@@ -178,7 +165,7 @@ def usages(events: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
 @contextmanager
 def recorded_system(directory: Path, answers: Sequence[str], context: int = CONTEXT) -> Iterator[Recorder]:
     """What an agent does with a system that serves a model with these answers."""
-    with scripted_system(directory, answers, context) as system, recording(system.base_url) as recorder:
+    with scripted_system(directory, NAME, answers, context) as system, recording(system.base_url) as recorder:
         yield recorder
 
 

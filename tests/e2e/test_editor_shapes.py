@@ -13,13 +13,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.scripted_model import calls, write_scripted_model
+from tests.e2e.scripted_model import calls, scripted_system
 from tests.e2e.serving import BOUND_S, HTTP, Serve
 from tests.patience import until
 
@@ -179,7 +178,20 @@ class ContinueInText(ContinueOpenAI):
         self.ask(f"Tool output for {TOOL} tool call:\n\n{RESULT}")
 
 
-class ClineCompatible(Client):
+class OfChats(Client):
+    """Streams of chats, and null contents beside calls."""
+
+    def read(self, answer: bytes) -> Answer:
+        return read_chunks(answer)
+
+    def remember(self, answer: Answer) -> None:
+        turn: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
+        if answer.call is not None:
+            turn["tool_calls"] = [function_call(answer)]
+        self.turns.append(turn)
+
+
+class ClineCompatible(OfChats):
     """Null contents beside calls, results as JSON in a text."""
 
     def body(self) -> dict[str, Any]:
@@ -193,15 +205,6 @@ class ClineCompatible(Client):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-
-    def read(self, answer: bytes) -> Answer:
-        return read_chunks(answer)
-
-    def remember(self, answer: Answer) -> None:
-        turn: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
-        if answer.call is not None:
-            turn["tool_calls"] = [function_call(answer)]
-        self.turns.append(turn)
 
     def tell(self, answer: Answer) -> None:
         result = json.dumps([{"query": ARGUMENTS["path"], "result": RESULT, "success": True}])
@@ -454,7 +457,7 @@ class GooseAnthropic(ZedAnthropic):
         self.turns.append({"role": "user", "content": [self._cached(result)]})
 
 
-class GooseOpenAI(Client):
+class GooseOpenAI(OfChats):
     """The provider `openai` for models that it does not know. Calls come back without a content, which is null."""
 
     token_limit = "max_tokens"
@@ -469,15 +472,6 @@ class GooseOpenAI(Client):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-
-    def read(self, answer: bytes) -> Answer:
-        return read_chunks(answer)
-
-    def remember(self, answer: Answer) -> None:
-        turn: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
-        if answer.call is not None:
-            turn["tool_calls"] = [function_call(answer)]
-        self.turns.append(turn)
 
     def tell(self, answer: Answer) -> None:
         self.turns.append({"role": "tool", "content": RESULT, "tool_call_id": answer.call_id})
@@ -560,28 +554,17 @@ class OpenHands(Client):
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    directory = tmp_path_factory.mktemp("model") / NAME
-    directory.mkdir()
-    write_scripted_model(directory, [calls((TOOL, ARGUMENTS)), DONE])
-    yield from serving(directory)
+    answers = [calls((TOOL, ARGUMENTS)), DONE]
+    with scripted_system(tmp_path_factory.mktemp("model"), NAME, answers) as serve:
+        yield serve
 
 
 @pytest.fixture(scope="module")
 def system_without_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Its model always answers with a call in the manner of Cline's prompts."""
-    directory = tmp_path_factory.mktemp("model_without_tools") / NAME
-    directory.mkdir()
-    write_scripted_model(directory, [f"I read it.\n{CALL_IN_TEXT}"])
-    yield from serving(directory)
-
-
-def serving(directory: Path) -> Iterator[Serve]:
-    serve = Serve(str(directory), "--port", "0", "--kv-cache-gb", "0.5")
-    try:
-        serve.until_ready()
+    answers = [f"I read it.\n{CALL_IN_TEXT}"]
+    with scripted_system(tmp_path_factory.mktemp("model_without_tools"), NAME, answers) as serve:
         yield serve
-    finally:
-        serve.end()
 
 
 def exchange(system: Serve, client: Client) -> tuple[Answer, float]:
