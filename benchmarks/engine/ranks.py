@@ -4,7 +4,8 @@
 
 Each side is a process that loads the model once; an idle one takes no CPU time. The sides compute the same steps in
 turns. It prints the milliseconds of each, and the median and quartiles of the ratios of the ranks to the other two;
-then how long the ranks waited for each other in a step. Before, it prints the resident memory of each process.
+then how long the ranks waited for each other in a step. Before, it prints what a sum takes by itself, and the
+resident memory of each process.
 
 Nothing else should run on the machine. Each rank has half of the weights' products, so with memory of its own it could
 take half of one core's time; ranks that share one memory cannot be faster than one process with both cores.
@@ -18,16 +19,20 @@ import os
 import random
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import openvino as ov
+from openvino import opset13
 
 from benchmarks.engine.step_cost import requests_of
 from benchmarks.machine import describe
 from headrace.worker.model.batch import Batch, build_batch
+from headrace.worker.model.rank_sum import RankSum
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.ranks.group import GroupRunner
 
@@ -38,6 +43,7 @@ STEPS = {
     **{f"decode {size}": ((CONTEXT, 1),) * size for size in (1, 8, 32)},
     **{f"prompt {tokens}": ((0, tokens),) for tokens in (64, 256, 512)},
 }
+NUM_SUMS = 60
 # Of a step in one go, the first of which is not counted.
 REPEATS = 6
 
@@ -116,6 +122,27 @@ def resident_mb(pid: int) -> list[float]:
     return sorted(found)
 
 
+def sum_us() -> float:
+    """Microseconds that a sum of 576 numbers adds to an inference, besides waiting: the difference between a graph of
+    sums and one without, whose other operations are the same."""
+
+    def seconds(is_summed: bool) -> float:
+        parameter = opset13.parameter([-1, 576], np.float32)
+        values = parameter.output(0)
+        for number in range(NUM_SUMS):
+            values = opset13.add(values, opset13.constant(np.float32(1))).output(0)
+            if is_summed:
+                values = RankSum([values], number=number, add=lambda _, part, total: np.copyto(total, part)).output(0)
+        compiled = ov.Core().compile_model(
+            ov.Model([opset13.result(values)], [parameter], "sums"), "CPU", {"INFERENCE_NUM_THREADS": 1}
+        )
+        request = compiled.create_infer_request()
+        request.set_input_tensor(ov.Tensor(np.zeros((1, 576), np.float32)))
+        return statistics.median(timeit.repeat(request.infer, number=20, repeat=20)) / 20
+
+    return 1e6 * (seconds(is_summed=True) - seconds(is_summed=False)) / NUM_SUMS
+
+
 def main() -> None:
     """Compare all steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -123,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     print(describe())
+    print(f"a sum that waits for nobody takes {sum_us():.0f} us", flush=True)
     first, second = sorted(os.sched_getaffinity(0))[:2]
     sides = {
         "one core": (one_process, [first]),
