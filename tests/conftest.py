@@ -15,16 +15,16 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import last_words, memory
+from tests import last_words, long_tests, memory
 from tests.fetch_tools import FETCHED
 from tests.patience import patience, session_slowness
 from tests.redis_server import RedisServer
-from tests.time_limits import pytest_runtest_makereport, pytest_timeout_set_timer
+from tests.time_limits import pytest_runtest_makereport, pytest_timeout_cancel_timer, pytest_timeout_set_timer
 
 # Ray would make uvloop the loop of all later tests in the process that imports it.
 os.environ.setdefault("RAY_USE_UVLOOP", "0")
 
-__all__ = ["pytest_runtest_makereport", "pytest_timeout_set_timer"]
+__all__ = ["pytest_runtest_makereport", "pytest_timeout_cancel_timer", "pytest_timeout_set_timer"]
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -59,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), str(FETCHED)))
     session_slowness()
     last_words.pytest_configure(config)
+    long_tests.pytest_configure(config)
     config.pluginmanager.register(memory)
 
 

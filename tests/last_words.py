@@ -13,10 +13,12 @@ import re
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
+# The file of this process for stacks, where there is another process to read it.
+STACKS = pytest.StashKey[TextIO]()
 _FOLDER = "last_words"
 _MOST_CHARACTERS = 20_000
 
@@ -29,8 +31,9 @@ class LastWords:
         self._memory = folder / f"{name}.memory"
         self._stacks = (folder / f"{name}.stacks").open("w")
 
-    def pytest_sessionstart(self) -> None:
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Write the stacks of a fault where the first process looks, which pytest writes to standard error."""
+        session.config.stash[STACKS] = self._stacks
         faulthandler.enable(self._stacks)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:

@@ -19,13 +19,29 @@ ROOT = Path(__file__).parents[1]
     [
         ("os.kill(os.getpid(), 9)", ["the process was ended by SIGKILL", "before", "MiB"]),
         ("ctypes.string_at(0)", ["the process was ended by SIGSEGV", "Segmentation fault", "test_dying.py"]),
+        # No alarm interrupts this.
+        ("sum(itertools.repeat(0))", ["the process ended itself with status 1", "Timeout", "test_dying.py"]),
     ],
 )
 def test_the_report_of_a_test_whose_process_died_says_how(tmp_path: Path, dies: str, said: list[str]) -> None:
-    (tmp_path / "test_dying.py").write_text(f"import ctypes, os\n\n\ndef test_it():\n    {dies}\n")
+    (tmp_path / "conftest.py").write_text("from tests import time_limits\n\ntime_limits._NATIVE_S = 0.2\n")
+    (tmp_path / "test_dying.py").write_text(f"import ctypes, itertools, os\n\n\ndef test_it():\n    {dies}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-n", "1", "--max-worker-restart", "0", "-p", "tests.last_words"]
-    more = ["-p", "no:cacheprovider", "-p", "no:schemathesis", "--rootdir", str(tmp_path), "-c", "pytest.ini"]
+    command = [sys.executable, "-m", "pytest", "-n", "1", "--max-worker-restart", "0", "--timeout", "2"]
+    more = [
+        "-p",
+        "tests.last_words",
+        "-p",
+        "tests.time_limits",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:schemathesis",
+        "--rootdir",
+        str(tmp_path),
+        "-c",
+        "pytest.ini",
+    ]
     done = subprocess.run(
         [*command, *more, str(tmp_path)],
         cwd=tmp_path,

@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import time_limits
+from tests.patience import patience
 from tests.time_limits import pytest_runtest_makereport, pytest_timeout_set_timer
 
+ROOT = Path(__file__).parents[1]
 
-class Overdue(BaseException):
-    """What the alarm raises here."""
+_HANGS = """
+import asyncio
+
+
+def test_it():
+    lost = []
+
+    def busy():
+        while not lost:
+            pass
+
+    async def hang():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: lost.append(type(context["exception"]).__name__))
+        loop.call_soon(busy)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            print("the loop has swallowed", *lost)
+
+    asyncio.run(hang())
+"""
 
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The limits that were set, with pytest-timeout's own timer replaced; the test's own timer is there afterwards."""
     found: list[float] = []
-    own_s, again_s = signal.getitimer(signal.ITIMER_REAL)
-    own_handler = signal.getsignal(signal.SIGALRM)
-
-    def set_timer(item: Any, settings: Any) -> None:
-        def ring(*_: Any) -> None:
-            raise Overdue
-
-        found.append(settings.timeout)
-        signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, settings.timeout)
-
-    monkeypatch.setattr(time_limits.pytest_timeout, "pytest_timeout_set_timer", set_timer)
+    own = signal.getitimer(signal.ITIMER_REAL)
+    monkeypatch.setattr(
+        time_limits.pytest_timeout, "pytest_timeout_set_timer", lambda _, values: found.append(values.timeout)
+    )
     monkeypatch.setattr(time_limits, "patience", lambda seconds: 3 * seconds)
-    monkeypatch.setattr(time_limits, "_AGAIN_S", 0.05)
     yield found
-    signal.signal(signal.SIGALRM, own_handler)
-    signal.setitimer(signal.ITIMER_REAL, own_s, again_s)
+    signal.setitimer(signal.ITIMER_REAL, *own)
+
+
+class Item:
+    """A test, as far as its limit is concerned."""
+
+    config = SimpleNamespace(stash=pytest.Stash())
 
 
 def settings(timeout: float) -> Any:
@@ -48,30 +68,35 @@ def settings(timeout: float) -> Any:
 
 
 def test_a_limit_follows_the_machine(limits: list[float]) -> None:
-    assert pytest_timeout_set_timer(None, settings(60.0))  # type: ignore[arg-type]
+    assert pytest_timeout_set_timer(Item(), settings(60.0))  # type: ignore[arg-type]
     assert limits == [180.0]
     assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(180.0, abs=5)
 
 
-def test_an_alarm_that_an_event_loop_swallowed_comes_again(limits: list[float]) -> None:
-    lost: list[Any] = []
+def test_a_limit_does_not_grow_without_end(limits: list[float]) -> None:
+    assert pytest_timeout_set_timer(Item(), settings(600.0))  # type: ignore[arg-type]
+    assert pytest_timeout_set_timer(Item(), settings(1200.0))  # type: ignore[arg-type]
+    assert limits == [900.0, 1200.0]
 
-    async def hang() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: lost.append(context["exception"]))
 
-        def busy() -> None:
-            while not lost:
-                pass
-
-        pytest_timeout_set_timer(None, settings(0.02))  # type: ignore[arg-type]
-        loop.call_soon(busy)
-        await asyncio.Event().wait()
-
-    # The loop of pytest-asyncio's tests. An exception out of a signal handler ends a process in which uvloop runs.
-    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner, pytest.raises(Overdue):
-        runner.run(hang())
-    assert [type(error) for error in lost] == [Overdue]
+def test_an_alarm_that_an_event_loop_swallowed_comes_again(tmp_path: Path) -> None:
+    """In a process of its own: alarms that come again and again strike what follows, too."""
+    (tmp_path / "test_hanging.py").write_text(_HANGS)
+    (tmp_path / "conftest.py").write_text("from tests import time_limits\n\ntime_limits._AGAIN_S = 0.05\n")
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--timeout", "0.5", "-p", "tests.time_limits", str(tmp_path)]
+    more = ["--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    done = subprocess.run(
+        [*command, *more],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the loop has swallowed Failed" in done.stdout
+    assert "1 failed" in done.stdout
 
 
 def test_an_interruption_between_two_lines_is_a_failure_of_its_test_alone() -> None:
