@@ -6,6 +6,9 @@ PROTOS := $(wildcard protos/*.proto)
 # An editable install knows the packages that there were when it was made.
 PACKAGES := $(wildcard */__init__.py)
 
+# Tests start thousands of processes of our own modules: half of a start is compiling them, where nothing may be kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help serve test test-clients test-architectures test-avx2 test-numa check docs docs-walk dev protos release-protos katex lock image bench-peers clean
 .DEFAULT_GOAL := help
 
@@ -141,7 +144,8 @@ katex: | .make/clients/.done
 
 # All families, and prompts of 2,000 tokens; the models are exported once, which takes minutes.
 test-architectures: .venv/.dev .links/headrace .make/transformers-5.2.0/.done .make/transformers-5.5.4/.done
-	HEADRACE_ARCHITECTURES=1 $(BIN)/pytest tests/architectures --timeout 3600 $(ARGS)
+	HEADRACE_ARCHITECTURES=1 $(BIN)/pytest tests/architectures tests/e2e/test_by_name.py tests/e2e/test_encoders_by_name.py \
+	    tests/e2e/test_multimodal.py --timeout 3600 $(ARGS)
 
 # The kernel that the emulated machine boots: Debian's for clouds, which needs no module to get to its first process.
 .make/numa/vmlinuz:
