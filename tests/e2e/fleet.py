@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,15 +24,9 @@ from headrace.protos import router_pb2, router_pb2_grpc
 from tests.e2e.serving import BOUND_S, HTTP, MODEL, READY_BOUND_S, until
 from tests.e2e.small_model import small_model
 from tests.patience import patience
+from tests.ports import free_port
 
 _TAIL_LINES = 40
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A free TCP port."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class Process:

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.fleet import free_port
 from tests.e2e.serving import BOUND_S, headrace
 from tests.patience import patience, until
+from tests.ports import free_port
 
 _START_S = 60.0
 _MARK = "HEADRACE_TEST_CLUSTER"

@@ -24,10 +24,11 @@ from tests.e2e.console_page import (
     load_colours_and_formulas,
     violations,
 )
-from tests.e2e.fleet import Process, free_port
+from tests.e2e.fleet import Process
 from tests.e2e.serving import HTTP, Serve, serving, until
 from tests.e2e.shapes import questions
 from tests.patience import patience
+from tests.ports import free_port
 
 pytestmark = pytest.mark.e2e
 

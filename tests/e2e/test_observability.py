@@ -17,10 +17,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.fleet import Fleet, Process, fleet, free_port
+from tests.e2e.fleet import Fleet, Process, fleet
 from tests.e2e.serving import HTTP, MODEL, until
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver
 from tests.patience import patience
+from tests.ports import free_port
 from tests.prometheus import is_installed, prometheus
 
 ROOT = Path(__file__).parent.parent.parent

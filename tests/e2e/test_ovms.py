@@ -17,12 +17,12 @@ import pytest
 from tests.architectures.exports import PYTHON, exported_encoders
 from tests.architectures.texts import made_up_texts
 from tests.cli.ovms_files import embeddings_graph, llm_graph, rerank_graph
-from tests.e2e.fleet import free_port
 from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace
 from tests.e2e.shapes import MODEL as SHAPES
 from tests.e2e.shapes import questions
 from tests.e2e.small_model import small_model
 from tests.patience import patience, until
+from tests.ports import free_port
 
 pytestmark = pytest.mark.e2e
 

@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.fleet import free_port
 from tests.e2e.ray_cluster import RayCluster, ray_cluster
 from tests.e2e.serving import BOUND_S, MODEL, alive
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import chat_body, http_client, load, run_streams
 from tests.patience import patience, until
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 pytestmark = [

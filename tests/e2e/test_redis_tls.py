@@ -25,7 +25,8 @@ from tests.certificates import make_certificates
 from tests.e2e.fleet import fleet
 from tests.e2e.serving import MODEL, until
 from tests.patience import patience
-from tests.redis_server import BOUND_S, free_port
+from tests.ports import free_port
+from tests.redis_server import BOUND_S
 
 pytestmark = pytest.mark.e2e
 

@@ -19,9 +19,10 @@ from headrace.common.transport.channels import FLEET_NAME, PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.protos.status import Reason, error_of
 from tests.certificates import make_certificates
-from tests.e2e.fleet import Fleet, Process, fleet, free_port
+from tests.e2e.fleet import Fleet, Process, fleet
 from tests.e2e.serving import HTTP, MODEL, headrace, until
 from tests.patience import patience
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e

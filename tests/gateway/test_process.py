@@ -17,15 +17,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.patience import patience
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def start(*flags: str, role: str = "gateway", **environment: str) -> asyncio.subprocess.Process:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.fleet import Process, free_port
+from tests.e2e.fleet import Process
 from tests.e2e.serving import pulled_model, serving, until
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import chat_body, run_streams
 from tests.infra.memory_cgroup import MemoryCgroup, memory_cgroup
+from tests.ports import free_port
 
 pytestmark = pytest.mark.e2e
 

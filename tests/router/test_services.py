@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from headrace.router.fleet.links import LinkState
 from headrace.router.fleet.registry import Member, Registry, ServicePods
 from tests.api_server import ApiServer, Pod
 from tests.patience import patience
+from tests.ports import free_port
 from tests.router.conftest import RunningRouter, StartRouter, collected
 from tests.router.fake_worker import FakeWorker, answer, until
 from tests.router.test_service import health_of
@@ -34,8 +34,7 @@ class Pods:
     """Fake workers as the pods of a Service: each at a loopback address of its own, all at one port."""
 
     def __init__(self, server: ApiServer) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.server = server
         self.service = f"kubernetes:///worker.fleet:{self.port}"
         self.workers: dict[str, FakeWorker] = {}

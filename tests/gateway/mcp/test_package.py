@@ -11,6 +11,7 @@ import pytest
 
 from headrace.gateway.mcp.servers import McpServers
 from tests.patience import until
+from tests.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = Path(__file__).parents[3]
@@ -23,8 +24,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     """The URL of a server that answers in this form."""
     if not PYTHON.exists():
         pytest.skip("the clients are not installed: make test")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([PYTHON, SCRIPT, str(port), request.param], stderr=subprocess.DEVNULL)
     found = f"http://127.0.0.1:{port}/mcp"
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import random
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,6 +37,7 @@ from headrace.protos.block_hash import block_hashes, root_hash
 from tests.gateway.conftest import tokens_of
 from tests.gateway.served import default_flags
 from tests.patience import patience
+from tests.ports import free_port
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
 
@@ -170,20 +170,13 @@ class Fleet:
         return sum(w.num_hit_tokens for w in workers) / sum(w.num_prompt_tokens for w in workers)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("0.0.0.0", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @asynccontextmanager
 async def running_fleet(bundle: bytes, num_pods: int = 3) -> AsyncIterator[Fleet]:
     from headrace.router.dispatch.admission import AdmissionConfig
     from headrace.router.service import RequestBounds
 
     async with AsyncExitStack() as stack:
-        port = free_port()
+        port = free_port("0.0.0.0")
         pods = []
         for number in range(num_pods):
             pod = Pod(CachingWorker(f"127.0.0.{11 + number}", bundle))
@@ -350,7 +343,7 @@ class Envoy:
 @asynccontextmanager
 async def running_envoy(fleet: Fleet, directory: Path, *, fail_open: bool = True) -> AsyncIterator[Envoy]:
     """Envoy in front of the pods."""
-    port, admin_port = free_port(), free_port()
+    port, admin_port = free_port("0.0.0.0"), free_port("0.0.0.0")
     admin = f"http://127.0.0.1:{admin_port}"
     fallback = ",".join(f"{pod.worker.host}:{fleet.port}" for pod in fleet.pods)
     config = envoy_config(port, admin_port, fleet.picker_port, fail_open=fail_open, fallback=fallback)
@@ -419,7 +412,7 @@ async def spread(fleet: Fleet, client: httpx.AsyncClient, bodies: Sequence[dict[
 async def test_prefix_hits_behind_envoy_are_those_of_the_router(fleet: Fleet, tmp_path: Path) -> None:
     (bodies,) = conversations(1)
     async with AsyncExitStack() as stack:
-        port = free_port()
+        port = free_port("0.0.0.0")
         await stack.enter_async_context(serving(fleet.front, "127.0.0.1", port))
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patience(30))

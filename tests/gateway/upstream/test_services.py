@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.inference_pb2 import GenerateRequest, SamplingParams
 from tests.api_server import ApiServer, Pod
 from tests.patience import patience
+from tests.ports import free_port
 from tests.router.fake_worker import FakeWorker, answer, until
 
 PROMPT = [5, 6, 7]
@@ -30,8 +30,7 @@ SERVICE = "kubernetes:///router.fleet:{}"
 @pytest.fixture
 async def workers() -> AsyncIterator[list[FakeWorker]]:
     """Three at one port of different addresses."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     made = [await FakeWorker(f"r{number}").start(f"127.0.9.{number}:{port}") for number in (1, 2, 3)]
     yield made
     for worker in made:
