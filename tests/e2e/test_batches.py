@@ -19,7 +19,7 @@ from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 CHAT = "/v1/chat/completions"
-NUM_LINES = 48
+NUM_LINES = 24
 
 
 @pytest.fixture(scope="module")

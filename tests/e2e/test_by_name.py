@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.hub import Hub, running_hub
 from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
+# Each export takes half a minute.
+ALL = os.environ.get("HEADRACE_ARCHITECTURES") == "1"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     ("name", "fetched"),
     [
         ("owner/model", "openvino_model.bin"),
-        ("owner/tiny-GGUF", "tiny-Q8_0.gguf"),
         ("owner/tiny-GGUF:f16", "tiny-F16.gguf"),
     ],
 )
@@ -96,7 +98,8 @@ def test_one_command_goes_from_safetensors_to_an_answer(
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models")
-def test_weights_of_an_export_are_of_the_kind_and_chosen_by_the_methods_that_are_named(
+@pytest.mark.skipif(not ALL, reason="HEADRACE_ARCHITECTURES=1 exports it in other forms, too")
+def test_weights_of_an_export_are_chosen_by_the_methods_that_are_named(
     checkpoint: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add_directory("owner/checkpoint", checkpoint)
@@ -111,6 +114,15 @@ def test_weights_of_an_export_are_of_the_kind_and_chosen_by_the_methods_that_are
     options = {name: graph.get_rt_info(["nncf", "weight_compression", name]).value for name in _METHODS}
     assert options == {"awq": "True", "scale_estimation": "True", "group_size": "-1"}
     assert {len(shape) for kind, shape in weights_of(graph) if kind == ov.Type.u4} == {2}, "one scale for a row"
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models")
+@pytest.mark.skipif(not ALL, reason="HEADRACE_ARCHITECTURES=1 exports it in other forms, too")
+def test_weights_in_fp16_are_so_and_int8_is_the_rule(
+    checkpoint: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_directory("owner/checkpoint", checkpoint)
+    monkeypatch.setenv("HEADRACE_EXPORT_PYTHON", str(PYTHON))
     pulled = headrace("pull", "owner/checkpoint:fp16", timeout_s=240)
     assert pulled.returncode == 0, pulled.stderr
     graph = ov.Core().read_model(tmp_path / "cache/models/owner--checkpoint:fp16/openvino_model.xml")

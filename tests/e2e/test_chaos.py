@@ -1,7 +1,7 @@
 """A fleet under random faults and random clients: every request ends once, every text is right, nothing is lost.
 
 The workers have everything that could spoil a text: drafts, KV caches that outlive them, and so little memory that
-prompts drive out one another, to a disk that all workers share. Two minutes in `make test`; an hour with
+prompts drive out one another, to a disk that all workers share. A minute in `make test`; an hour with
 `python -m tests.soak chaos`. HEADRACE_SEED repeats a run's choices.
 """
 
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.e2e
 
 SOAK = os.environ.get("HEADRACE_SOAK") == "1"
 CHAOS_S = 3600.0 if SOAK else 0.0
-# Of each of two sources; as many as take about two minutes on two cores.
-NUM_FAULTS = 10
+# Of each of two sources; as many as take a minute on two cores.
+NUM_FAULTS = 6
 NUM_CLIENTS = 12 if SOAK else 6
 # What has to happen for a run to say something, by the counters of workers.
 FEATURES = ("ngram_tokens_drafted", "blocks_evicted", "blocks_written")

@@ -83,7 +83,7 @@ async def test_a_draining_worker_hands_its_prefixes_over(peers: Fleet) -> None:
         peers.until_idle()
 
 
-NUM_PREFIXES = 48
+NUM_PREFIXES = 24
 PREFIX_TOKENS = 512
 
 

@@ -28,7 +28,7 @@ from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
-NUM_DEATHS = 1000 if os.environ.get("HEADRACE_SOAK") == "1" else 6
+NUM_DEATHS = 1000 if os.environ.get("HEADRACE_SOAK") == "1" else 4
 SEED = int(os.environ.get("HEADRACE_SEED", "1"))
 BLOCK = 32
 MAX_TOKENS = 40

@@ -1,12 +1,13 @@
-"""A protocol is a folder that can be deleted."""
+"""A protocol is a folder that can be deleted: here half of them at a time, so that each is without each other."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,13 +60,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def without(tree: Path, protocol: str) -> Iterator[None]:
-    """Context manager: the protocol's folder, its tests and its line in the table are gone."""
+def without(tree: Path, absent: Sequence[str]) -> Iterator[None]:
+    """Context manager: the protocols' folders, their tests and their lines in the table are gone."""
     table = tree / "gateway" / "protocols.py"
     whole = table.read_text()
-    remaining = whole.replace(f'    "{protocol}",\n', "")
-    assert whole.count("\n") == remaining.count("\n") + 1
-    folders = (Path("gateway", protocol), Path("tests", "gateway", protocol))
+    remaining = "".join(line for line in whole.splitlines(True) if line.strip(' ",\n') not in absent)
+    assert whole.count("\n") == remaining.count("\n") + len(absent)
+    folders = [Path(*place, protocol) for place in (("gateway",), ("tests", "gateway")) for protocol in absent]
     try:
         table.write_text(remaining)
         for folder in folders:
@@ -97,11 +98,26 @@ def test_each_protocol_has_tests() -> None:
     assert set(TESTS) == set(protocols.NAMES)
 
 
-@pytest.mark.parametrize("protocol", protocols.NAMES)
-def test_without_a_protocol_the_others_work(tree: Path, protocol: str) -> None:
-    others = [f"tests/gateway/{path}::{test}" for name, (path, test) in TESTS.items() if name != protocol]
-    flags = {flag for option in protocols.PROTOCOLS[protocol].options for flag in option.opts}
-    with without(tree, protocol):
+def halves() -> Iterator[list[str]]:
+    """Every protocol is absent from half of these, and for every two there is one with the first alone of them."""
+    names = list(protocols.NAMES)
+    for bit in range((len(names) - 1).bit_length()):
+        for side in (0, 1):
+            yield [name for number, name in enumerate(names) if number >> bit & 1 == side]
+
+
+def test_any_protocol_is_there_without_any_other() -> None:
+    found = {
+        (present, gone) for absent in halves() for gone in absent for present in set(protocols.NAMES) - set(absent)
+    }
+    assert found == set(itertools.permutations(protocols.NAMES, 2))
+
+
+@pytest.mark.parametrize("absent", halves(), ids=" ".join)
+def test_without_half_of_the_protocols_the_others_work(tree: Path, absent: list[str]) -> None:
+    others = [f"tests/gateway/{path}::{test}" for name, (path, test) in TESTS.items() if name not in absent]
+    flags = {flag for name in absent for option in protocols.PROTOCOLS[name].options for flag in option.opts}
+    with without(tree, absent):
         report = run_in(tree, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *LENIENT, *others)
         shown = run_in(tree, "-c", HELP)
     assert " passed" in report
