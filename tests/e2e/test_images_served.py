@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -138,15 +139,26 @@ async def test_sixteen_chats_over_one_image_encode_it_once_and_a_second_turn_hit
         assert first[0].num_cached_tokens >= 17
 
 
-async def test_near_equal_images_share_nothing_behind_the_text_before_them(served: Fleet) -> None:
-    picture = questions()[0].pictures[0]
+async def test_near_equal_images_at_once_share_nothing_behind_the_text_before_them(served: Fleet) -> None:
+    """Two pictures, each with twenty tails that decoders ignore. All are asked about at once."""
+    other = next(question for question in questions() if question.reference != questions()[0].reference)
+    near = [
+        replace(question, pictures=tuple(picture + bytes([number]) for picture in question.pictures))
+        for number in range(20)
+        for question in (questions()[0], other)
+    ]
     before = total(served, "images_encoded")
     async with client(served) as asking:
-        for number in range(20):
-            near = Question((picture + bytes([number]),), questions()[0].text, "")
-            responses = [response async for response in asking.stream(asked(near, f"n{number}"))]
+
+        async def ask(number: int, question: Question) -> None:
+            responses = [response async for response in asking.stream(asked(question, f"n{number}"))]
             assert responses[0].num_cached_tokens <= 1
-    until(lambda: total(served, "images_encoded") == before + 20, "each is encoded")
+            words = [WORDS[token] for response in responses for token in response.token_ids]
+            assert " ".join(word for word in words if word != "</s>") == question.reference
+
+        await asyncio.gather(*map(ask, range(len(near)), near))
+    num_pictures = sum(len(question.pictures) for question in near)
+    until(lambda: total(served, "images_encoded") == before + num_pictures, "each is encoded")
 
 
 async def test_an_image_that_is_none_is_refused_by_name(served: Fleet) -> None:

@@ -103,11 +103,15 @@ class FakeEncoder:
         ended, self._ended = self._ended, []
         return ended
 
+    def states(self, job: EncodeJob) -> ImageStates:
+        """What an image is encoded to."""
+        return states_of(job.digest, job.num_tokens)
+
     def work(self, count: int = 1 << 30) -> None:
         """Encode the next images."""
         while self.queue and count:
             job = self.queue.popleft()
-            job.states = states_of(job.digest, job.num_tokens)
+            job.states = self.states(job)
             self.num_encoded += 1
             self._ended.append(job)
             count -= 1
