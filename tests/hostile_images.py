@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
-import io
 import random
 import struct
 import zlib
@@ -14,22 +14,37 @@ from typing import Any
 
 from PIL import Image
 
-PROTOCOLS = ("chat", "responses", "messages", "ollama", "generate")
+from tests.common.vision.image_files import OURS, SIGNATURES, WRITERS, encoded, written
+
+PROTOCOLS = ("chat", "responses", "messages", "ollama", "generate", "completions")
 WORDS = (
     "<image>",
     "<|image_pad|>",
     "<|vision_start|><|image_pad|><|vision_end|>",
     "</s>",
     "![](http://127.0.0.1/a.png)",
+    "![](data:image/png;base64,iVBORw0KGgo=)",
+    "<start_of_image><image_soft_token><end_of_image>",
+    "<fake_token_around_image><global-img><image>",
+    "[IMG][IMG_BREAK][IMG_END]",
+    "<|image|>",
+    "<|image_1|>",
+    "<image>" * 500,
 )
 # Hosts, as many ways to write addresses of the network behind the gateway as there are.
 HOSTS = (
     *("127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001", "0177.0.0.1", "0", "0.0.0.0", "10.0.0.1"),
     *("169.254.169.254", "192.168.0.1", "100.64.0.1", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]"),
     *("[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[fe80::1]", "[fd00::1]", "[::127.0.0.1]", "metadata.google.internal"),
-    *("rebinding.example", "mixed.example", "allowed.example", "allowed.example.", "ALLOWED.EXAMPLE", "a" * 300),
+    # Written out, mapped, translated by NAT64 and SIIT, tunnelled by 6to4, Teredo and ISATAP, with zones, of old kinds.
+    *("[0:0:0:0:0:0:0:1]", "[0000::0001]", "[::FFFF:127.0.0.1]", "[::ffff:0:0]", "[::ffff:169.254.169.254]"),
+    *("[::ffff:0:127.0.0.1]", "[64:ff9b::169.254.169.254]", "[64:ff9b:1::7f00:1]", "[2002:a9fe:a9fe::1]"),
+    *("[2001:0:7f00:1::80ff:fffe]", "[fe80::5efe:7f00:1]", "[fe80::1%25lo]", "[fe80::1%25]", "[fe80::1%lo]"),
+    *("[::1%25lo]", "[::1%lo]", "[fec0::1]", "[ff02::1]", "[fd00:ec2::254]", "[100::1]", "[::1", "::1", "[v1.a]"),
+    *("[::1].example", "[::ffff:127.0.0.1.]", "[::ffff:0x7f.1]", "127。0。0。1", "①②⑦.0.0.1", "127.0.0.1%00.example"),
+    *("six.example", "rebinding.example", "mixed.example", "allowed.example", "allowed.example.", "ALLOWED.EXAMPLE"),
+    "a" * 300,
 )
-_WRITERS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "ICO", "PPM", "TGA", "PCX", "SGI", "DDS", "PDF", "EPS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,10 @@ def _request(draw: random.Random, model: str, port: int) -> Hostile:
         blocks = [{"type": "image", "source": _source(draw, url)} for url in urls]
         turn = {"role": "user", "content": _mixed(draw, blocks, {"type": "text", "text": words or "?"})}
         return Hostile("/v1/messages", {"model": model, "max_tokens": 2, "messages": [turn]})
+    if protocol == "completions":
+        tokens = [draw.choice((1, 5, 2**31 - 1, 2**31, 2**32 - 1, 2**32, -1)) for _ in range(draw.randrange(1, 30))]
+        prompt = draw.choice((words or "?", f"{words}{urls[0]}", tokens))
+        return Hostile("/v1/completions", {"model": model, "max_tokens": 2, "prompt": prompt})
     raw = [url.partition(",")[2] or url for url in urls]
     options = {"num_predict": 2}
     if protocol == "ollama":
@@ -106,8 +125,8 @@ _STARTS = ("data:image/png;base64,", "data:;base64,", "data:image/svg+xml;base64
 
 
 def _remote(draw: random.Random, port: int) -> str:
-    host = draw.choice((draw.choice(HOSTS), "allowed.example"))
-    scheme = draw.choice(("http", "https", "http", "HTTPS", "ftp", "gopher", "file", "javascript"))
+    host = draw.choice((draw.choice(HOSTS), "allowed.example", "allowed.example"))
+    scheme = draw.choice(("http", "https", "http", "https", "http", "HTTPS", "ftp", "gopher", "file", "javascript"))
     forms = (
         f"{scheme}://{host}:{port}/a.png",
         f"{scheme}://{host}/a.png",
@@ -135,22 +154,17 @@ def _file(draw: random.Random) -> bytes:
 
 @functools.cache
 def _files() -> tuple[bytes, ...]:
-    """Small pictures in all formats that Pillow can write here."""
+    """Small pictures in all formats that Pillow can write here, and the begin of files of others."""
     found = []
     for mode in ("RGB", "RGBA", "L", "P", "1", "CMYK", "LA", "I;16"):
         for size in ((1, 1), (3, 5), (40, 30)):
-            picture = Image.new(mode, size)
-            for name in _WRITERS:
-                out = io.BytesIO()
-                try:
-                    picture.save(out, name)
-                except (OSError, ValueError, KeyError, struct.error):
-                    continue
-                found.append(out.getvalue())
+            for kind in sorted(OURS):
+                with contextlib.suppress(OSError, ValueError):
+                    found.append(encoded(Image.new(mode, size), kind))
+    found += [written(Image.new("RGB", (20, 30)), kind) for kind in sorted({*WRITERS, *SIGNATURES} - OURS)]
     frames = [Image.new("P", (20, 20), colour) for colour in range(20)]
-    out = io.BytesIO()
-    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:])
-    return (*found, out.getvalue())
+    found.append(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    return tuple(found)
 
 
 def _mutated(draw: random.Random, data: bytes) -> bytes:

@@ -55,8 +55,13 @@ SOAKS = {
         ("--timeout", "7200"),
     ),
     "images": Soak(
-        "10,000 hostile images and URLs at a gateway, and 2,000 at a fleet that serves a vision-language model",
-        ("tests/gateway/images/test_hostile.py", "tests/e2e/test_images_hostile.py"),
+        "10,000 hostile images and URLs at a gateway, 2,000 at a fleet that serves a vision-language model, and 10,000 "
+        "pairs of images that are nearly equal in one worker's caches",
+        (
+            "tests/gateway/images/test_hostile.py",
+            "tests/e2e/test_images_hostile.py",
+            "tests/worker/engine/test_near_images.py",
+        ),
         ("-n", "0", "--timeout", "7200"),
     ),
     "ray": Soak(

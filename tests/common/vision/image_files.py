@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
+import warnings
 import zlib
 from collections.abc import Mapping
 from functools import cache
@@ -14,12 +16,56 @@ from PIL import Image
 
 from tests.common.vision.pictures import picture
 
+Image.init()
+OURS = frozenset({"PNG", "JPEG", "WEBP", "GIF"})
+"""The formats that are read."""
+WRITERS = tuple(sorted(Image.SAVE))
+"""All formats that Pillow writes here."""
+# Of formats that Pillow reads but does not write by itself, and of others that clients come with.
+SIGNATURES: Mapping[str, bytes] = {
+    "BUFR": b"BUFR\0\0\x34\4",
+    "CUR": b"\0\0\2\0\1\0\x20\x20\0\0\0\0\0\0\x30\0\0\0\x16\0\0\0",
+    "DCX": b"\xb1\x68\xde\x3a\x0c\0\0\0\0\0\0\0",
+    "FITS": b"SIMPLE  =                    T",
+    "FLI": b"\x80\0\0\0\x11\xaf\1\0\x40\1\xc8\0\x08\0\3\0",
+    "FTEX": b"FTEX\1\0\0\0\x10\0\0\0\x10\0\0\0",
+    "GBR": b"\0\0\0\x1c\0\0\0\2\0\0\0\x10\0\0\0\x10\0\0\0\1GIMP",
+    "GRIB": b"GRIB\0\0\0\1",
+    "HDF5": b"\x89HDF\r\n\x1a\n",
+    "HEIC": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+    "IMT": b"*IMT width 8\nheight 8\n\x0c",
+    "IPTC": b"\x1c\1\x5a\0\2\0\2",
+    "JXL": b"\0\0\0\x0cJXL \r\n\x87\n",
+    "MCIDAS": b"\0\0\0\0\0\0\0\4\0\0\0\1",
+    "MPEG": b"\0\0\1\xb3\x16\0\xf0\x15",
+    "PCD": bytes(2048) + b"PCD_IPI",
+    "PIXAR": b"\x80\xe8\0\0" + bytes(508),
+    "PSD": b"8BPS\0\1\0\0\0\0\0\0\0\3\0\0\0\x08\0\0\0\x08\0\x08\0\3",
+    "SUN": b"\x59\xa6\x6a\x95\0\0\0\x08\0\0\0\x08\0\0\0\x18",
+    "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"><image href="http://127.0.0.1/a.png"/></svg>',
+    "WMF": b"\xd7\xcd\xc6\x9a\0\0\0\0\0\0",
+    "XPM": b'/* XPM */\nstatic char *a[] = {"8 8 2 1",',
+    "XVTHUMB": b"P7 332\n#END_OF_COMMENTS\n8 8 255\n",
+}
+_MODES = ("RGB", "L", "1", "P")
+
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     """An image as a file."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def written(image: Image.Image, kind: str) -> bytes:
+    """An image as a file of any format, in the first mode that the format takes; or the format's signature, if Pillow
+    does not write it by itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for mode in _MODES if kind in Image.SAVE else ():
+            with contextlib.suppress(OSError, ValueError):
+                return encoded(image.convert(mode), kind)
+    return SIGNATURES[kind]
 
 
 def exif_of(orientation: int) -> Image.Exif:

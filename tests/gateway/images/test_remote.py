@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -157,6 +158,23 @@ async def test_odd_answers_are_refused(answer: bytes, problem: str) -> None:
     assert problem in message
     assert "169.254" not in message
     assert len(server.requests) == 1
+
+
+async def test_no_redirect_of_any_status_is_followed_wherever_it_leads() -> None:
+    async with serving() as server:
+        here = f"http://{HOST}:{server.port}/followed"
+        places = ("/followed", "followed", "?followed", f"//{HOST}:{server.port}/followed", here, here.upper(), "")
+        places += (here.replace("http", "https"), "ftp://127.0.0.1/", "file:///etc/passwd", f"\\\\{HOST}\\followed")
+        resolve = Resolver(["127.0.0.1"])
+        images = remote("all", f"{HOST}:{server.port}", resolve=resolve)
+        for status, place in zip(range(300, 400), itertools.cycle(places), strict=False):
+            server.answer = response(RED, f"{status} Moved", f"Location: {place}", f"Content-Length: {len(RED)}")
+            kind, message = await refused(images, f"http://{HOST}:{server.port}/a.png")
+            assert kind == Why.FETCH
+            assert message.endswith("its host redirects to another URL, which is not followed; give the final URL")
+        assert {request.split("\r\n")[0] for request in server.requests} == {"GET /a.png HTTP/1.1"}
+    assert len(server.requests) == 100
+    assert resolve.names == [HOST] * 100
 
 
 async def test_bytes_are_bounded_by_the_header_and_while_they_come() -> None:
