@@ -105,6 +105,8 @@ def configure_logging(level: str, log_format: str = "text") -> None:
     logging.captureWarnings(True)
     # Its records are about connections, not requests. Below the level of warnings, they add nothing to our records.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # A line for each call, so two a minute and more for each watch; our records say what the calls have brought.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     # At debug level, gRPC writes several lines for each call that do not describe the call.
     logging.getLogger("grpc").setLevel(max(logging.INFO, logging.getLogger().level))
     sys.excepthook = _uncaught

@@ -113,6 +113,7 @@ from headrace.common.telemetry.logs import configure_logging
 configure_logging("info", "json")
 logging.getLogger("uvicorn.error").warning("from the server")
 logging.getLogger("uvicorn.error").info("not worth a line")
+logging.getLogger("httpx").info("not worth a line either")
 warnings.warn("mind this")
 thread = threading.Thread(target=lambda: 1 / 0, name="t"); thread.start(); thread.join()
 raise RuntimeError("over")
