@@ -195,3 +195,16 @@ async def load(base_url: str, *, num_clients: int = 8, max_tokens: int = 24) -> 
         yield running
     finally:
         await running.stop()
+
+
+async def hits(url: str, prompts: list[list[int]]) -> float:
+    """The share of the prompts' tokens that were cached."""
+    async with http_client() as client:
+        answers = [await _usage(client, url, prompt) for prompt in prompts]
+    return sum(cached for cached, _ in answers) / sum(total for _, total in answers)
+
+
+async def _usage(client: httpx.AsyncClient, url: str, prompt: list[int]) -> tuple[int, int]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    answer = (await client.post(f"{url}/v1/completions", json=body)).json()
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["usage"]["prompt_tokens"]

@@ -16,13 +16,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.ray_cluster import RayCluster, ray_cluster
 from tests.e2e.serving import BOUND_S, MODEL, alive
 from tests.e2e.small_model import small_model
-from tests.e2e.streams import chat_body, http_client, load, run_streams
+from tests.e2e.streams import chat_body, hits, load, run_streams
 from tests.patience import patience, until
 from tests.ports import free_port
 from tests.redis_server import RedisServer
@@ -153,19 +152,6 @@ async def test_the_head_is_restarted_mid_stream(cluster: RayCluster) -> None:
     actor = int(Path(f"/proc/{victim}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(actor, signal.SIGKILL)
     until(serves(cluster, 4), "an actor that dies is replaced", _LONG_S)
-
-
-async def hits(url: str, prompts: list[list[int]]) -> float:
-    """The share of the prompts' tokens that were cached."""
-    async with http_client() as client:
-        answers = [await _usage(client, url, prompt) for prompt in prompts]
-    return sum(cached for cached, _ in answers) / sum(total for _, total in answers)
-
-
-async def _usage(client: httpx.AsyncClient, url: str, prompt: list[int]) -> tuple[int, int]:
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    answer = (await client.post(f"{url}/v1/completions", json=body)).json()
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["usage"]["prompt_tokens"]
 
 
 async def test_all_workers_are_replaced_under_load_and_keep_their_hits(cluster: RayCluster) -> None:

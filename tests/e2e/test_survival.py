@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.fleet import Fleet, Process, fleet
-from tests.e2e.serving import Serve, serving, until
+from tests.e2e.serving import Serve, headrace, serving, until
 from tests.e2e.small_model import small_model
-from tests.e2e.streams import Stream, chat_body, http_client, load, run_streams
+from tests.e2e.streams import Stream, chat_body, hits, http_client, load, run_streams
 from tests.worker.draft_heads.files import (
     TARGET_SIZE,
     VOCAB_SIZE,
@@ -306,4 +306,33 @@ async def test_a_rolling_restart_of_every_tier_fails_no_request(own_fleet: Fleet
                 assert [stream.error for stream in requests.failed] == []
     assert [stream.error for stream in requests.failed] == []
     print(f"{len(requests.finished)} requests, none failed")
+    own_fleet.until_idle()
+
+
+@pytest.mark.skipif(not SOAK, reason="python -m tests.soak survival")
+@pytest.mark.timeout(300)
+async def test_a_host_is_replaced_under_load_and_its_hits_stay(own_fleet: Fleet) -> None:
+    """As docs/how-to/day-2.md says: start the new worker, drain the old one, stop it."""
+    prompts = [[7 + (start * 131 + number) % 5000 for number in range(512)] for start in range(12)]
+    await hits(own_fleet.base_url, prompts)
+    before = await hits(own_fleet.base_url, prompts)
+    async with load(own_fleet.base_url, num_clients=NUM_CLIENTS) as requests:
+        await requests.more(NUM_CLIENTS)
+        own_fleet.add_worker().start()
+        await asyncio.to_thread(own_fleet.until_whole)
+        address = own_fleet.list_workers()[0].address
+        old = next(one for one in own_fleet.workers if one.name in address)
+        own_fleet.workers.remove(old)
+        done = await asyncio.to_thread(headrace, "drain", address, timeout_s=120)
+        assert done.returncode == 0, done.stderr
+        old.terminate()
+        assert await asyncio.to_thread(old.gone) == 0
+        await asyncio.to_thread(own_fleet.until_whole)
+        await asyncio.to_thread(until, lambda: len(own_fleet.list_workers()) == 2, "the old worker is forgotten")
+        await requests.more(NUM_CLIENTS)
+    after = await hits(own_fleet.base_url, prompts)
+    print(f"{len(requests.finished)} requests; hits {before:.3f} before, {after:.3f} after")
+    assert [stream.error for stream in requests.failed] == []
+    assert before > 0.9
+    assert after >= 0.9 * before
     own_fleet.until_idle()
