@@ -128,6 +128,7 @@ ONLY_IN = {
         "worker/model/state_tables.py",
         "worker/weights/scales.py",
         "worker/model/window_tables.py",
+        "worker/ranks/adapters.py",
         "worker/ranks/constants.py",
         "worker/ranks/cutting.py",
         "worker/ranks/division.py",

@@ -405,6 +405,7 @@ def compile_ranks(
         max_context_tokens=max_context_tokens,
         speculates=speculates,
         has_parts=config.trims_windows,
+        max_adapters=config.max_adapters,
         most_tokens=config.max_num_batched_tokens or DEFAULT_TOKENS,
         on_lost=end_process,
     )

@@ -12,15 +12,21 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
+import openvino as ov
 import pytest
 
+from headrace.worker.model.adapted_linears import find_linears
+from headrace.worker.model.paging import read_paged
 from tests.e2e.serving import HTTP, MODEL, Serve, alive, headrace, serving
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import Stream, chat_body, run_streams
 from tests.patience import patience, until
+from tests.worker.adapters.files import tensors_of, write_adapter
 
 # A rank needs a CPU of its own.
 pytestmark = [
@@ -31,6 +37,9 @@ pytestmark = [
 NUM_ROUNDS = 200 if os.environ.get("HEADRACE_SOAK") == "1" else 4
 SEED = int(os.environ.get("HEADRACE_SEED", "1"))
 NUM_STREAMS, MAX_TOKENS = 8, 40
+# Names and ranks of adapters.
+ADAPTERS = {"low": 4, "high": 20}
+ADMIN_KEY = "an admin key of some length"
 # Of log-probabilities, which sums over ranks change in their low bits.
 TOLERANCE = 1e-3
 PROMPTS = [[(7 * number + 13 * place) % 40_000 for place in range(20 + 50 * number)] for number in range(4)]
@@ -43,9 +52,9 @@ class Token(NamedTuple):
     likeliest: dict[str, float]
 
 
-def answer(base_url: str, prompt: list[int]) -> tuple[list[Token], int]:
+def answer(base_url: str, prompt: list[int], model: str = MODEL) -> tuple[list[Token], int]:
     """The greedy answer, and how many tokens of the prompt were cached."""
-    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    asked = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     response = HTTP.post(f"{base_url}/v1/completions", json={**asked, "logprobs": 3, "return_token_ids": True})
     assert response.status_code == 200, response.text
     body = response.json()
@@ -55,18 +64,36 @@ def answer(base_url: str, prompt: list[int]) -> tuple[list[Token], int]:
 
 
 @pytest.fixture(scope="module")
-def of_whole() -> list[list[Token]]:
-    """The answers of the undivided model."""
-    with serving("--workers", "1", "--threads", "1", "--execution-mode", "accuracy", model=small_model()) as system:
-        return [answer(system.base_url, prompt)[0] for prompt in PROMPTS]
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters of the small model, the second of a higher rank."""
+    linears = find_linears(read_paged(ov.Core(), small_model()).graph)
+    made, found = tmp_path_factory.mktemp("adapters"), {}
+    for seed, (name, rank) in enumerate(ADAPTERS.items()):
+        tensors = {key: values / 16 for key, values in tensors_of(rank, seed, linears).items()}
+        found[name] = write_adapter(made / name, rank=rank, tensors=tensors)
+    return found
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Serve]:
+def of_whole(adapters: dict[str, Path]) -> dict[str, list[list[Token]]]:
+    """The answers of the undivided model, and with each adapter."""
+    named = [part for name, path in adapters.items() for part in ("--adapter", f"{name}={path}")]
+    flags = ("--workers", "1", "--threads", "1", "--execution-mode", "accuracy")
+    with serving(*flags, *named, model=small_model()) as system:
+        return {
+            model: [answer(system.base_url, prompt, model)[0] for prompt in PROMPTS] for model in (MODEL, *ADAPTERS)
+        }
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """One worker of two ranks, with a KV cache that is too small for all streams of these tests at once. A worker
     counts as stuck soon."""
+    key = tmp_path_factory.mktemp("keys") / "admin.key"
+    key.write_text(ADMIN_KEY + "\n")
     flags = ("--tensor-parallel", "2", "--workers", "1", "--execution-mode", "accuracy", "--kv-cache-gb", "0.003")
-    with serving(*flags, "--stuck-after-s", f"{patience(3):.1f}", model=small_model()) as system:
+    more = ("--stuck-after-s", f"{patience(3):.1f}", "--max-adapters", "2", "--admin-key-file", str(key))
+    with serving(*flags, *more, model=small_model()) as system:
         pids = [system.process_of("worker-0")["pid"], *ranks_of(system)]
         yield system
         pids += [system.process_of("worker-0")["pid"], *ranks_of(system)]
@@ -91,20 +118,73 @@ def ranks_behind(worker: int) -> list[int]:
     return found
 
 
-def test_greedy_answers_are_those_of_the_undivided_model(of_whole: list[list[Token]], group: Serve) -> None:
+def test_greedy_answers_are_those_of_the_undivided_model(of_whole: dict[str, list[list[Token]]], group: Serve) -> None:
     assert len(ranks_of(group)) == 1
-    for prompt, expected in zip(PROMPTS, of_whole, strict=True):
-        found, _ = answer(group.base_url, prompt)
-        assert len(found) == len(expected)
-        for mine, other in zip(found, expected, strict=True):
-            common = mine.likeliest.keys() & other.likeliest.keys()
-            assert len(common) >= 2
-            assert all(abs(mine.likeliest[name] - other.likeliest[name]) < TOLERANCE for name in common)
-            if mine.token_id != other.token_id:
-                # Two tokens are equally likely. What follows is another text.
-                first, second = sorted(other.likeliest.values(), reverse=True)[:2]
-                assert first - second < TOLERANCE
-                break
+    for prompt, expected in zip(PROMPTS, of_whole[MODEL], strict=True):
+        assert_like(answer(group.base_url, prompt)[0], expected)
+
+
+def assert_like(found: list[Token], expected: list[Token]) -> None:
+    """Two answers have the same tokens and log-probabilities, up to low bits."""
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        common = mine.likeliest.keys() & other.likeliest.keys()
+        assert len(common) >= 2
+        assert all(abs(mine.likeliest[name] - other.likeliest[name]) < TOLERANCE for name in common)
+        if mine.token_id != other.token_id:
+            # Two tokens are equally likely. What follows is another text.
+            first, second = sorted(other.likeliest.values(), reverse=True)[:2]
+            assert first - second < TOLERANCE
+            break
+
+
+def test_adapters_come_and_go_while_a_group_serves(
+    of_whole: dict[str, list[list[Token]]], group: Serve, adapters: dict[str, Path]
+) -> None:
+    """Requests with two adapters and without any, at the same time, answer as on the undivided model. The second has a
+    higher rank, so both ranks get other memory while requests run."""
+    asked = [(model, number) for number in range(len(PROMPTS)) for model in (MODEL, *ADAPTERS)]
+    answer(group.base_url, PROMPTS[3])
+    with ThreadPoolExecutor(len(asked)) as pool:
+
+        def answers(models: tuple[str, ...]) -> list[Future[tuple[list[Token], int]]]:
+            return [pool.submit(answer, group.base_url, PROMPTS[number], model) for model, number in asked
+                    if model in models]  # fmt: skip
+
+        first, second = ADAPTERS
+        load(group, first, adapters[first])
+        assert answer(group.base_url, PROMPTS[3], first)[1] == 0, "no block of the model without adapter"
+        assert answer(group.base_url, PROMPTS[3], first)[1] > 0
+        early = answers((MODEL, first))
+        load(group, second, adapters[second])
+        together = answers((MODEL, first, second))
+        for models, futures in (((MODEL, first), early), ((MODEL, first, second), together)):
+            wanted = [of_whole[model][number] for model, number in asked if model in models]
+            for future, expected in zip(futures, wanted, strict=True):
+                assert_like(future.result()[0], expected)
+    different = [tokens[0].likeliest for tokens in (of_whole[model][3] for model in (MODEL, first, second))]
+    assert different[0] != different[1] != different[2]
+    for name in ADAPTERS:
+        assert operate(group, "unload_lora_adapter", {"lora_name": name}).status_code == 200
+    refused = HTTP.post(f"{group.base_url}/v1/completions", json={"model": first, "prompt": PROMPTS[0]})
+    assert refused.status_code == 404
+    assert_like(answer(group.base_url, PROMPTS[1])[0], of_whole[MODEL][1])
+
+
+def operate(system: Serve, what: str, body: dict[str, str]) -> httpx.Response:
+    """Send what only operators may."""
+    return HTTP.post(f"{system.base_url}/v1/{what}", json=body, headers={"authorization": f"Bearer {ADMIN_KEY}"})
+
+
+def load(system: Serve, name: str, path: Path) -> None:
+    """Load an adapter, and wait until requests can name it."""
+    loaded = operate(system, "load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+    assert loaded.status_code == 200, loaded.text
+
+    def is_listed() -> bool:
+        return any(card["id"] == name for card in HTTP.get(f"{system.base_url}/v1/models").json()["data"])
+
+    until(is_listed, "the adapter is a model")
 
 
 def test_cached_prefixes_are_found_and_change_nothing(group: Serve) -> None:
@@ -240,7 +320,7 @@ def test_prefixes_outlive_the_worker_on_a_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (("--max-adapters", "2"), "--tensor-parallel 2 is not possible with --max-adapters"),
+        (("--decode-graph", "on"), "--tensor-parallel 2 is not possible with --decode-graph on"),
         (("--cache-eviction", "on-request"), "--tensor-parallel 2 is not possible with --cache-eviction"),
     ],
 )

@@ -331,7 +331,7 @@ class AdapterLibrary:
                 f"{memory.num_slots} adapters of rank {rank} need {needed / GIB:.1f} GiB, and "
                 f"{available_bytes() / GIB:.1f} GiB are available; serve with a smaller --max-adapters"
             )
-        moved = AdapterMemory(memory.groups, memory.num_slots, rank, is_bfloat16=memory.is_bfloat16)
+        moved = memory.with_rank(rank, [])
         self._reader.move(moved, used)
         return moved
 

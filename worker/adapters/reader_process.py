@@ -1,7 +1,7 @@
 """Reads adapters in a separate process at the lowest priority, so that running streams do not wait for it.
 
     worker                                            reader
-    layers, memory (its file)       ------------->    maps the memory
+    layers, memory (its files)      ------------->    maps the memory
     read PATH                       ------------->    reads, checks, hashes
     write SLOT                      ------------->    converts into the slot
 
@@ -62,7 +62,7 @@ class ReaderProcess:
 
     def move(self, memory: AdapterMemory, slots: Sequence[int]) -> None:
         """See Reader."""
-        self._ask("move", memory.num_slots, memory.rank, list(slots), memory=memory)
+        self._ask("move", memory.rank, list(slots), memory=memory)
         self._memory = memory
 
     def close(self) -> None:
@@ -88,7 +88,8 @@ class ReaderProcess:
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
         memory = self._memory
-        self._send((self._layers, memory.groups, memory.num_slots, memory.rank, memory.is_bfloat16), memory)
+        shape = memory.num_slots, memory.rank
+        self._send((self._layers, memory.groups, *shape, memory.is_bfloat16, memory.parts), memory)
 
     def _ask(self, method: str, *arguments: Any, memory: AdapterMemory | None = None) -> Any:
         """Call a method of AdapterReader in the other process, and return its result. Re-raises its exception."""
@@ -118,7 +119,7 @@ class ReaderProcess:
         assert self._connection is not None
         self._connection.send(message)
         if memory is not None:
-            socket.send_fds(self._socket, [b"m"], [memory.fd])
+            socket.send_fds(self._socket, [b"m"], memory.fds)
 
 
 def main() -> None:
@@ -130,13 +131,16 @@ def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     connection = Connection(os.dup(link.fileno()))
     with contextlib.suppress(EOFError, OSError):
-        layers, groups, num_slots, rank, is_bfloat16 = connection.recv()
-        reader = AdapterReader(layers, _memory_of(link, groups, num_slots, rank, is_bfloat16=is_bfloat16))
+        layers, groups, num_slots, rank, is_bfloat16, parts = connection.recv()
+        fds = _files(link, len(parts))
+        memory = AdapterMemory(groups, num_slots, rank, is_bfloat16=is_bfloat16, parts=parts, fds=fds)
+        reader = AdapterReader(layers, memory)
         while True:
             method, arguments = connection.recv()
             if method == "move":
-                num_slots, rank, slots = arguments
-                arguments = _memory_of(link, groups, num_slots, rank, is_bfloat16=is_bfloat16), slots
+                rank, slots = arguments
+                memory = memory.in_files(rank, _files(link, len(parts)))
+                arguments = memory, slots
             try:
                 connection.send(getattr(reader, method)(*arguments))
             except (AdapterError, MemoryError) as error:
@@ -145,13 +149,12 @@ def main() -> None:
                 connection.send(AdapterError(f"its files are damaged or unknown ({type(error).__name__}: {error})"))
 
 
-def _memory_of(
-    link: socket.socket, groups: Sequence[Any], num_slots: int, rank: int, *, is_bfloat16: bool
-) -> AdapterMemory:
-    _, fds, _, _ = socket.recv_fds(link, 1, 1)
-    if not fds:
+def _files(link: socket.socket, count: int) -> list[int]:
+    """The descriptors of so many files, which the worker sends."""
+    _, fds, _, _ = socket.recv_fds(link, 1, count)
+    if len(fds) != count:
         raise EOFError
-    return AdapterMemory(groups, num_slots, rank, is_bfloat16=is_bfloat16, fd=fds[0])
+    return fds
 
 
 if __name__ == "__main__":

@@ -113,6 +113,15 @@ def prefer_for(address: int, size_bytes: int, node: int) -> None:
     _call(_MBIND, ctypes.c_void_p(address), ctypes.c_ulong(size_bytes), *_preferred(node), ctypes.c_uint(0))
 
 
+def prefer_if_possible(address: int, size_bytes: int, node: int, what: str) -> None:
+    """The same where there are several nodes. Logs a warning about `what` is in the mapping if the kernel refuses."""
+    if len(memory_nodes()) > 1:
+        try:
+            prefer_for(address, size_bytes, node)
+        except OSError as error:
+            log.warning("%s may be on another node than %d: %s", what, node, error.strerror)
+
+
 def _prefer(node: int) -> None:
     """set_mempolicy(MPOL_PREFERRED, {node}). OSError from the kernel; ENOSYS on an unknown architecture."""
     _call(_SET_MEMPOLICY, *_preferred(node))

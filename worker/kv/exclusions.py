@@ -72,7 +72,6 @@ def _ranks(config: WorkerConfig) -> str | None:
 
 
 TENSOR_PARALLEL = Setting("--tensor-parallel", _ranks)
-ADAPTERS = _flag("--max-adapters", "max_adapters")
 MEMORY_NODE = Setting("--memory-node", lambda config: None if config.memory_node is None else "--memory-node")
 DECODE_GRAPH = _flag("--decode-graph on", "decode_graph")
 DRAFT_MODEL = _flag("--draft-model", "draft_model")
@@ -90,10 +89,9 @@ _UNNUMBERED = "the heads name the layers that they read by number, and the graph
 
 EXCLUSIONS = (
     Exclusion(TENSOR_PARALLEL, KV_MEMORY, "the memory of the other ranks ends with them"),
-    Exclusion(TENSOR_PARALLEL, ADAPTERS, "the weights of adapters are not divided"),
     Exclusion(TENSOR_PARALLEL, HEADS, "they read hidden states, of which the graphs of ranks have no output"),
     Exclusion(TENSOR_PARALLEL, EVICTION, "each rank would evict other tokens, by the scores of its own heads"),
-    Exclusion(TENSOR_PARALLEL, DECODE_GRAPH, "every rank has a single graph"),
+    Exclusion(TENSOR_PARALLEL, DECODE_GRAPH, "ranks compute all decode steps with one graph"),
     Exclusion(TENSOR_PARALLEL, MEMORY_NODE, "each rank takes the memory of the node of its CPUs"),
     Exclusion(TENSOR_PARALLEL, LayerKind.RECURRENT, "their states cannot be divided"),
     Exclusion(EVICTION, DRAFT_MODEL, "a draft model and heads read all tokens of a request"),

@@ -24,7 +24,7 @@ import openvino as ov
 from openvino import opset13
 
 from headrace.worker.model.adapted_linears import source_of
-from headrace.worker.model.adapter_memory import AdaptedGroup, Linear
+from headrace.worker.model.adapter_memory import UNDIVIDED, AdaptedGroup, AdapterPart, Linear
 from headrace.worker.model.fused_projections import NAME_SEPARATOR, bias_of
 
 ROWS = "adapter_rows"
@@ -32,9 +32,12 @@ PLACES = "adapter_places"
 _FIRST_AXIS = 0
 
 
-def add_adapters(model: ov.Model, linears: Sequence[Linear], *, is_bfloat16: bool) -> list[AdaptedGroup]:
-    """Give the graph inputs for adapters of these layers. Their products may be fused. A and B are bfloat16 if the
-    model computes in it, else float32."""
+def add_adapters(
+    model: ov.Model, linears: Sequence[Linear], *, is_bfloat16: bool, part: AdapterPart = UNDIVIDED[0]
+) -> list[AdaptedGroup]:
+    """Give the graph inputs for adapters of these layers, of which it has this `part`. Their products may be fused. A
+    and B are bfloat16 if the model computes in it, else float32. Where a rank has some of the inputs of a layer, what
+    the adapter adds is a part of a sum like the product itself, and the sum over the ranks behind it adds both up."""
     nodes = {node.get_friendly_name(): node for node in model.get_ordered_ops()}
     ends = _ends(nodes)
     kind = ov.Type.bf16 if is_bfloat16 else ov.Type.f32
@@ -46,7 +49,8 @@ def add_adapters(model: ov.Model, linears: Sequence[Linear], *, is_bfloat16: boo
     groups = []
     for number, members in enumerate(of_source.values()):
         group = AdaptedGroup(members, f"adapter_a.{number}", [f"adapter_b.{number}.{i}" for i in range(len(members))])
-        _add_group(model, group, [ends[linear.product] for linear in members], rows, places, kind)
+        lengths = [part.cut_of(linear).of_linear(linear) for linear in members]
+        _add_group(model, group, lengths, [ends[linear.product] for linear in members], rows, places, kind)
         groups.append(group)
     model.validate_nodes_and_infer_types()
     return groups
@@ -76,21 +80,29 @@ def _ends(nodes: dict[str, ov.Node]) -> dict[str, _End]:
 
 
 def _add_group(
-    model: ov.Model, group: AdaptedGroup, ends: Sequence[_End], rows: ov.Output, places: ov.Output, kind: ov.Type
+    model: ov.Model,
+    group: AdaptedGroup,
+    linears: Sequence[Linear],
+    ends: Sequence[_End],
+    rows: ov.Output,
+    places: ov.Output,
+    kind: ov.Type,
 ) -> None:
+    """Add the inputs of a group, whose `linears` have the sizes that they have in this graph."""
+    num_inputs = linears[0].num_inputs
     states = _as(ends[0].product.input_value(0), kind)
     gathered = opset13.reshape(
         opset13.gather(states, rows, opset13.constant(np.int64(_FIRST_AXIS))),
-        opset13.constant(np.array([0, 0, group.num_inputs])),
+        opset13.constant(np.array([0, 0, num_inputs])),
         special_zero=True,
     )
-    input_a = _parameter(model, group.input_a, [-1, group.num_inputs, -1], kind)
+    input_a = _parameter(model, group.input_a, [-1, num_inputs, -1], kind)
     reduced = opset13.matmul(gathered, input_a, False, False)
     if len(ends) > 1:
         parts = opset13.split(reduced, opset13.constant(np.int64(2)), len(ends)).outputs()
     else:
         parts = reduced.outputs()
-    for linear, name, end, part in zip(group.linears, group.inputs_b, ends, parts, strict=True):
+    for linear, name, end, part in zip(linears, group.inputs_b, ends, parts, strict=True):
         input_b = _parameter(model, name, [-1, linear.num_outputs, -1], kind)
         result = opset13.matmul(part, input_b, False, True)
         is_flat = end.output.get_partial_shape().rank.get_length() == 2

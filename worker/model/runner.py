@@ -29,7 +29,7 @@ from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.layers import LayerGroup, LayerKind
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.adapter_graph import PLACES, ROWS, add_adapters
-from headrace.worker.model.adapter_memory import RANK_STEP, AdapterMemory, Linear, rows_of
+from headrace.worker.model.adapter_memory import RANK_STEP, UNDIVIDED, AdapterMemory, AdapterPart, Linear, rows_of
 from headrace.worker.model.batch import Batch, Graph, graph_of
 from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, SCORES, layer_of
@@ -68,10 +68,12 @@ class StateReader(Protocol):
 
 class Part(NamedTuple):
     """What a graph needs that is one rank's of a divided model: what must live as long as it, and the length of the
-    runs in its part of the vocabulary, 0 for none; None if it has the whole vocabulary."""
+    runs in its part of the vocabulary, 0 for none; None if it has the whole vocabulary. `adapters` says what the rank
+    has of adapters, and after that, what other ranks have whose adapters it writes."""
 
     keeps: object
     run: int | None = None
+    adapters: Sequence[AdapterPart] = UNDIVIDED
 
 
 class OpenVINOModelRunner:
@@ -114,11 +116,12 @@ class OpenVINOModelRunner:
         core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
         paged = read_paged(core, model_dir, max_context_tokens, evicts=evicts)
         model, self.depends_on_context, self.image_inputs = paged
+        # As adapters know them: whole, and not fused.
+        self.linears: Sequence[Linear] = find_linears(model) if max_adapters else []
         self._part = Part(None) if divide is None else divide(model)
         has_parts = has_parts and not has_states(model)
         self.windows = add_window_tables(model) if has_parts else window_layers(model)
         self._in_slots: Collection[int] = self.windows.layers if has_parts else ()
-        self.linears: Sequence[Linear] = find_linears(model) if max_adapters else []
         memory = FileMemory()
         fuse_projections(model, memory)
         widen_scales(model, memory)
@@ -328,14 +331,17 @@ class OpenVINOModelRunner:
     def _make_adapters(
         self, core: ov.Core, model: ov.Model, asked: _Asked, max_adapters: int, *, is_bfloat16: bool
     ) -> None:
-        groups = add_adapters(model, self.linears, is_bfloat16=is_bfloat16)
+        parts = self._part.adapters
+        groups = add_adapters(model, self.linears, is_bfloat16=is_bfloat16, part=parts[0])
         if not groups:
             raise ConfigurationError(
                 "the linear layers of this model's graph have names that no adapter uses, so it can have no adapters; "
                 "export the model again with optimum-intel, or serve it without adapters"
             )
-        self._graphs[Graph.ADAPTERS] = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=self._states)
-        self.adapters = AdapterMemory(groups, max_adapters, RANK_STEP, is_bfloat16=is_bfloat16)
+        self._graphs[Graph.ADAPTERS] = _Graph(
+            core, model, asked, is_bfloat16=is_bfloat16, states=self._states, run=self._part.run
+        )
+        self.adapters = AdapterMemory(groups, max_adapters, RANK_STEP, is_bfloat16=is_bfloat16, parts=parts)
 
     def _bind_adapters(self, slot: _Slot, adapter_slots: npt.NDArray[np.int32]) -> None:
         """Set the inputs of adapters. The inputs with weights change only if other slots are needed than before."""

@@ -28,11 +28,21 @@ from headrace.worker.host.numa import memory_node_of
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.memory import available_on_node
+from headrace.worker.model.adapter_memory import AdapterMemory
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.ranks.members import Cpus, Members
 from headrace.worker.ranks.memory import GroupMemory, LogitsShape, SharedLogits, give_room, make_logits
-from headrace.worker.ranks.messages import Allocate, Allocated, Compiled, LinkClosedError, Setup, receive, send
+from headrace.worker.ranks.messages import (
+    Allocate,
+    Allocated,
+    Compiled,
+    LinkClosedError,
+    MovedAdapters,
+    Setup,
+    receive,
+    send,
+)
 from headrace.worker.ranks.rank import Rank
 from headrace.worker.ranks.shared_cache import caches_in, make_file, pieces_of
 from headrace.worker.sampling.logits import Logits
@@ -46,8 +56,8 @@ _Message = TypeVar("_Message")
 class GroupRunner(OpenVINOModelRunner):
     """The model as one rank for each entry of `cpus`, the CPUs of each, computes it. The first are this process's, of
     which it uses `threads`; each other rank is a process with at most so many threads. `block_bytes` and `vocab_size`
-    are those of all ranks together, and `exact_rows` the fewest of any. The group has no second graph, adapters
-    or eviction. Blocks are copied with the parts of all ranks.
+    are those of all ranks together, and `exact_rows` the fewest of any. The group has no second graph for decode steps,
+    and no eviction. Blocks are copied with the parts of all ranks, and adapters are written for all ranks.
 
     If a rank is lost, or if it fails in a step, the others cannot go on: `on_lost` is called with the reason, which
     should end the process. That may be in any thread. Steps have up to `most_tokens` tokens.
@@ -64,6 +74,7 @@ class GroupRunner(OpenVINOModelRunner):
         max_context_tokens: int,
         speculates: bool,
         has_parts: bool = False,
+        max_adapters: int = 0,
         most_tokens: int,
         on_lost: Callable[[str], None],
     ) -> None:
@@ -91,9 +102,14 @@ class GroupRunner(OpenVINOModelRunner):
                     max_context_tokens,
                     speculates,
                     has_parts,
+                    max_adapters,
                 ),
             )
-        self._rank = Rank(0, self.num_ranks, self._memory.sums.add)
+        others = dict(enumerate(self._nodes[1:], 1))
+        self._rank = Rank(0, self.num_ranks, self._memory.sums.add, node=self._nodes[0], writes_for=others)
+        # The memory of adapters that the other ranks have, and how often they were sent one.
+        self._sent_adapters: AdapterMemory | None = None
+        self._num_moves = 0
         # Of the parts of a block that the other ranks have; known once these have joined.
         self._shapes_of: Sequence[Sequence[BlockShape]] = ()
         self._in_slots_of: Sequence[Sequence[bool]] = ()
@@ -105,6 +121,7 @@ class GroupRunner(OpenVINOModelRunner):
             max_context_tokens=max_context_tokens,
             speculates=speculates,
             has_parts=has_parts,
+            max_adapters=max_adapters,
             divide=self._rank.divide,
         )
         self._spare_rows = most_tokens + _SPARE_ROWS
@@ -136,6 +153,7 @@ class GroupRunner(OpenVINOModelRunner):
         self.block_bytes = sum(self.rank_bytes)
         self.part_bytes = sum(in_slots for _, in_slots in in_parts)
         self.layer_groups = self._group_layers()
+        self.num_kv_heads = next(iter(self._rank.division.key_heads.values())).size
         if self._rank.division.vocabulary is not None:
             self.vocab_size = self._rank.division.vocabulary.size
         self.numerics += f" ranks {self.num_ranks}"
@@ -205,6 +223,8 @@ class GroupRunner(OpenVINOModelRunner):
         """Set the inputs of the next step on all ranks. Those of the others begin it."""
         if keeps_logits:
             self._place = 1 - self._place
+        if batch.adapter_slots is not None:
+            self._send_adapters()
         self._announce(batch)
         with self._all_or_none():
             super().bind(batch, keeps_logits=keeps_logits)
@@ -239,8 +259,18 @@ class GroupRunner(OpenVINOModelRunner):
         while self._files:
             os.close(self._files.pop())
 
+    def _send_adapters(self) -> None:
+        """Send the other ranks the memory of adapters, unless they have it."""
+        memory = self.adapters
+        assert memory is not None
+        if memory is not self._sent_adapters:
+            for member, fd in zip(self._members, memory.fds[1:], strict=True):
+                send(member.link, MovedAdapters(memory.rank), [fd])
+            self._sent_adapters = memory
+            self._num_moves += 1
+
     def _announce(self, batch: Batch | None) -> None:
-        self._memory.write_step(batch, self._place)
+        self._memory.write_step(batch, self._place, self._num_moves)
         self._count += 1
         self._memory.steps.set(self._count)
         self._members.ring()

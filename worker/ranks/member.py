@@ -8,6 +8,7 @@ BELL`, descriptors that it inherits.
                               <-----------   allocated
     a step in memory, bell    ----------->   computes it, together with all others
                               <-----------   its part of the logits in memory, a counter
+    a file for adapters       ----------->   maps it, before the step that needs it
 
 It runs on the CPUs with which it was started, with memory of their NUMA node. It ends with its worker.
 """
@@ -20,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +47,16 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, cache_fd: int, be
     # Imported late: OpenVINO reads the affinity and this process's memory policy when it is imported.
     from headrace.worker.model.runner import OpenVINOModelRunner
     from headrace.worker.ranks.memory import GroupMemory, SharedLogits
-    from headrace.worker.ranks.messages import Allocate, Allocated, Compiled, Setup, receive, send
+    from headrace.worker.ranks.messages import (
+        Allocate,
+        Allocated,
+        Compiled,
+        MovedAdapters,
+        Setup,
+        receive,
+        receive_with_files,
+        send,
+    )
     from headrace.worker.ranks.rank import Rank
     from headrace.worker.ranks.shared_cache import make_arena, pieces_of
 
@@ -63,6 +74,7 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, cache_fd: int, be
             max_context_tokens=setup.max_context_tokens,
             speculates=setup.speculates,
             has_parts=setup.has_parts,
+            max_adapters=setup.max_adapters,
             divide=rank.divide,
         )
     except ConfigurationError as error:
@@ -87,14 +99,26 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, cache_fd: int, be
         return
     logits = SharedLogits(logits_fd, wanted.logits)
     send(link, Allocated())
-    compute_steps(rank, runner, memory, logits, bell, model_dir)
+
+    def move_adapters() -> None:
+        assert runner.adapters is not None
+        moved, files = receive_with_files(link, MovedAdapters, 1)
+        runner.adapters = runner.adapters.in_files(moved.lora_rank, files)
+
+    compute_steps(rank, runner, memory, logits, bell, model_dir, move_adapters)
 
 
 def compute_steps(
-    rank: Rank, runner: OpenVINOModelRunner, memory: GroupMemory, logits: SharedLogits, bell: int, model_dir: Path
+    rank: Rank,
+    runner: OpenVINOModelRunner,
+    memory: GroupMemory,
+    logits: SharedLogits,
+    bell: int,
+    model_dir: Path,
+    move_adapters: Callable[[], None],
 ) -> None:
-    """Compute each step that rank 0 announces."""
-    count = 0
+    """Compute each step that rank 0 announces. `move_adapters` takes the next file for adapters that rank 0 sent."""
+    count = num_moves = 0
     while True:
         count += 1
         _wait_for(count, memory, bell)
@@ -104,6 +128,9 @@ def compute_steps(
             given_back = sum(map(give_back, weights_in(model_dir))) + give_back_files()
             log.info("rank %d: %.2f GiB of weights in files were given back", rank.number, given_back / (1 << 30))
         else:
+            while num_moves < step.num_moves:
+                move_adapters()
+                num_moves += 1
             runner.bind(step.batch, keeps_logits=False)
             part = runner.run()
             if rank.first_token is not None:

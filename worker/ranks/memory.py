@@ -36,6 +36,8 @@ _ARRAYS = (
     *("input_ids", "position_ids", "past_lens", "subsequence_begins", "block_indices", "block_indices_begins"),
     *("max_context_len", "sampled_tokens_indices", "inverse_temperatures"),
 )
+# Those that only some steps have.
+_OPTIONAL = ("part_slots", "adapter_slots")
 # Begins the names of those for its images.
 _IMAGES = "images."
 
@@ -53,10 +55,12 @@ class LogitsShape(msgspec.Struct, frozen=True):
 
 
 class Step(NamedTuple):
-    """A step as ranks compute it, and which of the two places its logits go to."""
+    """A step as ranks compute it, and which of the two places its logits go to. By then, rank 0 has sent `num_moves`
+    files for adapters over the socket to each rank, which takes those that it has not taken yet."""
 
     batch: Batch
     place: int
+    num_moves: int = 0
 
 
 class _Array(msgspec.Struct, frozen=True, array_like=True):
@@ -74,6 +78,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     part_copies: list[tuple[int, int]]
     sums: int
     place: int
+    num_moves: int
 
 
 class GroupMemory:
@@ -105,9 +110,9 @@ class GroupMemory:
         self._times[self._rank, 0] += seconds
         self._times[self._rank, 1] = self.sums.waited_s + self.steps.waited_s
 
-    def write_step(self, batch: Batch | None, place: int) -> None:
-        """Write a step, or with None that the warm-up has ended. All ranks must have ended the step before.
-        StepTooLargeError."""
+    def write_step(self, batch: Batch | None, place: int, num_moves: int = 0) -> None:
+        """Write a step (see `Step`), or with None that the warm-up has ended. All ranks must have ended the step
+        before. StepTooLargeError."""
         arrays: list[_Array] = []
         # Arrays begin behind the head, whose size is known last.
         first = STEP_BYTES // 4
@@ -121,7 +126,7 @@ class GroupMemory:
             end += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
         copies, part_copies = (batch.copies, batch.part_copies) if batch is not None else ((), ())
         sums = batch.sums.value if batch is not None else 0
-        head = msgspec.msgpack.encode(_Head(arrays, _pairs(copies), _pairs(part_copies), sums, place))
+        head = msgspec.msgpack.encode(_Head(arrays, _pairs(copies), _pairs(part_copies), sums, place, num_moves))
         if len(head) + 8 > first:
             raise StepTooLargeError(f"the copies of a step take more than {first} bytes")
         self._step[:8] = len(head).to_bytes(8, "little")
@@ -153,7 +158,7 @@ class GroupMemory:
             sums=Sums(head.sums),
             images=images,
         )
-        return Step(batch, head.place)
+        return Step(batch, head.place, head.num_moves)
 
 
 class SharedLogits:
@@ -213,8 +218,7 @@ def give_room(descriptor: int, shape: LogitsShape) -> None:
 
 def _arrays_of(batch: Batch) -> dict[str, npt.NDArray[Any]]:
     found: dict[str, npt.NDArray[Any]] = {name: getattr(batch, name) for name in _ARRAYS}
-    if batch.part_slots is not None:
-        found["part_slots"] = batch.part_slots
+    found |= {name: array for name in _OPTIONAL if (array := getattr(batch, name)) is not None}
     images = batch.images._asdict() if batch.images is not None else {}
     return found | {_IMAGES + name: array for name, array in images.items() if array is not None}
 

@@ -1,4 +1,4 @@
-"""What rank 0 and another rank tell each other before the first step: packets of MessagePack over a socket."""
+"""What rank 0 and another rank tell each other, mostly before the first step: packets of MessagePack over a socket."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Setup(msgspec.Struct, frozen=True):
     max_context_tokens: int
     speculates: bool
     has_parts: bool
+    max_adapters: int
 
 
 class Compiled(msgspec.Struct, frozen=True):
@@ -57,19 +58,32 @@ class Allocated(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class MovedAdapters(msgspec.Struct, frozen=True):
+    """The rank's part of all adapters is in the file that comes with this, with room for LoRA ranks up to `lora_rank`.
+    Sent before the first step that reads it (see `Step`)."""
+
+    lora_rank: int
+
+
 def make_links() -> tuple[socket.socket, socket.socket]:
     """Two connected sockets that keep packets apart."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(link: socket.socket, message: msgspec.Struct) -> None:
-    """Send a message. OSError if the other end is closed."""
-    link.sendall(msgspec.msgpack.encode(message))
+def send(link: socket.socket, message: msgspec.Struct, files: Sequence[int] = ()) -> None:
+    """Send a message, with descriptors of files. OSError if the other end is closed."""
+    socket.send_fds(link, [msgspec.msgpack.encode(message)], files)
 
 
 def receive(link: socket.socket, kind: type[_Message]) -> _Message:
     """Wait for a message. LinkClosedError if the other end is closed."""
-    packet = link.recv(_MAX_BYTES)
+    return receive_with_files(link, kind, 0)[0]
+
+
+def receive_with_files(link: socket.socket, kind: type[_Message], count: int) -> tuple[_Message, list[int]]:
+    """Wait for a message and the descriptors of `count` files, which are the caller's. LinkClosedError if the other end
+    is closed."""
+    packet, files, _, _ = socket.recv_fds(link, _MAX_BYTES, count)
     if not packet:
         raise LinkClosedError("the other rank has ended")
-    return msgspec.msgpack.decode(packet, type=kind)
+    return msgspec.msgpack.decode(packet, type=kind), files

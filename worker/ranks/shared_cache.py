@@ -8,7 +8,6 @@ Pages are on the node of the rank whose part they are, whoever touches them firs
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,12 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.host.numa import memory_nodes, prefer_for
+from headrace.worker.host.numa import prefer_if_possible
 from headrace.worker.kv.arena import KVArena, arena_bytes
 from headrace.worker.kv.block_bytes import BlockShape
 from headrace.worker.kv.host_memory import HostMemory
-
-log = logging.getLogger("headrace.worker.ranks")
 
 
 def make_file() -> int:
@@ -56,15 +53,8 @@ def make_arena(descriptor: int, pieces: Sequence[Piece], *, huge_pages: bool, no
     size_bytes = sum(piece.num_bytes for piece in pieces)
     memory.resize(arena_bytes(size_bytes, len(pieces)))
     arena = KVArena(size_bytes, len(pieces), huge_pages=huge_pages, memory=memory.map())
-    if node is not None and len(memory_nodes()) > 1:
-        try:
-            prefer_for(arena.address, arena.size_bytes, node)
-        except OSError as error:
-            log.warning(
-                "blocks that come from a disk or from other workers may be on another node than %d: %s",
-                node,
-                error.strerror,
-            )
+    if node is not None:
+        prefer_if_possible(arena.address, arena.size_bytes, node, "blocks that come from a disk or from other workers")
     return arena
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ def safetensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
     return len(text).to_bytes(8, "little") + text + content
 
 
-def tensors_of(rank: int = 4, seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
-    """Weights for LINEARS by their names in files."""
+def tensors_of(rank: int = 4, seed: int = 0, linears: Sequence[Linear] = LINEARS) -> dict[str, npt.NDArray[np.float32]]:
+    """Weights for these layers by their names in files."""
     rng = np.random.default_rng(seed)
     found = {}
-    for linear in LINEARS:
+    for linear in linears:
         key = f"base_model.model.model.{linear.name}"
         found[f"{key}.lora_A.weight"] = rng.standard_normal((rank, linear.num_inputs)).astype(np.float32)
         found[f"{key}.lora_B.weight"] = rng.standard_normal((linear.num_outputs, rank)).astype(np.float32)

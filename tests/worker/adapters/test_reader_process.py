@@ -17,11 +17,16 @@ from headrace.worker.adapters.files import AdapterError
 from headrace.worker.adapters.peft import read_peft
 from headrace.worker.adapters.reader import FilesChangedError
 from headrace.worker.adapters.reader_process import ReaderProcess
-from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory
+from headrace.worker.model.adapter_memory import AdaptedGroup, AdapterMemory, AdapterPart, Cut
 from tests.patience import patience
 from tests.worker.adapters.files import LAYERS, LINEARS, write_adapter
 
 GROUPS = [AdaptedGroup([linear], f"a{i}", [f"b{i}"]) for i, linear in enumerate(LINEARS)]
+# Of two ranks: the queries are divided by outputs, down by inputs.
+PARTS = [
+    AdapterPart({"q": Cut(outputs=np.array(outputs)), "down": Cut(inputs=np.array(inputs))})
+    for outputs, inputs in ((range(0, 20, 2), range(13)), (range(1, 20, 2), range(13, 30)))
+]
 
 
 @pytest.fixture
@@ -77,6 +82,35 @@ def test_more_ranks_need_new_memory_which_keeps_the_slots_in_use(
     reader.write(0, high, reader.read(high).sha256)
     assert contents(larger, 1) == expected(low, larger.rank)
     assert contents(larger, 0) == expected(high, larger.rank)
+
+
+def test_each_rank_of_a_divided_model_gets_its_part(tmp_path: Path) -> None:
+    low, high = write_adapter(tmp_path / "low"), write_adapter(tmp_path / "high", rank=20, seed=1)
+    memory = AdapterMemory(GROUPS, 2, 8, is_bfloat16=False, parts=PARTS)
+    assert memory.slot_bytes == 4 * 8 * (2 * 12 + 20 + 30 + 2 * 12)
+    reader = ReaderProcess(LAYERS, memory)
+    try:
+        reader.write(1, low, reader.read(low).sha256)
+        larger = memory.with_rank(20, [])
+        reader.move(larger, [1])
+        reader.write(0, high, reader.read(high).sha256)
+    finally:
+        reader.close()
+    for slot, path in ((1, low), (0, high)):
+        (of_q, of_down) = (read_peft(path, LINEARS).weights[linear.name] for linear in LINEARS)
+        rank = len(of_q.a)
+        for number, part in enumerate(PARTS):
+            # As the process of a rank maps it, which has its own part only.
+            own = AdapterMemory(GROUPS, 2, 24, is_bfloat16=False, parts=[part], fds=[os.dup(larger.fds[number])])
+            found = {name: tensor.data[slot] for name, tensor in own.tensors(2).items()}
+            for name, wanted in {
+                "a0": of_q.a.T,
+                "b0": of_q.b[part.cuts["q"].outputs],
+                "a1": of_down.a.T[part.cuts["down"].inputs],
+                "b1": of_down.b,
+            }.items():
+                np.testing.assert_array_equal(found[name][:, :rank], wanted)
+                assert not found[name][:, rank:].any()
 
 
 def test_refusals_are_those_of_the_reader(reader: ReaderProcess, tmp_path: Path) -> None:

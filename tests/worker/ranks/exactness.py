@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,13 @@ _PRECISION = 1e-6
 NUM_BLOCKS = 160
 
 
+class Prompt(NamedTuple):
+    """A prompt, and the slot of its adapter; -1 without one."""
+
+    tokens: Sequence[int]
+    adapter_slot: int = -1
+
+
 class Computed:
     """A compiled model, whole or divided. `block_bytes` of a whole one are those of a KV block."""
 
@@ -37,17 +44,28 @@ class Computed:
     def log_probabilities(self, tokens: Sequence[int], *, budget: int = 512) -> npt.NDArray[np.float64]:
         """Of each token of a prompt but the first, and of 4 greedy tokens behind it. Steps have `budget` tokens at
         most."""
+        return self.together([Prompt(tokens)], budget=budget)[0]
+
+    def together(self, prompts: Sequence[Prompt], *, budget: int = 512) -> list[npt.NDArray[np.float64]]:
+        """The same of each of several prompts, which share steps."""
         limits = step_limits(8, budget, budget, exact_rows=self._exact_rows)
         engine = build_engine(self._runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS)
         sampling = SamplingParams(max_tokens=4, seed=0, temperature=0.0, num_prompt_logprobs=0, num_logprobs=0)
-        request = Request("scored", tokens, sampling, 1)
-        engine.scheduler.add(request)
-        found = []
+        requests = [
+            Request(str(number), tokens, sampling, 2 + slot, adapter_slot=slot)
+            for number, (tokens, slot) in enumerate(prompts)
+        ]
+        for request in requests:
+            engine.scheduler.add(request)
+        found: dict[str, list[float]] = {request.request_id: [] for request in requests}
         while engine.scheduler.has_requests:
             for output in engine.step():
-                found += [entry.logprob for entry in output.logprobs]
-        assert len(request.prompt_logprobs) == len(tokens) - 1
-        return np.array([*(entry.logprob for entry in request.prompt_logprobs), *found])
+                found[output.request.request_id] += [entry.logprob for entry in output.logprobs]
+        assert all(len(request.prompt_logprobs) == request.num_prompt_tokens - 1 for request in requests)
+        return [
+            np.array([*(entry.logprob for entry in request.prompt_logprobs), *found[request.request_id]])
+            for request in requests
+        ]
 
 
 def whole(directory: Path) -> Computed:

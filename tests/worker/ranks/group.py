@@ -13,8 +13,10 @@ import numpy.typing as npt
 import openvino as ov
 
 from headrace.worker.kv.arena import KVArena
+from headrace.worker.model.adapter_memory import AdapterPart
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.runner import OpenVINOModelRunner, Part
+from headrace.worker.ranks.adapters import cuts_of
 from headrace.worker.ranks.cutting import cut
 from headrace.worker.ranks.division import Division, divide
 from headrace.worker.ranks.owners import positions_of
@@ -68,8 +70,9 @@ class Group:
 
     def _divide(self, num_ranks: int, rank: int, model: ov.Model) -> Part:
         self.division = divide(model, num_ranks)
+        cuts = cuts_of(model, self.division, rank)
         keeps = cut(model, self.division, rank, FileMemory([]), partial(self.sums.add, rank))
-        return Part(keeps, self.division.run)
+        return Part(keeps, self.division.run, [AdapterPart(cuts)])
 
     def allocate(self, num_blocks: int) -> list[KVArena]:
         """Make the ranks' caches, with as many blocks each."""

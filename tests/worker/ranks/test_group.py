@@ -15,7 +15,9 @@ from gguf import GGMLQuantizationType as Kind
 
 from headrace.cli.models.convert import convert
 from headrace.worker.config import ConfigurationError
+from headrace.worker.model.adapter_memory import Linear, LowRank
 from headrace.worker.model.batch import Batch, build_batch
+from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.ranks.group import GroupRunner
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
@@ -23,10 +25,11 @@ from headrace.worker.request.step import Scheduled
 from headrace.worker.sampling.reduction import reduce_with_numpy
 from tests.gguf_models import TinyModel, write_gguf
 from tests.patience import until
-from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed, assert_exact, whole
+from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, TOLERANCE, Computed, Prompt, assert_exact, whole
 
 # A vocabulary of 288 tokens has runs of 32.
 MODEL = TinyModel("qwen2", Kind.Q4_1, heads=6, kv_heads=3, spare_tokens=25)
+NUM_SLOTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,7 @@ class Started:
             threads=1,
             max_context_tokens=4096,
             speculates=False,
+            max_adapters=NUM_SLOTS,
             most_tokens=1024,
             on_lost=self.lost.append,
             **ASKED,
@@ -77,6 +81,46 @@ def test_a_group_has_the_log_probabilities_of_the_whole(directory: Path, of_two:
     ranks = of_two.runner.ranks()
     assert len(ranks) == 2
     assert all(rank.step_s > rank.waited_s >= 0 for rank in ranks)
+
+
+def random_adapter(linears: Sequence[Linear], lora_rank: int, seed: int) -> dict[str, LowRank]:
+    """An adapter of every layer, which changes answers by much."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) / np.sqrt(shape[1])).astype(np.float32)
+
+    return {
+        linear.name: LowRank(matrix(lora_rank, linear.num_inputs), matrix(linear.num_outputs, lora_rank))
+        for linear in linears
+    }
+
+
+def test_adapters_change_answers_as_in_the_whole_model(directory: Path, of_two: Started) -> None:
+    """Prompts with different adapters and without any share steps, while adapters come, go, and need more memory."""
+    runner = of_two.runner
+    undivided = OpenVINOModelRunner(directory, threads=1, max_adapters=NUM_SLOTS, **ASKED)
+    undivided.allocate(NUM_BLOCKS)
+    assert runner.linears == undivided.linears
+    assert runner.num_kv_heads == undivided.num_kv_heads
+    computed = [Computed(each, each.exact_rows) for each in (undivided, runner)]
+    long, short = prompts(150, 33)
+    asked = [Prompt(long), Prompt(long, 0), Prompt(short, 1), Prompt(short, 0)]
+    without = None
+    # Adapters in both slots; another one in the place of the first; one of a higher rank beside it.
+    for slot, lora_rank, seed in ((0, 4, 1), (1, 8, 2), (0, 3, 3), (1, 20, 4)):
+        for each in (undivided, runner):
+            memory = each.adapters
+            assert memory is not None
+            if lora_rank > memory.rank:
+                memory = each.adapters = memory.with_rank(lora_rank, [0])
+            memory.write(slot, random_adapter(undivided.linears, lora_rank, seed))
+        expected, found = (each.together(asked) for each in computed)
+        for wanted, mine in zip(expected, found, strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=0, atol=TOLERANCE)
+        assert np.abs(found[0] - found[1]).max() > 0.1
+        without = found[0] if without is None else without
+        np.testing.assert_allclose(found[0], without, rtol=0, atol=TOLERANCE)
 
 
 def test_a_block_has_the_parts_of_all_ranks(directory: Path, of_two: Started) -> None:

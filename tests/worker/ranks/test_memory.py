@@ -30,12 +30,11 @@ BLOCK = 32
 
 
 def batch_of(num_tokens: int, num_others: int = 0) -> Batch:
-    """A step with a prompt, and with `num_others` more streams."""
+    """A step with a prompt, and with `num_others` more streams, of which every other has an adapter."""
     scheduled = []
     for number in range(1 + num_others):
-        request = Request(
-            f"r{number}", list(range(num_tokens)), SamplingParams(max_tokens=4, seed=1, temperature=0.7), 1
-        )
+        sampling = SamplingParams(max_tokens=4, seed=1, temperature=0.7)
+        request = Request(f"r{number}", list(range(num_tokens)), sampling, 1, adapter_slot=number if number % 2 else -1)
         request.block_table.extend(range(5 * number, 5 * number + 5))
         scheduled.append(Scheduled(request, num_tokens))
     return build_batch(scheduled, BLOCK, StepPlan(copies=[BlockCopy(3, 7), BlockCopy(4, 8)]))
@@ -53,13 +52,15 @@ def test_another_rank_reads_the_step_that_was_written(both: tuple[GroupMemory, G
     first, second = both
     for num_tokens, num_others in ((70, 0), (3, 4)):
         batch = batch_of(num_tokens, num_others)
-        first.write_step(batch, 1)
+        assert (batch.adapter_slots is None) == (num_others == 0)
+        first.write_step(batch, 1, 2)
         step = second.read_step()
         assert step is not None
-        assert step.place == 1
+        assert (step.place, step.num_moves) == (1, 2)
         for field in dataclasses.fields(Batch):
             written, read = getattr(batch, field.name), getattr(step.batch, field.name)
             if isinstance(written, np.ndarray):
+                assert isinstance(read, np.ndarray), field.name
                 assert (read.dtype, read.shape, read.tobytes()) == (written.dtype, written.shape, written.tobytes())
         assert list(step.batch.copies) == [BlockCopy(3, 7), BlockCopy(4, 8)]
         assert step.batch.sums is batch.sums is Sums.DRAWN
