@@ -201,7 +201,9 @@ def _allocate_cache(
         like = _format_of(config, runner, limits, draft_bytes)
         found = _found_format(kept, like, draft_bytes)
         if found is None:
-            num_blocks = num_blocks_for(config, block_bytes, kept_bytes(kept), kept.memory.room_bytes)
+            most = runner.most_blocks(config.kv_cache_node_share, kept_bytes(kept))
+            room = kept.memory.room_bytes
+            num_blocks = num_blocks_for(config, block_bytes, kept_bytes(kept), room, most_blocks=most)
         else:
             num_blocks = found.num_blocks - 1
         wanted = replace(like, num_blocks=num_blocks + 1)

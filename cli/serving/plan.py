@@ -163,8 +163,7 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     if options.prefill_workers and not model.is_encoder:
         argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]
     argv += _metrics(options, 1 + number) + _observation(options) + _membership(options)
-    # Each rank of a divided model has its part of the KV cache, in memory of its own.
-    memory_flag = "--kv-memory" if options.warm_restart and place.num_ranks == 1 else None
+    memory_flag = "--kv-memory" if options.warm_restart else None
     return ProcessSpec(
         name,
         "worker",

@@ -136,7 +136,7 @@ def test_a_worker_of_several_ranks_divides_its_cpus_and_memory_itself() -> None:
     (worker, *_) = processes_of(with_flags(tensor_parallel=2), (place,))
     assert argument(worker.argv, "--tensor-parallel") == argument(worker.argv, "--threads") == "2"
     assert argument(worker.argv, "--memory-node") is None
-    assert (worker.cpus, worker.memory_flag) == ((0, 1, 2, 3), None)
+    assert (worker.cpus, worker.memory_flag) == ((0, 1, 2, 3), "--kv-memory")
     beside = WorkerPlace(1, (4, 5, 6, 7), 2, 2, (2,))
     (first, second, *_) = processes_of(with_flags(tensor_parallel=2), (place, beside))
     assert argument(first.argv, "--kv-cache-node-share") == argument(second.argv, "--kv-cache-node-share") == "0.2"

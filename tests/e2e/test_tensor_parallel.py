@@ -293,11 +293,13 @@ async def test_streams_survive_what_happens_to_a_rank(group: Serve) -> None:
             assert processes[1:] == ranks_of(group)
         else:
             until(lambda processes=processes: not any(map(alive, processes)), "the old ranks are gone")  # type: ignore[misc]
+            assert group.process_of("worker-0")["kv_blocks_restored"] > 0
 
 
 def test_prefixes_outlive_the_worker_on_a_disk(tmp_path: Path) -> None:
     """The file has whole blocks: the parts of both ranks. Those of the second come back into its memory."""
     flags = ("--tensor-parallel", "2", "--workers", "1", "--execution-mode", "accuracy", "--kv-cache-gb", "0.003")
+    flags += ("--no-warm-restart",)
     prompt = [(13 * place) % 40_000 for place in range(300)]
     with serving(*flags, "--kv-disk", str(tmp_path), model=small_model()) as system:
         first, cached = answer(system.base_url, prompt)

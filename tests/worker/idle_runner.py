@@ -29,6 +29,7 @@ def idle_runner(shape: BlockShape = SHAPE, adapters: object | None = None) -> Op
         block_bytes=shape.num_bytes,
         block_size=shape.tokens,
         in_slots=(),
+        most_blocks=lambda *_: None,
         allocate=allocate,
     )
     return cast("OpenVINOModelRunner", runner)

@@ -31,9 +31,11 @@ class KVArena:
         huge_pages: bool,
         memory: npt.NDArray[np.uint8] | None = None,
         offset: int = 0,
+        descriptor: int | None = None,
     ) -> None:
         """Reserve room for `num_pieces` pieces of `size_bytes` in total, in `memory` from `offset` on, or in a private
-        mapping. The address of `memory` and `offset` must be multiples of the huge page size.
+        mapping. The address of `memory` and `offset` must be multiples of the huge page size. `descriptor` is that of
+        the file which `memory` maps.
 
         `huge_pages` asks the kernel for transparent huge pages, which it may decline. Raises OSError if the memory
         cannot be mapped.
@@ -45,6 +47,9 @@ class KVArena:
             memory = np.frombuffer(mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, flags=flags), np.uint8)
             offset = -memory.ctypes.data % HUGE_PAGE_BYTES
         assert len(memory) >= offset + self.size_bytes, "the memory is too small for the arena"
+        self.descriptor = descriptor
+        """The file that other processes can map to see the arena, at `offset`; None if they cannot."""
+        self.offset = offset
         self._memory = memory
         self._offset = offset
         self._end = self._offset + self.size_bytes
@@ -54,6 +59,11 @@ class KVArena:
             # The call fails with EINVAL in a kernel without huge pages, and for a hugetlbfs file.
             with contextlib.suppress(OSError):
                 advise(self.address, self.size_bytes, mmap.MADV_HUGEPAGE)
+
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes that were taken so far. Whoever takes as many from an arena of the same memory continues behind."""
+        return self._offset - self.offset
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Return the next `num_bytes`, aligned for vector instructions. The array keeps the mapping alive."""

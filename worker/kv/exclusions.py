@@ -88,7 +88,6 @@ _UNNUMBERED = "the heads name the layers that they read by number, and the graph
 
 
 EXCLUSIONS = (
-    Exclusion(TENSOR_PARALLEL, KV_MEMORY, "the memory of the other ranks ends with them"),
     Exclusion(TENSOR_PARALLEL, HEADS, "they read hidden states, of which the graphs of ranks have no output"),
     Exclusion(TENSOR_PARALLEL, EVICTION, "each rank would evict other tokens, by the scores of its own heads"),
     Exclusion(TENSOR_PARALLEL, DECODE_GRAPH, "ranks compute all decode steps with one graph"),

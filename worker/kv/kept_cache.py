@@ -186,7 +186,7 @@ class KeptCache:
             self._write(0, wanted.pack())
             self._count_start()
         assert self._mapped is not None
-        return _arena_of(self._mapped.memory, wanted, huge_pages=self._huge_pages)
+        return self._arena_in(self._mapped.memory, wanted)
 
     @property
     def journal(self) -> BlockJournal:
@@ -310,7 +310,7 @@ class KeptCache:
 
     def _map(self, wanted: CacheFormat) -> _Mapped:
         memory = self.memory.map()
-        arena = _arena_of(memory, wanted, huge_pages=self._huge_pages)
+        arena = self._arena_in(memory, wanted)
         blocks, parts = wanted.caches(arena)
         size, of_blocks = wanted.block_size, memory[_JOURNAL : wanted.part_journal_offset]
         journal = self._journal_in(of_blocks, wanted.num_blocks, size, blocks)
@@ -318,6 +318,16 @@ class KeptCache:
             return _Mapped(memory, journal, None)
         of_parts = memory[wanted.part_journal_offset : wanted.arena_offset]
         return _Mapped(memory, journal, self._journal_in(of_parts, wanted.num_slots, size, parts))
+
+    def _arena_in(self, memory: npt.NDArray[np.uint8], wanted: CacheFormat) -> KVArena:
+        return KVArena(
+            wanted.cache_bytes,
+            len(wanted.shapes),
+            huge_pages=self._huge_pages,
+            memory=memory,
+            offset=wanted.arena_offset,
+            descriptor=self.memory.descriptor,
+        )
 
     def _journal_in(
         self, memory: npt.NDArray[np.uint8], count: int, block_size: int, contents: BlockBytes
@@ -385,11 +395,6 @@ def eviction_order(chains: Sequence[Record]) -> list[int]:
         keys[record.block] = latest, -depth
         used[parent] = max(used.get(parent, 0), latest)
     return sorted(keys, key=lambda block: keys[block])
-
-
-def _arena_of(memory: npt.NDArray[np.uint8], wanted: CacheFormat, *, huge_pages: bool) -> KVArena:
-    sizes = wanted.cache_bytes, len(wanted.shapes)
-    return KVArena(*sizes, huge_pages=huge_pages, memory=memory, offset=wanted.arena_offset)
 
 
 def _by_use(records: Sequence[Record]) -> list[Record]:

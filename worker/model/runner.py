@@ -289,7 +289,7 @@ class OpenVINOModelRunner:
     def end_warm_up(self) -> None:
         """Called once, when all that happens seldom has happened, such as copies of weights."""
 
-    def most_blocks(self, _node_share: float) -> int | None:
+    def most_blocks(self, _node_share: float, _kept_bytes: int = 0) -> int | None:
         """The most KV blocks besides what a single NUMA node has room for; None for no limit."""
         return None
 

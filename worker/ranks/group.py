@@ -44,7 +44,7 @@ from headrace.worker.ranks.messages import (
     send,
 )
 from headrace.worker.ranks.rank import Rank
-from headrace.worker.ranks.shared_cache import caches_in, make_file, pieces_of
+from headrace.worker.ranks.shared_cache import make_file, pieces_of, shared_pieces
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.reduction import run_length
 
@@ -85,9 +85,8 @@ class GroupRunner(OpenVINOModelRunner):
         self._on_lost = on_lost
         memory, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
         self._memory = GroupMemory(memory, 0, self.num_ranks)
-        self._cache_files = [make_file() for _ in cpus[1:]]
-        self._files = [memory, self._logits_file, *self._cache_files]
-        self._members = Members(cpus[1:], [[memory, self._logits_file, file] for file in self._cache_files], on_lost)
+        self._files = [memory, self._logits_file]
+        self._members = Members(cpus[1:], self._files, on_lost)
         for member in self._members:
             of_rank = min(threads, len(cpus[member.rank]))
             send(
@@ -128,7 +127,7 @@ class GroupRunner(OpenVINOModelRunner):
         self._count = 0
         self._place = 0
         self._logits: SharedLogits
-        self._other_caches: Sequence[npt.NDArray[np.uint8]] = ()
+        self._other_caches: list[npt.NDArray[np.uint8]] = []
         self._join_ranks()
 
     def _join_ranks(self) -> None:
@@ -158,9 +157,9 @@ class GroupRunner(OpenVINOModelRunner):
             self.vocab_size = self._rank.division.vocabulary.size
         self.numerics += f" ranks {self.num_ranks}"
 
-    def most_blocks(self, _node_share: float) -> int | None:
+    def most_blocks(self, node_share: float, kept_bytes: int = 0) -> int | None:
         """How many KV blocks fit into this share of the free memory of the ranks' NUMA nodes; None if these are not
-        known."""
+        known. Blocks of the previous process take `kept_bytes` of it, which count as free."""
         on_nodes: dict[int, int] = {}
         for node, num_bytes in zip(self._nodes, self.rank_bytes, strict=True):
             if node is None:
@@ -168,7 +167,12 @@ class GroupRunner(OpenVINOModelRunner):
             on_nodes[node] = on_nodes.get(node, 0) + num_bytes
         rooms = [(available_on_node(node), num_bytes) for node, num_bytes in on_nodes.items()]
         return min(
-            (int(room * _node_share) // num_bytes for room, num_bytes in rooms if room is not None), default=None
+            (
+                int((room + kept_bytes * num_bytes // self.block_bytes) * node_share) // num_bytes
+                for room, num_bytes in rooms
+                if room is not None
+            ),
+            default=None,
         )
 
     def allocate(
@@ -179,24 +183,25 @@ class GroupRunner(OpenVINOModelRunner):
         huge_pages: bool = True,
         make_arena: Callable[[], KVArena] | None = None,
     ) -> KVArena:
-        """Make the KV caches of all ranks. See `OpenVINOModelRunner.allocate`."""
-        assert make_arena is None
+        """Make the KV caches of all ranks. See `OpenVINOModelRunner.allocate`. The arena of `make_arena` has room for
+        all of them and is in a file."""
+        arena = super().allocate(num_blocks, num_slots, huge_pages=huge_pages, make_arena=make_arena)
         run = self._rank.division.run
         num_runs = self.vocab_size // run_length(self.vocab_size) if run else 0
         shape = LogitsShape(self._spare_rows, self.vocab_size, num_runs)
         give_room(self._logits_file, shape)
         self._logits = SharedLogits(self._logits_file, shape)
-        for member in self._members:
-            send(member.link, Allocate(num_blocks, num_slots, huge_pages, shape))
-        arena = super().allocate(num_blocks, num_slots, huge_pages=huge_pages)
+        for member, shapes, in_slots in zip(self._members, self._shapes_of, self._in_slots_of, strict=True):
+            pieces = pieces_of(shapes, in_slots, num_blocks, num_slots)
+            own = None if make_arena is not None else make_file(pieces)
+            caches, descriptor, place = shared_pieces(own or arena, pieces)
+            send(member.link, Allocate(num_blocks, num_slots, huge_pages, place, shape), [descriptor])
+            self._other_caches += caches
+            if own is not None:
+                os.close(descriptor)
         problems = [self._hear(member.link, Allocated).problem for member in self._members]
         if any(problems):
             raise ConfigurationError(next(filter(None, problems)))
-        self._other_caches = [
-            cache
-            for file, shapes, in_slots in zip(self._cache_files, self._shapes_of, self._in_slots_of, strict=True)
-            for cache in caches_in(file, pieces_of(shapes, in_slots, num_blocks, num_slots))
-        ]
         return arena
 
     @property

@@ -1,10 +1,10 @@
-"""A rank besides the first, as a process of its own: `python -m headrace.worker.ranks.member LINK MEMORY LOGITS CACHE
-BELL`, descriptors that it inherits.
+"""A rank besides the first, as a process of its own: `python -m headrace.worker.ranks.member LINK MEMORY LOGITS BELL`,
+descriptors that it inherits.
 
     rank 0                                   this process
     which rank, which model   ----------->   reads its part, compiles it
                               <-----------   compiled
-    how many KV blocks        ----------->   allocates them
+    KV blocks, their file     ----------->   maps them
                               <-----------   allocated
     a step in memory, bell    ----------->   computes it, together with all others
                               <-----------   its part of the logits in memory, a counter
@@ -42,7 +42,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SPIN_S = 100e-6
 
 
-def serve(link: socket.socket, memory_fd: int, logits_fd: int, cache_fd: int, bell: int) -> None:
+def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> None:
     """Compile, allocate, and compute steps until the worker ends."""
     # Imported late: OpenVINO reads the affinity and this process's memory policy when it is imported.
     from headrace.worker.model.runner import OpenVINOModelRunner
@@ -58,7 +58,7 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, cache_fd: int, be
         send,
     )
     from headrace.worker.ranks.rank import Rank
-    from headrace.worker.ranks.shared_cache import make_arena, pieces_of
+    from headrace.worker.ranks.shared_cache import arena_at
 
     setup = receive(link, Setup)
     parent = os.getppid()
@@ -81,16 +81,15 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, cache_fd: int, be
         send(link, Compiled(problem=str(error)))
         link.recv(1)  # until the worker has ended
         return
-    shapes, in_slots = runner.block_shapes, runner.in_slots
-    send(link, Compiled(runner.exact_rows, shapes, in_slots))
-    wanted = receive(link, Allocate)
-    pieces = pieces_of(shapes, in_slots, wanted.num_blocks, wanted.num_slots)
+    send(link, Compiled(runner.exact_rows, runner.block_shapes, runner.in_slots))
+    # The file stays open: if it has a name, the next worker cannot lock it before all ranks have ended.
+    wanted, (cache,) = receive_with_files(link, Allocate, 1)
     node = memory_node_of(usable_cpus())
     try:
         runner.allocate(
             wanted.num_blocks,
             wanted.num_slots,
-            make_arena=lambda: make_arena(cache_fd, pieces, huge_pages=wanted.huge_pages, node=node),
+            make_arena=lambda: arena_at(cache, wanted.place, huge_pages=wanted.huge_pages, node=node),
         )
         runner.touch()
     except ConfigurationError as error:
@@ -153,10 +152,10 @@ def main() -> None:
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    link, memory, logits, cache, bell = map(int, sys.argv[1:])
+    link, memory, logits, bell = map(int, sys.argv[1:])
     bind_memory(None, is_inherited=True)
     try:
-        serve(socket.socket(fileno=link), memory, logits, cache, bell)
+        serve(socket.socket(fileno=link), memory, logits, bell)
     except OSError as error:
         log.error("the worker has ended: %s", error)
         sys.exit(1)

@@ -32,12 +32,10 @@ class Member:
 
 
 class Members:
-    """Starts a process on each of `cpus`, which shares the files that `descriptors` has for it. They end when this
+    """Starts a process on each of `cpus`, which share the files `descriptors`. They end when this
     process ends. `on_lost` is called in a thread with the reason when one has ended before `close`."""
 
-    def __init__(
-        self, cpus: Sequence[Cpus], descriptors: Sequence[Sequence[int]], on_lost: Callable[[str], None]
-    ) -> None:
+    def __init__(self, cpus: Sequence[Cpus], descriptors: Sequence[int], on_lost: Callable[[str], None]) -> None:
         self._on_lost = on_lost
         self._is_closed = False
         self._members: list[Member] = []
@@ -69,10 +67,10 @@ class Members:
             member.link.close()
             os.close(member.bell)
 
-    def _run(self, cpus: Sequence[Cpus], descriptors: Sequence[Sequence[int]]) -> None:
+    def _run(self, cpus: Sequence[Cpus], descriptors: Sequence[int]) -> None:
         try:
-            for rank, (mask, files) in enumerate(zip(cpus, descriptors, strict=True), 1):
-                self._members.append(self._start(rank, mask, files))
+            for rank, mask in enumerate(cpus, 1):
+                self._members.append(self._start(rank, mask, descriptors))
         except OSError as error:
             self._error = error
         finally:

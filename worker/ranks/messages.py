@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.worker.ranks.memory import LogitsShape
+from headrace.worker.ranks.shared_cache import Place
 
 _MAX_BYTES = 1 << 16
 _Message = TypeVar("_Message")
@@ -44,11 +45,13 @@ class Compiled(msgspec.Struct, frozen=True):
 
 
 class Allocate(msgspec.Struct, frozen=True):
-    """Make the KV cache, and be ready for steps. `logits` is the shape of the shared logits."""
+    """Make the KV cache in the file that comes with this, and be ready for steps. `place` is that of the caches in the
+    file, `logits` the shape of the shared logits."""
 
     num_blocks: int
     num_slots: int
     huge_pages: bool
+    place: Place
     logits: LogitsShape
 
 

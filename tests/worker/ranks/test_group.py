@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from headrace.cli.models.convert import convert
 from headrace.worker.config import ConfigurationError
+from headrace.worker.kv.host_memory import HostMemory
+from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
 from headrace.worker.model.adapter_memory import Linear, LowRank
 from headrace.worker.model.batch import Batch, build_batch
 from headrace.worker.model.runner import OpenVINOModelRunner
@@ -40,9 +42,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Started:
-    """A group of processes on the first CPU, and what it said of lost ranks."""
+    """A group of processes on the first CPU, and what it said of lost ranks. Its KV cache is in `memory` if given, as
+    one that outlives the group."""
 
-    def __init__(self, directory: Path, num_ranks: int) -> None:
+    def __init__(self, directory: Path, num_ranks: int, memory: HostMemory | None = None) -> None:
         self.lost: list[str] = []
         cpu = min(os.sched_getaffinity(0))
         self.runner = GroupRunner(
@@ -56,7 +59,13 @@ class Started:
             on_lost=self.lost.append,
             **ASKED,
         )
-        self.runner.allocate(NUM_BLOCKS)
+        if memory is None:
+            self.runner.allocate(NUM_BLOCKS)
+        else:
+            runner, kept = self.runner, KeptCache(memory, 1)
+            wanted = CacheFormat(runner.numerics, "", NUM_BLOCKS + 1, runner.block_size, runner.block_shapes)
+            self.is_kept = kept.format == wanted
+            runner.allocate(NUM_BLOCKS, make_arena=lambda: kept.adopt(wanted))
 
     @property
     def pids(self) -> list[int]:
@@ -124,8 +133,12 @@ def test_adapters_change_answers_as_in_the_whole_model(directory: Path, of_two: 
 
 
 def test_a_block_has_the_parts_of_all_ranks(directory: Path, of_two: Started) -> None:
-    """Blocks that are copied to another group, as tiers copy them, are as good as those that it has computed."""
-    other = Started(directory, 2)
+    """Blocks that are copied to another group, as tiers copy them, are as good as those that it has computed. If the
+    memory of that group outlives it, they are there for the next group too."""
+    memory = HostMemory(os.memfd_create("kept"))
+    other = Started(directory, 2, memory)
+    assert not other.is_kept
+    pids = other.pids
     try:
         contents, others = of_two.runner.block_bytes_of, other.runner.block_bytes_of
         assert contents.num_bytes == of_two.runner.block_bytes == sum(of_two.runner.rank_bytes)
@@ -145,6 +158,16 @@ def test_a_block_has_the_parts_of_all_ranks(directory: Path, of_two: Started) ->
         np.testing.assert_array_equal(step(other.runner, request, whole_blocks * size, len(prompt)), computed)
     finally:
         other.runner.close()
+    assert len(pids) == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "the processes end with the worker"
+    assert not other.lost
+    again = Started(directory, 2, memory)
+    try:
+        assert again.is_kept
+        np.testing.assert_array_equal(step(again.runner, request, whole_blocks * size, len(prompt)), computed)
+    finally:
+        again.runner.close()
+        os.close(memory.descriptor)
 
 
 def step(runner: GroupRunner, request: Request, first: int, end: int) -> np.ndarray:
@@ -209,12 +232,3 @@ def test_an_idle_group_takes_no_time_of_the_cpu(of_two: Started) -> None:
 def test_a_model_that_cannot_be_divided_is_refused(directory: Path) -> None:
     with pytest.raises(ConfigurationError, match="6 heads of attention and 3 of keys and values"):
         Started(directory, 7)
-
-
-def test_the_processes_end_with_the_worker(directory: Path) -> None:
-    started = Started(directory, 3)
-    pids = started.pids
-    assert len(pids) == 2
-    started.runner.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not started.lost
