@@ -148,6 +148,7 @@ class TextClient:
         tool_choice: str = "",
         parallel_tool_calls: bool | None = None,
         reasoning_effort: str | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         **params: Any,
@@ -156,6 +157,7 @@ class TextClient:
 
         Each message is a mapping with the fields of `ChatMessage`. Each tool is a mapping with the fields of
         `ChatTool`; its parameters are a JSON schema. `tool_choice` is auto, required, none, or the name of a tool.
+        `chat_template` is a name of the operator's list.
         `params` are fields of `TextParams`.
         """
         if isinstance(messages, str):
@@ -166,6 +168,7 @@ class TextClient:
             params=text_pb2.TextParams(**params),
             tools=[_tool(tool) for tool in tools],
             reasoning_effort=reasoning_effort,
+            chat_template=chat_template,
             continue_final_message=continue_final_message,
         )
         if parallel_tool_calls is not None:

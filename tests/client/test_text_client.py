@@ -39,7 +39,7 @@ async def router(tiny_files: dict[str, bytes]) -> AsyncIterator[Any]:  # noqa: F
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def address(router: Any) -> AsyncIterator[str]:
-    async with serving_gateway(router.address) as gateway:
+    async with serving_gateway(router.address, chat_templates={"short": "hello"}) as gateway:
         yield gateway.grpc_address
 
 
@@ -95,6 +95,15 @@ async def test_calls_and_reasoning_are_put_together(address: str, router: Any) -
 
         await with_client(address, call)
         assert router.streams[-1].request.sampling.constraint.grammar
+
+
+async def test_a_template_of_the_operators_list_formats_a_chat(address: str, router: Any) -> None:
+    await with_client(address, lambda client: client.chat("hi", chat_template="short").whole())
+    of_chat = list(router.streams[-1].request.token_ids)
+    await with_client(address, lambda client: client.complete("hello").whole())
+    assert list(router.streams[-1].request.token_ids) == [0, *of_chat]
+    with pytest.raises(StatusError, match="there is no template named 'long'"):
+        await with_client(address, lambda client: client.chat("hi", chat_template="long").whole())
 
 
 async def test_completions_tokens_and_models(address: str, router: Any) -> None:
