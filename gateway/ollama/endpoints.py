@@ -50,6 +50,7 @@ from headrace.gateway.ollama.turns import (
     effort_of,
     is_zero,
     prompted_chat_of,
+    seconds_of,
 )
 from headrace.gateway.ollama.types import (
     OllamaChat,
@@ -153,12 +154,12 @@ class _Generations:
     async def chat(self, exchange: Exchange) -> None:
         """POST /api/chat."""
         request = await request_of(exchange, OllamaChat, CHAT)
-        check_fields(request, unloads=self._managing.unloads)
+        self._check(request)
         if not request.messages and await self._unloaded(exchange, request):
             return
         model = await find(self._services.models, request.model)
         if not request.messages:
-            await _load(exchange, request, model)
+            await self._load(exchange, request, model)
             return
         with CHAT_NAMES.in_callers_terms():
             effort = self._effort(request, model)
@@ -177,12 +178,12 @@ class _Generations:
     async def generate(self, exchange: Exchange) -> None:
         """POST /api/generate."""
         request = await request_of(exchange, OllamaGenerate, GENERATE)
-        check_fields(request, unloads=self._managing.unloads)
+        self._check(request)
         if not request.prompt and not request.images and await self._unloaded(exchange, request):
             return
         model = await find(self._services.models, request.model)
         if not request.prompt and not request.images:
-            await _load(exchange, request, model)
+            await self._load(exchange, request, model)
         elif request.raw or request.suffix or (model.text.own_template is None and request.chat_template is None):
             await self._continue(exchange, request, model)
         else:
@@ -275,8 +276,22 @@ class _Generations:
             exchange.stream_type = NDJSON
             exchange.keep_alive_event = KEEP_ALIVE
             await self._services.answering.stream(exchange, [plan], answer, readers)
-        if self._managing.unloads and is_zero(request.keep_alive):
+        self._release(request)
+
+    def _check(self, request: OllamaChat | OllamaGenerate) -> None:
+        check_fields(request, unloads=self._managing.unloads)
+        if self._managing.unloads:
+            kept = request.keep_alive
+            self._managing.stay(request.model or "", None if kept is None else seconds_of(kept))
+
+    def _release(self, request: OllamaChat | OllamaGenerate) -> None:
+        """The request has ended: its model may be unloaded as it says."""
+        if not self._managing.unloads or request.keep_alive is None:
+            return
+        if is_zero(request.keep_alive):
             self._managing.unload_soon(request.model or "")
+        elif (seconds := seconds_of(request.keep_alive)) > 0:
+            self._managing.leave_after(request.model or "", seconds)
 
     async def _unloaded(self, exchange: Exchange, request: OllamaChat | OllamaGenerate) -> bool:
         """Answer a request without a prompt that unloads its model. Returns whether it is one, and may be."""
@@ -288,11 +303,13 @@ class _Generations:
         await _respond(exchange, loaded(name, isinstance(request, OllamaChat), "unload"), request.stream)
         return True
 
-
-async def _load(exchange: Exchange, request: OllamaChat | OllamaGenerate, model: Model) -> None:
-    """Answer a request without a prompt, which only checks the model."""
-    value = loaded(model.name, isinstance(request, OllamaChat), "unload" if is_zero(request.keep_alive) else "load")
-    await _respond(exchange, value, request.stream)
+    async def _load(self, exchange: Exchange, request: OllamaChat | OllamaGenerate, model: Model) -> None:
+        """Answer a request without a prompt, which only checks the model."""
+        unloads = is_zero(request.keep_alive)
+        value = loaded(model.name, isinstance(request, OllamaChat), "unload" if unloads else "load")
+        await _respond(exchange, value, request.stream)
+        if not unloads:
+            self._release(request)
 
 
 async def _respond(exchange: Exchange, value: OllamaReply | OllamaStatus, stream: bool | None) -> None:

@@ -25,7 +25,9 @@ _MODEL = Applied("name", "May end in `:latest`. Optional while there is only one
 _KEEP_ALIVE = Applied(
     "seconds, or a duration such as 5m",
     "Checked, but a hint: the operator decides how long a model stays loaded. 0 without a prompt is answered with"
-    " `unload`, as Ollama does. With `--ollama-manage`, 0 unloads the model after the answer, if requests load it",
+    " `unload`, as Ollama does. With `--ollama-manage`, a model that requests load is unloaded when no request has used"
+    " it for so long, with 0 after the answer. The latest request decides; without the field, and if it is negative,"
+    " `--idle-s` does",
 )
 
 _OF_ANSWERS: dict[str, Row] = {

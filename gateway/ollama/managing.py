@@ -2,7 +2,8 @@
 
     copy, create       another name for a model: an alias of the host
     delete             takes such a name away; the files of models stay
-    keep_alive: 0      unloads a model that requests load
+    keep_alive         unloads a model that requests load: with 0 after the answer, otherwise when no request has used
+                       it for so long
 
 All of it needs `headrace serve`, which has the models; a fleet's models are its operator's.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
+from collections.abc import Callable
 
 from headrace.common.aliases import Aliases
 from headrace.common.tasks import end_tasks
@@ -19,6 +22,7 @@ from headrace.gateway.checks import invalid
 from headrace.gateway.hints import ignored
 from headrace.gateway.text.models import Models
 from headrace.gateway.upstream.model_host import ModelHost
+from headrace.protos.host_pb2 import HOSTED_MODEL_STATE_LOADED
 from headrace.protos.status import Reason, StatusError
 
 LATEST = ":latest"
@@ -29,17 +33,26 @@ _INSTEAD = {
     "create": "headrace models alias, or headrace models load",
     "delete": "headrace models unload, or headrace models rm",
 }
+_STAYS = "a model that requests do not load stays loaded"
+# The longest wait for the next look at a model, and that after a host that did not answer.
+_LONGEST_WAIT_S = 3600.0
+_RETRY_S = 1.0
 _LOG = logging.getLogger(__name__)
 
 
 class Managing:
     """Changes the names of a host's models, and unloads them."""
 
-    def __init__(self, models: Models, host: ModelHost, *, is_allowed: bool) -> None:
+    def __init__(
+        self, models: Models, host: ModelHost, *, is_allowed: bool, clock: Callable[[], float] = time.time
+    ) -> None:
         self._models = models
         self._host = host
         self._is_allowed = is_allowed
+        self._clock = clock
         self._unloading: set[asyncio.Task[None]] = set()
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """By model, what unloads it once it was not used for long enough."""
 
     @property
     def unloads(self) -> bool:
@@ -88,27 +101,60 @@ class Managing:
         unloaded until an operator loads them. Returns whether it is unloaded. Raises `StatusError`."""
         model = self._known(name)
         if model is None or not self._host.models[model].is_on_demand:
-            ignored("keep_alive", "a model that requests do not load stays loaded")
+            ignored("keep_alive", _STAYS)
             return False
         await self._host.unload(model)
         return True
 
     def unload_soon(self, name: str) -> None:
         """The same in the background."""
-
-        async def run() -> None:
-            try:
-                await self.unload(name)
-            except StatusError as error:
-                _LOG.warning("%s is not unloaded: %s", name, error.message)
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(self._unload_or_log(name))
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
 
+    def stay(self, name: str, seconds: float | None) -> None:
+        """A request for this model has come, which may say how long the model is to stay afterwards. The latest request
+        decides."""
+        model = self._known(name)
+        if model is None or not self._host.models[model].is_on_demand:
+            if seconds is not None and seconds > 0:
+                ignored("keep_alive", _STAYS)
+        elif (leaving := self._leaving.pop(model, None)) is not None:
+            leaving.cancel()
+
+    def leave_after(self, name: str, seconds: float) -> None:
+        """Unload the model of this name once no request has used it for so long, if requests load it again."""
+        model = self._known(name)
+        if model is None or not self._host.models[model].is_on_demand:
+            return
+        self.stay(name, None)
+        task = self._leaving[model] = asyncio.create_task(self._leave(model, seconds))
+        task.add_done_callback(lambda done: self._leaving.pop(model) if self._leaving.get(model) is done else None)
+
+    async def _leave(self, model: str, seconds: float) -> None:
+        """The host knows of requests through other protocols and gateways too."""
+        left_s = seconds
+        while left_s > 0:
+            await asyncio.sleep(min(left_s, _LONGEST_WAIT_S))
+            try:
+                hosted = await self._host.latest(model)
+            except StatusError:
+                left_s = _RETRY_S
+                continue
+            if hosted is None or hosted.state != HOSTED_MODEL_STATE_LOADED:
+                return
+            left_s = hosted.last_used_ms / 1000 + seconds - self._clock()
+        await self._unload_or_log(model)
+
+    async def _unload_or_log(self, name: str) -> None:
+        try:
+            await self.unload(name)
+        except StatusError as error:
+            _LOG.warning("%s is not unloaded: %s", name, error.message)
+
     async def close(self) -> None:
         """End what runs in the background."""
-        await end_tasks(*self._unloading)
+        await end_tasks(*self._unloading, *self._leaving.values())
 
     @property
     def _aliases(self) -> Aliases:

@@ -32,7 +32,7 @@ PROTOCOL = Protocol(
             ["--ollama-manage/--no-ollama-manage"],
             default=False,
             help="Let clients of Ollama's API name models (copy, create, delete), and unload those that requests load "
-            "(keep_alive: 0).",
+            "(keep_alive).",
         ),
     ),
 )

@@ -26,6 +26,8 @@ from headrace.gateway.ollama.types import (
 from headrace.gateway.text.chat_template import ChatTemplate
 
 _DURATION = re.compile(r"[+-]?(0|((\d++\.?\d*+|\.\d++)(ns|us|µs|μs|ms|s|m|h))+)")
+_PART_OF_DURATION = re.compile(r"([\d.]+)([^\d.]+)")
+_SECONDS_IN = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _REPEAT_LAST_N = 64  # Ollama's default
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 # Options that a chat has under the same name.
@@ -55,12 +57,12 @@ CHAT_NAMES = FieldNames(_OPTIONS)
 
 
 def check_fields(request: msgspec.Struct, *, unloads: bool = False) -> None:
-    """Raise `StatusError` for values that contradict each other or are not supported. `unloads`: a `keep_alive` of 0
-    has its effect."""
+    """Raise `StatusError` for values that contradict each other or are not supported. `unloads`: `keep_alive` has its
+    effect, unless it means forever."""
     keep_alive = getattr(request, "keep_alive", None)
     if isinstance(keep_alive, str) and _DURATION.fullmatch(keep_alive) is None:
         raise invalid("keep_alive", "keep_alive must be seconds, or a duration such as 5m or 1h30m")
-    if keep_alive is not None and not (unloads and is_zero(keep_alive)):
+    if keep_alive is not None and not (unloads and seconds_of(keep_alive) >= 0):
         ignored("keep_alive", "the operator decides how long a model stays loaded")
     if getattr(request, "top_logprobs", None) and not getattr(request, "logprobs", None):
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
@@ -75,6 +77,14 @@ def is_zero(duration: Duration | None) -> bool:
     if isinstance(duration, str):
         return not any(digit in duration for digit in "123456789")
     return duration == 0
+
+
+def seconds_of(duration: Duration) -> float:
+    """The seconds of a checked duration, such as 5m or 1h30m. Negative ones mean forever."""
+    if not isinstance(duration, str):
+        return duration
+    seconds = sum(float(number) * _SECONDS_IN[unit] for number, unit in _PART_OF_DURATION.findall(duration))
+    return -seconds if duration.startswith("-") else seconds
 
 
 def chat_of(request: OllamaChat, model: str, effort: str | None) -> Chat:

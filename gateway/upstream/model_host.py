@@ -155,6 +155,18 @@ class ModelHost:
         """Whether there is a host."""
         return self._address is not None
 
+    async def latest(self, name: str) -> HostedModel | None:
+        """A model as it is now, also when it was last used, which `models` has as of the last change only; None if the
+        host does not have it. Raises `StatusError`."""
+        self.check_address()
+        try:
+            async with self._host() as host:
+                async for answer in host.WatchModels(WatchModelsRequest()):
+                    return next((model for model in answer.models if model.name == name), None)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None
+        return None
+
     async def unload(self, name: str) -> HostedModel:
         """Unload a model, and return when its memory is free. Raises `StatusError`."""
         answer = await self._call("UnloadModel", UnloadModelRequest(name=name))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
 from headrace.gateway.hints import HEADER
+from headrace.gateway.ollama.managing import Managing
+from headrace.protos.host_pb2 import HOSTED_MODEL_STATE_LOADED, HostedModel
+from headrace.protos.status import Reason, StatusError
 from tests.gateway.model_host import FakeHost, serving_host
 from tests.patience import patience
 
@@ -129,6 +132,64 @@ async def test_a_keep_alive_of_0_unloads_after_the_answer(managed: Any, host: Fa
             await asyncio.sleep(0.01)
     response = await send(managed, "POST", "chat", model="a", messages=HI, keep_alive="5m", stream=False)
     assert response.headers[HEADER] == "keep_alive"
+
+
+@pytest.mark.parametrize(("verb", "body"), [("chat", {"messages": HI}), ("generate", {})])
+async def test_a_keep_alive_unloads_what_was_not_used_for_so_long(
+    managed: Any, host: FakeHost, verb: str, body: Any
+) -> None:
+    response = await send(managed, "POST", verb, model="b", keep_alive="1h30m", stream=False, **body)
+    assert HEADER not in response.headers
+    assert host.models["b"].state == 3
+    await send(managed, "POST", verb, model="b:latest", keep_alive="1ms", stream=False, **body)
+    async with asyncio.timeout(patience(BOUND_S)):
+        while host.models["b"].state != 1:
+            await asyncio.sleep(0.01)
+    response = await send(managed, "POST", verb, model="a", keep_alive=-1, stream=False, **body)
+    assert response.headers[HEADER] == "keep_alive"
+
+
+class UsedHost:
+    """A host with a model that requests load; `used_ms` are the times of its last use that it tells, one by one."""
+
+    def __init__(self, *used_ms: int) -> None:
+        self.models = {"b": HostedModel(name="b", is_on_demand=True)}
+        self.aliases = None
+        self.used_ms = list(used_ms)
+        self.unloaded = asyncio.Event()
+
+    async def latest(self, name: str) -> HostedModel | None:
+        if not self.used_ms:
+            raise StatusError(Reason.UNSUPPORTED, "gone")
+        return HostedModel(name=name, state=HOSTED_MODEL_STATE_LOADED, last_used_ms=self.used_ms.pop(0))
+
+    async def unload(self, name: str) -> None:
+        assert not self.used_ms, "it was used"
+        self.unloaded.set()
+
+
+async def test_requests_that_others_see_keep_a_model_loaded() -> None:
+    host = UsedHost(7_010, 7_000, 6_000)
+    managing = Managing(cast("Any", None), cast("Any", host), is_allowed=True, clock=lambda: 7.0)
+    managing.leave_after("b", 0.01)
+    async with asyncio.timeout(patience(BOUND_S)):
+        await host.unloaded.wait()
+    await managing.close()
+
+
+async def test_the_latest_request_decides_how_long_a_model_stays() -> None:
+    host = UsedHost()
+    managing = Managing(cast("Any", None), cast("Any", host), is_allowed=True)
+    managing.leave_after("b", 3600.0)
+    (first,) = managing._leaving.values()
+    managing.leave_after("b", 7200.0)
+    (second,) = managing._leaving.values()
+    managing.stay("b", None)
+    assert not managing._leaving
+    await asyncio.wait([first, second])
+    assert first.cancelled()
+    assert second.cancelled()
+    assert not host.unloaded.is_set()
 
 
 async def test_without_a_host_there_is_nothing_to_manage(kit: Any, tiny_bundle: bytes) -> None:
