@@ -182,6 +182,10 @@ def context_of(config: Mapping[str, Any], path: Path) -> int:
                     longest,
                     original,
                 )
+            chunk = chunk_of(config)
+            if 0 < chunk < longest:
+                log.info("some layers of %s see chunks of %d tokens: serving contexts of up to one chunk", path, chunk)
+                return chunk
             return original or longest
     log.warning(
         "%s does not say how long the context is (config.json: max_position_embeddings); taking %d tokens. "
@@ -202,11 +206,16 @@ def uses_alibi(config: Mapping[str, Any]) -> bool:
 
 
 def has_windows(config: Mapping[str, Any]) -> bool:
-    """Whether some layers see only a window or a chunk of the context."""
+    """Whether some layers see only a window of the context, or chunks of it."""
     layers = [text_part(config).get(name) for name in ("layer_types", "attention_layers")]
-    return any(isinstance(kinds, list) and not _IN_WINDOWS.isdisjoint(kinds) for kinds in layers) or bool(
-        text_part(config).get("attention_chunk_size")
-    )
+    return any(isinstance(kinds, list) and not _IN_WINDOWS.isdisjoint(kinds) for kinds in layers)
+
+
+def chunk_of(config: Mapping[str, Any]) -> int:
+    """The tokens of each chunk of the context, if some layers see one chunk only, as Llama 4's do; otherwise 0. Within
+    the first chunk, they see all of it."""
+    chunk = text_part(config).get("attention_chunk_size")
+    return chunk if isinstance(chunk, int) and chunk > 0 else 0
 
 
 def _is_length(value: object) -> bool:

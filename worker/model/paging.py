@@ -18,7 +18,7 @@ from headrace.common.model_files.networks import networks_in
 from headrace.common.model_files.vision_networks import vision_networks_in
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.batch import StateInputs
-from headrace.worker.model.directory import context_of, has_windows, read_config, uses_alibi
+from headrace.worker.model.directory import chunk_of, context_of, has_windows, read_config, uses_alibi
 from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, TRANSFORMATION, merge_layers
 from headrace.worker.model.positions import UnservableError, settle_positions, take_positions
 from headrace.worker.model.state_tables import STATE_TABLES, give_own_sequences, set_table_types
@@ -75,8 +75,9 @@ def read_paged(
         if embeddings:
             join(model, embeddings, has_images=bool(vision_networks_in(model_dir)))
         images = inputs_for_images(model, config)
-        _make_paged(model, config, evicts=evicts)
-        depends_on_context = settle_positions(model, max_context_tokens or context_of(config, model_dir))
+        longest = max_context_tokens or context_of(config, model_dir)
+        _make_paged(model, config, longest, evicts=evicts)
+        depends_on_context = settle_positions(model, longest)
     except (UnservableError, JoiningError) as error:
         raise ConfigurationError(f"the model in {model_dir} cannot be served: {error}") from error
     return PagedModel(model, depends_on_context, images)
@@ -97,8 +98,13 @@ def _read(core: ov.Core, path: Path) -> ov.Model:
         ) from error
 
 
-def _make_paged(model: ov.Model, config: Mapping[str, Any], *, evicts: bool) -> None:
-    kind = config.get("model_type", "unknown")
+def _make_paged(model: ov.Model, config: Mapping[str, Any], max_context_tokens: int, *, evicts: bool) -> None:
+    kind, chunk = config.get("model_type", "unknown"), chunk_of(config)
+    if 0 < chunk < max_context_tokens:
+        raise UnservableError(
+            f"layers of its architecture ({kind}) see chunks of {chunk} tokens, which OpenVINO cannot page; say "
+            f"--max-context-tokens {chunk} or less"
+        )
     if not model.get_variables():
         raise UnservableError(
             "it has no KV cache state, so it is not a stateful text-generation model; export it with optimum-intel "
@@ -134,7 +140,7 @@ def _make_paged(model: ov.Model, config: Mapping[str, Any], *, evicts: bool) -> 
         raise UnservableError(f"no attention of its architecture ({kind}) was recognised; {_SUPPORTED}")
     if uses_alibi(config) and not all(map(has_alibi, paged)):
         raise UnservableError(_LOSES_ALIBI.format(kind))
-    if has_windows(config) and not any(map(has_window, paged)):
+    if not chunk and has_windows(config) and not any(map(has_window, paged)):
         raise UnservableError(
             f"layers of its architecture ({kind}) see a window of the context only, which OpenVINO loses when it pages "
             "their attention; answers would be wrong"

@@ -5,6 +5,7 @@ A step holds tokens of many sequences. An operation over all of them would let o
 - Rotary factors that depend on the largest position (LongRoPE, dynamic NTK). That position is replaced by a
   constant, the last position of the longest context. So every token of every step has the same factors.
 - Positions that the graph counts itself, from one past length for all sequences: the position input takes their place.
+- Rotations by positions that the graph counts over all tokens of a step: the model is refused.
 - Other sums, maxima and the like over the tokens of a step: the model is refused.
 
 Positions beyond the end of a table of learned positions would read its last row, so the context must not exceed the
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _REDUCTIONS = {"ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2"}
 _ALONG_AN_AXIS = {"CumSum", "Softmax", "LogSoftmax"}
+_ROTATIONS = {"Cos", "Sin"}
 _MOVES = {"Unsqueeze", "Squeeze", "Reshape", "Convert", "Transpose"}
 # The index of the input with the axes, for operators that take a part of a tensor.
 _PARTS = {"Slice": 4, "Gather": 2}
@@ -90,6 +92,11 @@ def settle_positions(model: ov.Model, max_context_tokens: int) -> bool:
         kind = kinds[node.get_name()] = _kind_of(node, kinds)
         if _is_table_of_positions(node, kinds):
             _check_length(node, max_context_tokens)
+        if node.get_type_name() in _ROTATIONS and kind in (_Kind.SHAPE, _Kind.TOKENS):
+            raise UnservableError(
+                "its graph counts positions itself, over all tokens of a step, instead of taking them; export the "
+                "original with headrace pull OWNER/NAME --weights int8"
+            )
         if not _takes_all_tokens(node, kind):
             continue
         if node.get_type_name() == "ReduceMax" and kind is _Kind.POSITION and _is_of_positions_only(node):

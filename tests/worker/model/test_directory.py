@@ -6,10 +6,10 @@ import errno
 import hashlib
 import io
 import json
+import logging
 import os
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +19,7 @@ from headrace.common.model_files.task import task_of
 from headrace.gateway.upstream.bundle import read_bundle
 from headrace.protos.inference_pb2 import TASK_UNSPECIFIED
 from headrace.worker.config import ConfigurationError
-from headrace.worker.model.directory import UNKNOWN_CONTEXT_TOKENS, has_windows, read_model_dir
+from headrace.worker.model.directory import UNKNOWN_CONTEXT_TOKENS, context_of, has_windows, read_model_dir
 from headrace.worker.model_card import known_tokens
 
 TOKENIZER_XML = '<net><rt_info><eos_token_id value="7" /><chat_template value="hello" /></rt_info></net>'
@@ -60,11 +60,15 @@ def test_of_a_multimodal_model_the_part_for_text_counts(model: Path) -> None:
     assert has_windows(config_in(model / "config.json"))
 
 
-@pytest.mark.parametrize("part", [{"layer_types": ["chunked_attention"]}, {"attention_chunk_size": 8192}])
-def test_a_chunk_of_the_context_is_a_window(part: dict[str, Any]) -> None:
-    """OpenVINO's paging loses it, and Llama 4 would answer wrongly behind its first chunk."""
-    assert has_windows({"model_type": "llama4", "text_config": part})
-    assert not has_windows({"model_type": "llama4", "text_config": {"attention_chunk_size": None}})
+def test_a_context_ends_with_the_first_chunk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """OpenVINO's paging loses chunks, and Llama 4 would answer wrongly behind its first one."""
+    caplog.set_level(logging.INFO)
+    text = {"attention_chunk_size": 8192, "max_position_embeddings": 1 << 20, "layer_types": ["chunked_attention"]}
+    assert context_of({"model_type": "llama4", "text_config": text}, tmp_path) == 8192
+    assert "see chunks of 8192 tokens: serving contexts of up to one chunk" in caplog.text
+    assert context_of({"text_config": {**text, "max_position_embeddings": 512}}, tmp_path) == 512
+    assert context_of({"text_config": {**text, "attention_chunk_size": None}}, tmp_path) == 1 << 20
+    assert has_windows({"text_config": {**text, "attention_chunk_size": None}})
 
 
 def test_a_multimodal_model_has_two_networks(model: Path) -> None:

@@ -56,6 +56,15 @@ def test_an_export_without_a_cache_is_refused(tmp_path: Path) -> None:
     assert "it has no KV cache state" in refusal_of(without_cache(), "llama", tmp_path)
 
 
+def test_a_context_beyond_a_chunk_of_attention_is_refused(tmp_path: Path) -> None:
+    ov.save_model(recurrent(), tmp_path / "openvino_model.xml")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4_text", "attention_chunk_size": 64}))
+    with pytest.raises(ConfigurationError, match="see chunks of 64 tokens, .*; say --max-context-tokens 64 or less"):
+        read_paged(ov.Core(), tmp_path, 65)
+    with pytest.raises(ConfigurationError, match="only recurrent layers"):
+        read_paged(ov.Core(), tmp_path, 64)
+
+
 def test_a_network_that_is_no_network_is_refused(tmp_path: Path) -> None:
     (tmp_path / "openvino_model.xml").write_text("<net>")
     with pytest.raises(ConfigurationError, match=r"is corrupt or incomplete: .*; pull the model again"):

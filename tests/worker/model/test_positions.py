@@ -66,6 +66,24 @@ def test_a_model_that_counts_positions_reads_them_from_an_input(has_unused: bool
     assert len(model.inputs) == 3
 
 
+def counted_angles(_positions: ov.Node, states: ov.Node) -> ov.Node:
+    """Numbers of the states' rows, from a length."""
+    length = opset13.gather(opset13.shape_of(states), constant(1), constant(0))
+    return opset13.convert(length, "f32")
+
+
+def angles_of_states(_positions: ov.Node, states: ov.Node) -> ov.Node:
+    """Angles that depend on what positions do not tell."""
+    return opset13.gather(states, constant(0), constant(1))
+
+
+@pytest.mark.parametrize("angles", [counted_angles, angles_of_states])
+def test_rotations_by_counted_positions_are_refused(angles: Callable[[ov.Node, ov.Node], ov.Node]) -> None:
+    model = model_of(lambda positions, states: opset13.multiply(states, opset13.cos(angles(positions, states))))
+    with pytest.raises(UnservableError, match="its graph counts positions itself"):
+        settle_positions(model, 64)
+
+
 def test_a_model_that_counts_nothing_is_left_alone() -> None:
     model = model_of(lambda positions, states: opset13.multiply(states, states))
     model.inputs[0].get_tensor().set_names({"others"})
