@@ -13,6 +13,7 @@ cannot be done, the exit status is 2 with one `error:` line on standard error; 3
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -55,6 +56,10 @@ _SAMPLE_TOKENS = 512
 _NUM_SAMPLES = 128
 # Files that say how an encoder makes vectors or scores.
 _ENCODER_FILES = ("1_Pooling/config.json", "modules.json", "sentence_bert_config.json", "tokenizer.json")
+# Architectures with networks of timm.
+_NEEDS_TIMM = ("gemma3n",)
+# Multimodal architectures whose text may be of any architecture that can be exported.
+_OF_ANY_TEXT = ("llava", "llava_next", "mistral3")
 _OUT_OF_MEMORY = ("allocate memory", "bad_alloc", "bad allocation", "Cannot allocate")
 _REASON_CHARACTERS = 300
 
@@ -88,9 +93,17 @@ def check(directory: Path, task: str = TEXT) -> None:
 
     raw = _config_of(directory)
     model_type = raw.get("model_type")
+    if model_type and _needs_code(raw):
+        raise ExportError(
+            f"its architecture ({model_type}) needs code from its repository, which headrace does not run"
+        )
     found = check_type(model_type, task) if model_type else _TASKS[task][0]
+    if model_type in _OF_ANY_TEXT and (text_type := (raw.get("text_config") or {}).get("model_type")):
+        check_type(text_type, task)
     if found == _MULTIMODAL_TASK and _packing(raw):
         raise ExportError(f"it is multimodal, and its weights are quantised ({_packing(raw)}), which is not supported")
+    if model_type in _NEEDS_TIMM and importlib.util.find_spec("timm") is None:
+        raise ExportError("its network for images needs the packages timm and torchvision beside transformers")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
@@ -106,6 +119,9 @@ def check_type(model_type: str, task: str = TEXT) -> str:
     from optimum.exporters.tasks import TasksManager
     from packaging.version import Version
 
+    # Versions of optimum-intel that lack what it builds on export what they know.
+    with contextlib.suppress(ImportError):
+        _module("further_types").register()
     try:
         tasks = TasksManager.get_supported_tasks_for_model_type(model_type, "openvino", library_name=_LIBRARY)
     except KeyError:
@@ -115,6 +131,8 @@ def check_type(model_type: str, task: str = TEXT) -> str:
         raise ExportError(f"{_NOT_EXPORTED[task]} ({model_type})")
     kind = tasks[found].func
     least, most = (Version(str(limit)) if limit else None for limit in _limits(kind))
+    if least and most and least > most:
+        raise ExportError(f"optimum-intel exports its architecture ({model_type}) with no version of transformers")
     installed = Version(transformers.__version__)
     if (least and installed < least) or (most and installed > most):
         wanted = " and ".join(f"{what} {limit}" for what, limit in (("at least", least), ("at most", most)) if limit)
@@ -123,6 +141,13 @@ def check_type(model_type: str, task: str = TEXT) -> str:
             f"{installed}; set HEADRACE_EXPORT_PYTHON to a Python with such a version"
         )
     return found
+
+
+def _needs_code(config: Mapping[str, Any]) -> bool:
+    """Whether transformers reads a model with this config.json only by running code from its repository."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return "AutoConfig" in (config.get("auto_map") or {}) and config["model_type"] not in CONFIG_MAPPING
 
 
 def _limits(kind: Any) -> tuple[Any, Any]:

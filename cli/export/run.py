@@ -32,13 +32,15 @@ _RECURRENT = "has only recurrent layers, which OpenVINO cannot page"
 _ALIBI = "uses ALiBi for positions, which OpenVINO loses when it pages its attention"
 _WINDOW = "has layers that see a window of the context only, which OpenVINO loses when it pages their attention"
 _OVER_A_STEP = "computes positions over all tokens of a step, so one request would change the answers of others"
+_CODE = "needs code from its repository, which headrace does not run"
 _REFUSED = {
     "falcon_mamba": _RECURRENT,
     "gpt_neo": _WINDOW,
-    "llama4": _WINDOW,
-    "llama4_text": _WINDOW,
     "mamba": _RECURRENT,
+    "minicpm": _CODE,
+    "minicpm3": _CODE,
     "mpt": _ALIBI,
+    "nemotron_h": "has recurrent layers that optimum-intel cannot export",
     "phimoe": _OVER_A_STEP,
     "zamba2": "has recurrent layers that OpenVINO cannot page",
 }

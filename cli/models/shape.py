@@ -35,6 +35,9 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     for source in (config, nested if isinstance(nested, dict) else {}):
         layers, heads = _first(source, _LAYERS), _first(source, _HEADS)
         hidden, head_size = _first(source, _HIDDEN), _first(source, ("head_dim",))
+        if layers and (rank := _first(source, ("kv_lora_rank",))):
+            # One latent head (`cli/export/further_types.py`), whose keys have a rotated part too.
+            return ModelShape(layers, 1, rank + _first(source, ("qk_rope_head_dim",)) // 2, _first(source, _CONTEXT))
         if layers and heads and (hidden or head_size):
             kv_heads = 1 if source.get("multi_query") is True else _first(source, ("num_key_value_heads",)) or heads
             return ModelShape(layers, kv_heads, head_size or hidden // heads, _first(source, _CONTEXT))

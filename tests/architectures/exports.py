@@ -17,12 +17,18 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 PYTHON = ROOT / ".make/architectures/bin/python"
 _MADE_BY = ("requirements.txt", "export.py", "packed_checkpoints.py", "../../cli/export/packed.py")
+_FURTHER = ("export_further.py", "../../cli/export/further_types.py")
 _WITH_IMAGES = ("image_export.py", "image_files.py", "image_processing.py")
 
 
 def exported(names: Sequence[str]) -> Mapping[str, Path]:
     """The directory of each model. Missing models are exported."""
-    return _of_families(names, "export", _MADE_BY)
+    further = [name for name in names if FAMILIES[name].is_further]
+    others = [name for name in names if name not in further]
+    return {
+        **_of_families(others, "export", _MADE_BY),
+        **_of_families(further, "export_further", (*_MADE_BY, *_FURTHER)),
+    }
 
 
 def exported_adapters(names: Sequence[str]) -> Mapping[str, Path]:

@@ -34,6 +34,24 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# What `cli/export/further_types.py` lets optimum-intel export.
+FURTHER_TYPES = frozenset(
+    (
+        "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "gemma3n_text",
+        "glm4_moe",
+        "granitemoehybrid",
+        "llama4_text",
+        "ministral",
+        "ministral3",
+        "nemotron",
+        "olmo3",
+        "seed_oss",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +72,11 @@ class Family:
     transformers: str = ""
     vision: Mapping[str, Any] | None = None
     around: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_further(self) -> bool:
+        """Whether `cli/export/further_types.py` traces it, or its text."""
+        return not FURTHER_TYPES.isdisjoint((self.model_type, f"{self.model_type}_text"))
 
     @property
     def whole_config(self) -> dict[str, Any]:
@@ -131,6 +154,39 @@ _GEMMA4_IMAGES = {
     "audio_config": None,
     "tie_word_embeddings": False,
 }
+
+# Within a chunk, its attention is that of other models. Queries of layers without rotation grow with their positions.
+_LLAMA4 = {
+    "head_dim": 32,
+    "intermediate_size_mlp": 192,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": CONTEXT,
+    "max_position_embeddings": 4 * CONTEXT,
+    "no_rope_layers": [1, 0],
+    "floor_scale": 64,
+}
+_SHARED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+_LATENT = {
+    **_SHARED_EXPERTS,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+_TWO_KINDS = {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
 
 _GATED_DELTA = {
     **_GROUPED,
@@ -391,11 +447,7 @@ FAMILIES: Mapping[str, Family] = {
         "llama4",
         {
             **_GROUPED,
-            "head_dim": 32,
-            "intermediate_size_mlp": 192,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "attention_chunk_size": 64,
+            **_LLAMA4,
         },
         vision={
             **_PICTURES,
@@ -406,19 +458,48 @@ FAMILIES: Mapping[str, Family] = {
             "projector_output_dim": 64,
         },
         around=_IMAGE,
-        refused="window",
     ),
+    "llama4_text": Family("llama4_text", {**_GROUPED, **_LLAMA4}),
     "mistral3": Family(
         "mistral3",
         {**_GROUPED, "model_type": "mistral", "head_dim": 32, "sliding_window": None},
         vision={**_PICTURES, "image_size": 168, "model_type": "pixtral", "head_dim": 32},
         around={**_IMAGE, "spatial_merge_size": 2},
     ),
+    # Its queries grow with their positions.
+    "ministral3": Family(
+        "ministral3",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "sliding_window": None,
+            "rope_parameters": {
+                **_YARN,
+                "rope_theta": 10000.0,
+                "llama_4_scaling_beta": 0.1,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+            },
+        },
+        transformers="5.5.4",
+    ),
     "lfm2": Family(
         "lfm2",
         {**_GROUPED, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
         is_short=True,
         is_recurrent=True,
+    ),
+    "lfm2_moe": Family(
+        "lfm2_moe",
+        {
+            **_GROUPED,
+            **_MOE,
+            "num_hidden_layers": 4,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+        },
+        is_recurrent=True,
+        transformers="5.2.0",
     ),
     "qwen3_next": Family(
         "qwen3_next", {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 64}, is_recurrent=True
@@ -457,6 +538,70 @@ FAMILIES: Mapping[str, Family] = {
         is_recurrent=True,
         transformers="5.5.4",
     ),
+    # The small ones of Granite 4: attention in all layers, and no experts.
+    "granitemoehybrid-dense": Family(
+        "granitemoehybrid",
+        {
+            **_GROUPED,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["attention", "attention"],
+            "shared_intermediate_size": 192,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "position_embedding_type": "rope",
+        },
+        transformers="5.5.4",
+    ),
+    "gemma3n_text": Family(
+        "gemma3n_text",
+        {
+            **_SLIDING,
+            "intermediate_size": [192] * 6,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 16,
+            "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
+        },
+        transformers="5.5.4",
+    ),
+    "glm4_moe": Family("glm4_moe", {**_GROUPED, **_SHARED_EXPERTS, "head_dim": 32, "use_qk_norm": True}),
+    "deepseek_v2": Family(
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "head_dim": 16,
+        },
+    ),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        {**_LATENT, "q_lora_rank": 48, "head_dim": 16, "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "ministral": Family("ministral", _TWO_KINDS),
+    "ernie4_5": Family("ernie4_5", {**_GROUPED, "head_dim": 32, "use_bias": True}),
+    "ernie4_5_moe": Family(
+        "ernie4_5_moe",
+        {
+            **_GROUPED,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 1,
+        },
+    ),
+    "seed_oss": Family("seed_oss", {**_GROUPED, "head_dim": 32, "attention_bias": True, "attention_out_bias": False}),
+    "olmo3": Family("olmo3", {**_TWO_KINDS, "head_dim": None, "rope_scaling": _YARN}),
+    "nemotron": Family("nemotron", {**_GROUPED, "head_dim": 32, "partial_rotary_factor": 0.5}),
 }
 
 

@@ -55,7 +55,8 @@ pytestmark = [
 
 def context_of(name: str) -> int:
     """The longest context of a family's model."""
-    length: int = FAMILIES[name].whole_config.get("max_position_embeddings", CONTEXT)
+    config = FAMILIES[name].whole_config
+    length: int = config.get("attention_chunk_size", config.get("max_position_embeddings", CONTEXT))
     return length
 
 

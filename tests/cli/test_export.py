@@ -356,6 +356,7 @@ def test_failures_of_the_exporter_are_sentences(
         ),
         ("between", "of at least 5.2.0 and at most 5.2.99,"),
         ("older", "of at most 4.56.0,"),
+        ("never", r"\(never\) with no version of transformers"),
         ("pictures", r"no text-generating models of its architecture \(pictures\)"),
         ("unknown", r"no text-generating models of its architecture \(unknown\)"),
     ],
@@ -367,6 +368,7 @@ def test_an_architecture_that_needs_another_transformers_is_refused(
         "newer": ("5.5.0", None),
         "between": ("5.2.0", "5.2.99"),
         "older": (None, "4.56.0"),
+        "never": ("5.5", "5.0"),
         "fits": ("4.5", None),
     }
 

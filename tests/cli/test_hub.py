@@ -746,6 +746,7 @@ def test_prune_waits_for_no_pull_that_runs(cache: Path) -> None:
         ({"text_config": CONFIG}, ModelShape(32, 8, 128)),
         ({"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}, ModelShape(12, 12, 64, 1024)),
         ({"n_layer": 12, "n_head": 12, "n_embd": 768, "multi_query": True}, ModelShape(12, 1, 64)),
+        ({**CONFIG, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, ModelShape(32, 1, 544)),
         ({"model_type": "llama"}, None),
     ],
 )
