@@ -161,9 +161,10 @@ class MemoryStore:
         return len(self._values)
 
     async def put(self, key: str, value: bytes, ttl_s: float | None = None, owner: str | None = None) -> None:
-        """As `Store.put`. Older values are removed to make room."""
+        """As `Store.put`. Older values are removed to make room; the key's own stays if the new one is too large."""
+        if len(value) > min(self._max_bytes, self._max_bytes if owner is None else self._tenant_bytes):
+            raise TooLargeError(len(value))
         self._forget(key)
-        self._check(value, owner)
         self._values[key] = value, self._clock() + (self._ttl_s if ttl_s is None else ttl_s), owner
         self.num_bytes += len(value)
         if owner is not None:
@@ -178,13 +179,8 @@ class MemoryStore:
         """As `Store.swap`."""
         if await self.get(key) != old:
             return False
-        self._check(value, owner)  # the old value stays if the new one is too large
         await self.put(key, value, owner=owner)
         return True
-
-    def _check(self, value: bytes, owner: str | None) -> None:
-        if len(value) > min(self._max_bytes, self._max_bytes if owner is None else self._tenant_bytes):
-            raise TooLargeError(len(value))
 
     async def get(self, key: str) -> bytes | None:
         """As `Store.get`."""

@@ -29,6 +29,7 @@ from headrace.gateway.responses.store import (
     MemoryStore,
     StoredResponse,
     StoreError,
+    TooLargeError,
     packed,
     unpacked,
 )
@@ -73,6 +74,17 @@ async def test_a_value_is_kept_replaced_and_deleted() -> None:
     assert await store.delete("a")
     assert not await store.delete("a")
     assert (len(store), store.num_bytes) == (0, 0)
+
+
+async def test_a_value_stays_when_the_one_for_its_place_is_too_large() -> None:
+    store = MemoryStore(max_bytes=100, tenant_bytes=10)
+    await store.put("a", b"old", owner="one")
+    with pytest.raises(TooLargeError):
+        await store.put("a", bytes(11), owner="one")
+    assert not await store.swap("a", b"another", bytes(11), owner="one")
+    with pytest.raises(TooLargeError):
+        await store.swap("a", b"old", bytes(11), owner="one")
+    assert (await store.get("a"), store.num_bytes) == (b"old", 3)
 
 
 async def test_a_value_ends_with_its_time() -> None:
