@@ -40,9 +40,15 @@ SOAKS = {
     ),
     "chaos": Soak("an hour of random faults under random clients", ("tests/e2e/test_chaos.py",)),
     "kubernetes": Soak(
-        "ten minutes of 500 changes a minute of the pods of a Service, with faults of its API server",
-        ("tests/router/test_services.py",),
-        ("-n", "0", "-k", "500_changes"),
+        "a real API server (make api-server): manifests and chart, and ten minutes of 500 changes a minute of the pods "
+        "of a Service, with all faults of watches",
+        ("tests/infra/test_api_server.py", "tests/router/test_services.py"),
+        ("-n", "0", "-k", "real or test_api_server"),
+    ),
+    "rolling-update": Soak(
+        "an upgrade of the chart on a real API server replaces four workers, two routers and two gateways under load",
+        ("tests/infra/test_rolling_update.py",),
+        ("-n", "0", "-k", "whole"),
     ),
     "models": Soak(
         "ten minutes of three models in memory for two, and kills",
@@ -90,7 +96,7 @@ def command_of(name: str, more: list[str]) -> list[str]:
 
 def main() -> int:
     """Run soaks, one after the other. Returns the number of those that failed."""
-    about = "\n".join(f"  {name:12} {soak.about}" for name, soak in SOAKS.items())
+    about = "\n".join(f"  {name:14} {soak.about}" for name, soak in SOAKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak",
         description=__doc__,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +11,17 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from tests.deploy.chart import CHART, helm_library, rendered
 from tests.deploy.kustomization import Resource, containers, identity, render
 from tests.deploy.test_kubernetes import KUBERNETES, OVERLAYS, in_order, of_kind
 
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "deploy" / "helm" / "headrace"
-TOOL = ROOT / ".make" / "helm"
 # What a release says of itself.
 OF_A_RELEASE = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "helm.sh/chart")
 
 
 @pytest.fixture(scope="module")
-def helm() -> Iterator[Any]:
-    """Helm as a library; `make test` and `make check` fetch it."""
-    if not (TOOL / "helm_python").is_dir():
-        pytest.skip("Helm is not there; make .make/helm/.done fetches it")
-    sys.path.insert(0, str(TOOL))
-    import helm_python
-
-    yield helm_python
-    sys.path.remove(str(TOOL))
-
-
-def rendered(helm: Any, values: dict[str, Any], namespace: str = "headrace", chart: Any = None) -> list[Resource]:
-    files = (chart or helm.Chart.load(CHART)).render(values, name="demo", namespace=namespace, is_install=True)
-    assert list(files) == ["headrace/templates/NOTES.txt", "headrace/templates/headrace.yaml"]
-    return [document for document in yaml.safe_load_all(files["headrace/templates/headrace.yaml"]) if document]
+def helm() -> Any:
+    return helm_library()
 
 
 def overlay_values(overlay: str) -> dict[str, Any]:

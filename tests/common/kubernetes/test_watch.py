@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from headrace.common.kubernetes.cluster import CallError, Cluster, ClusterError
-from headrace.common.kubernetes.services import Endpoints, Service
-from headrace.common.kubernetes.watch import Pace, ServiceWatch
+from headrace.common.kubernetes.watch import Pace
 from tests.api_server import ApiServer, Pod
 from tests.certificates import make_certificates
+from tests.common.kubernetes.following import Following
 from tests.router.fake_worker import until
 
 A, B, C = Pod("a", "10.0.0.1"), Pod("b", "10.0.0.2"), Pod("c", "10.0.0.3")
@@ -21,29 +21,6 @@ A, B, C = Pod("a", "10.0.0.1"), Pod("b", "10.0.0.2"), Pod("c", "10.0.0.3")
 LONG = Pace(watch_s=3600, first_pause_s=0.02, max_pause_s=0.1, steady_s=60)
 ENDING = Pace(watch_s=1.0, late_s=3600, first_pause_s=0.02, max_pause_s=0.1, steady_s=0.5)
 SHORT = Pace(watch_s=1.0, late_s=0.2, first_pause_s=0.02, max_pause_s=0.1, steady_s=0.5)
-
-
-class Following:
-    """A watch and what it told."""
-
-    def __init__(self, server: ApiServer, credentials: Path, pace: Pace) -> None:
-        self.cluster = Cluster(server.url, credentials)
-        self.told: list[set[str]] = []
-        self.ends: list[str] = []
-        self.watch = ServiceWatch(
-            Service("worker", "fleet", 50061), self.cluster, self._seen, ended=self.ends.append, pace=pace
-        )
-        self.watch.start()
-
-    def _seen(self, endpoints: Endpoints) -> None:
-        self.told.append({one.pod for one in endpoints.values()})
-
-    async def until_told(self, *pods: str) -> None:
-        await until(lambda: bool(self.told) and self.told[-1] == set(pods))
-
-    async def close(self) -> None:
-        await self.watch.close()
-        await self.cluster.close()
 
 
 Follow = Callable[..., Awaitable[Following]]
@@ -62,7 +39,7 @@ async def follow(server: ApiServer, tmp_path: Path) -> AsyncIterator[Follow]:
     made: list[Following] = []
 
     async def start(pace: Pace = LONG) -> Following:
-        made.append(Following(server, tmp_path, pace))
+        made.append(Following(server.url, tmp_path, pace))
         await made[-1].until_told(*(entry["targetRef"]["name"] for entry in server.slices["s"]["endpoints"]))
         await until(lambda: server.num_watching == 1)
         return made[-1]
@@ -99,7 +76,7 @@ async def test_a_long_list_comes_in_parts(server: ApiServer, follow: Follow) -> 
     for number in range(5):
         server.put(f"t{number}", [Pod(f"p{number}", f"10.0.1.{number}")])
     server.slices["s"]["endpoints"] = []
-    following = Following(server, Path("/nonexistent"), LONG)
+    following = Following(server.url, Path("/nonexistent"), LONG)
     await following.until_told(*(f"p{number}" for number in range(5)))
     assert len(server.lists) == 3
     await following.close()
@@ -228,7 +205,7 @@ async def test_a_missing_right_is_told_with_the_remedy(
     server: ApiServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.status = (403, {})
-    following = Following(server, tmp_path, LONG)
+    following = Following(server.url, tmp_path, LONG)
     await until(lambda: "give the pod's service account get, list and watch of endpointslices" in caplog.text)
     assert not following.watch.has_listed
     server.status = None
