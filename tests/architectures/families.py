@@ -137,6 +137,16 @@ _GEMMA4 = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": False,
 }
+_GEMMA4_LARGE = {
+    **_GEMMA4,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 80,
+    "use_bidirectional_attention": "vision",
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 _GEMMA4_VISION = {
     **_VISION,
     "model_type": "gemma4_vision",
@@ -292,15 +302,20 @@ FAMILIES: Mapping[str, Family] = {
     # As the large ones: tokens of an image see each other in layers with a window; values are keys.
     "gemma4-both-directions": Family(
         "gemma4",
+        _GEMMA4_LARGE,
+        transformers="5.5.4",
+        vision={**_GEMMA4_VISION, "standardize": True},
+        around=_GEMMA4_IMAGES,
+    ),
+    # As the one with experts, which are beside a product that all tokens have.
+    "gemma4-experts": Family(
+        "gemma4",
         {
-            **_GEMMA4,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "hidden_size_per_layer_input": 0,
-            "sliding_window": 80,
-            "use_bidirectional_attention": "vision",
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
+            **_GEMMA4_LARGE,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
         },
         transformers="5.5.4",
         vision={**_GEMMA4_VISION, "standardize": True},

@@ -180,6 +180,7 @@ PROCESSING: Mapping[str, Processing] = {
     ),
     "gemma4": _GEMMA4,
     "gemma4-both-directions": _GEMMA4,
+    "gemma4-experts": _GEMMA4,
     "qwen2_vl": Processing(_QWEN_TOKENS, _QWEN_PLACEHOLDER, {**_QWEN2, "processor_class": "Qwen2VLProcessor"}),
     "qwen2_5_vl": Processing(_QWEN_TOKENS, _QWEN_PLACEHOLDER, {**_QWEN2, "processor_class": "Qwen2_5_VLProcessor"}),
     "qwen3_vl": Processing(_QWEN_TOKENS, _QWEN_PLACEHOLDER, _QWEN3),
