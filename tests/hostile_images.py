@@ -81,7 +81,7 @@ def _request(draw: random.Random, model: str, port: int) -> Hostile:
         return Hostile("/v1/messages", {"model": model, "max_tokens": 2, "messages": [turn]})
     if protocol == "completions":
         tokens = [draw.choice((1, 5, 2**31 - 1, 2**31, 2**32 - 1, 2**32, -1)) for _ in range(draw.randrange(1, 30))]
-        prompt = draw.choice((words or "?", f"{words}{urls[0]}", tokens))
+        prompt = draw.choice((words or "?", f"{words}{urls[0][:300]}", tokens))
         return Hostile("/v1/completions", {"model": model, "max_tokens": 2, "prompt": prompt})
     raw = [url.partition(",")[2] or url for url in urls]
     options = {"num_predict": 2}

@@ -208,7 +208,8 @@ async def test_hostile_requests(seer: Any, kit: Any, monkeypatch: pytest.MonkeyP
     assert accepted == 0, "the gateway called its own host"
     assert set(web.called) <= PUBLIC
     assert len(web.sent) > NUM_REQUESTS // 100, "public addresses were called"
-    # No redirect was followed, neither on the connection nor on another one.
-    assert all(one.count(b"HTTP/1.1\r\n") == 1 and b"followed" not in one for one in web.sent)
+    # No redirect was followed, neither on the connection nor on another one. Some connections are given up before
+    # anything is sent, because another image of the request is refused.
+    assert not [one for one in web.sent if one.count(b"HTTP/1.1\r\n") > 1 or b"followed" in one]
     assert statuses[200] > NUM_REQUESTS // 50, statuses
     assert statuses[400] > NUM_REQUESTS // 4, statuses
