@@ -193,13 +193,20 @@ def tiers_of(options: Mapping[str, Any]) -> TierSettings:
 def images_of(options: Mapping[str, Any]) -> ImageSettings | None:
     """How images are encoded, if requests have any. Raises CommandError if the flags contradict each other."""
     num_hosts = options["encode_workers"]
+    if options["encode_where_first"] and not num_hosts:
+        raise CommandError("--encode-where-first chooses between workers and those that encode; give --encode-workers")
     if not options["image_share"]:
         if num_hosts:
             raise CommandError("--encode-workers need images; say with --image-share how many requests bring one")
         return None
     if num_hosts >= options["workers"]:
         raise CommandError(f"--encode-workers {num_hosts} leaves no worker for text; give more --workers")
-    return ImageSettings(FAMILIES[options["image_family"]], options["worker_cores"], num_hosts=num_hosts)
+    return ImageSettings(
+        FAMILIES[options["image_family"]],
+        options["worker_cores"],
+        num_hosts=num_hosts,
+        workers_encode=options["encode_where_first"],
+    )
 
 
 def print_table(answer: Answer) -> None:
@@ -321,6 +328,11 @@ def print_table(answer: Answer) -> None:
     type=click.IntRange(0),
     default=0,
     help="Number of workers set aside to encode images for the others; 0: each worker encodes its own.",
+)
+@click.option(
+    "--encode-where-first",
+    is_flag=True,
+    help="With --encode-workers, the others encode an image themselves if it is expected to be done sooner there.",
 )
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Maximum number of sequences in a batch.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024, help="Limit for the tokens of a step.")

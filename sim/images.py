@@ -1,9 +1,9 @@
 """Images in simulated requests, and the processes that encode them, in virtual time.
 
 The real `Encoding` decides which images are encoded, when, and for whom, and keeps their states in a real `StateStore`.
-Only the encoder is simulated: beside the engine of each worker (`BesideEngine`), or on hosts that do nothing else
-(`OnHosts`). Beside the engine, it has all cores while the engine waits, and a quarter of its share of them while steps
-are computed, which then take longer:
+Only the encoder is simulated: beside the engine of each worker (`BesideEngine`), on hosts that do nothing else
+(`OnHosts`), or wherever an image is expected to be done first (`WhereFirst`). Beside the engine, it has all cores while
+the engine waits, and a quarter of its share of them while steps are computed, which then take longer:
 
     encoder     |--- image ---|------ image, more slowly ------|--- image ---|
     engine                    |-- step --|-- step --|-- step --|
@@ -67,6 +67,8 @@ class ImageSettings:
     """Hosts that only encode; 0: each worker encodes beside its engine."""
     bytes_per_s: float = 1.25e9
     """Speed at which states travel from such a host to a worker."""
+    workers_encode: bool = False
+    """Whether workers encode an image themselves if the hosts would have it done later."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -136,8 +138,6 @@ class _Encoder:
 class BesideEngine(_Encoder):
     """A worker's own encoder: one image after the other, on the worker's cores."""
 
-    shares_cores = True
-
     def __init__(self, settings: ImageSettings, events: Events) -> None:
         super().__init__(settings, events)
         self._queue: deque[EncodeJob] = deque()
@@ -145,6 +145,11 @@ class BesideEngine(_Encoder):
         self._progress_s = 0.0
         self._is_engine_busy = False
         self._number = 0
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether images that the worker waits for are encoded on its cores."""
+        return True
 
     @property
     def step_factor(self) -> float:
@@ -168,6 +173,12 @@ class BesideEngine(_Encoder):
         """See `worker.vision.job.Encoder`."""
         if job in self._queue and job is not self._queue[0]:
             self._queue.remove(job)
+
+    def expected_s(self, job: EncodeJob) -> float:
+        """When an image that comes now would be done, if the engine goes on as it is."""
+        left = self._left_core_s - (self._events.clock() - self._progress_s) * self._cores if self._queue else 0.0
+        others = sum(self._settings.core_s(other.num_tokens) for other in list(self._queue)[1:])
+        return self._events.clock() + (max(left, 0.0) + others + self._settings.core_s(job.num_tokens)) / self._cores
 
     @property
     def _cores(self) -> float:
@@ -213,6 +224,14 @@ class EncodeHosts:
         self.busy_s = 0.0
         """Seconds of all hosts together."""
 
+    def expected_s(self, job: EncodeJob, now_s: float) -> float:
+        """When the states of an image would be at the worker."""
+        size = job.num_tokens * self._settings.bytes_per_token
+        ready = [kept[job.digest][0] for kept in self._kept if job.digest in kept]
+        encoded_s = min(self._free_s) if not ready else 0.0
+        seconds = 0.0 if ready else self._settings.core_s(job.num_tokens) / self._settings.cores
+        return max(*ready, encoded_s, now_s) + seconds + size / self._settings.bytes_per_s
+
     def done_s(self, job: EncodeJob, now_s: float) -> float:
         """Have an image encoded. Returns when its states are at the worker."""
         size = job.num_tokens * self._settings.bytes_per_token
@@ -256,9 +275,34 @@ class OnHosts(_Encoder):
         """See `worker.vision.job.Encoder`. Hosts encode what they have begun."""
 
 
+class WhereFirst(BesideEngine):
+    """A worker that gives its images to hosts, but encodes itself what it would have done first."""
+
+    def __init__(self, settings: ImageSettings, events: Events, hosts: EncodeHosts) -> None:
+        super().__init__(settings, events)
+        self._hosts = hosts
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether it encodes an image itself now."""
+        return bool(self._queue)
+
+    def encode(self, job: EncodeJob) -> None:
+        """See `worker.vision.job.Encoder`."""
+        now_s = self._events.clock()
+        if self.expected_s(job) < self._hosts.expected_s(job, now_s):
+            super().encode(job)
+            return
+        job.begun_s = now_s
+        done_s = self._hosts.done_s(job, now_s)
+        self._events.at(done_s, lambda: self._end(job, done_s - now_s))
+
+
 Encoder: TypeAlias = BesideEngine | OnHosts
 
 
 def encoder_of(settings: ImageSettings, events: Events, hosts: EncodeHosts | None) -> Encoder:
     """A worker's encoder: on `hosts`, if there are any."""
-    return BesideEngine(settings, events) if hosts is None else OnHosts(settings, events, hosts)
+    if hosts is None:
+        return BesideEngine(settings, events)
+    return WhereFirst(settings, events, hosts) if settings.workers_encode else OnHosts(settings, events, hosts)

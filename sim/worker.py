@@ -166,8 +166,7 @@ class SimulatedWorker:
             self.fetching = Fetching(self.scheduler, self._disk, self._peers, clock, encode_s=encode_s)
         stages: list[Stage] = [stage for stage in (self.fetching, self._encoding) if stage is not None]
         self._stages = Stages(stages) if stages else None
-        shares_cores = self.encoder is not None and self.encoder.shares_cores
-        self._pacing = Pacing(self.scheduler, Stages(stages), clock) if shares_cores else None
+        self._pacing = None if self.encoder is None else Pacing(self.scheduler, Stages(stages), clock)
         self._meter = StepMeter(self.scheduler)
         self._learning = Learning(costs.decode)
         self._stats = EngineStats()
@@ -216,7 +215,7 @@ class SimulatedWorker:
     @property
     def pause_s(self) -> float:
         """Seconds until the next step should begin, because images wait for the encoder; 0 if it should at once."""
-        return 0.0 if self._pacing is None else self._pacing.left_s
+        return self._pacing.left_s if self._pacing is not None and self._shares_cores else 0.0
 
     @property
     def is_stepping(self) -> bool:
@@ -262,7 +261,11 @@ class SimulatedWorker:
     @property
     def _is_paced(self) -> bool:
         """Whether a pause may follow each step."""
-        return self._pacing is not None and self._stages is not None and self._stages.num_sharing(-sys.maxsize) > 0
+        return self._shares_cores and self._stages is not None and self._stages.num_sharing(-sys.maxsize) > 0
+
+    @property
+    def _shares_cores(self) -> bool:
+        return self.encoder is not None and self.encoder.shares_cores
 
     def _engine_is(self, *, busy: bool) -> None:
         if self.encoder is not None:

@@ -67,6 +67,28 @@ def test_hosts_that_encode_take_no_time_from_streams() -> None:
     assert stream.ended_s < alone.ended_s + TEXT_S
 
 
+def test_workers_encode_themselves_what_hosts_would_have_later() -> None:
+    """Two images at once: the host takes one, and the worker, which has no steps, the other."""
+    jobs = [job_of(number, 0.0, number) for number in range(2)]
+    alone_s = FAMILY.core_s / IMAGES.cores
+    ended = []
+    for workers_encode in (False, True):
+        worker = replace(WORKER, images=replace(IMAGES, num_hosts=1, workers_encode=workers_encode))
+        records = run(jobs, FleetSettings(worker, num_workers=1)).records
+        ended.append(max(record.first_token_s for record in records))
+    assert 2 * alone_s < ended[0] < 2 * alone_s + TEXT_S
+    assert alone_s < ended[1] < alone_s + TEXT_S
+
+
+def test_a_stream_makes_no_room_for_images_that_hosts_encode() -> None:
+    """Its worker's encoder is busy enough that the host is always first."""
+    worker = replace(WORKER, images=replace(IMAGES, num_hosts=1, workers_encode=True))
+    text = Job(0, 0.0, ((0, 100),), 1000)
+    alone = run([text], FleetSettings(worker, num_workers=1)).records[0]
+    stream, _ = run([text, job_of(1, 1.0, 0)], FleetSettings(worker, num_workers=1)).records
+    assert stream.ended_s < alone.ended_s + TEXT_S
+
+
 def test_equal_images_in_flight_are_encoded_once_and_found_again() -> None:
     jobs = [job_of(number, 0.01 * number, 7) for number in range(6)] + [job_of(6, 100.0, 7), job_of(7, 101.0, 8)]
     outcome = run(jobs, FleetSettings(WORKER, num_workers=1))

@@ -64,6 +64,7 @@ def test_one_command_compares_numbers_of_routers() -> None:
         ([*SMALL, "--shared-disk"], "say with --disk-tokens how much it holds"),
         ([*SMALL, "--encode-workers", "1"], "say with --image-share how many requests bring one"),
         ([*SMALL, "--image-share", "1", "--encode-workers", "2"], "leaves no worker for text; give more --workers"),
+        ([*SMALL, "--image-share", "1", "--encode-where-first"], "those that encode; give --encode-workers"),
         ([*SMALL, "--workers", "16"], "too few to measure the capacity"),
     ],
 )
