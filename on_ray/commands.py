@@ -55,7 +55,7 @@ def worker_spec(
         argv += kv_cache_shares(claim.places[0], places, float(len(claim.places)))
     argv += [*_membership(fleet), *model.worker_args]
     # A file in memory, which the worker's next process in this actor finds.
-    has_memory = not is_encoder and num_ranks == 1 and "--kv-memory" not in model.worker_args
+    has_memory = not is_encoder and "--kv-memory" not in model.worker_args
     memory = "--kv-memory" if has_memory else None
     return ProcessSpec("worker", "worker", tuple(argv), address, claim.cpus, memory_flag=memory)
 

@@ -59,7 +59,7 @@ def test_a_worker_of_several_ranks_has_the_threads_of_each(tmp_path: Path) -> No
     spec = of_worker(Fleet((model,)), model, tmp_path, (0, 1))
     found = parsed(worker, spec)
     assert (found["tensor_parallel"], found["threads"], found["memory_node"]) == (2, 2, None)
-    assert spec.memory_flag is None
+    assert spec.memory_flag == "--kv-memory"
 
 
 def test_a_size_that_is_given_holds(tmp_path: Path) -> None:
