@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ from headrace.router.placement.candidates import Values
 log = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 120.0
+# A worker's report follows its answer within milliseconds. Without it, requests find the adapter later.
+_REPORT_TIMEOUT_S = 2.0
+_LOOK_S = 0.005
 _RETRY_S = 1.0
 # The assumed time to read an adapter into memory: a fixed part, plus its bytes at this rate.
 _LOAD_MS = 20.0
@@ -146,7 +150,8 @@ class FleetAdapters:
             self._wanted[name] = _Wanted(wanted.model, adapter.path)
 
     async def load(self, message: router_pb2.RouterLoadAdapterRequest) -> router_pb2.ServedAdapter:
-        """Load an adapter at all reachable workers of a model. Raises the first worker's StatusError."""
+        """Load an adapter at all reachable workers of a model, so that requests can name it. Raises the first worker's
+        StatusError."""
         card = self._resolve(message.model)
         model = message.model if card is None else card.name
         links = [link for link in self._reachable() if link.card is not None and link.card.name == model]
@@ -158,6 +163,8 @@ class FleetAdapters:
         request = worker_pb2.LoadAdapterRequest(name=message.name, path=message.path, in_place=message.in_place)
         answers = [await _asked(link, link.load_adapter(request, timeout=_LOAD_TIMEOUT_S)) for link in links]
         self._wanted[message.name] = _Wanted(model, message.path)
+        for link, answer in zip(links, answers, strict=True):
+            await _until_reported(link, answer.adapter)
         return router_pb2.ServedAdapter(
             model=model,
             adapter=answers[0].adapter,
@@ -201,6 +208,16 @@ class FleetAdapters:
 
     def _reachable(self) -> list[WorkerLink]:
         return [link for link in self._links() if link.state is not LinkState.UNREACHABLE]
+
+
+async def _until_reported(link: WorkerLink, adapter: worker_pb2.Adapter) -> None:
+    """Wait until a report of the worker has the adapter that it has loaded: requests are placed by reports."""
+    until_s = time.monotonic() + _REPORT_TIMEOUT_S
+    while link.state is not LinkState.UNREACHABLE and time.monotonic() < until_s:
+        known = link.adapters.find(adapter.name)
+        if known is not None and (known.path, known.sha256) == (adapter.path, adapter.sha256):
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _asked(link: WorkerLink, call: grpc.aio.UnaryUnaryCall) -> worker_pb2.LoadAdapterResponse:  # type: ignore[type-arg]

@@ -85,6 +85,7 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self.states: list[int] = []
         self.adapters: dict[str, worker_pb2.Adapter] = {}
         self.may_load = asyncio.Event()  # LoadAdapter waits for it
+        self.tells_late_s = 0.0  # Reports of adapters come so long after the change
         self.may_load.set()
         self.requests: list[bytes] = []
         self.metadata: list[dict[str, str | bytes]] = []
@@ -205,8 +206,11 @@ class FakeWorker(inference_pb2_grpc.InferenceServicer, worker_pb2_grpc.WorkerSer
         self._tell_adapters()
 
     def _tell_adapters(self) -> None:
+        if not self._watchers:
+            return
+        message = worker_pb2.WatchResponse(load=self.load, adapters=self.adapter_list())
         for queue in self._watchers:
-            queue.put_nowait(worker_pb2.WatchResponse(load=self.load, adapters=self.adapter_list()))
+            asyncio.get_running_loop().call_later(self.tells_late_s, queue.put_nowait, message)
 
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Any) -> Any:
         await self.may_load.wait()

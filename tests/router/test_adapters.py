@@ -88,6 +88,18 @@ async def test_an_unknown_adapter_is_an_unknown_model(start_router: StartRouter,
     await router.until_idle()
 
 
+async def test_requests_can_name_an_adapter_as_soon_as_it_is_loaded(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    """The report of a worker, by which requests are placed, comes after its answer."""
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.tells_late_s = 0.1
+    await router.router.LoadAdapter(load_request("/adapters/sql"))
+    assert (await router.generate(PROMPT, adapter="sql"))[0] == answer(PROMPT, 20)
+    await router.until_idle()
+
+
 async def test_a_worker_with_the_adapter_in_memory_is_cheaper(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
