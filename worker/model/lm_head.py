@@ -18,7 +18,8 @@ product to make its logits, there are only logits. docs/decisions/sampling.md#re
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +114,71 @@ class InputTensors:
             return
         self._arrays[name] = values.copy()
         self._request.set_tensor(name, ov.Tensor(self._arrays[name], shared_memory=True))
+
+
+class EndRequest(Protocol):
+    """The end of a graph for one of its inference requests: `bind` rows, `run`, then read `logits`; see
+    `HeadRequest`."""
+
+    def bind(
+        self, rows: npt.NDArray[np.int64], inverse_temperatures: FloatArray, sums: Sums, /, *, least: int = 0
+    ) -> None:
+        """Set the rows of the next run."""
+        ...
+
+    def run(self) -> None:
+        """Run the graph."""
+        ...
+
+    def logits(self) -> Logits:
+        """The results of the last run, as views that the next run overwrites."""
+        ...
+
+
+class GraphEnd(Protocol):
+    """What a graph ends with: `replace` it before the graph is compiled, `prepare` it afterwards, then `open` it for
+    each inference request."""
+
+    vocab_size: int
+    """The number of logits of a row, known once it is prepared; 0 if there are none."""
+
+    def replace(self, model: ov.Model, *, is_bfloat16: bool) -> None:
+        """Give the model this end. ConfigurationError if its own is not of a known form."""
+        ...
+
+    def prepare(self, compiled: ov.CompiledModel, compile_other: Callable[[ov.Model], ov.CompiledModel], /) -> None:
+        """Read what the compiled model says. `compile_other` compiles other models like it."""
+        ...
+
+    def open(self, request: ov.InferRequest) -> EndRequest:
+        """The end of a request of the compiled model."""
+        ...
+
+
+class VocabularyHead:
+    """The usual end of a graph: logits of the sampled rows, and what `replace_head` adds. Sums are computed on
+    `threads` threads. `run` is as for `replace_head`, `same_sums` as for `HeadRequest`."""
+
+    def __init__(self, threads: int, *, run: int | None = None, same_sums: bool = False) -> None:
+        self.vocab_size = 0
+        self._threads, self._run, self._same_sums = threads, run, same_sums
+        self._has_runs = False
+        self._row_sums: RowSums | None = None
+
+    def replace(self, model: ov.Model, *, is_bfloat16: bool) -> None:
+        """See `replace_head`."""
+        self._has_runs = replace_head(model, is_bfloat16=is_bfloat16, run=self._run)
+
+    def prepare(self, compiled: ov.CompiledModel, _compile_other: Callable[[ov.Model], ov.CompiledModel], /) -> None:
+        """See `GraphEnd`."""
+        logits = compiled.output("logits")
+        self.vocab_size = int(logits.partial_shape[2].get_length())
+        if self._has_runs:
+            self._row_sums = RowSums(self.vocab_size, logits.element_type, self._threads, run=self._run)
+
+    def open(self, request: ov.InferRequest) -> HeadRequest:
+        """See `GraphEnd`."""
+        return HeadRequest(request, self._row_sums, self.vocab_size, same_sums=self._same_sums)
 
 
 class HeadRequest:

@@ -35,7 +35,7 @@ from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, SCORES, layer_of
 from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
-from headrace.worker.model.lm_head import HeadRequest, InputTensors, replace_head
+from headrace.worker.model.lm_head import GraphEnd, InputTensors, VocabularyHead
 from headrace.worker.model.paging import BLOCK_INDICES, STATE_INPUTS, STEP_INPUTS, read_paged, reason_of
 from headrace.worker.model.scored import add_scores, score_windows, tables_of
 from headrace.worker.model.state_tables import StateTables, bytes_of, dims_of, has_states, has_sums
@@ -43,7 +43,6 @@ from headrace.worker.model.step_images import arrays_of
 from headrace.worker.model.step_limits import MIN_PROMPT_STEP
 from headrace.worker.model.window_tables import WINDOW_BLOCK_INDICES, add_window_tables, window_layers
 from headrace.worker.sampling.logits import Logits
-from headrace.worker.sampling.row_sums import RowSums
 from headrace.worker.weights.file_memory import FileMemory
 from headrace.worker.weights.scales import widen_scales
 
@@ -67,13 +66,19 @@ class StateReader(Protocol):
 
 
 class Part(NamedTuple):
-    """What a graph needs that is one rank's of a divided model: what must live as long as it, and the length of the
-    runs in its part of the vocabulary, 0 for none; None if it has the whole vocabulary. `adapters` says what the rank
-    has of adapters, and after that, what other ranks have whose adapters it writes."""
+    """What a graph needs that is a part of a divided model: what must live as long as it; the length of the runs in its
+    part of the vocabulary, 0 for none, and None if it has the whole vocabulary. `adapters` says what a rank has of
+    adapters, and after that, what other ranks have whose adapters it writes. `others` are graphs that are compiled
+    beside it, and `make_end` makes its end of the usual one, if it has another."""
 
     keeps: object
     run: int | None = None
     adapters: Sequence[AdapterPart] = UNDIVIDED
+    others: Sequence[ov.Model] = ()
+    make_end: Callable[[GraphEnd], GraphEnd] = lambda usual: usual
+
+
+_WHOLE = Part(None)
 
 
 class OpenVINOModelRunner:
@@ -89,11 +94,13 @@ class OpenVINOModelRunner:
     `evicts`, requests may evict their own KV blocks. With `has_parts`, layers with a sliding window have their parts of
     blocks in separate slots of `part_bytes` bytes. `block_bytes` then counts only the other layers. `layer_groups` says
     what the cache has to keep for which layers. `image_inputs` is what the graph takes of images; None if it takes
-    none. `divide` makes the graph with PagedAttention that of one rank.
+    none. `divide` makes the graph with PagedAttention a part of it, such as that of one rank.
     """
 
     num_ranks = 1
     """Among how many ranks the model is divided."""
+    num_stages = 1
+    """Among how many stages of a pipeline its layers are divided."""
     _batch: Batch | None = None
 
     def __init__(
@@ -118,13 +125,14 @@ class OpenVINOModelRunner:
         model, self.depends_on_context, self.image_inputs = paged
         # As adapters know them: whole, and not fused.
         self.linears: Sequence[Linear] = find_linears(model) if max_adapters else []
-        self._part = Part(None) if divide is None else divide(model)
+        self._part = _WHOLE if divide is None else divide(model)
         has_parts = has_parts and not has_states(model)
         self.windows = add_window_tables(model) if has_parts else window_layers(model)
         self._in_slots: Collection[int] = self.windows.layers if has_parts else ()
         memory = FileMemory()
         fuse_projections(model, memory)
-        widen_scales(model, memory)
+        for each in (model, *self._part.others):
+            widen_scales(each, memory)
         # Its states would have another precision.
         of_decode = model.clone() if decode_graph and not has_states(model) else None
         of_adapters = model.clone() if max_adapters else None
@@ -134,13 +142,13 @@ class OpenVINOModelRunner:
         # In accuracy mode it is "dynamic": that of the model, float32.
         is_bfloat16 = not needs_float32 and core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
         _check_cache(asked, "bf16" if is_bfloat16 else "f32")
-        self.exact_rows = exact_rows(core, model, asked.properties)
+        self.exact_rows = min(exact_rows(core, each, asked.properties) for each in (model, *self._part.others))
         self._states = states
-        main = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=states, run=self._part.run)
+        main = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=states, part=self._part)
         self._graphs = {Graph.MAIN: main}
         if of_decode is not None:
             decode = _Graph(
-                core, of_decode, asked, is_bfloat16=False, states=states, run=self._part.run, properties=_FLOAT32
+                core, of_decode, asked, is_bfloat16=False, states=states, part=self._part, properties=_FLOAT32
             )
             self._graphs[Graph.SMALL_DECODE] = decode
         self.adapters: AdapterMemory | None = None
@@ -282,6 +290,11 @@ class OpenVINOModelRunner:
         for cache in self._cache_views:
             cache[0, 0] = cache[0, 0]
 
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether the blocks of this process have the keys and values of all layers, so that they can be exchanged."""
+        return self.num_stages == 1
+
     def ranks(self) -> Sequence[RankReport]:
         """The ranks of a divided model; none for a whole one."""
         return ()
@@ -308,7 +321,7 @@ class OpenVINOModelRunner:
             graph.slots.rotate()
         slot = self._slot = graph.slots[0]
         self._batch = batch
-        for name in STEP_INPUTS:
+        for name in graph.step_inputs:
             if name != BLOCK_INDICES or not self._evicts:
                 slot.inputs.set(name, getattr(batch, name))
         if self._evicts:
@@ -394,7 +407,7 @@ class _Asked(NamedTuple):
 
 
 class _Graph:
-    """A compiled model with a new head, and its `slots`, which alternate. `run` is as for `replace_head`;
+    """A compiled model with a new end, and its `slots`, which alternate. `part` says what it is if it is a part;
     `properties` add to the requested ones."""
 
     def __init__(
@@ -405,33 +418,32 @@ class _Graph:
         *,
         is_bfloat16: bool,
         states: StateReader | None,
-        run: int | None = None,
+        part: Part = _WHOLE,
         properties: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        has_runs = replace_head(model, is_bfloat16=is_bfloat16, run=run)
+        usual = VocabularyHead(asked.threads, run=part.run, same_sums=asked.execution_mode == "accuracy")
+        end = part.make_end(usual)
+        end.replace(model, is_bfloat16=is_bfloat16)
         if states is not None:
             states.add_outputs(model)
         compiled = _compile(core, model, asked, properties)
+        end.prepare(compiled, lambda other: _compile(core, other, asked, properties))
         self.caches = [port for port in compiled.inputs if "_cache." in port.any_name]
         self.state_tables = StateTables(compiled) if has_states(model) else None
-        logits = compiled.output("logits")
-        self.vocab_size = int(logits.partial_shape[2].get_length())
-        row_sums = RowSums(self.vocab_size, logits.element_type, asked.threads, run=run) if has_runs else None
-        self.slots = deque(
-            _Slot(compiled, row_sums, self.vocab_size, same_sums=asked.execution_mode == "accuracy") for _ in range(2)
-        )
+        self.vocab_size = end.vocab_size
+        names = frozenset().union(*(port.get_names() for port in compiled.inputs))
+        self.step_inputs = [name for name in STEP_INPUTS if name in names]
+        self.slots = deque(_Slot(compiled.create_infer_request(), end) for _ in range(2))
 
 
 class _Slot:
     """An inference request with its inputs and outputs. Each graph has two, so that the results of one step can be read
     while the next one runs."""
 
-    def __init__(
-        self, compiled: ov.CompiledModel, row_sums: RowSums | None, vocab_size: int, *, same_sums: bool
-    ) -> None:
-        self.request = compiled.create_infer_request()
-        self.inputs = InputTensors(self.request)
-        self.head = HeadRequest(self.request, row_sums, vocab_size, same_sums=same_sums)
+    def __init__(self, request: ov.InferRequest, end: GraphEnd) -> None:
+        self.request = request
+        self.inputs = InputTensors(request)
+        self.head = end.open(request)
         # The memory of adapters that the request's inputs are in, and how many slots of it they have.
         self.adapters: AdapterMemory | None = None
         self.num_adapters = 0
