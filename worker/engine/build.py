@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from headrace.worker.engine.engine import Engine, ModelRunner
+from headrace.worker.engine.pipelined import PipelinedEngine
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
 from headrace.worker.engine.step_log import StepLog
@@ -84,9 +85,11 @@ def build_engine(
     draft: Draft | None = None,
     groups: Sequence[GroupBudget] = (),
     step_log: StepLog | None = None,
+    steps_at_once: int = 1,
 ) -> Engine:
     """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and what the `groups` of layers
-    have beside them. See `build_scheduler`. Steps are written to `step_log`, if there is one.
+    have beside them. See `build_scheduler`. Steps are written to `step_log`, if there is one. So many `steps_at_once`
+    may be on their way through the stages of a pipeline.
 
     `speculation` is "off", "auto" (as many draft tokens as make the worker faster), "ngram" (drafts of a fixed length),
     or "draft", "eagle3" or "medusa" (as "auto", with the smaller model or heads in `draft`).
@@ -115,7 +118,10 @@ def build_engine(
         speculation=drafts,
         max_prompt_rows=num_rows,
     )
-    return Engine(scheduler, runner, sampler, step_log)
+    if steps_at_once == 1:
+        return Engine(scheduler, runner, sampler, step_log)
+    scheduler.steps_at_once = steps_at_once
+    return PipelinedEngine(scheduler, runner, sampler, step_log)
 
 
 def _drafts_of(

@@ -40,7 +40,7 @@ class EngineFailedError(Exception):
     """The engine cannot compute steps any more. The text says why."""
 
 
-class _StepFailedError(Exception):
+class StepFailedError(Exception):
     """A step could not be computed. `__cause__` is the original exception."""
 
 
@@ -68,7 +68,7 @@ class EngineStats:
     num_padding_tokens: int = 0
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A step that is being computed."""
 
     output: SchedulerOutput
@@ -132,7 +132,7 @@ class Engine:
         try:
             step = self._build(output)
             logits = self._forward(step, deliver)
-        except _StepFailedError as error:
+        except StepFailedError as error:
             self._overlap.deliver(deliver)
             outputs = self._fail(output, error)
         else:
@@ -164,7 +164,7 @@ class Engine:
         self.stats = EngineStats()
         self.meter.end_warm_up()
 
-    def _build(self, output: SchedulerOutput) -> _Step:
+    def _build(self, output: SchedulerOutput) -> Step:
         """Make the arrays of the step, and bind them to the runner."""
         try:
             batch = build_batch(output.scheduled, self.scheduler.kv_cache.block_size, output.plan)
@@ -174,16 +174,16 @@ class Engine:
                 batch = padded(batch, size.num_padding, self.scheduler.kv_cache.num_blocks)
             self.runner.bind(batch, keeps_logits=self._overlap.reads_logits)
         except Exception as error:
-            raise _StepFailedError from error
-        return _Step(output, size, batch)
+            raise StepFailedError from error
+        return Step(output, size, batch)
 
-    def _forward(self, step: _Step, deliver: Deliver) -> Logits:
+    def _forward(self, step: Step, deliver: Deliver) -> Logits:
         """Run the kernels, and what overlaps with them."""
         self._overlap.begin(deliver)
         try:
             return self.runner.run()
         except Exception as error:
-            raise _StepFailedError from error
+            raise StepFailedError from error
         finally:
             self._overlap.finish()
 
@@ -232,7 +232,7 @@ class Engine:
 
     def _account(
         self,
-        step: _Step,
+        step: Step,
         sampled: Sequence[Sampled],
         searched: Mapping[Request, Searched],
         errors: dict[Request, StatusError],
@@ -244,7 +244,7 @@ class Engine:
             outputs += self.scheduler.fail([request], error)
         return outputs
 
-    def _observe(self, step: _Step, sampled: Sequence[Sampled], start_s: float, *, is_traced: bool) -> None:
+    def _observe(self, step: Step, sampled: Sequence[Sampled], start_s: float, *, is_traced: bool) -> None:
         """Learn what a step cost that began at `start_s`, and count it."""
         step_s = time.perf_counter() - start_s
         num_more = sum(len(entry.more) for entry in sampled) if step.output.num_draft_tokens else 0
@@ -261,7 +261,7 @@ class Engine:
         if is_traced:
             _note_step(step.output, step_s)
 
-    def _fail(self, output: SchedulerOutput, failure: _StepFailedError) -> list[RequestOutput]:
+    def _fail(self, output: SchedulerOutput, failure: StepFailedError) -> list[RequestOutput]:
         """End all requests of a step that could not be computed."""
         error = failure.__cause__
         assert error is not None

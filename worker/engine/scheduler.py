@@ -139,7 +139,11 @@ class Scheduler:
     num_traced: int = 0
     num_fetching: int = 0
     """Prompts for which a tier fills blocks that no request here holds."""
+    steps_at_once: int = 1
+    """How many steps may be on their way; each has other requests."""
     _num_tokens: int = 0
+    _on_way: set[Request] = field(default_factory=set)
+    """The requests of steps on their way; none where there is one step at a time."""
 
     def __post_init__(self) -> None:
         least, mixed = self.max_num_seqs + MIN_CHUNK_ROOM - 1, self.max_num_mixed_tokens
@@ -213,6 +217,8 @@ class Scheduler:
         num_draft_tokens = sum(num_tokens - 1 for request, num_tokens in scheduled if request.draft)
         num_beam_tokens = sum(num_tokens - 1 for request, num_tokens in scheduled if request.is_searching)
         plan = self.kv_cache.plan(scheduled)
+        if self.steps_at_once > 1:
+            self._on_way.update(request for request, _ in scheduled)
         return SchedulerOutput(scheduled, self._num_tokens, plan, num_draft_tokens, num_beam_tokens)
 
     def update(
@@ -224,6 +230,7 @@ class Scheduler:
         """Account for a computed step. `sampled` has an entry for each sampled request, in batch order, and `searched`
         one for each beam search among them."""
         outputs = []
+        self._on_way.difference_update(request for request, _ in output.scheduled)
         next_sampled = iter(sampled)
         for request, num_tokens in output.scheduled:
             left = request.num_prompt_tokens - request.num_computed_tokens
@@ -293,7 +300,7 @@ class Scheduler:
             gained = kv_cache.reuse(request)
             missing = self.num_missing_blocks(request)
             has_room = kv_cache.has_room(request, promised + missing)
-            while not has_room and not request.is_background and self.running and self.running[-1].is_background:
+            while not has_room and not request.is_background and self._may_give_way():
                 promised -= self.num_missing_blocks(self.running[-1])
                 num_places += self.running[-1].num_sequences
                 self._preempt(self.running[-1])
@@ -319,9 +326,21 @@ class Scheduler:
         waiting = self.waiting[: self.max_num_seqs]
         wanted = sum(request.num_sequences for request in waiting if not request.is_background)
         taken = self.num_sequences
-        while wanted > self.max_num_seqs - taken and self.running and self.running[-1].is_background:
+        while wanted > self.max_num_seqs - taken and self._may_give_way():
             taken -= self.running[-1].num_sequences
             self._preempt(self.running[-1])
+
+    def _may_give_way(self) -> bool:
+        """Whether the request that is last in rank is in the background, and in no step on its way."""
+        return bool(self.running) and self.running[-1].is_background and self.running[-1] not in self._on_way
+
+    def _ready(self) -> Sequence[Request]:
+        """The running requests that may be in the next step. Where several steps are on their way, it takes its part of
+        all, so that the others get as many."""
+        if self.steps_at_once == 1:
+            return self.running
+        most = -(-len(self.running) // self.steps_at_once)
+        return [request for request in self.running if request not in self._on_way][:most]
 
     def _has_foreground(self) -> bool:
         """Whether a request runs that is not in the background. These are last in rank."""
@@ -359,11 +378,12 @@ class Scheduler:
 
     def _share_budget(self) -> dict[Request, int]:
         """How many tokens each running request should compute. It may wait for a block that another computes."""
-        shared: Sequence[Request] = self.running
+        ready = self._ready()
+        shared: Sequence[Request] = ready
         others: Sequence[Request] = ()
         if self._has_foreground() and self.running[-1].is_background:
-            shared = [request for request in self.running if not request.is_background]
-            others = self.running[len(shared) :]
+            shared = [request for request in ready if not request.is_background]
+            others = ready[len(shared) :]
         wanted = {request: request.num_step_tokens for request in shared if request.num_uncomputed_tokens == 1}
         behind = [request for request in shared if request not in wanted]
         if behind:
@@ -466,7 +486,7 @@ class Scheduler:
                     continue
                 if len(self.running) == 1 and self.num_fetching:
                     break  # their blocks are free soon
-                victim = self.running[-1]
+                victim = next(other for other in reversed(self.running) if other not in self._on_way)
                 assert len(self.running) > 1, "a request that is alone does not fit the pool"
                 self._preempt(victim)
                 if victim is request:
@@ -535,6 +555,7 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)
         self.kv_cache.free(request)
+        self._on_way.discard(request)
         request.state = RequestState.FINISHED
         request.ended_s = self.clock()
         self.num_traced -= request.steps is not None

@@ -352,7 +352,7 @@ class OpenVINOModelRunner:
                 "export the model again with optimum-intel, or serve it without adapters"
             )
         self._graphs[Graph.ADAPTERS] = _Graph(
-            core, model, asked, is_bfloat16=is_bfloat16, states=self._states, run=self._part.run
+            core, model, asked, is_bfloat16=is_bfloat16, states=self._states, part=self._part
         )
         self.adapters = AdapterMemory(groups, max_adapters, RANK_STEP, is_bfloat16=is_bfloat16, parts=parts)
 
