@@ -153,8 +153,27 @@ TENSOR_PARALLEL = WorkerFlag(
     default=1,
     serve_type=_Ranks(),
 )
+PIPELINE = WorkerFlag(
+    "--pipeline",
+    _NUM_RANKS,
+    of_worker="Divide the layers of the model among this many stages: this worker, and a process at each --stage. "
+    "Each has the weights and the KV cache of its layers only.",
+    of_serve="Divide the layers of the model among this many stages: a worker here, and a process at each --stage, "
+    "which may be on another host.",
+    default=1,
+)
+STAGE = WorkerFlag(
+    "--stage",
+    _Text("address"),
+    of_worker="Address of the next stage of a --pipeline, a process that `python -m headrace.worker --serve-stage` has "
+    "started with the same model. May be repeated.",
+    of_serve="host:port of the next stage of --pipeline, which headrace worker --serve-stage serves. May be repeated.",
+    is_repeated=True,
+)
 WORKER_FLAGS = (
     TENSOR_PARALLEL,
+    PIPELINE,
+    STAGE,
     WorkerFlag(
         "--kv-cache-gb",
         FiniteRange(0, min_open=True),

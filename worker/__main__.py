@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import uvloop
@@ -30,6 +30,7 @@ from headrace.worker.host.pinning import warn_if_not_pinned
 from headrace.worker.ranks.places import places_of
 from headrace.worker.server.adapters import check_name
 from headrace.worker.serving import serve
+from headrace.worker.stage_serving import serve_stage
 
 DRAIN_TIMEOUT_S = 2.0
 _OF_PROCESS = ("log_level", "log_format", "otlp_endpoint")
@@ -78,6 +79,13 @@ _NEED_DRAFT_MODEL = {
 )
 @click.option("--threads", type=click.IntRange(1), help="Number of cores to compute with. Default: all usable cores.")
 @worker_options
+@click.option(
+    "--serve-stage",
+    "serves_stage",
+    is_flag=True,
+    help="Be a stage of another worker's --pipeline, which calls --listen, and no worker. Starts again when that "
+    "worker has ended.",
+)
 @click.option(
     "--kv-cache-share",
     type=FiniteRange(0, 0.95, min_open=True),
@@ -172,7 +180,11 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
         # Each rank of a divided model has a node of its own.
         config = config if config.rank_cpus else replace(config, memory_node=node)
         start_tracing("worker", otlp_endpoint)
-        uvloop.run(serve(config))
+        if config.serves_stage:
+            if uvloop.run(serve_stage(config)):
+                start_again()
+        else:
+            uvloop.run(serve(config))
     except (ConfigurationError, TracingUnavailableError, ValueError) as error:
         click.echo(f"error: {error}", err=True)
         sys.stderr.flush()
@@ -181,6 +193,12 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     sys.stderr.flush()
     # The kernel frees the model's memory faster than Python would.
     os._exit(0)
+
+
+def start_again() -> NoReturn:
+    """Become a new process with the same arguments and the same number: what was loaded is gone."""
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def placed(config: WorkerConfig) -> WorkerConfig:
@@ -219,6 +237,7 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         raise ConfigurationError(
             f"--role {options['role']} moves cached prefixes between workers; leave out --no-kv-peers"
         )
+    check_pipeline(options["pipeline"], options["stages"], serves_stage=options["serves_stage"])
     check_speculation(options["speculation"], options["draft_model"])
     model_dir, name = find_directory(options["model_dir"])
     name = options["name"] or name
@@ -239,6 +258,24 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
     }
     given = {name: value for name, value in options.items() if name not in ("kv_cache_gb", "window_cache")}
     return WorkerConfig(**{**given, **found})
+
+
+def check_pipeline(num_stages: int, stages: Sequence[str], *, serves_stage: bool) -> None:
+    """ConfigurationError unless there is an address for each other stage of the pipeline."""
+    if serves_stage and (num_stages > 1 or stages):
+        raise ConfigurationError(
+            "--serve-stage gets its layers from the worker that calls it; leave out --pipeline and --stage, which are "
+            "for that worker"
+        )
+    if len(stages) != num_stages - 1:
+        raise ConfigurationError(
+            f"--pipeline {num_stages} needs a --stage for each of the {num_stages - 1} stages besides this worker, and "
+            f"{len(stages)} are given"
+        )
+    for address in stages:
+        host, _, port = address.rpartition(":")
+        if not address.startswith("unix:") and not (host and port.isdecimal()):
+            raise ConfigurationError(f"--stage must be HOST:PORT or unix:/PATH, not {address!r}")
 
 
 def check_speculation(speculation: str | None, draft_model: Path | None) -> None:

@@ -27,6 +27,12 @@ class WorkerConfig:
     """Among how many ranks the model is divided; 1: it is whole."""
     rank_cpus: tuple[tuple[int, ...], ...]
     """The CPUs of each rank, this process's first; empty if the model is whole."""
+    pipeline: int
+    """Among how many stages the layers of the model are divided; 1: all are here."""
+    stages: tuple[str, ...]
+    """The addresses of the stages besides this process."""
+    serves_stage: bool
+    """Whether this process is a stage of other workers, and no worker."""
     kv_cache_bytes: int | None
     kv_cache_share: float
     kv_precision: str

@@ -48,7 +48,7 @@ from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import kv_cache_budget
 from headrace.worker.model.decode_graph import has_amx, wants_decode_graph
 from headrace.worker.model.directory import ModelDir, read_model_dir
-from headrace.worker.model.fingerprint import fingerprint_of, for_context, for_ranks
+from headrace.worker.model.fingerprint import fingerprint_of, for_context, for_ranks, for_stages
 from headrace.worker.model.step_limits import DEFAULT_TOKENS, StepLimits, step_limits
 from headrace.worker.model_card import card_of
 from headrace.worker.peers.handover import Handover
@@ -148,7 +148,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     start = time.monotonic()
     found = read_files(config, memory)
     log.info(line_of(LoadStage.COMPILING))
-    compiled = compile_all(config, found)
+    compiled = compile_all(config, found, transport)
     opening = in_thread("vision", lambda: vision_for(config, compiled.runner.image_inputs, found.threads, bell.ring))
     log.info(line_of(LoadStage.HASHING))
     allocation = allocate(config, compiled.runner, compiled.limits, found.kept, compiled.draft)
@@ -228,10 +228,13 @@ def read_files(config: WorkerConfig, memory: HostMemory | None) -> Found:
     return Found(threads, model_dir, longest, rule, disk_key, speculation, heads, kept, hashing)
 
 
-def compile_all(config: WorkerConfig, found: Found) -> Compiled:
+def compile_all(config: WorkerConfig, found: Found, transport: Transport) -> Compiled:
     """Compile the model, and the smaller model or the heads. ConfigurationError."""
     speculates, heads = found.speculation != "off", found.heads
-    runner = compile_model(config, found.threads, found.longest, found.kept, speculates=speculates, heads=heads)
+    if config.pipeline > 1:
+        runner = compile_pipeline(config, found, transport, speculates=speculates)
+    else:
+        runner = compile_model(config, found.threads, found.longest, found.kept, speculates=speculates, heads=heads)
     limits = step_limits(
         config.max_num_seqs, config.max_num_batched_tokens, config.max_num_mixed_tokens, exact_rows=runner.exact_rows
     )
@@ -257,6 +260,7 @@ def make_engine(
         draft=draft_of(compiled.draft, found.heads, found.threads),
         groups=allocation.groups,
         step_log=opened_step_log(config),
+        steps_at_once=compiled.runner.num_stages,
     )
     if allocation.kept is not None:
         engine.scheduler.kv_cache.take_last(allocation.kept.old_blocks(), allocation.kept.old_slots())
@@ -277,6 +281,8 @@ def wait_for_fingerprint(found: Found, runner: OpenVINOModelRunner) -> str:
     fingerprint = found.hashing.result()
     if runner.depends_on_context:
         fingerprint = for_context(fingerprint, found.longest)
+    if runner.num_stages > 1:
+        return for_stages(fingerprint, runner.num_stages)
     return for_ranks(fingerprint, runner.num_ranks) if runner.num_ranks > 1 else fingerprint
 
 
@@ -344,7 +350,7 @@ def check_memory(config: WorkerConfig, kept_bytes: int = 0) -> None:
     """Raise ConfigurationError before loading if the requested KV cache cannot fit beside the weights. The cache
     already occupies `kept_bytes` of memory."""
     if config.kv_cache_bytes is not None:
-        weights = sum(path.stat().st_size for path in _weights_of(config) if path.is_file())
+        weights = sum(path.stat().st_size for path in _weights_of(config) if path.is_file()) // config.pipeline
         kv_cache_budget(config.kv_cache_bytes, config.kv_cache_share, available_bytes() + kept_bytes - weights)
 
 
@@ -411,6 +417,27 @@ def compile_ranks(
     )
 
 
+def compile_pipeline(
+    config: WorkerConfig, found: Found, transport: Transport, *, speculates: bool
+) -> OpenVINOModelRunner:
+    """Read and compile the model, whose layers are divided among this process and those of other stages."""
+    from headrace.worker.pipeline.link import StageLink
+    from headrace.worker.pipeline.runner import PipelineRunner
+
+    return PipelineRunner(
+        config.model_dir,
+        config.stages,
+        StageLink(config.stages[0], transport, end_process),
+        threads=found.threads,
+        kv_precision=config.kv_precision,
+        execution_mode=config.execution_mode,
+        max_context_tokens=found.longest,
+        speculates=speculates,
+        fingerprint=found.hashing,
+        on_lost=end_process,
+    )
+
+
 def engine_for(
     config: WorkerConfig,
     runner: ModelRunner,
@@ -423,6 +450,7 @@ def engine_for(
     draft: Draft | None = None,
     groups: Sequence[GroupBudget] = (),
     step_log: StepLog | None = None,
+    steps_at_once: int = 1,
 ) -> Engine:
     """Build the engine by the flags in `config`; see `build_engine`."""
     return build_engine(
@@ -436,6 +464,7 @@ def engine_for(
         draft=draft,
         groups=groups,
         step_log=step_log,
+        steps_at_once=steps_at_once,
     )
 
 

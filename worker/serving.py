@@ -49,7 +49,7 @@ log = logging.getLogger("headrace.worker")
 async def serve(config: WorkerConfig) -> None:
     """Bind the address, load the model and serve it until SIGTERM or SIGINT. ConfigurationError if that is not
     possible."""
-    stop = _stop_signal()
+    stop = stop_signal()
     if config.redis_url is not None:
         check_redis_url(config.redis_url)
     task = task_of(config.model_dir)
@@ -69,7 +69,7 @@ async def serve(config: WorkerConfig) -> None:
 
 async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, memory: HostMemory | None) -> None:
     transport = Transport(config.tls_dir, config.join_token_file)
-    server = _bound_server(config, transport)
+    server = bound_server(config, transport)
     loading = asyncio.wrap_future(in_thread("load", lambda: load(config, task, memory, transport)))
     stopping = asyncio.create_task(stop.wait())
     first_of: set[asyncio.Future[Any]] = {loading, stopping}
@@ -100,7 +100,7 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
         *([asyncio.create_task(_keep_in_use(memory))] if memory is not None else []),
     ]
     await server.start()
-    probe = await _answer_probes(config.probe, health)
+    probe = await answer_probes(config.probe, health)
     await set_serving(health, SERVICE_NAMES, hub.silent_because is None)
     registrations = _registrations(config, transport, hub)
     if model.kept is not None:
@@ -130,8 +130,9 @@ def load(
 ) -> LoadedModel | LoadedEncoder:
     """Make the model ready to serve for a task. ConfigurationError."""
     if task:
-        if config.tensor_parallel > 1:
-            raise ConfigurationError("--tensor-parallel divides models that generate text, and this one encodes texts")
+        if config.tensor_parallel > 1 or config.pipeline > 1:
+            flag = "--tensor-parallel" if config.tensor_parallel > 1 else "--pipeline"
+            raise ConfigurationError(f"{flag} divides models that generate text, and this one encodes texts")
         return load_encoder(config, task)
     refuse_embedder_with_cache(config.model_dir)
     if config.pooling is not None or config.normalizes is not None:
@@ -151,7 +152,7 @@ def _give_up(memory: HostMemory | None) -> None:
         memory.remove()
 
 
-def _stop_signal() -> asyncio.Event:
+def stop_signal() -> asyncio.Event:
     """An event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -160,7 +161,7 @@ def _stop_signal() -> asyncio.Event:
     return stop
 
 
-def _bound_server(config: WorkerConfig, transport: Transport) -> grpc.aio.Server:
+def bound_server(config: WorkerConfig, transport: Transport) -> grpc.aio.Server:
     """A server that has bound its port but does not answer yet."""
     transport.refuse_strangers(config.listen, config.insecure)
     server = grpc.aio.server(interceptors=transport.interceptors(), options=SERVER_OPTIONS)
@@ -203,7 +204,8 @@ async def watch_over(
         end_process("the watchdog failed", error)
 
 
-async def _answer_probes(address: str | None, servicer: health.aio.HealthServicer) -> grpc.aio.Server | None:
+async def answer_probes(address: str | None, servicer: health.aio.HealthServicer) -> grpc.aio.Server | None:
+    """Serve health checks at an address; does nothing without one. ConfigurationError if it cannot be used."""
     try:
         return None if address is None else await start_probe(address, servicer)
     except RuntimeError as error:

@@ -105,8 +105,8 @@ def tiers_for(
     bell: Bell,
 ) -> Tiers:
     """The tiers that the flags describe, with the `disk` to which the cache spills. They ring `bell` when blocks have
-    come. None for a model with recurrent layers, whose blocks are useless without states."""
-    if kv_cache.states is not None:
+    come. None for a model with recurrent layers, whose blocks are useless without states, and for a pipeline."""
+    if kv_cache.states is not None or not runner.has_whole_blocks:
         return NO_TIERS
     block_bytes = runner.block_bytes + runner.part_bytes
     if not config.kv_peers or block_bytes > MAX_BLOCK_BYTES:

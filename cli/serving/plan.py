@@ -163,7 +163,9 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
     if options.prefill_workers and not model.is_encoder:
         argv += ["--role", "prefill" if index < options.prefill_workers else "decode"]
     argv += _metrics(options, 1 + number) + _observation(options) + _membership(options)
-    memory_flag = "--kv-memory" if options.warm_restart else None
+    # Each stage of a pipeline has its part of the KV cache, in memory of its own.
+    is_whole = num_stages(model.options.worker, options.worker) == 1
+    memory_flag = "--kv-memory" if options.warm_restart and is_whole else None
     return ProcessSpec(
         name,
         "worker",
@@ -174,6 +176,11 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
         memory_flag=memory_flag,
         is_essential=model.is_essential,
     )
+
+
+def num_stages(own: Mapping[str, Any], of_all: Mapping[str, Any]) -> int:
+    """Among how many stages a model's layers are divided, by its own options of workers or those of all models."""
+    return int(own.get("pipeline") or of_all.get("pipeline") or 1)
 
 
 def _of_encoders(model: ModelPlan) -> list[str]:

@@ -29,7 +29,7 @@ from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.model_plans import WHOLE_MODELS, Sizing, aliases_of, places_of, plan_models
 from headrace.cli.serving.placement import WorkerPlace
-from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions
+from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions, num_stages
 from headrace.cli.serving.ports import check_port, chosen_port, is_free
 from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.running import Serving
@@ -287,7 +287,14 @@ class Run:
 
     def places(self, ranks: Ranks) -> list[tuple[WorkerPlace, ...]]:
         """The places of each model's workers. Raises CommandError."""
-        return checked_places(read_topology(), self.settings.models, self.given["prefill_workers"], ranks)
+        places = checked_places(read_topology(), self.settings.models, self.given["prefill_workers"], ranks)
+        for model, of_model in zip(self.settings.models, places, strict=True):
+            if num_stages(model.options.worker, self.given) > 1 and len(of_model) > 1:
+                raise CommandError(
+                    "--pipeline is for a model with one worker, because a stage computes for one worker at a time; "
+                    "give --workers 1"
+                )
+        return places
 
     def serve(self) -> NoReturn:
         """Serve until stopped, and end the process with the exit status. Raises CommandError."""

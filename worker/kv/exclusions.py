@@ -72,6 +72,15 @@ def _ranks(config: WorkerConfig) -> str | None:
 
 
 TENSOR_PARALLEL = Setting("--tensor-parallel", _ranks)
+
+
+def _speculation(config: WorkerConfig) -> str | None:
+    return None if config.speculation in (None, "off") else f"--speculation {config.speculation}"
+
+
+SPECULATION = Setting("--speculation", _speculation)
+PIPELINE = Setting("--pipeline", lambda config: None if config.pipeline == 1 else f"--pipeline {config.pipeline}")
+ADAPTERS = _flag("--max-adapters", "max_adapters")
 MEMORY_NODE = Setting("--memory-node", lambda config: None if config.memory_node is None else "--memory-node")
 DECODE_GRAPH = _flag("--decode-graph on", "decode_graph")
 DRAFT_MODEL = _flag("--draft-model", "draft_model")
@@ -81,9 +90,11 @@ EAGLE3 = _heads("--speculation eagle3", HeadsKind.EAGLE3)
 MEDUSA_BRANCHES = _heads("the branch of Medusa's drafts", HeadsKind.MEDUSA)
 HEADS = _heads("--draft-model with heads", *HeadsKind)
 ALIBI = Property("ALiBi")
+IMAGES = Property("images")
 RECURRENT_DRAFTS = Property("recurrent layers in the draft model")
 
 _STATES_STAY = "a block is of no use without the state of its recurrent layers, and states stay in memory"
+_ONE_STEP = "drafts are made for one step at a time, and a pipeline computes several"
 _UNNUMBERED = "the heads name the layers that they read by number, and the graph numbers only those with attention"
 
 
@@ -93,6 +104,18 @@ EXCLUSIONS = (
     Exclusion(TENSOR_PARALLEL, DECODE_GRAPH, "ranks compute all decode steps with one graph"),
     Exclusion(TENSOR_PARALLEL, MEMORY_NODE, "each rank takes the memory of the node of its CPUs"),
     Exclusion(TENSOR_PARALLEL, LayerKind.RECURRENT, "their states cannot be divided"),
+    Exclusion(PIPELINE, TENSOR_PARALLEL, "the layers of a stage are not divided further"),
+    Exclusion(PIPELINE, KV_DISK, "a block has parts on other hosts"),
+    Exclusion(PIPELINE, KV_MEMORY, "the memory of the other stages ends with them"),
+    Exclusion(PIPELINE, ROLE, "a block has parts on other hosts"),
+    Exclusion(PIPELINE, ADAPTERS, "the weights of adapters are not sent to the other stages"),
+    Exclusion(PIPELINE, SPECULATION, _ONE_STEP),
+    Exclusion(PIPELINE, DRAFT_MODEL, _ONE_STEP),
+    Exclusion(PIPELINE, EVICTION, "the scores of its layers are on several hosts"),
+    Exclusion(PIPELINE, DECODE_GRAPH, "every stage has a single graph"),
+    Exclusion(PIPELINE, TRIM, "windows would need slots on all stages"),
+    Exclusion(PIPELINE, LayerKind.RECURRENT, "their states would be on several hosts"),
+    Exclusion(PIPELINE, IMAGES, "later stages would need the states of images too"),
     Exclusion(EVICTION, DRAFT_MODEL, "a draft model and heads read all tokens of a request"),
     Exclusion(EVICTION, LayerKind.WINDOW, "a window would slide over the wrong tokens"),
     Exclusion(EVICTION, LayerKind.RECURRENT, "the states of its recurrent layers remember all tokens"),

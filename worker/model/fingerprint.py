@@ -50,6 +50,12 @@ def for_ranks(fingerprint: str, num_ranks: int) -> str:
     return sha256(f"{fingerprint}\nranks {num_ranks}".encode()).hexdigest()
 
 
+def for_stages(fingerprint: str, num_stages: int) -> str:
+    """The fingerprint, in hex, of a model whose layers are divided among the stages of a pipeline, whose CPUs may have
+    other kernels."""
+    return sha256(f"{fingerprint}\nstages {num_stages}".encode()).hexdigest()
+
+
 def _hash_piece(descriptor: int, start: int) -> bytes:
     digest = sha256()
     end, buffer = start + PIECE_BYTES, memoryview(bytearray(_READ_BYTES))

@@ -33,12 +33,14 @@ _FLAG = "--draft-model"
 def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
     """How much to speculate: as in the flags, else by the kind of --draft-model, else "auto". On CPUs with AMX it is
     "off" in performance mode, because there the bits of a decode step depend on its size, and its size depends on when
-    drafts are worth verifying."""
+    drafts are worth verifying. So it is in a pipeline, which computes several steps at a time."""
     if config.speculation is not None:
         return config.speculation
     if config.draft_model is not None:
         kind = heads_kind(config.draft_model)
         return "draft" if kind is None else kind.value
+    if config.pipeline > 1:
+        return "off"
     return "off" if config.execution_mode == "performance" and with_amx else "auto"
 
 

@@ -1,0 +1,173 @@
+"""One model on one core, on two stages with a core each, and in one process with both cores.
+
+    python -m benchmarks.engine.pipeline MODEL_DIR [--rounds 15]
+
+Each side is a process that loads the model once, or two; an idle one takes no CPU time. The sides compute the same
+steps in turns. It prints the milliseconds of each, and the median and quartiles of the ratios of the stages to the
+other two. Two steps of decode, with half of the streams each, are on their way at a time, as in the engine. A prompt is
+computed in steps of 256 tokens.
+
+Nothing else should run on the machine. The stages are joined by a socket of this host, which costs less than a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.engine.ranks import CONTEXT, NUM_BLOCKS, REPEATS, one_process
+from benchmarks.engine.step_cost import requests_of
+from benchmarks.machine import describe
+from headrace.common.launch import with_parent
+from headrace.common.transport.channels import Transport
+from headrace.worker.model.batch import Batch, build_batch
+from headrace.worker.model.fingerprint import fingerprint_of
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.pipeline.link import StageLink
+from headrace.worker.pipeline.runner import PipelineRunner
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Scheduled
+
+CHUNK = 256
+DECODE = (1, 8, 32)
+PROMPTS = (64, 256, 512, 1024)
+NAMES = (*(f"decode {size}" for size in DECODE), *(f"prompt {tokens}" for tokens in PROMPTS))
+
+
+def lost(reason: str) -> None:
+    """End the process, because of what it prints."""
+    print(reason, flush=True)
+    os._exit(70)
+
+
+def two_stages(model_dir: Path, cpus: list[int]) -> OpenVINOModelRunner:
+    """The first stage on the first CPU, and the second in a process on the second."""
+    address = f"unix:{tempfile.mkdtemp()}/stage.sock"
+    command = [sys.executable, "-m", "headrace.worker", "--serve-stage", "--model", str(model_dir), "--threads", "1"]
+    subprocess.Popen(with_parent([*command, "--listen", address], str(cpus[1])))
+    os.sched_setaffinity(0, cpus[:1])
+    fingerprint: Future[str] = Future()
+    fingerprint.set_result(fingerprint_of(model_dir, 1))
+    return PipelineRunner(
+        model_dir,
+        [address],
+        StageLink(address, Transport(), lost),
+        threads=1,
+        kv_precision="u8",
+        execution_mode="performance",
+        max_context_tokens=NUM_BLOCKS,
+        speculates=False,
+        fingerprint=fingerprint,
+        on_lost=lost,
+    )
+
+
+def steps_of(name: str, block_size: int) -> list[Batch]:
+    """The steps of a name: one of so many streams, or those of a prompt."""
+    rng = random.Random(1)
+    kind, number = name.split()
+    if kind == "decode":
+        return [build_batch(requests_of(((CONTEXT, 1),) * int(number), rng, block_size), block_size)]
+    ((request, total),) = requests_of(((0, int(number)),), rng, block_size)
+    return [build_batch([step], block_size) for step in chunks_of(request, total)]
+
+
+def chunks_of(request: Request, total: int) -> list[Scheduled]:
+    """The steps of a prompt. Only the last samples."""
+    found = []
+    for first in range(0, total, CHUNK):
+        request.num_computed_tokens = first
+        found.append(Scheduled(request, min(CHUNK, total - first)))
+    return found
+
+
+def compute(
+    make: Callable[[Path, list[int]], OpenVINOModelRunner], model_dir: Path, cpus: list[int], link: Connection
+) -> None:
+    """Load, and compute what is asked for until None comes."""
+    runner = make(model_dir, cpus)
+    runner.allocate(NUM_BLOCKS)
+    runner.touch()
+    link.send(None)
+    batches = {name: steps_of(name, runner.block_size) for name in NAMES}
+    while (name := link.recv()) is not None:
+        link.send(timed(runner, batches[name]))
+
+
+def timed(runner: OpenVINOModelRunner, batches: list[Batch]) -> float:
+    """The mean milliseconds of all steps, over the repeats but the first."""
+    times = []
+    for _ in range(REPEATS):
+        start_s = time.perf_counter()
+        for batch in batches:
+            runner.bind(batch, keeps_logits=False)
+            runner.run()
+        times.append(1000 * (time.perf_counter() - start_s))
+    return float(np.mean(times[1:]))
+
+
+def main() -> None:
+    """Compare all steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    print(describe())
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    sides = {
+        "one core": (one_process, [first]),
+        "two stages": (two_stages, [first, second]),
+        "two threads": (one_process, [first, second]),
+    }
+    context = multiprocessing.get_context("spawn")
+    links: dict[str, Connection] = {}
+    for name, (make, cpus) in sides.items():
+        links[name], theirs = context.Pipe()
+        context.Process(target=compute, args=(make, args.model_dir, cpus, theirs)).start()
+        links[name].recv()
+    try:
+        for step in NAMES:
+            compare(step, links, args.rounds)
+    finally:
+        for link in links.values():
+            link.send(None)
+
+
+def compare(step: str, links: dict[str, Connection], rounds: int) -> None:
+    """Compute a step on all sides in turns, and print the figures."""
+    names = list(links)
+    found: list[list[float]] = []
+    for number in range(rounds + 1):
+        of_round: dict[str, float] = {}
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            links[name].send(step)
+            of_round[name] = links[name].recv()
+        if number:  # in the first round kernels are built
+            found.append([of_round[name] for name in names])
+    times = np.array(found)
+    one, two, threads = np.median(times, axis=0)
+    against = [
+        f"{name} {np.median(ratios):.3f} ({np.percentile(ratios, 25):.3f} to {np.percentile(ratios, 75):.3f})"
+        for name, ratios in (("one core", times[:, 1] / times[:, 0]), ("two threads", times[:, 1] / times[:, 2]))
+    ]
+    print(
+        f"{step}: {one:.1f} ms on one core, {two:.1f} on two stages, {threads:.1f} on two threads; "
+        f"stages to {', to '.join(against)}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

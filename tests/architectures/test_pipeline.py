@@ -1,0 +1,43 @@
+"""Small models of many architectures, cut into stages in one process, have the log-probabilities of the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import pytest
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.model.paging import read_paged
+from headrace.worker.pipeline.cutting import find_cuts
+from tests.architectures.exports import PYTHON, exported
+from tests.architectures.families import FAMILIES, VOCABULARY
+from tests.architectures.test_ranks import ALL, EVERY, SHORT, undivided
+from tests.worker.pipeline.local import staged
+from tests.worker.ranks.exactness import assert_exact
+
+NAMES = EVERY if ALL else list(SHORT)
+REFUSED = [name for name in NAMES if FAMILIES[name].is_recurrent]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="make .make/architectures/.done makes what exports models"),
+]
+
+
+def directory_of(name: str) -> Path:
+    return exported(NAMES)[name]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_a_pipeline_has_the_log_probabilities_of_the_whole(name: str) -> None:
+    of_stages, _ = staged(directory_of(name), 2)
+    tokens = np.random.default_rng(7).integers(4, VOCABULARY, 2000).tolist()
+    assert_exact(undivided(directory_of(name)), of_stages, [tokens[:20], tokens[:300], *([tokens] if ALL else [])])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_recurrent_layers_are_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="recurrent layers, whose states would have to be divided too"):
+        find_cuts(read_paged(ov.Core(), directory_of(name)).graph)

@@ -1,0 +1,221 @@
+"""Models whose layers are divided among processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from headrace.cli.models.convert import convert
+from headrace.common.transport.channels import Transport
+from headrace.protos import stage_pb2
+from headrace.worker.__main__ import config_of_arguments
+from headrace.worker.config import ConfigurationError
+from headrace.worker.kv.exclusions import refuse_flags
+from headrace.worker.model.batch import build_batch
+from headrace.worker.model.fingerprint import fingerprint_of
+from headrace.worker.pipeline.link import StageLink
+from headrace.worker.pipeline.runner import PipelineRunner
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.request.step import Scheduled
+from tests.certificates import make_certificates
+from tests.gguf_models import TinyModel, write_gguf
+from tests.patience import until
+from tests.worker.configs import worker_config
+from tests.worker.pipeline.local import staged
+from tests.worker.pipeline.stages import Stage, stages
+from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed, assert_exact, whole
+
+MODEL = TinyModel("qwen2", Kind.Q4_1, layers=4, heads=6, kv_heads=3, spare_tokens=25)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    convert(write_gguf(MODEL, made / "m.gguf"), made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def of_whole(directory: Path) -> Computed:
+    return whole(directory)
+
+
+def pipeline(
+    directory: Path, others: Sequence[Stage], lost: list[str], *, transport: Transport | None = None
+) -> PipelineRunner:
+    """The first stage, in this process, with a cache."""
+    hashed: Future[str] = Future()
+    hashed.set_result(fingerprint_of(directory, 1))
+    runner = PipelineRunner(
+        directory,
+        [stage.address for stage in others],
+        StageLink(others[0].address, transport or Transport(), lost.append),
+        threads=1,
+        max_context_tokens=4096,
+        speculates=False,
+        fingerprint=hashed,
+        on_lost=lost.append,
+        **ASKED,
+    )
+    runner.allocate(NUM_BLOCKS)
+    return runner
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [np.random.default_rng(length).integers(0, 256, length).tolist() for length in lengths]
+
+
+def step(runner: PipelineRunner, length: int = 3) -> npt.NDArray[np.float32]:
+    """Compute a prompt, and return the logits of its last token."""
+    (prompt,) = prompts(length)
+    request = Request("r", prompt, SamplingParams(max_tokens=4, seed=1, temperature=0.0), 1)
+    request.block_table.extend(range(-(-length // runner.block_size)))
+    runner.bind(build_batch([Scheduled(request, length)], runner.block_size), keeps_logits=False)
+    (row,) = runner.run().values
+    return row.copy()
+
+
+class Started:
+    """Stages in three processes, of which this is the first, and what was said of lost ones."""
+
+    def __init__(self, directory: Path, others: list[Stage]) -> None:
+        self.lost: list[str] = []
+        self.others = others
+        self.runner = pipeline(directory, others, self.lost)
+
+
+@pytest.fixture(scope="module")
+def of_three(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    with stages(directory, tmp_path_factory.mktemp("stages"), 2) as others:
+        started = Started(directory, others)
+        yield started
+        started.runner.close()
+        assert not started.lost
+
+
+def test_processes_have_the_log_probabilities_of_the_whole(of_whole: Computed, of_three: Started) -> None:
+    runner = of_three.runner
+    runner.end_warm_up()
+    assert_exact(of_whole, Computed(runner, runner.exact_rows), prompts(20, 300))
+    assert len(runner.first_layers) == 2
+    assert len(runner.busy_s) == 2
+    assert all(seconds > 0 for seconds in runner.busy_s)
+    assert runner.block_bytes < of_whole.block_bytes
+    # In parts, of which only the last has a row; and in steps, of which only the last has.
+    in_parts = step(runner, 200)
+    request = Request("r", prompts(200)[0], SamplingParams(max_tokens=4, seed=1, temperature=0.0), 1)
+    request.block_table.extend(range(10, 20))
+    for first in range(0, 200, 40):
+        request.num_computed_tokens = first
+        runner.bind(build_batch([Scheduled(request, 40)], runner.block_size), keeps_logits=False)
+        logits = runner.run().values
+        assert len(logits) == (1 if first == 160 else 0)
+    np.testing.assert_array_equal(logits[0], in_parts)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_any_number_of_stages_has_the_log_probabilities_of_the_whole(
+    directory: Path, of_whole: Computed, num_stages: int
+) -> None:
+    of_stages, runner = staged(directory, num_stages)
+    assert len(runner.first_layers) == num_stages - 1
+    assert_exact(of_whole, of_stages, prompts(20, 300))
+
+
+def test_an_idle_stage_takes_no_time_of_the_cpu(of_three: Started) -> None:
+    step(of_three.runner)
+    stats = [Path(f"/proc/{stage.process.pid}/stat") for stage in of_three.others]
+
+    def ticks() -> list[int]:
+        """Hundredths of a second."""
+        fields = [stat.read_text().rpartition(")")[2].split() for stat in stats]
+        return [int(found[11]) + int(found[12]) for found in fields]
+
+    before = ticks()
+    for _ in range(100):
+        time.sleep(0.01)
+    assert all(now - then <= 2 for now, then in zip(ticks(), before, strict=True))
+
+
+def test_a_stage_serves_members_of_the_fleet_one_after_the_other(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With certificates and a join token. When one has ended, the stage starts again; when it ends, that is told."""
+    certificates = make_certificates(tmp_path / "tls")
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("0123456789abcdef")
+    wrong.write_text("fedcba9876543210")
+    flags = ("--tls-dir", str(certificates), "--join-token-file", str(right))
+    lost: list[str] = []
+    with stages(directory, tmp_path, 1, *flags) as others, ThreadPoolExecutor(1) as executor:
+        (stage,) = others
+        pid = stage.process.pid
+        with pytest.raises(ConfigurationError, match=r"--stage unix:.*join token"):
+            pipeline(directory, others, [], transport=Transport(certificates, wrong))
+        transport = Transport(certificates, right)
+        with closing(pipeline(directory, others, lost, transport=transport)) as first:
+            second = executor.submit(pipeline, directory, others, lost, transport=transport)
+            until(lambda: "it is a stage of another worker" in caplog.text, "the second waits")
+            step(first)
+            assert not second.done()
+        with closing(second.result()) as runner:
+            step(runner)
+            assert (stage.process.pid, stage.num_starts) == (pid, 2)
+            assert not lost
+            stage.process.signal(signal.SIGKILL)
+            until(lambda: bool(lost), "the end of a stage is told")
+    assert f"the stage at {stage.address} has ended" in lost[0]
+
+
+def test_other_files_are_refused(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has other files of the model than this worker; give both the same"):
+        staged(directory, 2, fingerprint="1" * 64)
+
+
+def test_a_process_that_is_no_stage_is_refused(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/other.sock"
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_insecure_port(address)
+    server.start()
+    link = StageLink(address, Transport(), lambda _: None)
+    with closing(link), pytest.raises(ConfigurationError, match=f"--stage {address}: "):
+        link.open(stage_pb2.StageSetup())
+    server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({"tensor_parallel": 2}, "--pipeline 2 is not possible with --tensor-parallel 2: "),
+        ({"kv_disk": Path("d")}, "--pipeline 2 is not possible with --kv-disk: a block has parts on other hosts"),
+        ({"max_adapters": 1}, "--pipeline 2 is not possible with --max-adapters: "),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_in_one_sentence(other: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        refuse_flags(worker_config(pipeline=2, stages=("unix:s",), **other))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--pipeline", "2"], "needs a --stage for each of the 1 stages besides this worker, and 0 are given"),
+        (["--stage", "a:1"], "needs a --stage for each of the 0 stages besides this worker, and 1 are given"),
+        (["--pipeline", "2", "--stage", "a"], "--stage must be HOST:PORT or unix:/PATH, not 'a'"),
+        (["--serve-stage", "--pipeline", "2", "--stage", "a:1"], "leave out --pipeline and --stage"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags: list[str], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        config_of_arguments(["--model", "m", "--name", "m", *flags])

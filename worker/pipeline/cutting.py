@@ -1,0 +1,213 @@
+"""Cuts a model with PagedAttention between its layers, and makes of it what one stage of a pipeline computes.
+
+    stage 0        tokens -> embeddings -> layers 0 ..                            hidden states of all tokens ->
+    stages between       -> hidden states -> layers                               hidden states of all tokens ->
+    last stage           -> hidden states -> layers .. end, for the sampled rows  hidden states of these rows ->
+    stage 0        hidden states of rows -> product with the vocabulary -> logits
+
+A cut is a value through which alone everything before an attention reaches what follows. It is found in the graph, so
+that no architecture need be known. What depends on no attention, such as rotations of positions, every stage computes
+from the inputs of the step. Stage 0 has the vocabulary's product because it samples: hidden states of a row are a
+hundredth of its logits, and embeddings and that product often share their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import openvino as ov
+from openvino import opset13
+
+from headrace.worker.config import ConfigurationError
+from headrace.worker.model.fused_projections import is_constant
+from headrace.worker.model.window_tables import attentions
+
+STATES = "hidden_states"
+Key = tuple[str, int]
+
+
+class Cuts(NamedTuple):
+    """Where a model may be cut: `values[i]` is what layer i + 1 and all after it get of the layers before. `costs` has
+    the bytes of the weights of each layer's products, and `head_cost` those of the vocabulary's."""
+
+    values: Sequence[ov.Output]
+    costs: Sequence[int]
+    head_cost: int
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers with an attention."""
+        return len(self.costs)
+
+
+def find_cuts(model: ov.Model) -> Cuts:
+    """Find where a model can be cut. Changes nothing. ConfigurationError if it cannot be cut between all layers."""
+    if any(name.startswith("la.") for port in model.inputs for name in port.get_names()):
+        raise _refused("it has recurrent layers, whose states would have to be divided too")
+    nodes = list(model.get_ordered_ops())
+    places = {node.get_name(): place for place, node in enumerate(nodes)}
+    starts = [places[node.get_name()] for node in attentions(model)]
+    values = _values_between(nodes, places, starts)
+    head = _head_product(model)
+    ends = [*(places[value.get_node().get_name()] for value in values), len(nodes)]
+    costs = [0] * len(starts)
+    layer = 0
+    for place, node in enumerate(nodes):
+        while place > ends[layer]:
+            layer += 1
+        if node.get_name() != head.get_name():
+            costs[layer] += _weight_bytes(node)
+    return Cuts(values, costs, _weight_bytes(head))
+
+
+def _values_between(nodes: Sequence[ov.Node], places: dict[str, int], starts: Sequence[int]) -> list[ov.Output]:
+    """For each attention but the first, the last value before it through which alone the attentions before it reach
+    what follows."""
+    found: list[ov.Output] = []
+    candidate: ov.Output | None = None
+    # Values that depend on an attention and are still needed, with the place of their last use.
+    live: dict[Key, tuple[int, ov.Output]] = {}
+    depends: set[str] = set()
+    numbers = {start: number for number, start in enumerate(starts)}
+    for place, node in enumerate(nodes):
+        number = numbers.get(place)
+        if number:
+            if candidate is None:
+                raise _refused(f"layer {number} reads more than the hidden states of the layer before it")
+            found.append(candidate)
+        name = node.get_name()
+        if number is not None:
+            candidate = None
+        elif not any(value.get_node().get_name() in depends for value in node.input_values()):
+            continue
+        depends.add(name)
+        for output in node.outputs():
+            uses = [places[user.get_node().get_name()] for user in output.get_target_inputs()]
+            live[name, output.get_index()] = (max(uses, default=-1), output)
+        live = {key: entry for key, entry in live.items() if entry[0] > place}
+        if len(live) == 1:
+            ((_, only),) = live.values()
+            candidate = only if _is_of_tokens(only) else candidate
+    return found
+
+
+def _is_of_tokens(value: ov.Output) -> bool:
+    """Whether a value has numbers in f32 for each token along its first axis."""
+    shape = value.get_partial_shape()
+    if shape.rank.is_dynamic or len(shape) < 2 or shape[0].is_static or shape[len(shape) - 1].is_dynamic:
+        return False
+    return bool(value.get_element_type() == ov.Type.f32)
+
+
+def divide(costs: Sequence[float], head_cost: float, speeds: Sequence[float]) -> list[int]:
+    """The first layer of each stage but the first, so that the slowest stage is as fast as possible. Each stage has at
+    least one layer; the first also has the head. `speeds` are those of the stages. ConfigurationError if there are more
+    stages than layers."""
+    num_layers, num_stages = len(costs), len(speeds)
+    if num_stages > num_layers:
+        raise _refused(f"it has {num_layers} layers for {num_stages} stages")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # For each number of layers, the best time of the slowest of the stages so far, and where the last of them begins.
+    best = [(sums[end] + head_cost) / speeds[0] for end in range(num_layers + 1)]
+    begins: list[list[int]] = []
+    for stage in range(1, num_stages):
+        found, first = [float("inf")] * (num_layers + 1), [0] * (num_layers + 1)
+        for end in range(stage + 1, num_layers + 1):
+            found[end], first[end] = min(
+                (max(best[begin], (sums[end] - sums[begin]) / speeds[stage]), begin) for begin in range(stage, end)
+            )
+        best = found
+        begins.append(first)
+    chosen: list[int] = []
+    end = num_layers
+    for first in reversed(begins):
+        end = first[end]
+        chosen.append(end)
+    return chosen[::-1]
+
+
+def take_head(model: ov.Model) -> ov.Model:
+    """Take the vocabulary's product, and what follows it, from a whole model. It becomes a model whose input are hidden
+    states; those of all tokens are what is left as the result."""
+    product = _head_product(model)
+    (result,) = model.get_results()
+    states = product.input_value(0)
+    parameter = _input_like(states)
+    product.input(0).replace_source_output(parameter.output(0))
+    model.remove_result(result)
+    model.add_results([opset13.result(states)])
+    _remove_unused(model)
+    return ov.Model([result], [parameter], "head")
+
+
+def keep_layers(model: ov.Model, cuts: Cuts, first: int, end: int) -> None:
+    """Leave of a model without head the layers from `first` to before `end`."""
+    if end < cuts.num_layers:
+        (result,) = model.get_results()
+        model.remove_result(result)
+        model.add_results([opset13.result(cuts.values[end - 1])])
+    if first:
+        value = cuts.values[first - 1]
+        parameter = _input_like(value)
+        for port in value.get_target_inputs():
+            port.replace_source_output(parameter.output(0))
+        model.add_parameters([parameter])
+    _remove_unused(model)
+    model.validate_nodes_and_infer_types()
+
+
+def _input_like(value: ov.Output) -> ov.Node:
+    shape = value.get_partial_shape()
+    parameter = opset13.parameter(shape, value.get_element_type(), STATES)
+    parameter.output(0).get_tensor().set_names({STATES})
+    return parameter
+
+
+def _remove_unused(model: ov.Model) -> None:
+    """Remove the inputs that no result needs."""
+    reached: set[str] = set()
+    waiting = list(model.get_results())
+    while waiting:
+        node = waiting.pop()
+        if node.get_name() not in reached:
+            reached.add(node.get_name())
+            waiting += [value.get_node() for value in node.input_values()]
+    for parameter in model.get_parameters():
+        if parameter.get_name() not in reached:
+            model.remove_parameter(parameter)
+
+
+def _head_product(model: ov.Model) -> ov.Node:
+    """The last product of a model."""
+    node = model.get_results()[0].input_value(0).get_node()
+    while node.get_type_name() != "MatMul":
+        computed = [value for value in node.input_values() if not is_constant(value)]
+        if not computed:
+            raise _refused("its end is of an unknown form")
+        node = computed[0].get_node()
+    return node
+
+
+def _weight_bytes(product: ov.Node) -> int:
+    """The bytes of the weights that a product reads; 0 for other operations."""
+    if "MatMul" not in product.get_type_name():
+        return 0
+    constants = {
+        node.get_name(): node for value in product.input_values() if is_constant(value) for node in _constants_of(value)
+    }
+    return sum(int(node.get_byte_size()) for node in constants.values())
+
+
+def _constants_of(value: ov.Output) -> Iterator[ov.Node]:
+    node = value.get_node()
+    if node.get_type_name() == "Constant":
+        yield node
+    for source in node.input_values():
+        yield from _constants_of(source)
+
+
+def _refused(why: str) -> ConfigurationError:
+    return ConfigurationError(f"the model cannot be divided into the stages of a pipeline: {why}; serve it whole")

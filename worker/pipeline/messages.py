@@ -1,0 +1,75 @@
+"""Steps and hidden states as messages between stages. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.protos import stage_pb2
+from headrace.worker.model.batch import Batch, Sums
+from headrace.worker.request.step import BlockCopy
+from headrace.worker.sampling.reduction import FloatArray
+
+# The most bytes of hidden states in a message.
+PIECE_BYTES = 4 << 20
+_Number = TypeVar("_Number", np.int32, np.int64)
+
+
+def message_of(batch: Batch, least_rows: int) -> stage_pb2.StageStep:
+    """A step as a message."""
+    copies = np.array([(copy.source, copy.destination) for copy in batch.copies], np.int32)
+    return stage_pb2.StageStep(
+        input_ids=batch.input_ids.tobytes(),
+        position_ids=batch.position_ids.tobytes(),
+        past_lens=batch.past_lens.tobytes(),
+        subsequence_begins=batch.subsequence_begins.tobytes(),
+        block_indices=batch.block_indices.tobytes(),
+        block_indices_begins=batch.block_indices_begins.tobytes(),
+        max_context_len=int(batch.max_context_len),
+        rows=batch.sampled_tokens_indices.tobytes(),
+        copies=copies.tobytes(),
+        least_rows=least_rows,
+    )
+
+
+def batch_of(step: stage_pb2.StageStep) -> Batch:
+    """The step of a message, with all that a stage needs of it."""
+    copies = _numbers(step.copies, np.int32).reshape(-1, 2).tolist()
+    return Batch(
+        input_ids=_numbers(step.input_ids, np.int64),
+        position_ids=_numbers(step.position_ids, np.int64),
+        past_lens=_numbers(step.past_lens, np.int32),
+        subsequence_begins=_numbers(step.subsequence_begins, np.int32),
+        block_indices=_numbers(step.block_indices, np.int32),
+        block_indices_begins=_numbers(step.block_indices_begins, np.int32),
+        max_context_len=np.array(step.max_context_len, np.int32),
+        sampled_tokens_indices=_numbers(step.rows, np.int64),
+        sampled=(),
+        ahead=None,
+        later=(),
+        beams=(),
+        copies=[BlockCopy(source, destination) for source, destination in copies],
+        prompts=(),
+        sums=Sums.NONE,
+        inverse_temperatures=np.zeros(0, np.float32),
+    )
+
+
+def pieces_of(states: FloatArray) -> Iterator[bytes]:
+    """Hidden states, copied into pieces of a message's size. None without any."""
+    flat = np.ascontiguousarray(states).reshape(-1).view(np.uint8)
+    for start in range(0, flat.size, PIECE_BYTES):
+        yield flat[start : start + PIECE_BYTES].tobytes()
+
+
+def states_of(pieces: list[bytes], num_rows: int) -> FloatArray:
+    """Hidden states of so many tokens or rows: `[rows, numbers]`."""
+    data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return np.frombuffer(data, np.float32).reshape(num_rows, -1) if num_rows else np.zeros((0, 0), np.float32)
+
+
+def _numbers(data: bytes, kind: type[_Number]) -> npt.NDArray[_Number]:
+    return np.frombuffer(data, kind)

@@ -1,0 +1,40 @@
+"""Serves a stage of other workers' pipelines, instead of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from headrace.common.transport.channels import Transport
+from headrace.common.transport.introspection import add_introspection, set_serving
+from headrace.protos import stage_pb2, stage_pb2_grpc
+from headrace.worker.config import WorkerConfig
+from headrace.worker.host.numa import num_threads_for
+from headrace.worker.model.directory import read_model_dir
+from headrace.worker.pipeline.stage import StageService
+from headrace.worker.serving import answer_probes, bound_server, stop_signal
+
+log = logging.getLogger("headrace.worker")
+
+STAGE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
+
+
+async def serve_stage(config: WorkerConfig) -> bool:
+    """Serve until SIGTERM or SIGINT, or until a worker that has called has ended. Returns whether it is that: the
+    process should then start again. ConfigurationError if the address or the model cannot be used."""
+    stop = stop_signal()
+    transport = Transport(config.tls_dir, config.join_token_file)
+    server = bound_server(config, transport)
+    read_model_dir(config.model_dir)
+    service = StageService(config, transport, num_threads_for(config.threads))
+    stage_pb2_grpc.add_StageServicer_to_server(service, server)
+    health = add_introspection(server, [STAGE])
+    await server.start()
+    probe = await answer_probes(config.probe, health)
+    await set_serving(health, [STAGE], True)
+    log.info("a stage is listening on %s", config.listen)
+    ends: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (stop, service.ended)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.gather(server.stop(0.0), *([probe.stop(0.0)] if probe is not None else []))
+    return not stop.is_set()
