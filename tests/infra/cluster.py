@@ -378,12 +378,15 @@ class Gate:
         self._open.set()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None:  # it was cut while the connection came
+            writer.transport.abort()
+            return
+        self._writers.add(writer)
         task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         try:
             await self._open.wait()
             onward_reader, onward_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
