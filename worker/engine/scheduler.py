@@ -21,7 +21,7 @@ import itertools
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -420,9 +420,16 @@ class Scheduler:
         prompts = [Prompt(request.num_kv_tokens, request.num_uncomputed_tokens) for request in served]
         place = served.index(first)
         budget = self._budget()
-        streams = StepShape.of(_streams(wanted))
-        room = budget.with_streams(streams, prompts, place) if wanted else budget.alone(prompts, place)
+        beside = self._beside(wanted)
+        streams = StepShape.of(_streams(beside))
+        room = budget.with_streams(streams, prompts, place) if beside else budget.alone(prompts, place)
         self._share_among(served, first, room, wanted)
+
+    def _beside(self, streams: Collection[Request]) -> Collection[Request]:
+        """The streams that wait for a step with prompts: those in it, or where several steps are on their way, all."""
+        if self.steps_at_once == 1:
+            return streams
+        return [request for request in self.running if request.num_uncomputed_tokens == 1]
 
     def _budget(self) -> StepBudget:
         return StepBudget(

@@ -29,12 +29,14 @@ class FakePipeline(FakeRunner):
         super().__init__(num_blocks, BLOCK, VOCABULARY)
         self._on_way: deque[Batch] = deque()
         self.most_on_way = 0
+        self.step_tokens: list[int] = []
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Begin a step."""
         del keeps_logits
         assert not any(set(batch.sampled) & set(other.sampled) for other in self._on_way)
         self._on_way.append(batch)
+        self.step_tokens.append(len(batch.input_ids))
         self.most_on_way = max(self.most_on_way, len(self._on_way))
 
     def run(self) -> Logits:
@@ -43,9 +45,11 @@ class FakePipeline(FakeRunner):
         return super().run()
 
 
-def engine_of(num_blocks: int, steps_at_once: int, max_num_seqs: int = 16) -> tuple[Engine, FakePipeline]:
+def engine_of(
+    num_blocks: int, steps_at_once: int, max_num_seqs: int = 16, max_num_mixed_tokens: int = 64
+) -> tuple[Engine, FakePipeline]:
     runner = FakePipeline(num_blocks)
-    limits = StepLimits(max_num_seqs, 64, 64, is_exact=True)
+    limits = StepLimits(max_num_seqs, 64, max_num_mixed_tokens, is_exact=True)
     engine = build_engine(
         runner, BatchSampler(), num_blocks, limits, step_costs=CHEAP_STEPS, steps_at_once=steps_at_once
     )
@@ -92,6 +96,19 @@ def test_one_request_is_in_one_step_at_a_time() -> None:
     run(engine)
     assert runner.most_on_way == 1
     assert_greedy([request])
+
+
+def test_a_stream_does_not_wait_for_a_prompt_that_takes_a_whole_step() -> None:
+    """A prompt in a step of its own has the tokens of one with streams, because these wait for its step."""
+    engine, runner = engine_of(100, 2, max_num_mixed_tokens=24)
+    stream, prompt = request_of(1, 4, 30), request_of(2, 120, 2)
+    engine.scheduler.add(stream)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.add(prompt)
+    run(engine)
+    assert 8 < max(runner.step_tokens) <= 24
+    assert_greedy([stream, prompt])
 
 
 def test_a_step_is_ended_before_it_is_given_up() -> None:
