@@ -74,14 +74,17 @@ def two_stages(model_dir: Path, cpus: list[int]) -> OpenVINOModelRunner:
     )
 
 
-def steps_of(name: str, block_size: int) -> list[Batch]:
-    """The steps of a name: one of so many streams, or those of a prompt."""
-    rng = random.Random(1)
+def steps_of(name: str, runner: OpenVINOModelRunner) -> list[Batch]:
+    """The steps of a name: those of so many streams, of which each has a part where several are on their way at a time,
+    or those of a prompt."""
+    rng, size = random.Random(1), runner.block_size
     kind, number = name.split()
     if kind == "decode":
-        return [build_batch(requests_of(((CONTEXT, 1),) * int(number), rng, block_size), block_size)]
-    ((request, total),) = requests_of(((0, int(number)),), rng, block_size)
-    return [build_batch([step], block_size) for step in chunks_of(request, total)]
+        streams = requests_of(((CONTEXT, 1),) * int(number), rng, size)
+        groups = [streams[first :: runner.num_stages] for first in range(runner.num_stages)]
+        return [build_batch(group, size) for group in groups if group]
+    ((request, total),) = requests_of(((0, int(number)),), rng, size)
+    return [build_batch([step], size) for step in chunks_of(request, total)]
 
 
 def chunks_of(request: Request, total: int) -> list[Scheduled]:
@@ -101,21 +104,28 @@ def compute(
     runner.allocate(NUM_BLOCKS)
     runner.touch()
     link.send(None)
-    batches = {name: steps_of(name, runner.block_size) for name in NAMES}
+    batches = {name: steps_of(name, runner) for name in NAMES}
     while (name := link.recv()) is not None:
-        link.send(timed(runner, batches[name]))
+        link.send(timed(runner, name, batches[name]))
 
 
-def timed(runner: OpenVINOModelRunner, batches: list[Batch]) -> float:
+def timed(runner: OpenVINOModelRunner, name: str, batches: list[Batch]) -> float:
     """The mean milliseconds of all steps, over the repeats but the first."""
-    times = []
-    for _ in range(REPEATS):
-        start_s = time.perf_counter()
-        for batch in batches:
-            runner.bind(batch, keeps_logits=False)
+    at_once = len(batches) if name.startswith("decode") else 1
+    compute_all(runner, batches, at_once)
+    start_s = time.perf_counter()
+    compute_all(runner, batches * (REPEATS - 1), at_once)
+    return 1000 * (time.perf_counter() - start_s) / (REPEATS - 1)
+
+
+def compute_all(runner: OpenVINOModelRunner, batches: list[Batch], at_once: int) -> None:
+    """Compute steps in order, of which so many are on their way at a time."""
+    for number, batch in enumerate(batches):
+        runner.bind(batch, keeps_logits=False)
+        if number >= at_once - 1:
             runner.run()
-        times.append(1000 * (time.perf_counter() - start_s))
-    return float(np.mean(times[1:]))
+    for _ in range(at_once - 1):
+        runner.run()
 
 
 def main() -> None:
