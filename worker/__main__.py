@@ -33,6 +33,8 @@ from headrace.worker.serving import serve
 from headrace.worker.stage_serving import serve_stage
 
 DRAIN_TIMEOUT_S = 2.0
+# Options whose fields in the configuration have other names.
+_RENAMED = ("kv_cache_gb", "window_cache", "serve_stage")
 _OF_PROCESS = ("log_level", "log_format", "otlp_endpoint")
 _NEED_DRAFT_MODEL = {
     "draft": "a smaller model",
@@ -81,7 +83,6 @@ _NEED_DRAFT_MODEL = {
 @worker_options
 @click.option(
     "--serve-stage",
-    "serves_stage",
     is_flag=True,
     help="Be a stage of another worker's --pipeline, which calls --listen, and no worker. Starts again when that "
     "worker has ended.",
@@ -237,7 +238,7 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         raise ConfigurationError(
             f"--role {options['role']} moves cached prefixes between workers; leave out --no-kv-peers"
         )
-    check_pipeline(options["pipeline"], options["stages"], serves_stage=options["serves_stage"])
+    check_pipeline(options["pipeline"], options["stages"], serves_stage=options["serve_stage"])
     check_speculation(options["speculation"], options["draft_model"])
     model_dir, name = find_directory(options["model_dir"])
     name = options["name"] or name
@@ -252,11 +253,12 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         "cache_eviction": None if options["cache_eviction"] == OFF else options["cache_eviction"],
         "trims_windows": options["window_cache"] == "trim",
         "rank_cpus": (),
+        "serves_stage": options["serve_stage"],
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
         "advertise": options["advertise"] or advertised_address(listen, peer),
         **adapters_of(options["adapters"], options["max_adapters"], name),
     }
-    given = {name: value for name, value in options.items() if name not in ("kv_cache_gb", "window_cache")}
+    given = {name: value for name, value in options.items() if name not in _RENAMED}
     return WorkerConfig(**{**given, **found})
 
 

@@ -37,7 +37,8 @@ def test_a_pipeline_has_the_log_probabilities_of_the_whole(name: str) -> None:
     assert_exact(undivided(directory_of(name)), of_stages, [tokens[:20], tokens[:300], *([tokens] if ALL else [])])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_recurrent_layers_are_refused_in_a_sentence(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="recurrent layers, whose states would have to be divided too"):
-        find_cuts(read_paged(ov.Core(), directory_of(name)).graph)
+@pytest.mark.skipif(not REFUSED, reason="HEADRACE_ARCHITECTURES=1 exports models with recurrent layers")
+def test_recurrent_layers_are_refused_in_a_sentence() -> None:
+    for name in REFUSED:
+        with pytest.raises(ConfigurationError, match="recurrent layers, whose states would have to be divided too"):
+            find_cuts(read_paged(ov.Core(), directory_of(name)).graph)

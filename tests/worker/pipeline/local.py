@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace.protos import stage_pb2
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
 from headrace.worker.config import ConfigurationError
+from headrace.worker.model.directory import context_of, read_config
 from headrace.worker.pipeline.messages import batch_of
 from headrace.worker.pipeline.runner import PipelineRunner
 from headrace.worker.pipeline.stage import StageRunner
@@ -89,7 +90,7 @@ def staged(directory: Path, num_stages: int, *, fingerprint: str = FINGERPRINT) 
         [f"stage-{number}" for number in range(1, num_stages)],
         LocalStages(directory, num_stages),
         threads=1,
-        max_context_tokens=4096,
+        max_context_tokens=context_of(read_config(directory), directory),
         speculates=False,
         fingerprint=hashed,
         on_lost=lambda _: None,
