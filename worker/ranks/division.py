@@ -112,7 +112,7 @@ def attention_heads(attention: ov.Node) -> tuple[int, int, int, int]:
 def divide(model: ov.Model, num_ranks: int) -> Division:
     """Divide a model with PagedAttention among ranks. Changes nothing. ConfigurationError if it cannot be divided."""
     if any(name.startswith("la.") for port in model.inputs for name in port.get_names()):
-        raise _refused("its recurrent layers have states that cannot be divided", num_ranks)
+        raise _refused("the states of its recurrent layers are not divided among ranks", num_ranks)
     return _Divider(model, num_ranks).divide()
 
 
