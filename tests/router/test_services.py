@@ -243,9 +243,10 @@ class Churn:
         clients = [asyncio.create_task(self._client(number)) for number in range(6)]
         for _ in range(4):
             await self.pods.add(token_s=0.002)
+        await until_takers(self.router, *self.pods.ready)
         next_s = time.monotonic()
-        for _ in range(num_changes):
-            await self._change()
+        for number in range(num_changes):
+            await self._change("away" if number == 0 else self._fault())
             changed_s = time.monotonic()
             try:
                 async with asyncio.timeout(bound_s()):
@@ -270,10 +271,13 @@ class Churn:
             assert tokens == answer(prompt, num_tokens)
             self.num_answers += 1
 
-    async def _change(self) -> None:
-        """Change a pod, in a quarter of the cases while the API server has a fault."""
+    def _fault(self) -> str:
+        """What happens to the API server at a change: nothing, in three quarters of the cases."""
+        return self.rng.choice(["drop", "version", "frozen", "away"]) if self.rng.random() < 0.25 else ""
+
+    async def _change(self, fault: str) -> None:
+        """Change a pod, while the API server has a fault or none."""
         server = self.pods.server
-        fault = self.rng.choice(["drop", "version", "frozen", "away"]) if self.rng.random() < 0.25 else ""
         if fault == "drop":
             await server.drop()
         elif fault == "version":
