@@ -56,8 +56,8 @@ _SAMPLE_TOKENS = 512
 _NUM_SAMPLES = 128
 # Files that say how an encoder makes vectors or scores.
 _ENCODER_FILES = ("1_Pooling/config.json", "modules.json", "sentence_bert_config.json", "tokenizer.json")
-# Architectures with networks of timm.
-_NEEDS_TIMM = ("gemma3n",)
+# Multimodal architectures whose text is exported alone: nothing else of them is served, and the whole needs timm.
+_TEXT_ALONE = {"gemma3n": "gemma3n_text"}
 # Multimodal architectures whose text may be of any architecture that can be exported.
 _OF_ANY_TEXT = ("llava", "llava_next", "mistral3")
 _OUT_OF_MEMORY = ("allocate memory", "bad_alloc", "bad allocation", "Cannot allocate")
@@ -97,13 +97,14 @@ def check(directory: Path, task: str = TEXT) -> None:
         raise ExportError(
             f"its architecture ({model_type}) needs code from its repository, which headrace does not run"
         )
+    if model_type in _TEXT_ALONE and task == TEXT:
+        check_type(_TEXT_ALONE[model_type], task)
+        return
     found = check_type(model_type, task) if model_type else _TASKS[task][0]
     if model_type in _OF_ANY_TEXT and (text_type := (raw.get("text_config") or {}).get("model_type")):
         check_type(text_type, task)
     if found == _MULTIMODAL_TASK and _packing(raw):
         raise ExportError(f"it is multimodal, and its weights are quantised ({_packing(raw)}), which is not supported")
-    if model_type in _NEEDS_TIMM and importlib.util.find_spec("timm") is None:
-        raise ExportError("its network for images needs the packages timm and torchvision beside transformers")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
@@ -157,6 +158,8 @@ def _limits(kind: Any) -> tuple[Any, Any]:
 def export(directory: Path, out: Path, options: Options) -> None:
     """Write model, tokenizers and the JSON files. OpenVINO maps the weights, and compression takes one at a time."""
     whole, plain = out / ".uncompressed", out / ".plain"
+    if _config_of(directory).get("model_type") in _TEXT_ALONE:
+        directory = _text_alone(directory, out / ".text")
     config = _config_of(directory)
     task = check_type(str(config.get("model_type")), options.task)
     packed = _packed_checkpoint(directory)
@@ -173,7 +176,7 @@ def export(directory: Path, out: Path, options: Options) -> None:
     keeps = packed is not None and packed.has_kept(options.mode)
     _export_whole(source, whole, task, options, keeps_type=keeps)
     gc.collect()
-    for folder in (plain, out / ".classifier"):
+    for folder in (plain, out / ".classifier", out / ".text"):
         shutil.rmtree(folder, ignore_errors=True)
     missing = [name for name in _TOKENIZERS if not (whole / name).is_file()]
     if missing and (options.task == TEXT or _TOKENIZERS[0] in missing):
@@ -213,6 +216,19 @@ def _export_whole(source: Path, whole: Path, task: str, options: Options, *, kee
         stateful=options.task == TEXT,
         model_loading_kwargs={"torch_dtype": kind} if kind else None,
     )
+
+
+def _text_alone(directory: Path, target: Path) -> Path:
+    """Make a directory with the configuration of a multimodal checkpoint's text, and links to its files. transformers
+    finds the weights under the names that they have there."""
+    config = _config_of(directory)
+    text = {**config["text_config"], "model_type": _TEXT_ALONE[config["model_type"]]}
+    target.mkdir(parents=True)
+    (target / "config.json").write_text(json.dumps(text))
+    for path in directory.iterdir():
+        if path.name not in ("config.json", *_IMAGE_FILES):
+            (target / path.name).symlink_to(path.absolute())
+    return target
 
 
 def _is_causal(config: Mapping[str, Any]) -> bool:

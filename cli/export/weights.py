@@ -101,6 +101,8 @@ def why_unreadable(config: Mapping[str, object]) -> str:
     if not isinstance(options, Mapping):
         return ""
     method = str(options.get("quant_method") or "an unknown method")
+    if config.get("kv_lora_rank") and keeps_integers(config):
+        return f"are quantised by {method}, and the integers of its latent attention cannot be kept"
     if method == _MXFP4:
         known = config.get("model_type") == "gpt_oss"
         return "" if known else f"are quantised by mxfp4, which is read of gpt_oss only, and otherwise {_READABLE}"

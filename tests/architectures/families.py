@@ -76,7 +76,8 @@ class Family:
     @property
     def is_further(self) -> bool:
         """Whether `cli/export/further_types.py` traces it, or its text."""
-        return not FURTHER_TYPES.isdisjoint((self.model_type, f"{self.model_type}_text"))
+        kinds = (self.model_type, f"{self.model_type}_text", self.config.get("model_type"))
+        return not FURTHER_TYPES.isdisjoint(kinds)
 
     @property
     def whole_config(self) -> dict[str, Any]:
@@ -196,6 +197,19 @@ _LATENT = {
     "v_head_dim": 32,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+# Its queries grow with their positions.
+_MINISTRAL3 = {
+    **_GROUPED,
+    "head_dim": 32,
+    "sliding_window": None,
+    "rope_parameters": {
+        **_YARN,
+        "rope_theta": 10000.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+    },
+}
 _TWO_KINDS = {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
 
 _GATED_DELTA = {
@@ -481,22 +495,13 @@ FAMILIES: Mapping[str, Family] = {
         vision={**_PICTURES, "image_size": 168, "model_type": "pixtral", "head_dim": 32},
         around={**_IMAGE, "spatial_merge_size": 2},
     ),
-    # Its queries grow with their positions.
-    "ministral3": Family(
-        "ministral3",
-        {
-            **_GROUPED,
-            "head_dim": 32,
-            "sliding_window": None,
-            "rope_parameters": {
-                **_YARN,
-                "rope_theta": 10000.0,
-                "llama_4_scaling_beta": 0.1,
-                "mscale_all_dim": 1.0,
-                "mscale": 1.0,
-            },
-        },
+    "ministral3": Family("ministral3", _MINISTRAL3, transformers="5.5.4"),
+    "mistral3-ministral3": Family(
+        "mistral3",
+        {**_MINISTRAL3, "model_type": "ministral3"},
         transformers="5.5.4",
+        vision={**_PICTURES, "image_size": 168, "model_type": "pixtral", "head_dim": 32},
+        around={**_IMAGE, "spatial_merge_size": 2},
     ),
     "lfm2": Family(
         "lfm2",

@@ -27,7 +27,7 @@ def table() -> str:
     served = sorted({family.model_type for family in families.values() if family.vision is None})
     multimodal = {name: family for name, family in families.items() if family.vision is not None}
     seeing = sorted({family.model_type for name, family in multimodal.items() if name in PROCESSING})
-    blind = sorted({family.model_type for name, family in multimodal.items() if name not in PROCESSING})
+    blind = sorted({family.model_type for family in multimodal.values()} - set(seeing))
     names = ", ".join(f"{name} ({family.refused})" for name, family in sorted(refused.items()))
     head = ["| | `model_type` in `config.json` |", "|---|---|"]
     formats = sorted({family.weights for family in FAMILIES.values()})

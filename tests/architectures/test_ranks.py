@@ -29,6 +29,11 @@ REFUSED = {
     **{name: (1, "recurrent layers") for name, family in FAMILIES.items() if family.is_recurrent},
     "falcon": (1, "would mix"),
     "olmo2": (2, "k_norm"),
+    "olmo3": (2, "k_norm"),
+    "deepseek_v2": (1, "more than two dimensions"),
+    "deepseek_v3": (1, "more than two dimensions"),
+    "llama4_text": (1, "of a form that cannot be divided"),
+    "gemma3n_text": (1, "would work on a part of its values"),
 }
 RANKS = (2, 3, 4) if ALL else (2,)
 CASES = [(name, num_ranks) for name in NAMES for num_ranks in RANKS]

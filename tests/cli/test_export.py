@@ -285,6 +285,14 @@ def test_what_is_read_is_not_refused(options: dict[str, object]) -> None:
     assert why_unreadable({**CONFIG, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}) == ""
 
 
+def test_integers_of_latent_attention_are_not_kept() -> None:
+    config = {**CONFIG, "model_type": "deepseek_v2", "kv_lora_rank": 512}
+    assert "by awq, and the integers of its latent" in why_unreadable(
+        {**config, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    )
+    assert not why_unreadable({**config, "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}})
+
+
 @pytest.mark.parametrize("flags", [["--awq"], ["--ratio", "0.9"]])
 def test_methods_for_int4_with_a_data_set_are_passed_on_and_recorded(
     hub: Hub,
