@@ -88,11 +88,14 @@ def settle_positions(model: ov.Model, max_context_tokens: int) -> bool:
     unknown way, or if the model has fewer positions than `max_context_tokens`."""
     depends_on_context = False
     kinds: dict[str, _Kind] = {}
+    placed: set[str] = set()  # what depends on the positions of the input
     for node in model.get_ordered_ops():
         kind = kinds[node.get_name()] = _kind_of(node, kinds)
         if _is_table_of_positions(node, kinds):
             _check_length(node, max_context_tokens)
-        if node.get_type_name() in _ROTATIONS and kind in (_Kind.SHAPE, _Kind.TOKENS):
+        if kind is _Kind.POSITION or any(value.get_node().get_name() in placed for value in node.input_values()):
+            placed.add(node.get_name())
+        elif node.get_type_name() in _ROTATIONS and kind is not _Kind.CONSTANT:
             raise UnservableError(
                 "its graph counts positions itself, over all tokens of a step, instead of taking them; export the "
                 "original with headrace pull OWNER/NAME --weights int8"

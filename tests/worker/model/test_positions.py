@@ -84,6 +84,16 @@ def test_rotations_by_counted_positions_are_refused(angles: Callable[[ov.Node, o
         settle_positions(model, 64)
 
 
+def test_rotations_may_also_depend_on_other_inputs() -> None:
+    """As on the positions of images."""
+    model = model_of(
+        lambda positions, states: opset13.cos(
+            opset13.add(states, opset13.unsqueeze(opset13.convert(positions, "f32"), constant(1)))
+        )
+    )
+    assert not settle_positions(model, 64)
+
+
 def test_a_model_that_counts_nothing_is_left_alone() -> None:
     model = model_of(lambda positions, states: opset13.multiply(states, states))
     model.inputs[0].get_tensor().set_names({"others"})
