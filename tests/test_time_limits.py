@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +11,8 @@ from typing import Any
 import pytest
 
 from tests import time_limits
-from tests.patience import patience
+from tests.inner_pytest import failed_run
 from tests.time_limits import pytest_runtest_makereport, pytest_timeout_set_timer
-
-ROOT = Path(__file__).parents[1]
 
 _HANGS = """
 import asyncio
@@ -83,20 +79,9 @@ def test_an_alarm_that_an_event_loop_swallowed_comes_again(tmp_path: Path) -> No
     """In a process of its own: alarms that come again and again strike what follows, too."""
     (tmp_path / "test_hanging.py").write_text(_HANGS)
     (tmp_path / "conftest.py").write_text("from tests import time_limits\n\ntime_limits._AGAIN_S = 0.05\n")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "--timeout", "0.5", "-p", "tests.time_limits", str(tmp_path)]
-    more = ["--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-p", "no:schemathesis"]
-    done = subprocess.run(
-        [*command, *more],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "the loop has swallowed Failed" in done.stdout
-    assert "1 failed" in done.stdout
+    printed = failed_run(tmp_path, "-n", "0", "--timeout", "0.5")
+    assert "the loop has swallowed Failed" in printed
+    assert "1 failed" in printed
 
 
 def test_an_interruption_between_two_lines_is_a_failure_of_its_test_alone() -> None:

@@ -12,22 +12,19 @@ Nothing else should run on the machine. The stages are joined by a socket of thi
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.engine.ranks import CONTEXT, NUM_BLOCKS, REPEATS, one_process
+from benchmarks.engine.divided import CONTEXT, NUM_BLOCKS, REPEATS, Make, arguments, running
 from benchmarks.engine.step_cost import requests_of
 from benchmarks.machine import describe
 from headrace.common.launch import with_parent
@@ -96,14 +93,12 @@ def chunks_of(request: Request, total: int) -> list[Scheduled]:
     return found
 
 
-def compute(
-    make: Callable[[Path, list[int]], OpenVINOModelRunner], model_dir: Path, cpus: list[int], link: Connection
-) -> None:
+def compute(make: Make, model_dir: Path, cpus: list[int], link: Connection) -> None:
     """Load, and compute what is asked for until None comes."""
     runner = make(model_dir, cpus)
     runner.allocate(NUM_BLOCKS)
     runner.touch()
-    link.send(None)
+    link.send(os.getpid())
     batches = {name: steps_of(name, runner) for name in NAMES}
     while (name := link.recv()) is not None:
         link.send(timed(runner, name, batches[name]))
@@ -130,53 +125,11 @@ def compute_all(runner: OpenVINOModelRunner, batches: list[Batch], at_once: int)
 
 def main() -> None:
     """Compare all steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
+    args = arguments(__doc__)
     print(describe())
-    first, second = sorted(os.sched_getaffinity(0))[:2]
-    sides = {
-        "one core": (one_process, [first]),
-        "two stages": (two_stages, [first, second]),
-        "two threads": (one_process, [first, second]),
-    }
-    context = multiprocessing.get_context("spawn")
-    links: dict[str, Connection] = {}
-    for name, (make, cpus) in sides.items():
-        links[name], theirs = context.Pipe()
-        context.Process(target=compute, args=(make, args.model_dir, cpus, theirs)).start()
-        links[name].recv()
-    try:
+    with running(args.model_dir, "two stages", two_stages, compute) as sides:
         for step in NAMES:
-            compare(step, links, args.rounds)
-    finally:
-        for link in links.values():
-            link.send(None)
-
-
-def compare(step: str, links: dict[str, Connection], rounds: int) -> None:
-    """Compute a step on all sides in turns, and print the figures."""
-    names = list(links)
-    found: list[list[float]] = []
-    for number in range(rounds + 1):
-        of_round: dict[str, float] = {}
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            links[name].send(step)
-            of_round[name] = links[name].recv()
-        if number:  # in the first round kernels are built
-            found.append([of_round[name] for name in names])
-    times = np.array(found)
-    one, two, threads = np.median(times, axis=0)
-    against = [
-        f"{name} {np.median(ratios):.3f} ({np.percentile(ratios, 25):.3f} to {np.percentile(ratios, 75):.3f})"
-        for name, ratios in (("one core", times[:, 1] / times[:, 0]), ("two threads", times[:, 1] / times[:, 2]))
-    ]
-    print(
-        f"{step}: {one:.1f} ms on one core, {two:.1f} on two stages, {threads:.1f} on two threads; "
-        f"stages to {', to '.join(against)}",
-        flush=True,
-    )
+            print(sides.describe(step, np.array(sides.measure(step, args.rounds))), flush=True)
 
 
 if __name__ == "__main__":

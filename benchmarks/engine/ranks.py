@@ -13,14 +13,11 @@ take half of one core's time; ranks that share one memory cannot be faster than 
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import random
 import statistics
 import time
 import timeit
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +26,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13
 
+from benchmarks.engine.divided import CONTEXT, NUM_BLOCKS, REPEATS, Make, arguments, running
 from benchmarks.engine.step_cost import requests_of
 from benchmarks.machine import describe
 from headrace.worker.model.batch import Batch, build_batch
@@ -36,16 +34,12 @@ from headrace.worker.model.rank_sum import RankSum
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.ranks.group import GroupRunner
 
-NUM_BLOCKS = 2100
-CONTEXT = 256
 # Names, with the sequences of a step: tokens that are computed, and those that the step computes.
 STEPS = {
     **{f"decode {size}": ((CONTEXT, 1),) * size for size in (1, 8, 32)},
     **{f"prompt {tokens}": ((0, tokens),) for tokens in (64, 256, 512)},
 }
 NUM_SUMS = 60
-# Of a step in one go, the first of which is not counted.
-REPEATS = 6
 
 
 @dataclass(frozen=True)
@@ -54,12 +48,6 @@ class Measured:
 
     step_ms: float
     waited_ms: tuple[float, ...]
-
-
-def one_process(model_dir: Path, cpus: list[int]) -> OpenVINOModelRunner:
-    """The undivided model on these CPUs."""
-    os.sched_setaffinity(0, cpus)
-    return OpenVINOModelRunner(model_dir, threads=len(cpus), kv_precision="u8", execution_mode="performance")
 
 
 def ranks(model_dir: Path, cpus: list[int]) -> OpenVINOModelRunner:
@@ -78,9 +66,7 @@ def ranks(model_dir: Path, cpus: list[int]) -> OpenVINOModelRunner:
     )
 
 
-def compute(
-    make: Callable[[Path, list[int]], OpenVINOModelRunner], model_dir: Path, cpus: list[int], link: Connection
-) -> None:
+def compute(make: Make, model_dir: Path, cpus: list[int], link: Connection) -> None:
     """Load, and compute the steps that are asked for until None comes."""
     runner = make(model_dir, cpus)
     runner.allocate(NUM_BLOCKS)
@@ -145,56 +131,17 @@ def sum_us() -> float:
 
 def main() -> None:
     """Compare all steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
+    args = arguments(__doc__)
     print(describe())
     print(f"a sum that waits for nobody takes {sum_us():.0f} us", flush=True)
-    first, second = sorted(os.sched_getaffinity(0))[:2]
-    sides = {
-        "one core": (one_process, [first]),
-        "two ranks": (ranks, [first, second]),
-        "two threads": (one_process, [first, second]),
-    }
-    context = multiprocessing.get_context("spawn")
-    links: dict[str, Connection] = {}
-    for name, (make, cpus) in sides.items():
-        links[name], theirs = context.Pipe()
-        context.Process(target=compute, args=(make, args.model_dir, cpus, theirs)).start()
-        pid = links[name].recv()
-        print(f"{name}: resident {', '.join(f'{size:.0f}' for size in resident_mb(pid))} MB", flush=True)
-    try:
+    with running(args.model_dir, "two ranks", ranks, compute) as sides:
+        for name, pid in sides.pids.items():
+            print(f"{name}: resident {', '.join(f'{size:.0f}' for size in resident_mb(pid))} MB", flush=True)
         for step in STEPS:
-            compare(step, links, args.rounds)
-    finally:
-        for link in links.values():
-            link.send(None)
-
-
-def compare(step: str, links: dict[str, Connection], rounds: int) -> None:
-    """Compute a step on all sides in turns, and print the figures."""
-    found: list[list[Measured]] = []
-    for number in range(rounds + 1):
-        names = list(links)
-        of_round: dict[str, Measured] = {}
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            links[name].send(step)
-            of_round[name] = links[name].recv()
-        if number:  # in the first round kernels are built
-            found.append([of_round[name] for name in names])
-    times = np.array([[one.step_ms for one in row] for row in found])
-    one, two, threads = np.median(times, axis=0)
-    waited = np.median([row[1].waited_ms for row in found], axis=0)
-    against = [
-        f"{name} {np.median(ratios):.3f} ({np.percentile(ratios, 25):.3f} to {np.percentile(ratios, 75):.3f})"
-        for name, ratios in (("one core", times[:, 1] / times[:, 0]), ("two threads", times[:, 1] / times[:, 2]))
-    ]
-    print(
-        f"{step}: {one:.1f} ms on one core, {two:.1f} on two ranks, {threads:.1f} on two threads; "
-        f"ranks to {', to '.join(against)}; waited {', '.join(f'{ms:.2f}' for ms in waited)} ms",
-        flush=True,
-    )
+            found: list[list[Measured]] = sides.measure(step, args.rounds)
+            times = np.array([[one.step_ms for one in row] for row in found])
+            waited = np.median([row[1].waited_ms for row in found], axis=0)
+            print(f"{sides.describe(step, times)}; waited {', '.join(f'{ms:.2f}' for ms in waited)} ms", flush=True)
 
 
 if __name__ == "__main__":
