@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import random
+import secrets
 import socket
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def free_port(host: str) -> int:
     end = _first_outgoing_port() - 1
     if end > _MIN_PORT:
         for _ in range(_FREE_PAIR_TRIES):
-            port = random.randrange(_MIN_PORT, end)
+            port = _MIN_PORT + secrets.randbelow(end - _MIN_PORT)
             if is_free(host, port) and is_free(host, port + 1):
                 return port
     port = 0
