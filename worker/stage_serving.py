@@ -12,7 +12,6 @@ from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.worker.config import WorkerConfig
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.model.directory import read_model_dir
-from headrace.worker.pipeline.stage import StageService
 from headrace.worker.serving import answer_probes, bound_server, stop_signal
 
 log = logging.getLogger("headrace.worker")
@@ -23,6 +22,9 @@ STAGE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
 async def serve_stage(config: WorkerConfig) -> bool:
     """Serve until SIGTERM or SIGINT, or until a worker that has called has ended. Returns whether it is that: the
     process should then start again. ConfigurationError if the address or the model cannot be used."""
+    # OpenVINO starts threads, which inherit the memory policy: the command sets that after its imports.
+    from headrace.worker.pipeline.stage import StageService
+
     stop = stop_signal()
     transport = Transport(config.tls_dir, config.join_token_file)
     server = bound_server(config, transport)

@@ -56,13 +56,19 @@ class Terminal:
         """Type characters as they are."""
         os.write(self._controller, text.encode())
 
-    def until(self, text: str) -> str:
-        """Wait until this appears behind what earlier calls have waited for, and return what came up to its end."""
-        begun_s = time.monotonic()
+    def until(self, text: str, pressing: str = "") -> str:
+        """Wait until this appears behind what earlier calls have waited for, and return what came up to its end. Keys
+        that are given are pressed again and again: a Ctrl-C is lost while a prompt is written."""
+        begun_s = pressed_s = time.monotonic()
+        self.type(pressing)
         while (found := self.shown.find(text, self._seen)) < 0:
             is_over = not self._read()
             assert not is_over, f"the program has ended without {text!r}:\n{self.shown}"
-            waited_s = time.monotonic() - begun_s
+            now_s = time.monotonic()
+            if pressing and now_s - pressed_s > 1.0:
+                pressed_s = now_s
+                self.type(pressing)
+            waited_s = now_s - begun_s
             assert waited_s < patience(BOUND_S), f"no {text!r} within {waited_s:.0f} s:\n{self.shown}"
         begin, self._seen = self._seen, found + len(text)
         return self.shown[begin : self._seen]

@@ -95,8 +95,7 @@ def test_quotes_span_lines_and_ctrl_c_drops_what_was_begun(server: ChatServer, t
         chat.until("> ")
         chat.type('"""lost\n')
         chat.until("... ")
-        chat.type(CTRL_C)
-        chat.until("Ctrl-D leaves")
+        chat.until("Ctrl-D leaves", pressing=CTRL_C)
         chat.until("> ")
         chat.type('"""\n')
         chat.until("... ")
@@ -151,8 +150,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(server: ChatServer, tmp_path: P
         chat.until("> ")
         chat.type("abc\n")
         chat.until("\nc")
-        chat.type(CTRL_C)
-        chat.until("[stopped]")
+        chat.until("[stopped]", pressing=CTRL_C)
         leave(chat)
 
 

@@ -95,14 +95,17 @@ def ask(page: Browser, text: str, *, max_tokens: int = 40) -> None:
 
 
 def violations(page: Browser) -> list[str]:
-    """What the page does that axe-core's rules forbid: those of WCAG 2.2 A and AA, and its best practices."""
+    """What the page does that axe-core's rules forbid: those of WCAG 2.2 A and AA, and its best practices. Colours that
+    are changing are awaited."""
     if not AXE.is_file():
         pytest.skip("axe-core is not there; make .make/axe/.done fetches it")
     if not page.run("return Boolean(window.axe)"):
         page.run(AXE.read_text())
     return list(
         page.run(
-            """const found = await axe.run(document, {resultTypes: ['violations']});
+            """const ends = ({effect}) => effect.getComputedTiming().endTime < Infinity;
+            await Promise.allSettled(document.getAnimations().filter(ends).map(({finished}) => finished));
+            const found = await axe.run(document, {resultTypes: ['violations']});
             return found.violations.flatMap(({id, nodes}) => nodes.map(
               (node) => `${id}: ${node.target.join(' ')}: ${node.failureSummary.replace(/\\s+/g, ' ')}`));"""
         )
