@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,12 +28,15 @@ Compute = Callable[[Make, Path, list[int], Connection], None]
 """What a process does: it loads a model on CPUs, sends its pid, and answers each name of a step with its figures."""
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """What the command is given: the model's directory, and the number of rounds."""
+def arguments(description: str | None, steps: Iterable[str]) -> argparse.Namespace:
+    """What the command is given: the model's directory, the number of rounds, and which of the steps to compare."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--rounds", type=int, default=15)
-    return parser.parse_args()
+    parser.add_argument("--step", action="append", choices=list(steps), metavar="NAME", help="only this one, or these")
+    args = parser.parse_args()
+    args.step = args.step or list(steps)
+    return args
 
 
 def whole(model_dir: Path, cpus: list[int]) -> OpenVINOModelRunner:

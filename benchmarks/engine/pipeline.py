@@ -1,6 +1,6 @@
 """One model on one core, on two stages with a core each, and in one process with both cores.
 
-    python -m benchmarks.engine.pipeline MODEL_DIR [--rounds 15]
+    python -m benchmarks.engine.pipeline MODEL_DIR [--rounds 15] [--step 'decode 1']
 
 Each side is a process that loads the model once, or two; an idle one takes no CPU time. The sides compute the same
 steps in turns. It prints the milliseconds of each, and the median and quartiles of the ratios of the stages to the
@@ -125,10 +125,10 @@ def compute_all(runner: OpenVINOModelRunner, batches: list[Batch], at_once: int)
 
 def main() -> None:
     """Compare all steps."""
-    args = arguments(__doc__)
+    args = arguments(__doc__, NAMES)
     print(describe())
     with running(args.model_dir, "two stages", two_stages, compute) as sides:
-        for step in NAMES:
+        for step in args.step:
             print(sides.describe(step, np.array(sides.measure(step, args.rounds))), flush=True)
 
 

@@ -1,6 +1,6 @@
 """One model on one core, on two ranks with a core each, and in one process with both cores.
 
-    python -m benchmarks.engine.ranks MODEL_DIR [--rounds 15]
+    python -m benchmarks.engine.ranks MODEL_DIR [--rounds 15] [--step 'decode 1']
 
 Each side is a process that loads the model once; an idle one takes no CPU time. The sides compute the same steps in
 turns. It prints the milliseconds of each, and the median and quartiles of the ratios of the ranks to the other two;
@@ -131,13 +131,13 @@ def sum_us() -> float:
 
 def main() -> None:
     """Compare all steps."""
-    args = arguments(__doc__)
+    args = arguments(__doc__, STEPS)
     print(describe())
     print(f"a sum that waits for nobody takes {sum_us():.0f} us", flush=True)
     with running(args.model_dir, "two ranks", ranks, compute) as sides:
         for name, pid in sides.pids.items():
             print(f"{name}: resident {', '.join(f'{size:.0f}' for size in resident_mb(pid))} MB", flush=True)
-        for step in STEPS:
+        for step in args.step:
             found: list[list[Measured]] = sides.measure(step, args.rounds)
             times = np.array([[one.step_ms for one in row] for row in found])
             waited = np.median([row[1].waited_ms for row in found], axis=0)

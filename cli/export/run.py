@@ -149,8 +149,8 @@ def _failure(name: str, status: int, python: str, log: str) -> CommandError:
         return CommandError(
             f"{name} has its weights as safetensors, and exporting them needs packages that {python} does not have "
             f"({reason.removeprefix('it lacks ')}); install them with: pip install 'headrace[export]' "
-            "--extra-index-url https://download.pytorch.org/whl/cpu (or set HEADRACE_EXPORT_PYTHON to a Python with "
-            "them), or take an OpenVINO or GGUF version of the model"
+            "(PyTorch for CPUs alone is much smaller: install it first, as its site tells; or set "
+            "HEADRACE_EXPORT_PYTHON to a Python with them), or take an OpenVINO or GGUF version of the model"
         )
     if reason:
         return CommandError(f"{name} cannot be exported: {reason}; take an OpenVINO or GGUF version of the model")
