@@ -13,6 +13,7 @@ hundredth of its logits, and embeddings and that product often share their weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,11 +30,12 @@ Key = tuple[str, int]
 
 class Cuts(NamedTuple):
     """Where a model may be cut: `values[i]` is what layer i + 1 and all after it get of the layers before. `costs` has
-    the bytes of the weights of each layer's products, and `head_cost` those of the vocabulary's."""
+    the number of the weights of each layer's products, and `head_cost` half of that of the vocabulary's, which steps of
+    prompts do without."""
 
     values: Sequence[ov.Output]
     costs: Sequence[int]
-    head_cost: int
+    head_cost: float
 
     @property
     def num_layers(self) -> int:
@@ -57,8 +59,8 @@ def find_cuts(model: ov.Model) -> Cuts:
         while place > ends[layer]:
             layer += 1
         if node.get_name() != head.get_name():
-            costs[layer] += _weight_bytes(node)
-    return Cuts(values, costs, _weight_bytes(head))
+            costs[layer] += _num_weights(node)
+    return Cuts(values, costs, _num_weights(head) / 2)
 
 
 def _values_between(nodes: Sequence[ov.Node], places: dict[str, int], starts: Sequence[int]) -> list[ov.Output]:
@@ -191,14 +193,16 @@ def _head_product(model: ov.Model) -> ov.Node:
     return node
 
 
-def _weight_bytes(product: ov.Node) -> int:
-    """The bytes of the weights that a product reads; 0 for other operations."""
+def _num_weights(product: ov.Node) -> int:
+    """The number of the weights that a product reads; 0 for other operations."""
     if "MatMul" not in product.get_type_name():
         return 0
-    constants = {
-        node.get_name(): node for value in product.input_values() if is_constant(value) for node in _constants_of(value)
-    }
-    return sum(int(node.get_byte_size()) for node in constants.values())
+    # Of the constants of an input, the largest has the weights, and the others are their scales.
+    return sum(
+        max(math.prod(node.get_output_shape(0)) for node in _constants_of(value))
+        for value in product.input_values()
+        if is_constant(value)
+    )
 
 
 def _constants_of(value: ov.Output) -> Iterator[ov.Node]:
