@@ -117,11 +117,10 @@ def build_engine(
         step_costs=costs,
         speculation=drafts,
         max_prompt_rows=num_rows,
+        steps_at_once=steps_at_once,
     )
-    if steps_at_once == 1:
-        return Engine(scheduler, runner, sampler, step_log)
-    scheduler.steps_at_once = steps_at_once
-    return PipelinedEngine(scheduler, runner, sampler, step_log)
+    kind = Engine if steps_at_once == 1 else PipelinedEngine
+    return kind(scheduler, runner, sampler, step_log)
 
 
 def _drafts_of(
@@ -167,6 +166,7 @@ def build_scheduler(
     clock: Callable[[], float] = time.monotonic,
     speculation: Speculation | None = None,
     max_prompt_rows: int = sys.maxsize,
+    steps_at_once: int = 1,
 ) -> Scheduler:
     """A scheduler without requests. `target_step_ms` is the longest time between two tokens of a stream; None lets the
     worker choose. `step_costs` has the learned costs of steps. ValueError if the limits leave no room for prompts
@@ -182,6 +182,7 @@ def build_scheduler(
         step_costs=StepCosts() if step_costs is None else step_costs,
         speculation=speculation,
         clock=clock,
+        steps_at_once=steps_at_once,
     )
 
 
