@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -219,7 +220,7 @@ def read_files(config: WorkerConfig, memory: HostMemory | None) -> Found:
     check_memory(config, memory.resident_bytes if memory is not None else 0)
     disk_key = None if config.kv_disk_key is None else read_key(config.kv_disk_key)
     kept = None if memory is None else KeptCache(memory, threads, huge_pages=config.huge_pages)
-    hashing = ThreadPoolExecutor(1).submit(fingerprint_of, config.model_dir, threads)
+    hashing = in_thread("fingerprint", partial(fingerprint_of, config.model_dir, threads))
     rule = eviction_of(config)
     refuse_flags(config)
     speculation = speculation_for(config, with_amx=has_amx())

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +28,7 @@ import numpy as np
 import openvino as ov
 
 from headrace.common.model_files.networks import weights_in
+from headrace.common.threads import in_thread
 from headrace.common.transport.channels import Transport
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
@@ -137,7 +139,7 @@ class StageCall:
         """Load, and compute until the stage before has ended. Raises StatusError if that is not possible."""
         setup = (await self._next("setup")).setup
         log.info("the worker's settings have come")
-        hashing = self._submit(fingerprint_of, self._config.model_dir, self._threads)
+        hashing = in_thread("fingerprint", partial(fingerprint_of, self._config.model_dir, self._threads))
         speed = await self._in_thread(bytes_per_s, self._threads)
         own = stage_pb2.StageHost(address=self._config.listen, threads=self._threads, speed=speed)
         later = await self._open_later(setup) if setup.later_stages else stage_pb2.StageOffer()
@@ -301,10 +303,6 @@ class StageCall:
     async def _tell_later(self, request: ComputeRequest) -> None:
         if self._later is not None:
             await self._later.write(request)
-
-    def _submit(self, function: Callable[..., _Result], *args: object) -> Future[_Result]:
-        """Call a function in a thread of its own."""
-        return ThreadPoolExecutor(1).submit(function, *args)
 
     async def _in_thread(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Call a function in the thread that computes."""
