@@ -233,7 +233,7 @@ class BatchRunner:
 
     async def _start(self, batch: OpenBatch, known: _Known, what: str, work: Callable[[], Awaitable[None]]) -> None:
         progress = await self.journal.progress(batch)
-        if await self.journal.claim(batch, what, progress, self._alive):
+        if await self.journal.claim(batch, what, progress, self._alive) and not self._is_stopping:
             known.other = asyncio.create_task(self._logged(batch, work()), name=f"{batch.id} {what}")
 
     async def _logged(self, batch: OpenBatch, work: Awaitable[None]) -> None:
@@ -258,7 +258,10 @@ class BatchRunner:
                 break
             if number in progress.done or number in known.parts:
                 continue
-            if await self.journal.claim(batch, f"{number:06d}", progress, self._alive):
+            is_own = await self.journal.claim(batch, f"{number:06d}", progress, self._alive)
+            if self._is_stopping:
+                return False
+            if is_own:
                 self._run_part_soon(batch, known, number, plan.part(number))
         return len(progress.done) == plan.num_parts
 

@@ -20,6 +20,7 @@ import pytest_asyncio
 from headrace.common.stores.api_keys import ApiKey, new_secret, sha256_of, write_keys
 from headrace.common.tasks import end_tasks
 from headrace.gateway.batches import runner
+from headrace.gateway.batches.journal import PLAN
 from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.protos.priorities import BACKGROUND_PRIORITY
 from headrace.protos.status import Reason, StatusError
@@ -504,6 +505,44 @@ async def test_gateways_share_the_lines_and_take_over_those_of_a_dead_one(
     # Only what was under way when the gateway died was asked for again.
     assert sum(number > 1 for number in asked.values()) <= 8
     assert max(asked.values()) <= 2
+
+
+async def test_a_gateway_that_drains_while_it_claims_runs_nothing_more(kit: Any, router: Any, tmp_path: Path) -> None:
+    router.reset()
+    site = Site(kit, router, tmp_path)
+    is_taken_over = False
+
+    async def script(fake: Any, stream: Any, send: Any) -> None:
+        if not is_taken_over:
+            await asyncio.Event().wait()
+        await kit.speak(fake, stream, send)
+
+    router.script = script
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(site.gateway())
+        draining = first.protocols["batches"]._runner
+        claim = draining.journal.claim
+        drained = asyncio.Event()
+
+        async def claim_as_it_drains(batch: Any, what: str, *args: Any) -> bool:
+            is_own: bool = await claim(batch, what, *args)
+            if what != PLAN:
+                await draining.drain(0)
+                drained.set()
+            return is_own
+
+        draining.journal.claim = claim_as_it_drains
+        client = await stack.enter_async_context(site.client(first))
+        batch = await start(client, jsonl(line("one")))
+        async with asyncio.timeout(patience(30)):
+            await drained.wait()
+        is_taken_over = True
+        second = await stack.enter_async_context(site.gateway())
+        other = await stack.enter_async_context(site.client(second))
+        done = await ended(other, batch)
+    assert (done.status, done.request_counts.completed) == ("completed", 1)
+    # The gateway that claimed the part left it to the other one.
+    assert len(router.streams) == 1
 
 
 async def nothing() -> None:
