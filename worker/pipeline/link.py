@@ -13,7 +13,7 @@ import grpc
 from headrace.common.transport.channels import Transport
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
-from headrace.protos.status import Reason, StatusError, error_of
+from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
 from headrace.worker.config import ConfigurationError
 from headrace.worker.pipeline.messages import pieces_of
 from headrace.worker.sampling.reduction import FloatArray
@@ -29,6 +29,13 @@ _WAITS_FOR = (Reason.WORKER_LOST, Reason.QUEUE_FULL)
 
 class StageLostError(Exception):
     """A stage has ended, or is silent. The pipeline cannot go on."""
+
+
+def failure_of(error: grpc.RpcError) -> StatusError:
+    """Why a call to a stage has failed. gRPC has several statuses for a process or connection that is lost during a
+    call; all of them are WORKER_LOST."""
+    found = error_of(error)
+    return StatusError(Reason.WORKER_LOST, found.message) if is_peer_lost(error) else found
 
 
 class Waiting:
@@ -73,7 +80,7 @@ class StageLink:
             except StopIteration:
                 waiting.tell(StatusError(Reason.WORKER_LOST, "it has ended"))
             except grpc.RpcError as error:
-                waiting.tell(error_of(error))
+                waiting.tell(failure_of(error))
             else:
                 self._call = call
                 if not call.add_callback(self._ended):

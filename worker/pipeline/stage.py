@@ -41,7 +41,7 @@ from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.model.runner import OpenVINOModelRunner, Part
 from headrace.worker.pipeline.cutting import STATES, find_cuts, keep_layers, take_head
 from headrace.worker.pipeline.ends import StatesEnd, StatesRequest
-from headrace.worker.pipeline.link import RETRY_S, Waiting
+from headrace.worker.pipeline.link import RETRY_S, Waiting, failure_of
 from headrace.worker.pipeline.messages import batch_of, pieces_of, states_of
 from headrace.worker.pipeline.speed import bytes_per_s
 from headrace.worker.sampling.reduction import FloatArray
@@ -164,14 +164,14 @@ class StageCall:
             call = stub.Compute()
             try:
                 await call.write(ComputeRequest(setup=of_later))
-                offer = (await self._read(call)).offer
+                first = await call.read()
             except grpc.RpcError as error:
-                waiting.tell(error_of(error))
-            except StatusError as error:
-                waiting.tell(error)
+                waiting.tell(failure_of(error))
             else:
-                self._later = call
-                return offer
+                if isinstance(first, ComputeResponse):
+                    self._later = call
+                    return first.offer
+                waiting.tell(StatusError(Reason.WORKER_LOST, "it has ended"))
             await asyncio.sleep(RETRY_S)
 
     async def _compile(self, setup: stage_pb2.StageSetup) -> StageRunner | None:

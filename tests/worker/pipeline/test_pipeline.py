@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -17,12 +19,14 @@ from gguf import GGMLQuantizationType as Kind
 
 from headrace.cli.models.convert import convert
 from headrace.common.transport.channels import Transport
-from headrace.protos import stage_pb2
+from headrace.protos import stage_pb2, stage_pb2_grpc
+from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
 from headrace.worker.__main__ import config_of_arguments
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.exclusions import refuse_flags
 from headrace.worker.model.batch import build_batch
 from headrace.worker.model.fingerprint import fingerprint_of
+from headrace.worker.pipeline import link
 from headrace.worker.pipeline.link import StageLink
 from headrace.worker.pipeline.runner import PipelineRunner
 from headrace.worker.request.params import SamplingParams
@@ -37,6 +41,8 @@ from tests.worker.pipeline.stages import Stage, stages
 from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed, assert_exact, whole
 
 MODEL = TinyModel("qwen2", Kind.Q4_1, layers=4, heads=6, kv_heads=3, spare_tokens=25)
+Script = Callable[[AsyncIterator[ComputeRequest], Any], Awaitable[None]]
+Code = grpc.StatusCode
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,7 @@ def pipeline(
     hashed.set_result(fingerprint_of(directory, 1))
     runner = PipelineRunner(
         directory,
-        [stage.address for stage in others],
+        [other.address for other in others],
         StageLink(others[0].address, transport or Transport(), lost.append),
         threads=1,
         max_context_tokens=4096,
@@ -132,7 +138,7 @@ def test_a_layer_for_each_stage_has_the_log_probabilities_of_the_whole(directory
 
 def test_an_idle_stage_takes_no_time_of_the_cpu(of_three: Started) -> None:
     step(of_three.runner)
-    stats = [Path(f"/proc/{stage.process.pid}/stat") for stage in of_three.others]
+    stats = [Path(f"/proc/{other.process.pid}/stat") for other in of_three.others]
 
     def ticks() -> list[int]:
         """Hundredths of a second."""
@@ -156,8 +162,8 @@ def test_a_stage_serves_members_of_the_fleet_one_after_the_other(
     flags = ("--tls-dir", str(certificates), "--join-token-file", str(right))
     lost: list[str] = []
     with stages(directory, tmp_path, 1, *flags) as others, ThreadPoolExecutor(1) as executor:
-        (stage,) = others
-        pid = stage.process.pid
+        (only,) = others
+        pid = only.process.pid
         with pytest.raises(ConfigurationError, match=r"--stage unix:.*join token"):
             pipeline(directory, others, [], transport=Transport(certificates, wrong))
         transport = Transport(certificates, right)
@@ -168,11 +174,95 @@ def test_a_stage_serves_members_of_the_fleet_one_after_the_other(
             assert not second.done()
         with closing(second.result()) as runner:
             step(runner)
-            assert (stage.process.pid, stage.num_starts) == (pid, 2)
+            assert (only.process.pid, only.num_starts) == (pid, 2)
             assert not lost
-            stage.process.signal(signal.SIGKILL)
+            only.process.signal(signal.SIGKILL)
             until(lambda: bool(lost), "the end of a stage is told")
-    assert f"the stage at {stage.address} has ended" in lost[0]
+    assert f"the stage at {only.address} has ended" in lost[0]
+
+
+class Scripted(stage_pb2_grpc.StageServicer):
+    """A stage that does what a script says, one for each call."""
+
+    def __init__(self, scripts: Sequence[Script]) -> None:
+        self._scripts = list(scripts)
+
+    async def Compute(self, requests: AsyncIterator[ComputeRequest], context: Any) -> None:
+        """See Compute in the proto."""
+        await self._scripts.pop(0)(requests, context)
+
+
+@asynccontextmanager
+async def scripted(directory: Path, *scripts: Script) -> AsyncIterator[str]:
+    """Serve a scripted stage. Yields its address."""
+    address = f"unix:{directory}/scripted.sock"
+    server = grpc.aio.server()
+    stage_pb2_grpc.add_StageServicer_to_server(Scripted(scripts), server)
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(0.0)
+
+
+def ending(code: grpc.StatusCode, details: str) -> Script:
+    """A call that ends with this status before its first answer."""
+
+    async def end(requests: AsyncIterator[ComputeRequest], context: Any) -> None:
+        await anext(requests)
+        await context.abort(code, details)
+
+    return end
+
+
+def loading(over: asyncio.Event, then: Script | None = None) -> Script:
+    """A stage that loads a model, and when it is `over` ends the call, with `then` if that is given."""
+    answers = (
+        ComputeResponse(offer=stage_pb2.StageOffer(stages=[stage_pb2.StageHost(address="last", speed=1e9)])),
+        ComputeResponse(compiled=stage_pb2.StageCompiled(exact_rows=64, most_blocks=NUM_BLOCKS, block_size=32)),
+        ComputeResponse(allocated=stage_pb2.StageAllocated(fingerprints=["0" * 64])),
+    )
+
+    async def load(requests: AsyncIterator[ComputeRequest], context: Any) -> None:
+        for answer in answers:
+            if await anext(requests, None) is not None:
+                await context.write(answer)
+        await over.wait()
+        if then is not None:
+            await then(requests, context)
+
+    return load
+
+
+LOST = [
+    (Code.UNAVAILABLE, "Socket closed"),
+    (Code.UNAVAILABLE, "Stream removed (ping timeout)"),
+    (Code.CANCELLED, "Cancelling all calls"),
+    (Code.UNKNOWN, "Stream removed"),
+    (Code.INTERNAL, "Received RST_STREAM with error code 2"),
+]
+
+
+@pytest.mark.parametrize(("code", "details"), LOST)
+async def test_a_stage_that_is_lost_as_it_is_called_is_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode, details: str
+) -> None:
+    """Such as one that starts again at that moment. It is not taken for one that refuses, which ends the worker."""
+    monkeypatch.setattr(link, "RETRY_S", 0.01)
+    lost: list[str] = []
+    async with scripted(tmp_path, ending(code, details), loading(asyncio.Event())) as address:
+        with closing(StageLink(address, Transport(), lost.append)) as called:
+            offer = await asyncio.to_thread(called.open, stage_pb2.StageSetup())
+            assert [host.address for host in offer.stages] == ["last"]
+            assert not lost
+
+
+async def test_what_a_stage_refuses_is_said_once(tmp_path: Path) -> None:
+    async with scripted(tmp_path, ending(Code.INVALID_ARGUMENT, "it has no such layer")) as address:
+        called = StageLink(address, Transport(), pytest.fail)
+        with closing(called), pytest.raises(ConfigurationError, match=f"--stage {address}: it has no such layer"):
+            await asyncio.to_thread(called.open, stage_pb2.StageSetup())
 
 
 def test_other_files_are_refused(directory: Path) -> None:
@@ -185,9 +275,9 @@ def test_a_process_that_is_no_stage_is_refused(tmp_path: Path) -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     server.add_insecure_port(address)
     server.start()
-    link = StageLink(address, Transport(), lambda _: None)
-    with closing(link), pytest.raises(ConfigurationError, match=f"--stage {address}: "):
-        link.open(stage_pb2.StageSetup())
+    called = StageLink(address, Transport(), lambda _: None)
+    with closing(called), pytest.raises(ConfigurationError, match=f"--stage {address}: "):
+        called.open(stage_pb2.StageSetup())
     server.stop(None)
 
 
