@@ -38,6 +38,11 @@ def failure_of(error: grpc.RpcError) -> StatusError:
     return StatusError(Reason.WORKER_LOST, found.message) if is_peer_lost(error) else found
 
 
+def lost_stage(address: str, why: object) -> str:
+    """What is said of a stage that has ended or is silent."""
+    return f"the stage at {address} has ended or is silent: {why}"
+
+
 class Waiting:
     """Tells now and then that a stage is waited for, and for how long."""
 
@@ -118,4 +123,4 @@ class StageLink:
             self._on_lost(self._why())
 
     def _why(self) -> str:
-        return f"the stage at {self._address} has ended or is silent: {self._call.details() or self._call.code()}"
+        return lost_stage(self._address, self._call.details() or self._call.code())

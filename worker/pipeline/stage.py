@@ -28,11 +28,12 @@ import numpy as np
 import openvino as ov
 
 from headrace.common.model_files.networks import weights_in
+from headrace.common.tasks import end_tasks
 from headrace.common.threads import in_thread
 from headrace.common.transport.channels import Transport
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
-from headrace.protos.status import Reason, StatusError, abort, error_of
+from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.host.mapped_files import give_back
 from headrace.worker.kv.memory import budget_for
@@ -41,7 +42,7 @@ from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.model.runner import OpenVINOModelRunner, Part
 from headrace.worker.pipeline.cutting import STATES, find_cuts, keep_layers, take_head
 from headrace.worker.pipeline.ends import StatesEnd, StatesRequest
-from headrace.worker.pipeline.link import RETRY_S, Waiting, failure_of
+from headrace.worker.pipeline.link import RETRY_S, Waiting, failure_of, lost_stage
 from headrace.worker.pipeline.messages import batch_of, pieces_of, states_of
 from headrace.worker.pipeline.speed import bytes_per_s
 from headrace.worker.sampling.reduction import FloatArray
@@ -133,6 +134,7 @@ class StageCall:
         self._requests, self._write = requests, write
         self._executor = ThreadPoolExecutor(1, "stage")
         self._later: LaterCall | None = None
+        self._later_address = ""
         self._busy_s = 0.0
 
     async def run(self) -> None:
@@ -158,6 +160,7 @@ class StageCall:
         of_later.CopyFrom(setup)
         del of_later.later_stages[:]
         of_later.later_stages.extend(rest)
+        self._later_address = address
         waiting = Waiting(address)
         stub = stage_pb2_grpc.StageStub(self._transport.channel(address))
         while True:
@@ -231,21 +234,26 @@ class StageCall:
         runner.touch()
 
     async def _compute(self, runner: StageRunner) -> None:
-        """Compute each step, until the stage before has ended."""
+        """Compute each step, until the stage before has ended. Raises StatusError when the stage after has: at once,
+        because the stage before may wait for a result and send nothing more."""
         log.info("ready to compute")
-        relaying = asyncio.create_task(self._relay(self._later)) if self._later is not None else None
+        jobs = [asyncio.create_task(self._compute_steps(runner))]
+        if self._later is not None:
+            jobs.append(asyncio.create_task(self._relay(self._later)))
         try:
-            async for request in self._requests:
-                if relaying is not None and relaying.done():
-                    relaying.result()
-                if request.HasField("end_warm_up"):
-                    await self._tell_later(request)
-                    await self._in_thread(self._give_back)
-                else:
-                    await self._step(runner, request)
+            ended, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            for job in ended:
+                job.result()
         finally:
-            if relaying is not None:
-                relaying.cancel()
+            await end_tasks(*jobs)
+
+    async def _compute_steps(self, runner: StageRunner) -> None:
+        async for request in self._requests:
+            if request.HasField("end_warm_up"):
+                await self._tell_later(request)
+                await self._in_thread(self._give_back)
+            else:
+                await self._step(runner, request)
 
     async def _step(self, runner: StageRunner, request: ComputeRequest) -> None:
         step = request.step
@@ -294,15 +302,28 @@ class StageCall:
         try:
             response = await later.read()
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise self._failure(error) from error
         if response is grpc.aio.EOF:
-            raise StatusError(Reason.WORKER_LOST, "a later stage has ended")
+            raise StatusError(Reason.WORKER_LOST, lost_stage(self._later_address, "its call is over"))
         assert isinstance(response, ComputeResponse)
         return response
 
     async def _tell_later(self, request: ComputeRequest) -> None:
-        if self._later is not None:
+        if self._later is None:
+            return
+        try:
             await self._later.write(request)
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+        except asyncio.InvalidStateError as error:
+            raise StatusError(Reason.WORKER_LOST, lost_stage(self._later_address, error)) from error
+
+    def _failure(self, error: grpc.RpcError) -> StatusError:
+        """Why the call to the stage after this one has failed."""
+        failure = failure_of(error)
+        if failure.reason is not Reason.WORKER_LOST:
+            return failure
+        return StatusError(Reason.WORKER_LOST, lost_stage(self._later_address, failure.message))
 
     async def _in_thread(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Call a function in the thread that computes."""

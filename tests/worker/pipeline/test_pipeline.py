@@ -21,20 +21,22 @@ from headrace.cli.models.convert import convert
 from headrace.common.transport.channels import Transport
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
+from headrace.protos.status import Reason, StatusError
 from headrace.worker.__main__ import config_of_arguments
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.exclusions import refuse_flags
 from headrace.worker.model.batch import build_batch
 from headrace.worker.model.fingerprint import fingerprint_of
-from headrace.worker.pipeline import link
+from headrace.worker.pipeline import link, stage
 from headrace.worker.pipeline.link import StageLink
 from headrace.worker.pipeline.runner import PipelineRunner
+from headrace.worker.pipeline.stage import StageCall
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Scheduled
 from tests.certificates import make_certificates
 from tests.gguf_models import TinyModel, write_gguf
-from tests.patience import until
+from tests.patience import patience, until
 from tests.worker.configs import worker_config
 from tests.worker.pipeline.local import staged
 from tests.worker.pipeline.stages import Stage, stages
@@ -263,6 +265,43 @@ async def test_what_a_stage_refuses_is_said_once(tmp_path: Path) -> None:
         called = StageLink(address, Transport(), pytest.fail)
         with closing(called), pytest.raises(ConfigurationError, match=f"--stage {address}: it has no such layer"):
             await asyncio.to_thread(called.open, stage_pb2.StageSetup())
+
+
+@pytest.mark.parametrize("last_words", [None, (Code.UNAVAILABLE, "Stream removed (ping timeout)")])
+async def test_a_stage_tells_that_the_one_after_it_is_lost_while_it_waits_for_steps(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_words: tuple[grpc.StatusCode, str] | None
+) -> None:
+    monkeypatch.setattr(stage, "RETRY_S", 0.01)
+    over = asyncio.Event()
+
+    async def abort(_: AsyncIterator[ComputeRequest], context: Any) -> None:
+        assert last_words is not None
+        await context.abort(*last_words)
+
+    async with scripted(tmp_path, ending(*LOST[2]), loading(over, abort if last_words else None)) as address:
+        asked: asyncio.Queue[ComputeRequest] = asyncio.Queue()
+        answers: asyncio.Queue[ComputeResponse] = asyncio.Queue()
+
+        async def requests() -> AsyncIterator[ComputeRequest]:
+            while True:
+                yield await asked.get()
+
+        call = StageCall(worker_config(directory), Transport(), 1, requests(), answers.put)
+        running = asyncio.create_task(call.run())
+        setup = stage_pb2.StageSetup(later_stages=[address], max_context_tokens=4096, **ASKED)
+        async with asyncio.timeout(patience(60)):
+            for request in (
+                ComputeRequest(setup=setup),
+                ComputeRequest(layers=stage_pb2.StageLayers(first_layers=[1, 2, 4])),
+                ComputeRequest(allocate=stage_pb2.StageAllocate(num_blocks=NUM_BLOCKS)),
+            ):
+                await asked.put(request)
+                answer = await answers.get()
+            assert list(answer.allocated.fingerprints[1:]) == ["0" * 64]
+            over.set()
+            with pytest.raises(StatusError, match=f"the stage at {address} has ended or is silent: ") as raised:
+                await running
+    assert raised.value.reason is Reason.WORKER_LOST
 
 
 def test_other_files_are_refused(directory: Path) -> None:
