@@ -17,7 +17,7 @@ from headrace.common.stores.redis_link import connect
 from headrace.common.telemetry.logs import without_secrets
 from headrace.common.telemetry.scrapes import serve_scrapes
 from headrace.common.threads import in_thread
-from headrace.common.transport.channels import SERVER_OPTIONS, Transport
+from headrace.common.transport.channels import SERVER_OPTIONS, Options, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving, start_probe
 from headrace.common.transport.session_server import SessionServer
 from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -161,10 +161,10 @@ def stop_signal() -> asyncio.Event:
     return stop
 
 
-def bound_server(config: WorkerConfig, transport: Transport) -> grpc.aio.Server:
+def bound_server(config: WorkerConfig, transport: Transport, options: Options = SERVER_OPTIONS) -> grpc.aio.Server:
     """A server that has bound its port but does not answer yet."""
     transport.refuse_strangers(config.listen, config.insecure)
-    server = grpc.aio.server(interceptors=transport.interceptors(), options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=transport.interceptors(), options=options)
     try:
         transport.bind(server, config.listen)
     except RuntimeError as error:

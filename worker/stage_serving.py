@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from headrace.common.transport.channels import Transport
+from headrace.common.transport.channels import SERVER_OPTIONS, SILENCE_OPTIONS, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.worker.config import WorkerConfig
@@ -27,7 +27,8 @@ async def serve_stage(config: WorkerConfig) -> bool:
 
     stop = stop_signal()
     transport = Transport(config.tls_dir, config.join_token_file)
-    server = bound_server(config, transport)
+    # A worker whose host is cut off must not keep the stage.
+    server = bound_server(config, transport, (*SERVER_OPTIONS, *SILENCE_OPTIONS))
     read_model_dir(config.model_dir)
     service = StageService(config, transport, num_threads_for(config.threads))
     stage_pb2_grpc.add_StageServicer_to_server(service, server)

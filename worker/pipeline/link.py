@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from headrace.common.transport.channels import Transport
+from headrace.common.transport.channels import CHANNEL_OPTIONS, SILENCE_OPTIONS, Transport
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
 from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
@@ -20,6 +20,8 @@ from headrace.worker.sampling.reduction import FloatArray
 
 log = logging.getLogger("headrace.worker.pipeline")
 
+# Of channels to stages. A stage that does not answer, as on a host that is cut off, is lost after a while.
+STAGE_OPTIONS = (*CHANNEL_OPTIONS, *SILENCE_OPTIONS)
 # Between two attempts to reach a stage, and between two lines of the log about it.
 RETRY_S = 1.0
 TELL_EVERY_S = 30.0
@@ -67,7 +69,7 @@ class StageLink:
     def __init__(self, address: str, transport: Transport, on_lost: Callable[[str], None]) -> None:
         self._address = address
         self._on_lost = on_lost
-        self._channel = transport.blocking_channel(address)
+        self._channel = transport.blocking_channel(address, STAGE_OPTIONS)
         self._requests: SimpleQueue[ComputeRequest | None] = SimpleQueue()
         self._call: Any
         self._is_closed = False

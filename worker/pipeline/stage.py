@@ -42,7 +42,7 @@ from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.model.runner import OpenVINOModelRunner, Part
 from headrace.worker.pipeline.cutting import STATES, find_cuts, keep_layers, take_head
 from headrace.worker.pipeline.ends import StatesEnd, StatesRequest
-from headrace.worker.pipeline.link import RETRY_S, Waiting, failure_of, lost_stage
+from headrace.worker.pipeline.link import RETRY_S, STAGE_OPTIONS, Waiting, failure_of, lost_stage
 from headrace.worker.pipeline.messages import batch_of, pieces_of, states_of
 from headrace.worker.pipeline.speed import bytes_per_s
 from headrace.worker.sampling.reduction import FloatArray
@@ -162,7 +162,7 @@ class StageCall:
         of_later.later_stages.extend(rest)
         self._later_address = address
         waiting = Waiting(address)
-        stub = stage_pb2_grpc.StageStub(self._transport.channel(address))
+        stub = stage_pb2_grpc.StageStub(self._transport.channel(address, STAGE_OPTIONS))
         while True:
             call = stub.Compute()
             try:

@@ -43,6 +43,8 @@ from tests.worker.pipeline.stages import Stage, stages
 from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed, assert_exact, whole
 
 MODEL = TinyModel("qwen2", Kind.Q4_1, layers=4, heads=6, kv_heads=3, spare_tokens=25)
+# Silence of a connection after which it ends (`SILENCE_OPTIONS`), and time for machines that are late.
+SILENCE_S, LATE_S = 20.0, 20.0
 Script = Callable[[AsyncIterator[ComputeRequest], Any], Awaitable[None]]
 Code = grpc.StatusCode
 
@@ -151,6 +153,29 @@ def test_an_idle_stage_takes_no_time_of_the_cpu(of_three: Started) -> None:
     for _ in range(100):
         time.sleep(0.01)
     assert all(now - then <= 2 for now, then in zip(ticks(), before, strict=True))
+
+
+def test_a_stage_that_stands_still_is_given_up_and_computes_again_when_it_is_back(
+    directory: Path, of_three: Started
+) -> None:
+    """The last of three, which the first does not call. The one between them tells, although no step comes."""
+    expected = step(of_three.runner)
+    last = of_three.others[-1]
+    starts = [other.num_starts for other in of_three.others]
+    begun_s = time.monotonic()
+    last.process.signal(signal.SIGSTOP)
+    try:
+        until(lambda: bool(of_three.lost), "the stage is given up", SILENCE_S + LATE_S)
+        assert time.monotonic() - begun_s < SILENCE_S + LATE_S
+    finally:
+        last.process.signal(signal.SIGCONT)
+    assert f"the stage at {last.address} has ended or is silent" in of_three.lost[0]
+    of_three.runner.close()
+    for other, before in zip(of_three.others, starts, strict=True):
+        other.until_listening(before + 1)
+    of_three.lost = []
+    of_three.runner = pipeline(directory, of_three.others, of_three.lost)
+    np.testing.assert_allclose(step(of_three.runner), expected, atol=1e-4)
 
 
 def test_a_stage_serves_members_of_the_fleet_one_after_the_other(
