@@ -28,6 +28,7 @@ from headrace.gateway.chat.prompts import SpecialTokensInText
 from headrace.gateway.edge.settings import EdgeSettingsError, edge_options
 from headrace.gateway.edge.spans import ACCESS
 from headrace.gateway.images.sources import image_options
+from headrace.gateway.picking.tls import PickerTls
 from headrace.gateway.protocol import CannotServeError
 from headrace.gateway.protocols import PROTOCOLS
 from headrace.gateway.server import Settings, serve
@@ -151,6 +152,14 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     type=click.IntRange(1, 65535),
     default=8000,
     help="Port of the endpoints that --endpoint-picker names, on the hosts of workers.",
+)
+@click.option(
+    "--endpoint-picker-tls",
+    type=click.Choice([choice.value for choice in PickerTls]),
+    callback=lambda context, parameter, value: None if value is None else PickerTls(value),
+    help="TLS of --endpoint-picker: with the certificate of --tls-dir (fleet); the same, and proxies must show one of "
+    "its authority (mutual); or with a certificate that is made at the start, which proxies cannot check "
+    "(self-signed). Default: fleet with --tls-dir, else none.",
 )
 @click.option(
     "--plain-grpc",

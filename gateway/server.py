@@ -38,6 +38,7 @@ from headrace.gateway.encoding.running import EncodingCopies, EncodingRunner
 from headrace.gateway.images.loading import ImageLoader
 from headrace.gateway.images.sources import ImageSources
 from headrace.gateway.picking.picker import EndpointPicker, PickerServer
+from headrace.gateway.picking.tls import PickerTls, PickerTlsError, picker_bind
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.services import Services
@@ -80,6 +81,8 @@ class Settings:
     """Address for proxies that ask where to send their requests."""
     endpoint_port: int
     """Port of the endpoints that it names."""
+    endpoint_picker_tls: PickerTls | None
+    """How proxies speak with the picker; None: as the fleet's processes do, but without certificates of their own."""
     model_host: str | None
     """Address of the host that loads and unloads models."""
     await_model_host: bool
@@ -238,7 +241,7 @@ async def _run(
     """Serve until `stop` is set, or the HTTP server or a background task ends; then drain."""
     edge = HttpEdge(endpoints(services, opened), services.metrics, admission=controls.admission, bodies=controls.bodies)
     grpc_server = await _start_grpc(settings, controls, [one for protocol in opened for one in protocol.grpc_services])
-    picker = await _start_picker(settings, services, opened)
+    picker = await _start_picker(settings, controls, services, opened)
     stop_timeout_s = math.ceil(settings.drain_timeout_s + STOP_S)
     application = with_cors(edge, controls.cors_origins)
     http_server = HttpServer(application, stop_timeout_s, controls.connections, controls.tls)
@@ -264,14 +267,21 @@ async def _run(
         task.result()
 
 
-async def _start_picker(settings: Settings, services: Services, opened: Sequence[OpenProtocol]) -> PickerServer | None:
+async def _start_picker(
+    settings: Settings, controls: EdgeControls, services: Services, opened: Sequence[OpenProtocol]
+) -> PickerServer | None:
     if settings.endpoint_picker is None:
+        if settings.endpoint_picker_tls is not None:
+            raise CannotServeError("--endpoint-picker-tls needs --endpoint-picker HOST:PORT")
         return None
     most = settings.controls.max_body_mb << 20
     picker = EndpointPicker(opened, services.upstream, settings.endpoint_port, most)
-    server = PickerServer(picker, lambda: services.models.ready)
     try:
+        bind = picker_bind(settings.endpoint_picker_tls, controls.transport)
+        server = PickerServer(picker, lambda: services.models.ready, bind)
         await server.start(settings.endpoint_picker)
+    except PickerTlsError as error:
+        raise CannotServeError(str(error)) from None
     except RuntimeError as error:
         problem = f"cannot listen for proxies on {settings.endpoint_picker}; choose another with --endpoint-picker"
         raise CannotServeError(problem) from error

@@ -1,15 +1,13 @@
 """`headrace certs`: creates an authority, certificates and secrets for a fleet, to try out mutual TLS or to run a small
 fleet.
 
-It calls the openssl command, which every server has. This avoids a library in all installations for a rare command. If
-you already have an authority, let it sign instead.
+If you already have an authority, let it sign instead.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import secrets
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +15,10 @@ from pathlib import Path
 import click
 
 from headrace.common.commands import CommandError, CommandFailed
+from headrace.common.openssl import NEW_KEY, NoOpensslError, OpensslError, openssl
 from headrace.common.stores.files import replace_file
 
 _CA_DAYS = 3650
-_OPENSSL_TIMEOUT_S = 30.0
-_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
 @click.group()
@@ -116,7 +113,7 @@ def _alternative(host: str) -> str:
 def _make_authority(directory: Path) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as work:
         extensions = ("basicConstraints=critical,CA:TRUE,pathlen:0", "keyUsage=critical,keyCertSign,cRLSign")
-        request = ["req", "-x509", *_KEY, "-keyout", f"{work}/key", "-out", f"{work}/cert", "-days", str(_CA_DAYS)]
+        request = ["req", "-x509", *NEW_KEY, "-keyout", f"{work}/key", "-out", f"{work}/cert", "-days", str(_CA_DAYS)]
         named = [*request, "-subj", "/CN=headrace fleet authority"]
         _openssl([*named, *(word for extension in extensions for word in ("-addext", extension))])
         replace_file(directory / "ca-key.pem", Path(work, "key").read_bytes(), 0o600)
@@ -132,7 +129,8 @@ def _sign(directory: Path, authority: Path, names: Sequence[str], days: int) -> 
             "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n"
             f"extendedKeyUsage=serverAuth,clientAuth\nsubjectAltName={','.join(names)}\n"
         )
-        _openssl(["req", "-new", *_KEY, "-keyout", f"{work}/key", "-out", f"{work}/request", "-subj", "/CN=headrace"])
+        request = ["req", "-new", *NEW_KEY, "-keyout", f"{work}/key", "-out", f"{work}/request"]
+        _openssl([*request, "-subj", "/CN=headrace"])
         signed = ["x509", "-req", "-in", f"{work}/request", "-out", f"{work}/cert", "-days", str(days)]
         signed += ["-CA", str(authority / "ca.pem"), "-CAkey", str(authority / "ca-key.pem")]
         _openssl([*signed, "-set_serial", f"0x{secrets.token_hex(16)}", "-extfile", f"{work}/extensions"])
@@ -144,13 +142,8 @@ def _sign(directory: Path, authority: Path, names: Sequence[str], days: int) -> 
 
 def _openssl(arguments: Sequence[str]) -> None:
     try:
-        done = subprocess.run(
-            ["openssl", *arguments], capture_output=True, text=True, timeout=_OPENSSL_TIMEOUT_S, check=False
-        )
-    except FileNotFoundError:
-        raise CommandError("there is no openssl command: install it, or have your own authority sign") from None
-    except subprocess.TimeoutExpired:
-        raise CommandFailed("openssl does not finish") from None
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise CommandFailed(f"openssl {arguments[0]} failed: {reason[:300]}")
+        openssl(arguments)
+    except NoOpensslError as error:
+        raise CommandError(f"{error}: install it, or have your own authority sign") from None
+    except OpensslError as error:
+        raise CommandFailed(str(error)) from None

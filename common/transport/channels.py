@@ -201,6 +201,11 @@ class Transport:
         return () if self._token is None else ((JOIN_TOKEN_KEY, self._token),)
 
     @property
+    def has_certificates(self) -> bool:
+        """Whether connections are TLS, with the certificates of the fleet."""
+        return self._tls_dir is not None
+
+    @property
     def knows_callers(self) -> bool:
         """Whether all callers must authenticate as members of the fleet."""
         return self._tls_dir is not None or self._token_file is not None
@@ -243,12 +248,13 @@ class Transport:
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
-    def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Let a server listen. Returns its port (1 for a unix socket). Raises RuntimeError if that is not possible."""
+    def bind(self, server: grpc.aio.Server, address: str, *, is_mutual: bool = True) -> int:
+        """Let a server listen. Returns its port (1 for a unix socket). Raises RuntimeError if that is not possible.
+        With `is_mutual`, callers must show a certificate of the fleet if there are certificates."""
         if self._tls_dir is None:
             return server.add_insecure_port(address)
         credentials = grpc.dynamic_ssl_server_credentials(
-            self._server_configuration(), self._server_configuration, require_client_authentication=True
+            self._server_configuration(), self._server_configuration, require_client_authentication=is_mutual
         )
         return server.add_secure_port(address, credentials)
 

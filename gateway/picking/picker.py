@@ -23,8 +23,9 @@ from google.protobuf.struct_pb2 import ListValue, Struct
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from headrace.common.tasks import end_tasks
-from headrace.common.transport.channels import SERVER_OPTIONS
+from headrace.common.transport.channels import PLAIN, SERVER_OPTIONS
 from headrace.gateway.chat.generation import Plan
+from headrace.gateway.picking.tls import Bind
 from headrace.gateway.protocol import OpenProtocol
 from headrace.gateway.upstream.routers import PickCall, Upstream
 from headrace.protos import ext_proc_pb2, ext_proc_pb2_grpc
@@ -253,9 +254,10 @@ def _refusal(error: StatusError) -> ext_proc_pb2.ProcessingResponse:
 class PickerServer:
     """A listening endpoint picker, with the health services of the protocol."""
 
-    def __init__(self, picker: EndpointPicker, is_ready: Callable[[], bool]) -> None:
-        """`is_ready` returns whether requests can be picked endpoints."""
+    def __init__(self, picker: EndpointPicker, is_ready: Callable[[], bool], bind: Bind = PLAIN.bind) -> None:
+        """`is_ready` returns whether requests can be picked endpoints. `bind` lets the server listen: plain or TLS."""
         self._is_ready = is_ready
+        self._bind = bind
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         ext_proc_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, self._server)
         self._health = health.aio.HealthServicer()
@@ -264,7 +266,7 @@ class PickerServer:
 
     async def start(self, address: str) -> int:
         """Listen. Returns the port. Raises RuntimeError if the address is taken."""
-        port = self._server.add_insecure_port(address)
+        port = self._bind(self._server, address)
         await self._tell(("liveness",), True)
         await self._server.start()
         self._following = asyncio.create_task(self._follow(), name="health of the endpoint picker")

@@ -155,6 +155,17 @@ async def test_a_bad_flag_has_the_same_status() -> None:
         assert stderr.decode().startswith("error: ")
 
 
+async def test_a_picker_that_cannot_speak_tls_says_what_is_missing() -> None:
+    """A flag that would have no effect is refused too."""
+    flags = ("--port", "0", "--router", "127.0.0.1:1", "--endpoint-picker-tls")
+    processes = [await start(*flags, "mutual", "--endpoint-picker", "127.0.0.1:0"), await start(*flags, "self-signed")]
+    told = [await asyncio.wait_for(process.communicate(), patience(20)) for process in processes]
+    last = [stderr.decode().strip().splitlines()[-1] for _, stderr in told]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert last[0].startswith("error: --endpoint-picker-tls mutual needs the certificates of the fleet: give --tls-dir")
+    assert last[1] == "error: --endpoint-picker-tls needs --endpoint-picker HOST:PORT"
+
+
 @pytest.mark.parametrize("address", ["http://10.0.0.5:50051", "router.example", "[::1]"])
 async def test_a_router_without_an_address_is_refused(address: str) -> None:
     process = await start("--router", address)

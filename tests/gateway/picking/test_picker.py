@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import ssl
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,15 +26,18 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.common.tasks import end_tasks
+from headrace.common.transport.channels import FLEET_NAME, PLAIN, Transport
 from headrace.gateway.edge.http import HttpEdge, HttpServer, bound_socket
 from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.picking.picker import DESTINATION, EXTERNAL_PROCESSOR, SUBSET, EndpointPicker, PickerServer
+from headrace.gateway.picking.tls import Bind, PickerTls, PickerTlsError, picker_bind
 from headrace.gateway.protocol import OpenProtocol, Setup
 from headrace.gateway.protocols import PROTOCOLS, endpoints
 from headrace.gateway.server import Threads, services_behind
 from headrace.gateway.services import Services
 from headrace.protos import ext_proc_pb2, ext_proc_pb2_grpc, inference_pb2, worker_pb2
 from headrace.protos.block_hash import block_hashes, root_hash
+from tests.certificates import make_certificates
 from tests.gateway.conftest import tokens_of
 from tests.gateway.served import default_flags
 from tests.patience import patience
@@ -152,6 +156,7 @@ class Fleet:
     pods: list[Pod]
     router: RunningRouter
     front: Front
+    endpoints: EndpointPicker
     picker_port: int
     port: int
     picker: PickerServer
@@ -193,12 +198,11 @@ async def running_fleet(bundle: bytes, num_pods: int = 3) -> AsyncIterator[Fleet
         stack.push_async_callback(router.channel.close)
         await router.until_ready(num_pods)
         front = await stack.enter_async_context(services_of(f"127.0.0.1:{router.port}"))
-        picker = PickerServer(
-            EndpointPicker(front.protocols, front.services.upstream, port, 1 << 20), lambda: front.services.models.ready
-        )
+        endpoints = EndpointPicker(front.protocols, front.services.upstream, port, 1 << 20)
+        picker = PickerServer(endpoints, lambda: front.services.models.ready)
         picker_port = await picker.start("127.0.0.1:0")
         stack.push_async_callback(picker.stop, 0.0)
-        yield Fleet(pods, router, front, picker_port, port, picker)
+        yield Fleet(pods, router, front, endpoints, picker_port, port, picker)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -215,8 +219,11 @@ async def own_fleet(tiny_bundle: bytes) -> AsyncIterator[Fleet]:
         yield running
 
 
-def envoy_config(port: int, admin_port: int, picker_port: int, *, fail_open: bool, fallback: str) -> dict[str, Any]:
-    """As the guide has it: ext_proc streams both ways; the endpoints are those of the metadata, in their order."""
+def envoy_config(
+    port: int, admin_port: int, picker_port: int, *, fail_open: bool, fallback: str, picker_tls: dict[str, Any] | None
+) -> dict[str, Any]:
+    """As the guide has it: ext_proc streams both ways; the endpoints are those of the metadata, in their order.
+    `picker_tls` is how Envoy speaks TLS with the picker."""
     ext_proc = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
@@ -313,6 +320,7 @@ def envoy_config(port: int, admin_port: int, picker_port: int, *, fail_open: boo
                     # Envoy fails open only before it has sent a body, so it must know that no picker is there.
                     "health_checks": [check],
                     "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+                    **({} if picker_tls is None else {"transport_socket": picker_tls}),
                     "load_assignment": {
                         "cluster_name": "picker",
                         "endpoints": [{"lb_endpoints": [_address("127.0.0.1", picker_port)]}],
@@ -321,6 +329,21 @@ def envoy_config(port: int, admin_port: int, picker_port: int, *, fail_open: boo
             ],
         },
     }
+
+
+def tls_towards(ca: Path | None = None, client: Path | None = None) -> dict[str, Any]:
+    """TLS of Envoy's. It checks the server by an authority, or not at all, and shows the certificate of `client`."""
+    common: dict[str, Any] = {"alpn_protocols": ["h2"]}
+    if ca is not None:
+        name = {"san_type": "DNS", "matcher": {"exact": FLEET_NAME}}
+        trusted = {"filename": str(ca / "ca.pem")}
+        common["validation_context"] = {"trusted_ca": trusted, "match_typed_subject_alt_names": [name]}
+    if client is not None:
+        chain, key = {"filename": str(client / "cert.pem")}, {"filename": str(client / "key.pem")}
+        common["tls_certificates"] = [{"certificate_chain": chain, "private_key": key}]
+    kind = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+    config = {"@type": kind, "sni": FLEET_NAME, "common_tls_context": common}
+    return {"name": "envoy.transport_sockets.tls", "typed_config": config}
 
 
 def _address(host: str, port: int) -> dict[str, Any]:
@@ -341,12 +364,20 @@ class Envoy:
 
 
 @asynccontextmanager
-async def running_envoy(fleet: Fleet, directory: Path, *, fail_open: bool = True) -> AsyncIterator[Envoy]:
-    """Envoy in front of the pods."""
+async def running_envoy(
+    fleet: Fleet,
+    directory: Path,
+    *,
+    fail_open: bool = True,
+    picker_port: int | None = None,
+    picker_tls: dict[str, Any] | None = None,
+) -> AsyncIterator[Envoy]:
+    """Envoy in front of the pods, with the fleet's picker or another."""
     port, admin_port = free_port("0.0.0.0"), free_port("0.0.0.0")
     admin = f"http://127.0.0.1:{admin_port}"
     fallback = ",".join(f"{pod.worker.host}:{fleet.port}" for pod in fleet.pods)
-    config = envoy_config(port, admin_port, fleet.picker_port, fail_open=fail_open, fallback=fallback)
+    how = {"fail_open": fail_open, "fallback": fallback, "picker_tls": picker_tls}
+    config = envoy_config(port, admin_port, picker_port or fleet.picker_port, **how)  # type: ignore[arg-type]
     path = directory / "envoy.json"
     path.write_text(json.dumps(config))
     command = [str(ENVOY), "-c", str(path), "--concurrency", "1", "-l", "warning", "--disable-hot-restart"]
@@ -468,6 +499,88 @@ async def test_requests_go_on_when_an_endpoint_or_the_picker_dies(own_fleet: Fle
         for _ in range(4):
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
         assert sum(len(pod.worker.requests) for pod in others) == served + 4
+
+
+@asynccontextmanager
+async def another_picker(fleet: Fleet, bind: Bind) -> AsyncIterator[int]:
+    """The fleet's picker at another port, which listens so."""
+    picker = PickerServer(fleet.endpoints, lambda: fleet.front.services.models.ready, bind)
+    port = await picker.start("127.0.0.1:0")
+    try:
+        yield port
+    finally:
+        await picker.stop(0.0)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of the fleet."""
+    return make_certificates(tmp_path_factory.mktemp("certs") / "fleet")
+
+
+@needs_envoy
+@pytest.mark.parametrize("tls", [PickerTls.SELF_SIGNED, PickerTls.MUTUAL])
+async def test_envoy_speaks_tls_with_the_picker(
+    fleet: Fleet, certificates: Path, tmp_path: Path, tls: PickerTls
+) -> None:
+    """As proxies of the Inference Extension do without being told, and as strictly as they can."""
+    towards = tls_towards(certificates, certificates) if tls is PickerTls.MUTUAL else tls_towards()
+    (bodies,) = conversations(3, number=1, turns=2)
+    # It refuses requests without a picker, so an answer has come by its choice.
+    async with (
+        another_picker(fleet, picker_bind(tls, Transport(certificates))) as port,
+        running_envoy(fleet, tmp_path, fail_open=False, picker_port=port, picker_tls=towards) as envoy,
+    ):
+        async with asyncio.timeout(patience(20)):
+            while not await envoy.statistic("cluster.picker.membership_healthy"):
+                await asyncio.sleep(0.05)
+        await replayed(envoy.client, bodies)
+        assert await envoy.statistic("cluster.picker.ssl.handshake") > 0
+
+
+async def status_of(port: int, credentials: grpc.ChannelCredentials | None) -> str:
+    """What the picker answers a probe of a proxy that knows its name."""
+    options = (("grpc.ssl_target_name_override", FLEET_NAME), ("grpc.enable_http_proxy", 0))
+    address = f"127.0.0.1:{port}"
+    channel = (
+        grpc.aio.insecure_channel(address)
+        if credentials is None
+        else grpc.aio.secure_channel(address, credentials, options=options)
+    )
+    async with channel:
+        try:
+            asked = health_pb2.HealthCheckRequest(service="liveness")
+            await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=patience(5))
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return "OK"
+
+
+async def test_the_certificate_of_the_picker_is_that_of_the_fleet_or_its_own(fleet: Fleet, certificates: Path) -> None:
+    transport = Transport(certificates)
+    ca, certificate, key = (certificates / name for name in ("ca.pem", "cert.pem", "key.pem"))
+    knowing = grpc.ssl_channel_credentials(ca.read_bytes())
+    member = grpc.ssl_channel_credentials(ca.read_bytes(), key.read_bytes(), certificate.read_bytes())
+    seen = []
+    # A fleet with certificates uses them without being told.
+    for tls in (None, PickerTls.MUTUAL, PickerTls.SELF_SIGNED, PickerTls.NONE):
+        async with another_picker(fleet, picker_bind(tls, transport)) as port:
+            seen.append([await status_of(port, credentials) for credentials in (knowing, member, None)])
+            if tls is PickerTls.SELF_SIGNED:
+                own = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
+                assert await status_of(port, grpc.ssl_channel_credentials(own.encode())) == "OK"
+    no = "UNAVAILABLE"
+    assert seen == [["OK", "OK", no], [no, "OK", no], [no, no, no], [no, no, "OK"]]
+
+
+async def test_without_a_certificate_the_remedy_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert picker_bind(None, PLAIN) == PLAIN.bind
+    for tls in (PickerTls.FLEET, PickerTls.MUTUAL):
+        with pytest.raises(PickerTlsError, match=f"--endpoint-picker-tls {tls} needs .* give --tls-dir DIR"):
+            picker_bind(tls, PLAIN)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(PickerTlsError, match=r"no certificate can be made \(there is no openssl command\); install"):
+        picker_bind(PickerTls.SELF_SIGNED, PLAIN)
 
 
 def headers(
