@@ -66,7 +66,7 @@ def test_every_component_can_be_chosen_and_is_rendered(helm: Any) -> None:
     assert schema["properties"]["components"]["items"]["enum"] == names
     base = by_identity(rendered(helm, {"secrets": {"create": False}}))
     for name in names:
-        needed = {"redis-server-tls": ["redis-server"]}.get(name, [])
+        needed = {"redis-server-tls": ["redis-server"], "inference-pool-tls": ["tls", "inference-pool"]}.get(name, [])
         with_it = by_identity(rendered(helm, {"components": [*needed, name], "secrets": {"create": False}}))
         assert with_it != base, name
 
@@ -101,6 +101,7 @@ def test_the_schema_has_every_value_and_every_default_passes_it() -> None:
         ({"router": {"env": {"HEADRACE_ROUTER_MAX_WAITING": 3}}}, "env"),
         ({"worker": {"storage": {"size": "much"}}}, "storage"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"inferenceGateway": {"class": "istio"}}, "class"),
     ],
 )
 def test_wrong_values_are_refused_by_name(helm: Any, values: dict[str, Any], said: str) -> None:
@@ -147,6 +148,21 @@ def test_values_change_what_they_say(helm: Any) -> None:
     (worker,) = of_kind(rendered(helm, {**values, "components": ["model-image"]}), "StatefulSet")
     volumes = {volume["name"]: volume for volume in worker["spec"]["template"]["spec"]["volumes"]}
     assert volumes["models"]["image"]["reference"] == "r.example/m:1"
+
+
+def test_a_pool_belongs_to_the_gateway_of_the_values_and_leaves_the_worker_its_resources(helm: Any) -> None:
+    resources = {"requests": {"cpu": "30", "memory": "112Gi"}, "limits": {"cpu": "30", "memory": "112Gi"}}
+    values = {
+        "components": ["inference-pool"],
+        "inferenceGateway": {"name": "shared", "namespace": "edge"},
+        "worker": {"resources": resources},
+    }
+    found = {identity(one): one for one in rendered(helm, values, namespace="prod")}
+    assert found["HTTPRoute", "headrace"]["spec"]["parentRefs"] == [{"name": "shared", "namespace": "edge"}]
+    assert found["InferencePool", "headrace"]["metadata"]["namespace"] == "prod"
+    given = {one["name"]: one["resources"] for one in containers(found["StatefulSet", "headrace-worker"])}
+    assert given["worker"] == given["pull"] == resources
+    assert given["endpoint"]["limits"]["cpu"] == "1"
 
 
 def test_prometheus_looks_into_the_namespace_of_the_release(helm: Any) -> None:

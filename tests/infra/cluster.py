@@ -51,6 +51,8 @@ _PLURALS = {
     "PodDisruptionBudget": "apis/policy/v1beta1/poddisruptionbudgets",
     "HorizontalPodAutoscaler": "apis/autoscaling/v2beta2/horizontalpodautoscalers",
     "EndpointSlice": "apis/discovery.k8s.io/v1/endpointslices",
+    "InferencePool": "apis/inference.networking.k8s.io/v1/inferencepools",
+    "HTTPRoute": "apis/gateway.networking.k8s.io/v1/httproutes",
     "CustomResourceDefinition": "apis/apiextensions.k8s.io/v1/customresourcedefinitions",
 }
 _CLUSTER_WIDE = ("Namespace", "CustomResourceDefinition")

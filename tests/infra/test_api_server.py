@@ -18,12 +18,14 @@ import pytest
 from headrace.common.kubernetes.watch import Pace
 from tests.api_server import Pod
 from tests.common.kubernetes.following import Following
+from tests.deploy import custom_resources
 from tests.deploy.chart import helm_library, rendered
 from tests.deploy.kustomization import Resource, render
 from tests.deploy.test_helm import overlay_values
 from tests.deploy.test_kubernetes import KUBERNETES, OVERLAYS
 from tests.infra.cluster import Gate, Object, RealCluster, SliceWriter, path_of, real_cluster
 from tests.patience import patience
+from tests.patience import until as wait_until
 from tests.router.fake_worker import until
 
 ACCOUNT = "headrace-membership"
@@ -40,7 +42,15 @@ _numbers = itertools.count(1)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     with real_cluster(tmp_path_factory.mktemp("cluster")) as made:
+        for definition in custom_resources.definitions():
+            made.apply(definition)
+        wait_until(lambda: has_custom_resources(made), "custom resources are served")
         yield made
+
+
+def has_custom_resources(cluster: RealCluster) -> bool:
+    """Whether the server takes those of our manifests."""
+    return all(cluster.http.get(path_of(kind)).status_code == 200 for _, kind in custom_resources.SPECS)
 
 
 @pytest.fixture(scope="module")

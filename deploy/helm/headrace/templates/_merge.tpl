@@ -82,10 +82,10 @@
 {{- with $values.podAnnotations -}}
   {{- include "headrace.merge" (dict "to" $workload.spec.template.metadata "from" (dict "annotations" .)) -}}
 {{- end -}}
-{{- range $container := concat (default list $pod.initContainers) $pod.containers -}}
+{{- $main := first $pod.containers -}}
+{{- range $container := append (default list $pod.initContainers) $main -}}
   {{- if $values.resources -}}{{- $_ := set $container "resources" $values.resources -}}{{- end -}}
 {{- end -}}
-{{- $main := first $pod.containers -}}
 {{- $args := list -}}
 {{- range $arg := $main.args -}}
   {{- $name := first (splitList "=" $arg) -}}
