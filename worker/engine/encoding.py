@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -78,6 +79,8 @@ class Encoding:
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._held: dict[Request, _Held] = {}
+        self._queue: list[Request] = []
+        """Those held requests that are not asking yet, in order of rank."""
         self._jobs: dict[bytes, EncodeJob] = {}
         """What the encoder has to do, by digest."""
         self._using: dict[Request, list[_Use]] = {}
@@ -126,9 +129,11 @@ class Encoding:
 
     def cancel(self, request: Request) -> bool:
         """See `Stage`."""
-        held = self._held.pop(request, None)
+        is_held = request in self._held
+        if is_held:
+            self._remove(request)
         self._let_go(request)
-        if held is None:
+        if not is_held:
             return False
         self._scheduler.add(request)
         self._scheduler.cancel(request)
@@ -206,6 +211,7 @@ class Encoding:
         assert self._store.num_holders == len(uses), "states are held for nobody"
         assert set(self._jobs) <= {use.digest for use in uses}, "an image is encoded for nobody"
         assert all(request.state is RequestState.WAITING and not request.block_table for request in self._held)
+        assert self._queue == sorted((one for one, held in self._held.items() if not held.is_asking), key=rank)
 
     def _is_here(self, digest: bytes) -> bool:
         return digest in self._store and self._store.states_of(digest) is not None
@@ -218,13 +224,20 @@ class Encoding:
 
     def _wait(self, request: Request, images: list[PlacedImage]) -> None:
         self._held[request] = _Held(images, self._clock())
+        insort(self._queue, request, key=rank)
         self._ask()
+
+    def _remove(self, request: Request) -> None:
+        """Hold a request no longer."""
+        if not self._held.pop(request).is_asking:
+            first_of_rank = bisect_left(self._queue, rank(request), key=rank)
+            del self._queue[self._queue.index(request, first_of_rank)]
 
     def _ask(self) -> None:
         """Have images encoded for requests in order of rank, as long as the store has room for all of a request's, and
         the encoder has little to do."""
-        waiting = [request for request, held in self._held.items() if not held.is_asking]
-        for request in sorted(waiting, key=rank):
+        while self._queue:
+            request = self._queue[0]
             held = self._held[request]
             if len(self._jobs) >= _MOST_AHEAD and any(image.digest not in self._store for image in held.images):
                 return
@@ -232,6 +245,7 @@ class Encoding:
             if new is None:
                 return
             held.is_asking = True
+            del self._queue[0]
             for image in new:
                 job = self._jobs[image.digest] = EncodeJob(image.digest, image.data, image.detail, len(image.places))
                 self._encoder.encode(job)
@@ -278,7 +292,7 @@ class Encoding:
     def _fail(self, request: Request, job: EncodeJob) -> None:
         self._jobs.pop(job.digest, None)
         number = next(number for number, image in enumerate(request.images) if image.digest == job.digest)
-        del self._held[request]
+        self._remove(request)
         self._let_go(request)
         retry_after_s = RETRY_AFTER_S if job.reason is Reason.NO_CAPACITY else None
         error = StatusError(
@@ -296,7 +310,7 @@ class Encoding:
             bound_s = min(self._max_wait_s, request.max_wait_s)
             if waited_s < bound_s or has_begun or request.scheduled_s or request.is_resumed:
                 continue
-            del self._held[request]
+            self._remove(request)
             self._let_go(request)
             self._scheduler.add(request)
             self._failed.append(self._scheduler.give_back(request, has_waited_too_long(waited_s)))

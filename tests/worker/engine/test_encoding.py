@@ -221,6 +221,30 @@ def test_images_wait_for_room_in_the_store_by_rank() -> None:
     assert setup.encoder.seen == [Picture(number, 8).digest for number in (1, 3, 2)]
 
 
+def test_images_are_encoded_in_order_of_rank_whatever_the_order_of_arrivals_and_cancellations() -> None:
+    setup = Setup(budget_tokens=8)
+    rng = random.Random(7)
+    first = setup.request(prompt_of([1], Picture(0, 8), [2, 3]))
+    waiting: dict[Request, Picture] = {}
+    for number in range(1, 40):
+        picture = Picture(number, 8)
+        resumed = {"resume_token_ids": [4]} if rng.random() < 0.3 else {}
+        arrival_s = setup.clock.now_s + rng.randrange(3)  # equal ranks are served in order of `request`
+        request = setup.request(
+            prompt_of([1], picture, [2, 3]), priority=rng.randrange(-1, 2), arrival_s=arrival_s, **resumed
+        )
+        waiting[request] = picture
+        if rng.random() < 0.3:
+            victim = rng.choice(list(waiting))
+            assert setup.encoding.cancel(victim)
+            del waiting[victim]
+        setup.encoding.check()
+    setup.run()
+    setup.answers(first, *(request for request in waiting if not request.is_resumed))
+    in_order = sorted(waiting, key=lambda one: (-one.priority, not one.is_resumed, one.arrival_s))
+    assert setup.encoder.seen[1:] == [waiting[request].digest for request in in_order]
+
+
 def test_an_image_larger_than_the_store_is_served_alone() -> None:
     setup = Setup(budget_tokens=4)
     requests = [
