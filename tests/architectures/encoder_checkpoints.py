@@ -10,7 +10,6 @@ OUTDIR/NAME/reference.npz
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -29,6 +27,7 @@ from transformers import (
 )
 
 from tests.architectures.export import tokenizer
+from tests.architectures.random_weights import random_encoder
 from tests.architectures.texts import made_up_texts
 
 TEXTS = tuple(made_up_texts(12))
@@ -160,16 +159,9 @@ CHECKPOINTS = {
 
 def model_of(checkpoint: Checkpoint) -> Any:
     """The model with random weights in float32, which bfloat16 can hold."""
-    config = AutoConfig.for_model(checkpoint.model_type, **{**_COMMON, **checkpoint.config})
-    model = checkpoint.kind.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
-    generator = torch.Generator().manual_seed(3)
+    model = random_encoder(checkpoint.kind, checkpoint.model_type, **{**_COMMON, **checkpoint.config})
     with torch.no_grad():
-        for name, weights in model.named_parameters():
-            if weights.dim() < 2:
-                weights.add_(torch.randn(weights.shape, generator=generator) * 0.05)
-            else:
-                deviation = 0.3 if "embed" in name else 1.2 / math.sqrt(weights.shape[-1])
-                weights.copy_(torch.randn(weights.shape, generator=generator) * deviation)
+        for weights in model.parameters():
             weights.copy_(weights.bfloat16())
     return model
 

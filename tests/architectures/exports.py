@@ -61,12 +61,13 @@ def exported_encoders(names: Sequence[str]) -> Path:
 
 def written_encoders(names: Sequence[str]) -> Path:
     """The directory with one directory per embedder or reranker: its checkpoint, and what transformers computes."""
-    return _made(names, "encoder_checkpoints", ("requirements.txt", "export.py", "encoder_checkpoints.py", "texts.py"))
+    made_by = ("requirements.txt", "export.py", "encoder_checkpoints.py", "random_weights.py", "texts.py")
+    return _made(names, "encoder_checkpoints", made_by)
 
 
 def exported_small_encoders(names: Sequence[str]) -> Path:
     """The directory with one directory per encoder with random weights. Missing ones are exported."""
-    return _made(names, "small_encoders", ("requirements.txt", "small_encoders.py"))
+    return _made(names, "small_encoders", ("requirements.txt", "small_encoders.py", "random_weights.py"))
 
 
 def _of_families(names: Sequence[str], module: str, made_by: Sequence[str]) -> Mapping[str, Path]:

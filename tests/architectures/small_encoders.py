@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 import sys
 import warnings
@@ -26,7 +25,9 @@ import openvino
 import torch
 import transformers
 from optimum.exporters.openvino import export_from_model
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
+
+from tests.architectures.random_weights import random_encoder
 
 VOCABULARY, HIDDEN = 512, 128
 LENGTHS = (60, 3, 128, 17, 1, 200, 40, 96)
@@ -66,21 +67,6 @@ ENCODERS = {
 }
 
 
-def model_of(encoder: Encoder) -> Any:
-    """The model with random weights."""
-    config = AutoConfig.for_model(encoder.model_type, **{**_COMMON, **encoder.config})
-    model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, weights in model.named_parameters():
-            if weights.dim() < 2:
-                weights.add_(torch.randn(weights.shape, generator=generator) * 0.05)
-            else:
-                deviation = 0.3 if "embed" in name else 1.2 / math.sqrt(weights.shape[-1])
-                weights.copy_(torch.randn(weights.shape, generator=generator) * deviation)
-    return model
-
-
 def vector_of(model: Any, tokens: np.ndarray, pooling: str) -> np.ndarray:
     """The vector of a text, of length 1."""
     with torch.no_grad():
@@ -100,7 +86,7 @@ def convert(model: Any, directory: Path) -> None:
 def export(name: str, directory: Path) -> None:
     """Write one model and its reference."""
     encoder = ENCODERS[name]
-    model = model_of(encoder)
+    model = random_encoder(AutoModel, encoder.model_type, **{**_COMMON, **encoder.config})
     part = directory.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     if encoder.is_known:
