@@ -27,11 +27,10 @@ import numpy as np
 
 from benchmarks.engine.sides import SIDES, EngineSettings, Event, Job, JobTimes, side_process
 from benchmarks.engine.throughput import prompt_of
+from tests.llama_library import silent_llama
 
 NAMES = ("headrace", "llama.cpp")
 _CONTEXT, _BLOCKS = 2048, 400
-# More than any structure of parameters has. It is last on the stack, so that a larger one does no harm.
-_ROOM = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +40,6 @@ class LlamaSettings(EngineSettings):
     libraries: Path = Path()
     gguf: Path = Path()
     cpu: str = "haswell"
-
-
-class _Parameters(ctypes.Structure):
-    """Of models, or of contexts: the first numbers of the latter, and what we leave at its default."""
-
-    _fields_ = (
-        ("n_ctx", ctypes.c_uint32),
-        ("n_batch", ctypes.c_uint32),
-        ("n_ubatch", ctypes.c_uint32),
-        ("rest", ctypes.c_uint8 * _ROOM),
-    )
-
-
-class _Batch(ctypes.Structure):
-    """What llama_decode takes: read and written by llama.cpp only."""
-
-    _fields_ = (("n_tokens", ctypes.c_int32), ("rest", ctypes.c_void_p * 6))
 
 
 class LlamaCppSide:
@@ -118,31 +100,7 @@ def _open_library(settings: LlamaSettings) -> ctypes.CDLL:
     ggml, llama = opened("libggml.*so*"), opened("libllama.*so*")
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     assert ggml.ggml_backend_load(os.fsencode(settings.libraries / f"libggml-cpu-{settings.cpu}.so")), "no such variant"
-    pointer, parameters, batch, number = ctypes.c_void_p, _Parameters, _Batch, ctypes.c_int32
-    for name, result, arguments in (
-        ("llama_model_default_params", parameters, []),
-        ("llama_context_default_params", parameters, []),
-        ("llama_model_load_from_file", pointer, [ctypes.c_char_p, parameters]),
-        ("llama_init_from_model", pointer, [pointer, parameters]),
-        ("llama_set_n_threads", None, [pointer, number, number]),
-        ("llama_get_memory", pointer, [pointer]),
-        ("llama_memory_clear", None, [pointer, ctypes.c_bool]),
-        ("llama_model_get_vocab", pointer, [pointer]),
-        ("llama_vocab_n_tokens", number, [pointer]),
-        ("llama_batch_get_one", batch, [ctypes.POINTER(number), number]),
-        ("llama_decode", number, [pointer, batch]),
-        ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), [pointer, number]),
-        ("llama_log_set", None, [pointer, pointer]),
-    ):
-        function = getattr(llama, name)
-        function.restype, function.argtypes = result, arguments
-    llama.llama_log_set(ctypes.cast(_silent, pointer), None)
-    return llama
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-def _silent(_level: int, _text: bytes, _data: object) -> None:
-    """What llama.cpp would print."""
+    return silent_llama(llama)
 
 
 SIDES["llama.cpp"] = LlamaCppSide

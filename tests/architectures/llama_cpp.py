@@ -22,59 +22,17 @@ import numpy.typing as npt
 from tests.architectures.exports import weights_for_gguf
 from tests.architectures.gguf_families import GGUF_FAMILIES
 from tests.architectures.gguf_writer import write_gguf_of
+from tests.llama_library import silent_llama
 
 _TOKENS = 300
 _CONTEXT = 512
-# More than any structure of parameters has.
-_ROOM = 1024
-
-
-class _Parameters(ctypes.Structure):
-    """Of models, or of contexts: the first numbers of the latter, and what we leave at its default."""
-
-    _fields_ = (
-        ("n_ctx", ctypes.c_uint32),
-        ("n_batch", ctypes.c_uint32),
-        ("n_ubatch", ctypes.c_uint32),
-        ("rest", ctypes.c_uint8 * _ROOM),
-    )
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        ("n_tokens", ctypes.c_int32),
-        ("token", ctypes.POINTER(ctypes.c_int32)),
-        ("embd", ctypes.c_void_p),
-        ("pos", ctypes.POINTER(ctypes.c_int32)),
-        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
-        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-        ("logits", ctypes.POINTER(ctypes.c_int8)),
-    )
 
 
 class LlamaCpp:
     """llama.cpp by its C interface."""
 
     def __init__(self, library: Path) -> None:
-        llama = self._llama = ctypes.PyDLL(str(library))
-        pointer, number = ctypes.c_void_p, ctypes.c_int32
-        for name, result, arguments in (
-            ("llama_model_default_params", _Parameters, []),
-            ("llama_context_default_params", _Parameters, []),
-            ("llama_model_load_from_file", pointer, [ctypes.c_char_p, _Parameters]),
-            ("llama_init_from_model", pointer, [pointer, _Parameters]),
-            ("llama_model_get_vocab", pointer, [pointer]),
-            ("llama_vocab_n_tokens", number, [pointer]),
-            ("llama_batch_init", _Batch, [number, number, number]),
-            ("llama_decode", number, [pointer, _Batch]),
-            ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), [pointer, number]),
-            ("llama_free", None, [pointer]),
-            ("llama_model_free", None, [pointer]),
-        ):
-            function = getattr(llama, name)
-            function.restype, function.argtypes = result, arguments
-        self._silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-        llama.llama_log_set(self._silent, None)
+        llama = self._llama = silent_llama(ctypes.PyDLL(str(library)))
         llama.llama_backend_init()
 
     def log_probabilities(self, file: Path, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -26,11 +26,11 @@ from headrace.common.model_files.gguf_files import metadata_of, open_gguf
 from headrace.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from tests.cli.tokenizer_files import write_byte_level, write_sentencepiece
 from tests.cli.tokenizer_lines import lines
+from tests.llama_library import silent_llama
 
 RECORD = Path(__file__).with_suffix(".json")
 BLOCK_LINES = 1000
 SENTENCEPIECE = ("sentencepiece", "sentencepiece without a space")
-_PARAMETERS_BYTES, _VOCABULARY_ONLY = 256, 72
 
 
 def write_named(path: Path, name: str) -> Path:
@@ -57,28 +57,19 @@ def hashes(ids: Sequence[Sequence[int]]) -> list[str]:
 class LlamaCpp:
     """llama.cpp's tokenizer of a file."""
 
-    class _Parameters(ctypes.Structure):
-        _fields_ = (("bytes", ctypes.c_ubyte * _PARAMETERS_BYTES),)
-
     def __init__(self, library: ctypes.CDLL, path: Path) -> None:
         self._library = library
-        library.llama_model_default_params.restype = self._Parameters
-        library.llama_model_load_from_file.restype = ctypes.c_void_p
-        library.llama_model_load_from_file.argtypes = [ctypes.c_char_p, self._Parameters]
-        library.llama_model_get_vocab.restype = ctypes.c_void_p
-        library.llama_model_get_vocab.argtypes = [ctypes.c_void_p]
         parameters = library.llama_model_default_params()
-        parameters.bytes[_VOCABULARY_ONLY] = 1
+        parameters.read_only_vocabulary()
         model = library.llama_model_load_from_file(str(path).encode(), parameters)
         assert model, f"llama.cpp cannot read {path}"
-        self._vocabulary = ctypes.c_void_p(library.llama_model_get_vocab(model))
+        self._vocabulary = library.llama_model_get_vocab(model)
 
     def encode(self, text: str) -> list[int]:
         """The ids with special tokens, around the text and in it."""
         raw = text.encode()
         ids = (ctypes.c_int32 * (len(raw) + 4))()
-        flags = ctypes.c_bool(True), ctypes.c_bool(True)
-        found = self._library.llama_tokenize(self._vocabulary, raw, len(raw), ids, len(ids), *flags)
+        found = self._library.llama_tokenize(self._vocabulary, raw, len(raw), ids, len(ids), True, True)
         assert found >= 0
         return list(ids[:found])
 
@@ -90,9 +81,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    library = ctypes.PyDLL(str(arguments.library))
-    silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-    library.llama_log_set(silent, None)
+    library = silent_llama(ctypes.PyDLL(str(arguments.library)))
     library.llama_backend_init()
     texts = list(lines(arguments.lines))
     record: dict[str, list[str]] = {}
