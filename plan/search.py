@@ -15,6 +15,7 @@ from typing import NamedTuple
 from headrace.plan.fleet import MAX_WAIT_S, Fleet
 from headrace.plan.load import Load, chain_ends
 from headrace.plan.objectives import Limit, Objectives, percentile, time_text
+from headrace.protos.load_report import kv_use
 from headrace.sim.router import POLICIES
 from headrace.sim.simulation import JobRecord, Simulation
 from headrace.sim.step_cost import shape_of
@@ -314,7 +315,7 @@ class _Watched:
         """Look at all workers."""
         for worker in simulation.workers:
             cache = worker.scheduler.kv_cache
-            self.kv_used = max(self.kv_used, 1.0 - cache.num_free_blocks / cache.num_blocks)
+            self.kv_used = max(self.kv_used, kv_use(cache.num_blocks, cache.num_free_blocks))
             self.batch = max(self.batch, len(worker.scheduler.running))
 
 

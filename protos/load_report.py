@@ -90,6 +90,11 @@ class LoadReport:
         return self.num_running + self.num_waiting + num_booked < max(1, self.max_num_seqs // 2)
 
 
+def kv_use(num_blocks: int, num_free_blocks: int) -> float:
+    """The part of the KV blocks that requests use, from 0 to 1: those with only reusable content count as free."""
+    return (num_blocks - num_free_blocks) / num_blocks if num_blocks else 0.0
+
+
 _IN_MESSAGE = [field for field in fields(LoadReport) if field.name != "as_of_s"]
 _NAMES = tuple(field.name for field in _IN_MESSAGE)
 _RATES = tuple(number for number, field in enumerate(_IN_MESSAGE) if field.type == "float")

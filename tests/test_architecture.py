@@ -298,6 +298,7 @@ def test_what_all_processes_share_imports_only_the_standard_library_grpc_protobu
                 "safetensors.py": {"numpy"},
                 "scrapes.py": {"prometheus_client"},
                 "vllm_metrics.py": {"prometheus_client"},
+                "worker_metrics.py": {"prometheus_client"},
                 "cluster.py": {"httpx"},
                 "watches.py": {"prometheus_client"},
             }.get(path.name, set())

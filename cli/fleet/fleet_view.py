@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.fleet.gateway_access import FleetPicture
 from headrace.cli.fleet.tables import console_for
 from headrace.cli.fleet.worker_columns import LOST_STATES, WORKER_STATES, slowest_rank, worker_columns
+from headrace.protos.load_report import kv_use
 from headrace.protos.router_pb2 import WorkerInfo
 from headrace.protos.worker_pb2 import Counters
 
@@ -93,7 +94,7 @@ def _worker_row(worker: WorkerInfo, rates: Row | None) -> dict[str, Any]:
         "max_num_seqs": load.max_num_seqs if is_known else None,
         "decode_step_ms": load.decode_step_ms or None,
         "preemptions": counters.preemptions if is_known else None,
-        "kv_used": 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else None,
+        "kv_used": kv_use(load.num_blocks, load.num_free_blocks) if load.num_blocks else None,
         **since_start,
         **(rates or {}),
     }
@@ -119,7 +120,7 @@ def model_rows(picture: FleetPicture, workers: Sequence[Row]) -> list[dict[str, 
                 "in_flight": sum(worker["in_flight"] for worker in own),
                 "requests_running": _sum(own, "requests_running"),
                 "requests_waiting": _sum(own, "requests_waiting"),
-                "kv_used": 1 - free / blocks if blocks else None,
+                "kv_used": kv_use(blocks, free) if blocks else None,
                 "tokens_per_s": _sum(own, "tokens_per_s"),
                 "prompt_tokens_per_s": _sum(own, "prompt_tokens_per_s"),
             }

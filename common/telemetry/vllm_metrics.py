@@ -13,6 +13,9 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from headrace.protos.load_report import kv_use
+from headrace.protos.worker_pb2 import Load
+
 _WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -31,6 +34,27 @@ class ModelFigures(NamedTuple):
     num_preemptions: int
     adapters: Sequence[str] = ()
     max_adapters: int = 0
+
+    @classmethod
+    def of(
+        cls, model: str, load: Load, block_size: int, adapters: Sequence[str] = (), max_adapters: int = 0
+    ) -> ModelFigures:
+        """The numbers of a worker with this load."""
+        counters = load.counters
+        return cls(
+            model,
+            load.num_running,
+            load.num_waiting,
+            load.num_blocks,
+            load.num_free_blocks,
+            block_size,
+            counters.prompt_tokens_computed + counters.prompt_tokens_cached,
+            counters.prompt_tokens_cached,
+            counters.tokens_generated,
+            counters.preemptions,
+            adapters,
+            max_adapters,
+        )
 
     @property
     def kv_use(self) -> float:
@@ -53,11 +77,6 @@ class ModelFigures(NamedTuple):
             sorted({*self.adapters, *other.adapters}),
             max(self.max_adapters, other.max_adapters),
         )
-
-
-def kv_use(num_blocks: int, num_free_blocks: int) -> float:
-    """The part of the KV blocks that requests use, from 0 to 1: those with only reusable content count as free."""
-    return (num_blocks - num_free_blocks) / num_blocks if num_blocks else 0.0
 
 
 _GAUGES: Sequence[tuple[str, str, Callable[[ModelFigures], float]]] = (

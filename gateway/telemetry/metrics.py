@@ -7,18 +7,24 @@ from types import MappingProxyType
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from headrace.common.telemetry.tracing import current_span
-from headrace.common.telemetry.vllm_metrics import ModelFigures, Waits, families, kv_use
+from headrace.common.telemetry.vllm_metrics import ModelFigures, Waits, families
+from headrace.common.telemetry.worker_metrics import (
+    COUNTERS,
+    FLEET_GAUGES,
+    load_metrics,
+    numa_node_of,
+    worker_gauge,
+)
 from headrace.gateway.telemetry.recent import Recent
 from headrace.protos.host_pb2 import HostedModel, HostedModelState
 from headrace.protos.inference_pb2 import Finish
 from headrace.protos.router_pb2 import WORKER_STATE_READY, WorkerInfo
 from headrace.protos.status import Reason, StatusError
-from headrace.protos.worker_pb2 import Counters
 
 # All series begin when the process starts, so omit their own creation times.
 prometheus_client.disable_created_metrics()
@@ -31,17 +37,6 @@ _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
 _OPEN_METRICS = "application/openmetrics-text"
 # The last line of OpenMetrics.
 _END = b"# EOF\n"
-
-# field of Load -> name and description of its gauge
-_LOAD_GAUGES = {
-    "num_blocks": ("kv_blocks", "KV blocks in all."),
-    "num_free_blocks": ("kv_blocks_free", "KV blocks free for use, those with reusable content included."),
-    "num_cached_blocks": ("kv_blocks_cached", "KV blocks that can be found by a prefix."),
-    "num_running": ("requests_running", "Requests in the running batch."),
-    "num_waiting": ("requests_waiting", "Requests that wait for their first step."),
-    "num_encoding": ("requests_encoding", "Those of them that wait for their images to be encoded."),
-    "num_uncached_tokens": ("uncached_tokens", "Prompt tokens that are neither computed nor cached."),
-}
 
 
 def outcome_of(error: StatusError, *, has_deadline: bool) -> str:
@@ -260,21 +255,13 @@ class _Vllm:
         yield from families(models.values())
 
     def _figures(self, worker: WorkerInfo) -> ModelFigures:
-        load = worker.load
-        counters = load.counters
-        return ModelFigures(
+        adapters = worker.adapters
+        return ModelFigures.of(
             worker.model,
-            load.num_running,
-            load.num_waiting,
-            load.num_blocks,
-            load.num_free_blocks,
+            worker.load,
             self._block_sizes.get(worker.model, 0),
-            counters.prompt_tokens_computed + counters.prompt_tokens_cached,
-            counters.prompt_tokens_cached,
-            counters.tokens_generated,
-            counters.preemptions,
-            [adapter.name for adapter in worker.adapters.adapters if adapter.is_in_memory],
-            worker.adapters.max_in_memory,
+            [adapter.name for adapter in adapters.adapters if adapter.is_in_memory],
+            adapters.max_in_memory,
         )
 
 
@@ -303,84 +290,20 @@ class _Fleet:
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        up = _gauge("up", "1 while the worker takes requests.")
+        up = worker_gauge("up", "1 while the worker takes requests.", "worker")
         for worker in self._workers:
             up.add_metric([worker.worker_id], float(worker.state == WORKER_STATE_READY))
         yield up
-        info = _gauge(
+        info = worker_gauge(
             "info",
             "1; the model of the worker, its address, its NUMA node (empty: not on one).",
+            "worker",
             "model",
             "address",
             "numa_node",
         )
         for worker in self._workers:
-            info.add_metric([worker.worker_id, worker.model, worker.address, _node_of(worker)], 1.0)
+            info.add_metric([worker.worker_id, worker.model, worker.address, numa_node_of(worker.load)], 1.0)
         yield info
-        reporting = [worker for worker in self._workers if worker.HasField("load")]
-        for field, (name, description) in _LOAD_GAUGES.items():
-            gauge = _gauge(name, description)
-            for worker in reporting:
-                gauge.add_metric([worker.worker_id], getattr(worker.load, field))
-            yield gauge
-        use = _gauge("kv_use", "Part of the KV blocks that requests use, from 0 to 1.")
-        for worker in reporting:
-            use.add_metric([worker.worker_id], kv_use(worker.load.num_blocks, worker.load.num_free_blocks))
-        yield use
-        for counter_field in Counters.DESCRIPTOR.fields:
-            description = f"Total of {counter_field.name.replace('_', ' ')} since the worker's start."
-            name = f"headrace_worker_{counter_field.name}"
-            counter = CounterMetricFamily(name, description, labels=["worker"])
-            for worker in reporting:
-                counter.add_metric([worker.worker_id], getattr(worker.load.counters, counter_field.name))
-            yield counter
-        yield from binding_metrics(reporting)
-        yield from rank_metrics(reporting)
-
-
-def binding_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
-    """Metrics of the workers that report their NUMA binding."""
-    info = _gauge(
-        "binding_info",
-        "1; NUMA node (empty: not on one), CPUs that threads may run on, memory policy in force.",
-        "numa_node",
-        "cpus_allowed",
-        "memory_policy",
-    )
-    resident = _gauge("resident_bytes", "Resident memory by NUMA node.", "node")
-    anonymous = _gauge("anonymous_bytes", "Resident memory by NUMA node, without that of files.", "node")
-    kv_resident = _gauge("kv_resident_bytes", "Resident memory of the KV cache by NUMA node.", "node")
-    kv_huge = _gauge("kv_huge_bytes", "KV cache in huge pages.")
-    for worker in workers:
-        if not worker.load.HasField("binding"):
-            continue
-        name, binding = worker.worker_id, worker.load.binding
-        info.add_metric([name, _node_of(worker), binding.cpus_allowed, binding.memory_policy], 1)
-        for memory in binding.memory:
-            resident.add_metric([name, str(memory.node)], memory.resident_bytes)
-            anonymous.add_metric([name, str(memory.node)], memory.anonymous_bytes)
-            kv_resident.add_metric([name, str(memory.node)], memory.kv_bytes)
-        kv_huge.add_metric([name], binding.kv_huge_bytes)
-    yield from (info, resident, anonymous, kv_resident, kv_huge)
-
-
-def rank_metrics(workers: Sequence[WorkerInfo]) -> Iterator[Metric]:
-    """Metrics of the ranks of divided models."""
-    labels = ["worker", "rank"]
-    steps = CounterMetricFamily("headrace_worker_rank_step_seconds", "Time of the steps of each rank.", labels=labels)
-    waits = CounterMetricFamily(
-        "headrace_worker_rank_wait_seconds", "Part of it in which the rank waited for slower ones.", labels=labels
-    )
-    for worker in workers:
-        for number, rank in enumerate(worker.load.ranks):
-            steps.add_metric([worker.worker_id, str(number)], rank.step_seconds)
-            waits.add_metric([worker.worker_id, str(number)], rank.wait_seconds)
-    yield from (steps, waits)
-
-
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"headrace_worker_{name}", text, labels=["worker", *labels])
-
-
-def _node_of(worker: WorkerInfo) -> str:
-    return str(worker.load.numa_node) if worker.load.HasField("numa_node") else ""
+        loads = [((worker.worker_id,), worker.load) for worker in self._workers if worker.HasField("load")]
+        yield from load_metrics(loads, ("worker",), FLEET_GAUGES, COUNTERS)

@@ -15,7 +15,7 @@ from headrace.worker.host.binding import Binding, RankReport, Region, keep_bindi
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.huge_pages import HugePages
-from headrace.worker.server.metrics import binding_metrics
+from headrace.worker.server.metrics import LoadCollector
 from headrace.worker.server.watch import WatchHub, binding_message
 from tests.patience import patience
 
@@ -106,19 +106,15 @@ def test_the_load_has_the_ranks_of_a_divided_model() -> None:
 
 
 def test_the_metrics_say_the_same(tmp_path: Path) -> None:
-    binding = read_binding(ARENA, tree(tmp_path))
-
-    class Collector:
-        def collect(self) -> object:
-            return binding_metrics(binding)
-
+    hub = WatchHub(1, 8, 4)
+    assert not [metric.name for metric in LoadCollector(hub).collect() if "binding" in metric.name]
+    hub.bind(read_binding(ARENA, tree(tmp_path)))
     registry = CollectorRegistry()
-    registry.register(Collector())  # type: ignore[arg-type]
+    registry.register(LoadCollector(hub))
     labels = {"numa_node": "1", "cpus_allowed": "4-5", "memory_policy": "prefer:1"}
     assert registry.get_sample_value("headrace_worker_binding_info", labels) == 1
     assert registry.get_sample_value("headrace_worker_kv_resident_bytes", {"node": "1"}) == 608 * 4096
     assert registry.get_sample_value("headrace_worker_kv_huge_bytes") == 2 << 20
-    assert list(binding_metrics(None)) == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this kernel has no NUMA")

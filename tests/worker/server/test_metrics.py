@@ -14,7 +14,7 @@ from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.mailbox import EngineReport
 from headrace.worker.host.binding import RankReport
 from headrace.worker.server.adapters import AdapterDesk
-from headrace.worker.server.metrics import LoadCollector, RequestMetrics, VllmCollector, new_registry, rank_metrics
+from headrace.worker.server.metrics import LoadCollector, RequestMetrics, VllmCollector, new_registry
 from headrace.worker.server.watch import WatchHub
 
 
@@ -92,4 +92,5 @@ def test_ranks_of_a_divided_model_show_their_times_and_their_waits() -> None:
         for rank in ("0", "1")
     }
     assert found == {("step", "0"): 5.0, ("step", "1"): 5.5, ("wait", "0"): 0.5, ("wait", "1"): 2.0}
-    assert not list(rank_metrics(()))
+    undivided = LoadCollector(WatchHub(epoch=1, max_num_seqs=1, block_size=4)).collect()
+    assert not [metric.name for metric in undivided if "rank" in metric.name]
