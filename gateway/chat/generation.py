@@ -365,7 +365,7 @@ class Generator:
             raise _of_image(in_callers_names(error, job.sampling), job.images) from error
         finally:
             current_span().add("gen_ai.usage.output_tokens", num_tokens)
-            self._metrics.choice_ended(job.model.name, len(job.token_ids), num_cached_tokens, num_tokens, 0.0)
+            self._metrics.choice_ended(job.model.name, len(job.token_ids), num_cached_tokens, num_tokens)
 
     def _messages(self, plan: Plan, request: GenerateRequest, caller: Caller) -> AsyncGenerator[GenerateResponse, None]:
         """The messages of one generation."""
@@ -413,7 +413,7 @@ class Generator:
             raise _of_image(in_callers_terms(error, job.sampling.structure), job.images) from error
         finally:
             current_span().add("gen_ai.usage.output_tokens", num_tokens)
-            decoding_s = 0.0 if caller.is_background else last_s - first_s
+            decoding_s = last_s - first_s if last_s > first_s and not caller.is_background else None
             name = job.model.name
             self._metrics.choice_ended(name, len(job.token_ids), choice.num_cached_tokens, num_tokens, decoding_s)
 

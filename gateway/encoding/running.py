@@ -99,7 +99,7 @@ class EncodingRunner:
                     vectors[number] = message.vector
             if not vectors[number]:
                 raise StatusError(Reason.INTERNAL, "the worker sent no vector; its version is older than the gateway's")
-            self._metrics.choice_ended(plan.model.name, num_tokens, 0, 0, 0.0)
+            self._metrics.choice_ended(plan.model.name, num_tokens)
 
     def _request(self, plan: EncodingPlan, number: int, tenant: str) -> GenerateRequest:
         card = plan.model.card

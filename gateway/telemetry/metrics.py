@@ -162,17 +162,17 @@ class Metrics:
         self,
         model: str,
         num_prompt_tokens: int,
-        num_cached_tokens: int,
-        num_generated_tokens: int,
-        decoding_s: float,
+        num_cached_tokens: int = 0,
+        num_generated_tokens: int = 0,
+        decoding_s: float | None = None,
     ) -> None:
-        """Count the tokens of a choice, whole or broken off. `decoding_s` is from its first to its last token; 0 for
-        requests of batches, whose times are not those of callers."""
+        """Count the tokens of a choice, whole or broken off. `decoding_s` is from its first to its last token; None if
+        its tokens came together, or if its times are not those of callers, as in batches."""
         self.recent.prompt(model, num_prompt_tokens, num_cached_tokens)
         self._prompt.inc(num_prompt_tokens)
         self._cached.inc(num_cached_tokens)
         self._generated.inc(num_generated_tokens)
-        if num_generated_tokens > 1 and decoding_s:
+        if num_generated_tokens > 1 and decoding_s is not None:
             self._per_token.observe(decoding_s / (num_generated_tokens - 1), _trace())
 
     def timed(self, model: str, finish: Finish) -> None:
