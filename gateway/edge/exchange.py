@@ -170,35 +170,24 @@ class Exchange:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            message = f"the body did not come within {self._bodies.timeout_s:g} s"
-            raise HttpError(408, "request_timeout", message, [(b"connection", b"close")]) from None
-        encoding = self.header("content-encoding")
-        if encoding.lower() not in ("", "identity", "utf-8", "utf8"):  # some clients name the charset here
-            problem = f"the body has the content-encoding {encoding[:32]!r}; send it uncompressed"
-            raise HttpError(415, "encoding_not_supported", problem, param="content-encoding")
+            raise self._too_late("the body") from None
+        self._check_encoding()
         self._watch = asyncio.create_task(self._watch_for_disconnect())
         return body
 
     async def body_pieces(self, max_bytes: int, too_large: HttpError) -> AsyncIterator[bytes]:
         """The body of an upload as it arrives, at most `max_bytes`; nothing of it is kept. It has the time of a body
         for each `Bodies.max_bytes` of it. Raises `HttpError`: `too_large`, 408, 415."""
-        if self.header("content-encoding").lower() not in ("", "identity"):
-            raise HttpError(415, "encoding_not_supported", "send the body uncompressed", param="content-encoding")
+        self._check_encoding()
         num_bytes = num_in_time = 0
         until_s = time.monotonic() + self._bodies.timeout_s
         more = True
         while more:
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + until_s - time.monotonic()):
-                    message = await self._receive()
+                    piece, more = await self._receive_piece()
             except TimeoutError:
-                late = f"{self._bodies.max_bytes} bytes of the body did not come within {self._bodies.timeout_s:g} s"
-                raise HttpError(408, "request_timeout", late, [(b"connection", b"close")]) from None
-            if message["type"] == "http.disconnect":
-                self.disconnected = True
-                raise asyncio.CancelledError
-            piece = message.get("body", b"")
-            more = message.get("more_body", False)
+                raise self._too_late(f"{self._bodies.max_bytes} bytes of the body") from None
             num_bytes += len(piece)
             num_in_time += len(piece)
             if num_in_time >= self._bodies.max_bytes:
@@ -215,18 +204,31 @@ class Exchange:
         if int(self.header("content-length") or 0) > most:
             raise self._too_large()
         while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self.disconnected = True
-                raise asyncio.CancelledError
-            part = message.get("body", b"")
-            more = message.get("more_body", False)
+            part, more = await self._receive_piece()
             if self._num_body_bytes + len(part) > most:
                 raise self._too_large()
             self._bodies.take(len(part))
             self._num_body_bytes += len(part)
             parts.append(part)
         return b"".join(parts)
+
+    async def _receive_piece(self) -> tuple[bytes, bool]:
+        """The next piece of the body, and whether more follows."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.disconnected = True
+            raise asyncio.CancelledError
+        return message.get("body", b""), message.get("more_body", False)
+
+    def _check_encoding(self) -> None:
+        encoding = self.header("content-encoding")
+        if encoding.lower() not in ("", "identity", "utf-8", "utf8"):  # some clients name the charset here
+            problem = f"the body has the content-encoding {encoding[:32]!r}; send it uncompressed"
+            raise HttpError(415, "encoding_not_supported", problem, param="content-encoding")
+
+    def _too_late(self, what: str) -> HttpError:
+        message = f"{what} did not come within {self._bodies.timeout_s:g} s"
+        return HttpError(408, "request_timeout", message, [(b"connection", b"close")])
 
     def _too_large(self) -> HttpError:
         message = f"the body is larger than {self._bodies.max_bytes} bytes"
