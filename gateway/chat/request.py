@@ -107,6 +107,7 @@ class Chat(Generation, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
+    """From -1, which means no limit, to 2**31 - 1."""
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
 
@@ -150,8 +151,6 @@ def check_chat(request: Chat) -> None:
     if request.verbosity not in (None, *VERBOSITIES):
         raise invalid("verbosity", f"verbosity must be one of {', '.join(VERBOSITIES)}")
     predicted_text(request)
-    if request.thinking_token_budget is not None:
-        check_range("thinking_token_budget", request.thinking_token_budget, -1, 2**31 - 1)
     if request.top_logprobs is not None:
         if not request.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")

@@ -20,7 +20,7 @@ _Encode = Callable[[str], Sequence[int]]
 
 
 def one_budget(given: Mapping[str, Any]) -> int | None:
-    """The budget that a request gives under one or more names; None for none, which -1 means, too. Raises
+    """The budget that a request gives under one or more names; -1 for no limit, and None if it says nothing. Raises
     `StatusError`."""
     found = {name: value for name, value in given.items() if value is not None}
     for name, value in found.items():
