@@ -23,8 +23,8 @@ from starlette.responses import StreamingResponse
 
 from headrace.cli.fleet.http_probe import http_status
 from headrace.cli.hosting.finding import find_model
-from headrace.cli.serving.ports import chosen_port, free_port
 from headrace.common.commands import CommandError
+from headrace.common.ports import chosen_port, free_port
 from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import Transport
 from headrace.protos import router_pb2, router_pb2_grpc

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.cli.serving import ports
+from headrace.common import ports
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -20,11 +20,13 @@ from headrace.bench.study import recipes
 from headrace.bench.study.directory import Finished, StudyDirectory
 from headrace.bench.study.kinds import Kind, MissingError
 from headrace.bench.study.model import StudiedModel
-from headrace.bench.study.processes import Command, ServerError, busy_s, free_port, started
+from headrace.bench.study.processes import Command, ServerError, busy_s, started
 from headrace.bench.study.recipes import Experiment, Run, Scale
 from headrace.bench.target import target_of
 from headrace.bench.workload import Workload
+from headrace.common.commands import CommandError
 from headrace.common.host_memory import available_bytes
+from headrace.common.ports import chosen_port
 
 _BACKEND = "openai"
 _START_TIMEOUT_S = 900.0
@@ -173,7 +175,10 @@ class Study:
                 f"{run.server} with {model.name} takes about {need / 2**30:.1f} GiB of memory, and {have / 2**30:.1f} "
                 "GiB are available; stop other programs, or name a smaller model with --model"
             )
-        port = free_port(self._port)
+        try:
+            port = chosen_port("127.0.0.1", self._port or 0)
+        except CommandError as error:
+            raise ServerError(str(error)) from None
         command = kind.command(run, model, port)
         start_s = time.monotonic()
         async with self._launch(

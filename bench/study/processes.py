@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -33,19 +32,6 @@ class Command:
 
     argv: Sequence[str]
     environment: Mapping[str, str]
-
-
-def free_port(wanted: int | None) -> int:
-    """A port of this host on which nothing listens. Raises ServerError if `wanted` is taken."""
-    with socket.socket() as listener:
-        try:
-            listener.bind(("127.0.0.1", wanted or 0))
-        except OSError as error:
-            raise ServerError(
-                f"port {wanted} cannot be used ({error.strerror}); stop what listens there, or name another with --port"
-            ) from None
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class Server:

@@ -21,9 +21,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.gateway.tokens import free_port
 from benchmarks.machine import describe
 from headrace.cli.models.model_cache import model_directory
+from headrace.common.ports import free_port
 
 MODEL = "smollm2-135m"
 URL = "/v1/chat/completions"
@@ -132,7 +132,7 @@ async def measure(site: Site, rounds: int, seconds: float, num_streams: int) -> 
 
 async def run(model_dir: Path, rounds: int, seconds: float, num_streams: int) -> None:
     """Serve, and measure."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     with tempfile.TemporaryDirectory() as store:
         command = [sys.executable, "-m", "headrace.cli", "serve", str(model_dir), "--name", "live", "--port", str(port)]
         command += ["--workers", "1", "--kv-cache-gb", "1", "--batch-store", store, "--log-level", "warning"]

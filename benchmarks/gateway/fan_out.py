@@ -23,9 +23,9 @@ from typing import NamedTuple
 import httpx
 
 from benchmarks.gateway.fan_out_processes import LONGEST_PROMPT
-from benchmarks.gateway.tokens import free_port
 from benchmarks.machine import describe
 from headrace.cli.models.model_cache import model_directory
+from headrace.common.ports import free_port
 
 MODEL = "smollm2-135m"
 ROLES = ("gateway", "router", "worker")
@@ -83,7 +83,8 @@ NONE = Hold(0.0, 0.0, 0.0)
 @asynccontextmanager
 async def serving(model_dir: Path) -> AsyncIterator[tuple[dict[str, Process], httpx.AsyncClient]]:
     """The three ready processes and a client of the gateway."""
-    worker, router, port = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}", free_port()
+    worker, router = (f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2))
+    port = free_port("127.0.0.1")
     flags = {
         "worker": ["--model", str(model_dir), "--listen", worker, "--max-context-tokens", str(LONGEST_PROMPT)],
         "router": ["--listen", router, "--worker", worker],

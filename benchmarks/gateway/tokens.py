@@ -16,7 +16,6 @@ import contextlib
 import json
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from benchmarks.gateway.processes import NUM_STREAMS, TOKEN_IDS
 from benchmarks.machine import describe
 from headrace.bench.process_tree import cpu_s
 from headrace.cli.models.model_cache import model_directory
+from headrace.common.ports import free_port
 from headrace.gateway.chat.choice import Choice
 from headrace.gateway.chat.output import ChatChoice
 from headrace.gateway.chat.sampling import Sampling
@@ -40,13 +40,6 @@ WHO = Identity("chatcmpl-" + "0" * 32, "chat.completion", 1, "benchmark", "fp_01
 MODEL = "smollm2-135m"
 LIMIT_US = 40.0
 _READY_BOUND_S = 60.0
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -116,7 +109,7 @@ def chat(max_tokens: int, salt: str = "") -> dict[str, object]:
 @contextlib.asynccontextmanager
 async def serving(model_dir: Path) -> AsyncIterator[tuple[int, int, str]]:
     """A gateway in front of a scripted worker: its process id, its port, the worker's address."""
-    upstream, port = f"127.0.0.1:{free_port()}", free_port()
+    upstream, port = f"127.0.0.1:{free_port('127.0.0.1')}", free_port("127.0.0.1")
     with (
         process("benchmarks.gateway.processes", "upstream", upstream, str(model_dir)),
         process("headrace.gateway", "--port", str(port), "--router", upstream, "--log-level", "warning") as gateway,
@@ -161,7 +154,7 @@ async def receiving(upstream: str, seconds: float) -> float:
 
 async def writing(seconds: float) -> float:
     """Microseconds per event of uvicorn alone."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     with process("benchmarks.gateway.processes", "write", str(port)) as child:
         await asyncio.sleep(1.0)
         streams = Streams(port)

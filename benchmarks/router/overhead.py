@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import uvloop
 
 from benchmarks.router.processes import NUM_TOKENS
 from headrace.bench.process_tree import cpu_s
+from headrace.common.ports import free_port
 from headrace.common.transport.session_client import GENERATE, SessionClient
 from headrace.common.transport.sessions import Call
 from headrace.protos import inference_pb2
@@ -36,9 +36,7 @@ MESSAGES_OF_A_STREAM = NUM_TOKENS + 1
 
 def free_address() -> str:
     """A free local address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port('127.0.0.1')}"
 
 
 @contextmanager

@@ -30,12 +30,12 @@ from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.model_plans import WHOLE_MODELS, Sizing, aliases_of, places_of, plan_models
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions, num_stages
-from headrace.cli.serving.ports import check_port, chosen_port, is_free
 from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.topology import Topology, read_topology
 from headrace.common.commands import CommandError
 from headrace.common.flags import FiniteRange
+from headrace.common.ports import check_port, chosen_port, is_free
 from headrace.common.worker_flags import WORKER_FLAGS, serve_options
 
 _LOG_FLUSH_S = 1.0

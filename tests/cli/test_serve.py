@@ -18,16 +18,15 @@ from headrace.cli.hosting.finding import check_memory, find_model
 from headrace.cli.main import cli
 from headrace.cli.models import pull
 from headrace.cli.models.model_cache import model_directory
-from headrace.cli.serving import ports
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.model_plans import Sizing
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ServeOptions
-from headrace.cli.serving.ports import check_port, chosen_port, free_port, is_free
 from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.running import Serving, first_requests
 from headrace.cli.serving.serve import choose_grpc_port
 from headrace.common.commands import CommandError
+from headrace.common.ports import chosen_port, free_port
 from tests.cli.conftest import write_files
 
 
@@ -45,18 +44,6 @@ def log() -> Iterator[LogSink]:
     sink = LogSink(io.BytesIO())
     yield sink
     sink.close(5)
-
-
-def test_a_free_port_is_not_one_that_an_outgoing_connection_may_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = tmp_path / "ip_local_port_range"
-    limits.write_text("20100\t60999\n")
-    monkeypatch.setattr(ports, "_OUTGOING_PORTS", limits)
-    found = {free_port("127.0.0.1") for _ in range(20)}
-    assert all(20_000 <= port < port + 1 < 20_100 for port in found)
-    limits.unlink()
-    assert is_free("127.0.0.1", free_port("127.0.0.1"))
 
 
 def run(*args: str) -> Result:
@@ -82,20 +69,6 @@ def test_a_busy_grpc_port_is_refused_only_if_it_was_asked_for(cache: Path, busy_
 def test_one_port_for_http_and_grpc_is_refused(log: LogSink) -> None:
     with pytest.raises(CommandError, match="are both 8000"):
         choose_grpc_port("127.0.0.1", 8000, 8000, log)
-
-
-def test_a_port_above_the_last_one_is_not_free() -> None:
-    assert not is_free("127.0.0.1", 65536)
-
-
-def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(CommandError, match=r"192\.0\.2\.1 is not an address of this machine"):
-        check_port("192.0.2.1", 8000, "--port")
-
-
-def test_a_host_name_that_means_nothing_is_refused() -> None:
-    with pytest.raises(CommandError, match="is not an address of this machine"):
-        check_port("no host.invalid", 8000, "--port")
 
 
 def test_a_model_that_is_nowhere_is_refused_and_what_is_known_is_named(cache: Path, model_folder: Path) -> None:

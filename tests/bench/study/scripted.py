@@ -80,6 +80,7 @@ def study(
     scale: Scale = TINY,
     fails: str = "",
     sharegpt: Path | None = None,
+    port: int | None = None,
 ) -> tuple[Study, StudyDirectory, list[str]]:
     """A study, its directory, and what it says."""
     said: list[str] = []
@@ -95,4 +96,4 @@ def study(
 
     studied = [model(path, name) for name in models]
     load = dataclasses.replace(recipes.workload(sharegpt), outputs=Lengths("uniform", 6, 0.5))
-    return Study(directory, scale, 0, studied, kinds, None, said.append, load, launch, False), directory, said
+    return Study(directory, scale, 0, studied, kinds, port, said.append, load, launch, False), directory, said

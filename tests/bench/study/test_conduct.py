@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,16 @@ def test_a_study_without_headrace_fails(tmp_path: Path) -> None:
     conducted, _, _ = study(tmp_path, ScriptedKind(need_bytes=1 << 60))
     with pytest.raises(ServerError, match="name a smaller model with --model"):
         asyncio.run(conducted.conduct(THIRD))
+
+
+def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        conducted, _, _ = study(tmp_path, ScriptedKind(), port=port)
+        with pytest.raises(ServerError, match=rf"port {port} on 127\.0\.0\.1 is already in use; stop what .* --port"):
+            asyncio.run(conducted.conduct(THIRD))
 
 
 def test_a_peer_that_ends_during_a_run_is_left_out_and_its_run_is_not_kept(tmp_path: Path) -> None:
