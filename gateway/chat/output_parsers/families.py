@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from headrace.gateway.chat.output_parsers import (
     gemma,
@@ -78,9 +78,29 @@ _HARMONY_MARKERS = (
 )
 
 
-def _json(name: str, tags: json_tags.JsonTags, signs: tuple[Sign, ...], models: str, shape: str) -> ToolFormat:
-    token = tags.opening if tags.opening.startswith("<|START_") else ""
-    return ToolFormat(name, tags, tuple(filter(None, (tags.opening, tags.closing))), signs, models, shape, token)
+class _Description(Protocol):
+    """The markup of a family, which parses a whole answer."""
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    def __call__(self, source: Source, output: Output, tools: Tools, /) -> Steps[None]: ...
+
+
+def _described(
+    name: str, description: _Description, signs: tuple[Sign, ...], models: str, shape: str, token: str = ""
+) -> ToolFormat:
+    return ToolFormat(name, description, description.markers, signs, models, shape, token)
+
+
+def _with_token(name: str, description: _Description, token: str, models: str, shape: str) -> ToolFormat:
+    """The sign of the family is a special token."""
+    return _described(name, description, (token,), models, shape, token)
+
+
+def _tagged(name: str, tags: tuple[str, str], signs: tuple[Sign, ...], models: str) -> ReasoningFormat:
+    """Both tags may be special tokens."""
+    return ReasoningFormat(name, tags, tags, signs, models)
 
 
 # The most specific signs come first, because a template may also contain the signs of later families.
@@ -90,44 +110,37 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             "gpt-oss", harmony.harmony, _HARMONY_MARKERS, (harmony.CHANNEL,), "gpt-oss", "messages to `functions.f`"
         ),
-        ToolFormat(
+        _with_token(
             "deepseek",
             marked_json.DEEPSEEK,
-            marked_json.DEEPSEEK.markers,
-            (marked_json.DEEPSEEK.call_begin,),
+            marked_json.DEEPSEEK.call_begin,
             "DeepSeek V3, R1 and V3.1",
             "`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or JSON in a block of code",
-            token=marked_json.DEEPSEEK.call_begin,
         ),
-        ToolFormat(
+        _described(
             "deepseek-v3.2",
             xml_calls.DEEPSEEK_V32,
-            xml_calls.DEEPSEEK_V32.markers,
             (("｜DSML｜", "function_calls>"),),
             "DeepSeek V3.2",
             '`<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1...` in `<｜DSML｜function_calls>`',
         ),
-        ToolFormat(
+        _described(
             "deepseek-v4",
             xml_calls.DEEPSEEK_V4,
-            xml_calls.DEEPSEEK_V4.markers,
             (("｜DSML｜", "tool_calls>"),),
             "DeepSeek V4",
             "the same in `<｜DSML｜tool_calls>`",
         ),
-        ToolFormat(
+        _with_token(
             "kimi-k2",
             marked_json.KIMI_K2,
-            marked_json.KIMI_K2.markers,
-            (marked_json.KIMI_K2.call_begin,),
+            marked_json.KIMI_K2.call_begin,
             "Kimi K2, K2 Thinking, K2.5",
             "`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`",
-            token=marked_json.KIMI_K2.call_begin,
         ),
-        ToolFormat(
+        _described(
             "step3",
             xml_calls.STEP3,
-            xml_calls.STEP3.markers,
             (xml_calls.STEP3.call,),
             "Step 3",
             '`<steptml:invoke name="f"><steptml:parameter name="a">1...` in `<｜tool_calls_begin｜>`',
@@ -143,32 +156,28 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             token=mistral.OPENING,
             num_id_chars=9,
         ),
-        ToolFormat(
+        _with_token(
             "gemma4",
             gemma.GEMMA4,
-            gemma.GEMMA4.markers,
-            (gemma.GEMMA4.opening,),
+            gemma.GEMMA4.opening,
             "Gemma 4",
             '`<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>`',
-            token=gemma.GEMMA4.opening,
         ),
-        ToolFormat(
+        _with_token(
             "functiongemma",
             gemma.FUNCTION_GEMMA,
-            gemma.FUNCTION_GEMMA.markers,
-            (gemma.FUNCTION_GEMMA.opening,),
+            gemma.FUNCTION_GEMMA.opening,
             "FunctionGemma",
             "`<start_function_call>call:f{a:1,b:<escape>text<escape>}<end_function_call>`",
-            token=gemma.FUNCTION_GEMMA.opening,
         ),
-        _json(
+        _with_token(
             "cohere",
             json_tags.COHERE,
-            (json_tags.COHERE.opening,),
+            json_tags.COHERE.opening,
             "Command R7B, Command A",
             '`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]<|END_ACTION|>`',
         ),
-        _json(
+        _described(
             "granite",
             json_tags.GRANITE,
             ("available_tools<|end_of_role|>",),
@@ -183,52 +192,44 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "Phi 4 mini",
             "`functools[{...}]`, or within `<|tool_call|>`",
         ),
-        _json(
+        _described(
             "nemotron",
             json_tags.NEMOTRON,
             (json_tags.NEMOTRON.opening,),
             "Nemotron Nano 2, Llama Nemotron (Nemotron 3 writes like `qwen3-coder`)",
             '`<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>`',
         ),
-        ToolFormat(
+        _with_token(
             "seed-oss",
             xml_calls.SEED_OSS,
-            xml_calls.SEED_OSS.markers,
-            (xml_calls.SEED_OSS.opening,),
+            xml_calls.SEED_OSS.opening,
             "Seed OSS",
             "`<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>`",
-            token=xml_calls.SEED_OSS.opening,
         ),
-        ToolFormat(
+        _with_token(
             "minimax-m2",
             xml_calls.MINIMAX_M2,
-            xml_calls.MINIMAX_M2.markers,
-            (xml_calls.MINIMAX_M2.opening,),
+            xml_calls.MINIMAX_M2.opening,
             "MiniMax M2",
             '`<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>`',
-            token=xml_calls.MINIMAX_M2.opening,
         ),
-        ToolFormat(
+        _described(
             "minicpm5",
             xml_calls.MINICPM5,
-            (),
             ((xml_calls.MINICPM5.call, xml_calls.MINICPM5.parameter),),
             "MiniCPM 5",
             '`<function name="f"><param name="a">1</param></function>`',
         ),
-        ToolFormat(
+        _with_token(
             "olmo3",
             pythonic.OLMO3,
-            pythonic.OLMO3.markers,
-            ("<function_calls>",),
+            "<function_calls>",
             "Olmo 3",
             "`f(a=1)`, a line each, in `<function_calls>`",
-            token="<function_calls>",
         ),
-        ToolFormat(
+        _described(
             "pythonic",
             pythonic.PYTHONIC,
-            pythonic.PYTHONIC.markers,
             (
                 *(opening for opening, _ in pythonic.PYTHONIC.tags),
                 "<|tool_list_start|>",
@@ -247,10 +248,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "Llama 3",
             '`{"name": ..., "parameters": {...}}`, bare or after `<|python_tag|>`',
         ),
-        ToolFormat(
+        _described(
             "qwen3-coder",
             xml_calls.QWEN3_CODER,
-            xml_calls.QWEN3_CODER.markers,
             (xml_calls.QWEN3_CODER.call,),
             "Qwen3 Coder, Qwen 3.5, Nemotron 3, Step 3.5, MiMo",
             "`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`",
@@ -264,21 +264,21 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "`<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`",
             token=glm.KEY,
         ),
-        _json(
+        _described(
             "minimax-m1",
             json_tags.MINIMAX_M1,
             (("<tool_calls>", "tool_setting=tools"),),
             "MiniMax M1",
             '`<tool_calls>` and `{"name": ..., "arguments": {...}}`, a line each',
         ),
-        _json(
+        _described(
             "jamba",
             json_tags.JAMBA,
             (json_tags.JAMBA.opening,),
             "Jamba, Hunyuan A13B",
             '`<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`',
         ),
-        _json(
+        _described(
             "hermes",
             json_tags.HERMES,
             (json_tags.HERMES.opening,),
@@ -305,7 +305,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     one.name: one
     for one in (
         ReasoningFormat("gpt-oss", None, _HARMONY_MARKERS, (harmony.CHANNEL,), "gpt-oss"),
-        ReasoningFormat("mistral", _BRACKETS, _BRACKETS, _BRACKETS[:1], "Magistral, Ministral 3"),
+        _tagged("mistral", _BRACKETS, _BRACKETS[:1], "Magistral, Ministral 3"),
         ReasoningFormat("gemma4", _CHANNEL, ("<|channel>", "<channel|>"), ("<|channel>",), "Gemma 4"),
         ReasoningFormat(
             "cohere",
@@ -315,7 +315,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
             "Command R7B, Command A",
             around_answer=_COHERE_ANSWERS,
         ),
-        ReasoningFormat("seed-oss", _SEED, _SEED, _SEED[:1], "Seed OSS"),
+        _tagged("seed-oss", _SEED, _SEED[:1], "Seed OSS"),
         ReasoningFormat(
             "granite",
             _GRANITE,
@@ -324,8 +324,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
             "Granite 3.2",
             spellings=(("Here's my thought process:", "Here's my response:"),),
         ),
-        ReasoningFormat("minicpm3", _THOUGHTS, _THOUGHTS, _THOUGHTS[:1], "MiniCPM 3"),
-        ReasoningFormat("kimi", _KIMI, _KIMI, _KIMI[1:], "Kimi VL Thinking, Kimi k1.5"),
+        _tagged("minicpm3", _THOUGHTS, _THOUGHTS[:1], "MiniCPM 3"),
+        _tagged("kimi", _KIMI, _KIMI[1:], "Kimi VL Thinking, Kimi k1.5"),
         ReasoningFormat(
             "think-answer",
             _THINK,
@@ -334,9 +334,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
             "Granite 3.3, ERNIE 4.5 Thinking, Hunyuan A13B",
             around_answer=_ANSWERS,
         ),
-        ReasoningFormat(
+        _tagged(
             "think",
-            _THINK,
             _THINK,
             _THINK[1:],
             "DeepSeek R1 and later, Qwen 3, GLM 4.5, Kimi K2, MiniMax M2, Nemotron, Olmo 3, LFM2, SmolLM3, Step 3",

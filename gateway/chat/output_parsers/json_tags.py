@@ -34,6 +34,11 @@ class JsonTags:
     number: str = ""
     """The key of a call's number, which comes first; empty if calls have none."""
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All of the markup."""
+        return tuple(filter(None, (self.opening, self.closing)))
+
     def __call__(self, source: Source, output: Output, tools: Tools) -> Steps[None]:
         """Parse a whole answer."""
         while (yield from text_until(source, output.content, self.opening)):
