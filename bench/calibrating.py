@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.bench.apis import api_of
-from headrace.bench.calibration import VERSION, Calibration, Front, Host, Layout, Model
+from headrace.bench.calibration import VERSION, Calibration, Front, Host, Layout, Model, this_host
 from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.fleet import Fleet, fleet_of
-from headrace.bench.machine import this_host
 from headrace.bench.record import Record
 from headrace.bench.serving import Serving, ServingError, threads_of_workers
 from headrace.bench.stream import Stream

@@ -1,11 +1,14 @@
 """Calibrations: what steps of a model cost on a kind of host, in a file that can be kept and shared.
 
-`headrace bench calibrate` writes them and `headrace plan` reads them. Pure, except for reading and writing.
+`headrace bench calibrate` writes them and `headrace plan` reads them. Pure, except for reading and writing, and for
+`this_host`.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,30 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nodes: int
     """NUMA nodes."""
     memory_bytes: int
+
+
+def this_host(proc: Path = Path("/proc"), nodes: Path = Path("/sys/devices/system/node")) -> Host:
+    """The host of this process, with the cores that it may use."""
+    usable = os.sched_getaffinity(0)
+    name = ""
+    cores: set[tuple[str, str]] = set()
+    fields: dict[str, str] = {}
+    for line in [*(proc / "cpuinfo").read_text().splitlines(), ""]:
+        if line.strip():
+            key, _, value = line.partition(":")
+            fields[key.strip()] = value.strip()
+        elif fields:
+            if int(fields.get("processor", "0")) in usable:
+                name = name or fields.get("model name", "")
+                cores.add((fields.get("physical id", "0"), fields.get("core id", fields.get("processor", "0"))))
+            fields = {}
+    return Host(
+        cpu=name or platform.machine(),
+        cores=len(cores),
+        cpus=len(usable),
+        nodes=max(1, sum(1 for _ in nodes.glob("node[0-9]*"))),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

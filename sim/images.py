@@ -21,8 +21,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from headrace.worker.request.images import ImageStates, PlacedImage
-from headrace.worker.vision.cost import EncodeRate
-from headrace.worker.vision.job import EncodeJob
+from headrace.worker.vision.job import EncodeJob, EncodeRate
 
 # Ids of image tokens begin here, one for each picture. Ids of texts and of answers are smaller.
 IMAGE_TOKENS = 3 << 30

@@ -38,7 +38,7 @@ MAY_IMPORT = {
 RAY_MAY_IMPORT = {"worker.server.registration"}
 
 # modules of the benchmark client that commands may import: what it has measured on this host
-CLI_MAY_IMPORT = {"bench.calibration", "bench.machine"}
+CLI_MAY_IMPORT = {"bench.calibration"}
 
 # modules of the gateway that the benchmark client may import: its tokenizer, which counts tokens
 BENCH_MAY_IMPORT = {"gateway.text.tokenizer", "gateway.upstream.bundle"}
@@ -82,7 +82,6 @@ SIM_MAY_IMPORT = {
     "worker.server.arrivals",
     "worker.speculation.controller",
     "worker.speculation.proposer",
-    "worker.vision.cost",
     "worker.vision.job",
     "worker.vision.states",
 }
@@ -204,7 +203,7 @@ TIERS = {
     "bench": (
         ("beside", "process_tree"),
         ("record", "lengths", "arrivals", "target", "apis", "calibration", "serving"),
-        ("connection", "stream", "checks", "machine"),
+        ("connection", "stream", "checks"),
         ("tokens", "sender", "fleet"),
         ("calibrating",),
         ("texts",),

@@ -13,8 +13,8 @@ from typing import Any
 import click
 import uvloop
 
+from headrace.bench.calibration import this_host
 from headrace.bench.datasets import DatasetError
-from headrace.bench.machine import this_host
 from headrace.bench.study import recipes
 from headrace.bench.study.conduct import Study
 from headrace.bench.study.directory import DirectoryError, Settings, StudyDirectory

@@ -115,7 +115,7 @@ def _token_ms(model: str, machine: Topology) -> float | None:
     this kind of machine."""
     # Imported late: this takes a while.
     from headrace.bench import calibration as files
-    from headrace.bench.machine import this_host
+    from headrace.bench.calibration import this_host
 
     path: Path = files.usual_path(model)
     if not path.exists():

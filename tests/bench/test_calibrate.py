@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from headrace.bench.__main__ import main
 from headrace.bench.calibrating import CELLS, CalibrateError, _cpu_costs, _without, front_s, learned_of
+from headrace.bench.calibration import this_host
 from headrace.bench.connection import ExchangeError
 from headrace.bench.fleet import fleet_in
-from headrace.bench.machine import this_host
 from headrace.bench.record import Record
 from headrace.sim.step_logs import LoggedStep
 

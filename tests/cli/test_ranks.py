@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.bench import calibration as files
-from headrace.bench.machine import this_host
+from headrace.bench.calibration import this_host
 from headrace.cli.hosting.settings import ModelSettings
 from headrace.cli.main import cli
 from headrace.cli.serving import ranks as choosing

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN, pseudo_tokens
 from headrace.protos.status import Reason
 from headrace.worker.request.images import ImageStates, PlacedImage
-from headrace.worker.vision.cost import EncodeRate
-from headrace.worker.vision.job import EncodeJob
+from headrace.worker.vision.job import EncodeJob, EncodeRate
 
 HIDDEN_SIZE = 2
 

@@ -1,13 +1,16 @@
-"""An image to be encoded, what came of it, and who encodes it. Pure."""
+"""An image to be encoded, what came of it, who encodes it, and how fast. Pure."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.protos.status import Reason
 from headrace.worker.request.images import ImageStates
-from headrace.worker.vision.cost import EncodeRate
+
+# Half-life of observations, in seconds of encoding.
+_HALF_LIFE_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +34,29 @@ class EncodeJob:
     def fail(self, reason: Reason, problem: str) -> None:
         """End it without states."""
         self.reason, self.problem = reason, problem
+
+
+class EncodeRate:
+    """How fast images are encoded: image tokens per second, learned. Old observations fade. Within a model, time is
+    nearly proportional to tokens: most have a fixed number for each tile."""
+
+    def __init__(self) -> None:
+        self._num_tokens = self._seconds = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 while unknown."""
+        return self._num_tokens / self._seconds if self._seconds else 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn from images with so many tokens, which took so long."""
+        keep = 0.5 ** (seconds / _HALF_LIFE_S)
+        self._num_tokens = self._num_tokens * keep + num_tokens
+        self._seconds = self._seconds * keep + max(seconds, 1e-6)
+
+    def seconds(self, num_tokens: int, guess: float = math.inf) -> float:
+        """Expected time of images with so many tokens. While the rate is unknown, `guess` tokens a second."""
+        return num_tokens / (self.tokens_per_s or guess)
 
 
 class Encoder(Protocol):

@@ -25,7 +25,6 @@ import msgspec
 from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.request.images import ImageStates
-from headrace.worker.vision.cost import EncodeRate
 from headrace.worker.vision.encoder import Setting, UnsupportedModelError
 from headrace.worker.vision.frames import (
     BrokenFrameError,
@@ -38,7 +37,7 @@ from headrace.worker.vision.frames import (
     receive_floats,
     send,
 )
-from headrace.worker.vision.job import EncodeJob
+from headrace.worker.vision.job import EncodeJob, EncodeRate
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,11 @@ from headrace.common.model_files.config import config_in
 from headrace.common.model_files.vision_networks import vision_networks_in
 from headrace.worker.multimodal.towers.attention import see_all, see_all_and_windows
 from headrace.worker.multimodal.towers.gemma4 import Gemma4, look_up_places
-from headrace.worker.multimodal.towers.idefics3 import Places as PlacesInTile
 from headrace.worker.multimodal.towers.llava_next import Packing
 from headrace.worker.multimodal.towers.mistral3 import Mistral3
 from headrace.worker.multimodal.towers.network import Network, Settings
 from headrace.worker.multimodal.towers.qwen import Places, Qwen
-from headrace.worker.multimodal.towers.tiled import Tiled
+from headrace.worker.multimodal.towers.tiled import PlacesInTile, Tiled
 from headrace.worker.multimodal.towers.tower import Tower, TowerError
 
 Config = Mapping[str, Any]

@@ -43,3 +43,21 @@ class Tiled:
         states = np.concatenate([self._network(pixel_values=tile, **self._more(tile))[0] for tile in tiles])
         packed = self._packed(states, image)
         return ImageStates(packed.reshape(-1, packed.shape[-1]))
+
+
+class PlacesInTile:
+    """Gives the patches of tiles `[tiles, 3, height, width]` their places, which SmolVLM and Idefics 3 take besides.
+    Every tile is full, so every patch counts and has its own place in reading order. `patch` is the side of a patch in
+    pixels."""
+
+    def __init__(self, patch: int) -> None:
+        self._patch = patch
+
+    def __call__(self, tiles: FloatArray) -> Mapping[str, npt.NDArray[Any]]:
+        """`patch_attention_mask` `[tiles, rows, columns]` and `patch_position_ids` `[tiles, patches]`."""
+        rows, columns = (length // self._patch for length in tiles.shape[-2:])
+        places = np.arange(rows * columns, dtype=np.int64)
+        return {
+            "patch_attention_mask": np.ones((len(tiles), rows, columns), bool),
+            "patch_position_ids": np.broadcast_to(places, (len(tiles), len(places))),
+        }

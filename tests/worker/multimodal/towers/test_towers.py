@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.worker.multimodal.towers.idefics3 import Places
 from headrace.worker.multimodal.towers.llava_next import Packing
 from headrace.worker.multimodal.towers.mistral3 import merged
 from headrace.worker.multimodal.towers.patches import Patches
+from headrace.worker.multimodal.towers.tiled import PlacesInTile
 from headrace.worker.multimodal.towers.tower import TowerError
 
 CONFIG: dict[str, Any] = {"image_newline": [-1.0, -2.0]}
@@ -84,7 +84,7 @@ def test_squares_of_patches_have_their_numbers_side_by_side() -> None:
 
 
 def test_every_patch_of_a_tile_has_its_own_place() -> None:
-    more = Places(14)(np.zeros((2, 3, 28, 42), np.float32))
+    more = PlacesInTile(14)(np.zeros((2, 3, 28, 42), np.float32))
     assert more["patch_attention_mask"].shape == (2, 2, 3)
     assert more["patch_attention_mask"].all()
     assert more["patch_position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]] * 2
