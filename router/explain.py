@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.protos import inference_pb2, router_pb2
+from headrace.protos import router_pb2
 from headrace.protos.answer_bounds import check_context
 from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.fleet import Fleet
@@ -28,19 +28,7 @@ async def explain(fleet: Fleet, request: router_pb2.ExplainRequest) -> router_pb
     if not request.token_ids:
         problem = "token_ids is empty: give the tokens of the prompt"
         raise StatusError(Reason.INVALID_FIELD, problem, field="token_ids")
-    card = fleet.resolve(request.model)
-    if card is None:
-        raise StatusError(Reason.NO_CAPACITY, "no worker has been reached yet", retry_after_s=1.0)
-    sampling = inference_pb2.SamplingParams()
-    if request.HasField("max_tokens"):
-        sampling.max_tokens = request.max_tokens
-    message = inference_pb2.GenerateRequest(
-        model=card.name,
-        adapter=request.adapter,
-        sampling=sampling,
-        cache_salt=request.cache_salt,
-        session_key=request.session_key,
-    )
+    card, message = fleet.described(request)
     check_context(len(request.token_ids), 0, card.max_context_tokens, encodes=bool(card.task))
     routed = RoutedRequest(message, Prompt(request.token_ids))
     fleet.adapters.choose(routed, card)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable
 
-from headrace.protos import inference_pb2, router_pb2
+from headrace.protos import router_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.dispatch.admission import Admission
 from headrace.router.dispatch.metrics import RouterMetrics
@@ -58,19 +58,7 @@ class Picking:
 
     async def _place(self, message: router_pb2.PickRequest) -> PlacedRequest:
         asked = message.request
-        card = self._fleet.resolve(asked.model)
-        if card is None:
-            raise StatusError(Reason.NO_CAPACITY, "no worker has been reached yet", retry_after_s=_RETRY_S)
-        sampling = inference_pb2.SamplingParams()
-        if asked.HasField("max_tokens"):
-            sampling.max_tokens = asked.max_tokens
-        request = inference_pb2.GenerateRequest(
-            model=card.name,
-            adapter=asked.adapter,
-            sampling=sampling,
-            cache_salt=asked.cache_salt,
-            session_key=asked.session_key,
-        )
+        card, request = self._fleet.described(asked)
         routed = RoutedRequest(request, Prompt(asked.token_ids or _UNKNOWN_PROMPT))
         routed.num_described = _MAX_PICKED
         await routed.prepare(self._fleet.cards(card.name))

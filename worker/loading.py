@@ -26,7 +26,7 @@ from headrace.worker.allocation import Allocation, allocate, kept_bytes
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.encoding import Encoding
-from headrace.worker.engine.engine import Engine, ModelRunner
+from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.fetching import Fetching, without_images
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.stages import Stages
@@ -38,12 +38,11 @@ from headrace.worker.host.binding import RankReport, Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.kv.beams import MAX_BEAMS, BeamLimits
-from headrace.worker.kv.cache import GroupBudget
 from headrace.worker.kv.chain import Content
 from headrace.worker.kv.disk_cipher import read_key
 from headrace.worker.kv.disk_tier import DiskTier
 from headrace.worker.kv.exclusions import refuse_flags, refuse_for_model
-from headrace.worker.kv.fetch import NOT_PERSISTENT, Bell, Persistence
+from headrace.worker.kv.fetch import Bell, Persistence
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import KeptCache
 from headrace.worker.kv.memory import kv_cache_budget
@@ -250,13 +249,13 @@ def make_engine(
     """The engine over the allocated cache, which spills to `disk`. The warm-up then uses blocks without content
     first."""
     log_limits(allocation.limits, compiled.runner.exact_rows)
-    engine = engine_for(
-        config,
+    engine = build_engine(
         compiled.runner,
         sampler_for(compiled.runner, found.threads),
         allocation.num_blocks,
         allocation.limits,
-        persistence_of(allocation.kept, disk),
+        target_step_ms=config.target_tpot_ms,
+        persistence=persistence_of(allocation.kept, disk),
         speculation=found.speculation,
         draft=draft_of(compiled.draft, found.heads, found.threads),
         groups=allocation.groups,
@@ -436,36 +435,6 @@ def compile_pipeline(
         speculates=speculates,
         fingerprint=found.hashing,
         on_lost=end_process,
-    )
-
-
-def engine_for(
-    config: WorkerConfig,
-    runner: ModelRunner,
-    sampler: BatchSampler,
-    num_blocks: int,
-    limits: StepLimits,
-    persistence: Persistence = NOT_PERSISTENT,
-    *,
-    speculation: str = "off",
-    draft: Draft | None = None,
-    groups: Sequence[GroupBudget] = (),
-    step_log: StepLog | None = None,
-    steps_at_once: int = 1,
-) -> Engine:
-    """Build the engine by the flags in `config`; see `build_engine`."""
-    return build_engine(
-        runner,
-        sampler,
-        num_blocks,
-        limits,
-        target_step_ms=config.target_tpot_ms,
-        persistence=persistence,
-        speculation=speculation,
-        draft=draft,
-        groups=groups,
-        step_log=step_log,
-        steps_at_once=steps_at_once,
     )
 
 

@@ -32,9 +32,10 @@ from headrace.common.transport.channels import PLAIN, Transport
 from headrace.worker import serving
 from headrace.worker.__main__ import main as run_worker
 from headrace.worker.config import WorkerConfig
+from headrace.worker.engine.build import build_engine
 from headrace.worker.host.binding import Region
 from headrace.worker.kv.host_memory import HostMemory
-from headrace.worker.loading import LoadedModel, engine_for
+from headrace.worker.loading import LoadedModel
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.step_limits import step_limits
@@ -77,7 +78,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     """An engine without kernels, for the model of a directory."""
     model_dir = read_model_dir(config.model_dir)
     limits = step_limits(None, None, None, exact_rows=1024)
-    engine = engine_for(config, NoKernels(), BatchSampler(), _NUM_BLOCKS, limits)
+    engine = build_engine(NoKernels(), BatchSampler(), _NUM_BLOCKS, limits, target_step_ms=config.target_tpot_ms)
     card = model_card(
         config, engine.scheduler.kv_cache.pool, model_dir, "0" * 64, kv_precision="u8", vocab_size=_VOCABULARY
     )

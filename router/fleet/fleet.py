@@ -22,9 +22,10 @@ from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.session_client import MAX_UNREAD_BYTES
 from headrace.common.transport.silence import Silences
-from headrace.protos import router_pb2, worker_pb2
+from headrace.protos import inference_pb2, router_pb2, worker_pb2
 from headrace.protos.answer_bounds import max_request_bytes
 from headrace.protos.model_identity import model_identity
+from headrace.protos.status import Reason, StatusError
 from headrace.router.fleet.fleet_adapters import FleetAdapters, adapter_ms, members_with
 from headrace.router.fleet.known_models import REMEMBER_MODEL_S, Departed, KnownModels
 from headrace.router.fleet.links import HEARTBEAT_MS, LinkState, WorkerLink
@@ -282,6 +283,26 @@ class Fleet:
         Raises StatusError: MODEL_NOT_FOUND, or INVALID_FIELD if "" is ambiguous.
         """
         return self._models.resolve(model, self.links)
+
+    def described(self, asked: router_pb2.ExplainRequest) -> tuple[worker_pb2.ModelCard, inference_pb2.GenerateRequest]:
+        """The model and the request, without its prompt, that a caller describes instead of sending it.
+
+        Raises StatusError: NO_CAPACITY while no worker of the model has been reached, and what `resolve` raises.
+        """
+        card = self.resolve(asked.model)
+        if card is None:
+            raise StatusError(Reason.NO_CAPACITY, "no worker has been reached yet", retry_after_s=1.0)
+        sampling = inference_pb2.SamplingParams()
+        if asked.HasField("max_tokens"):
+            sampling.max_tokens = asked.max_tokens
+        request = inference_pb2.GenerateRequest(
+            model=card.name,
+            adapter=asked.adapter,
+            sampling=sampling,
+            cache_salt=asked.cache_salt,
+            session_key=asked.session_key,
+        )
+        return card, request
 
     def check(self) -> None:
         """Assert the invariants of the index, of the bookings, and of the pools of ready workers. For tests."""
