@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from headrace.common.stores.api_keys import ApiKey
 from headrace.common.tasks import end_tasks
 from headrace.common.telemetry.tracing import current_span
 from headrace.common.transport.wire_request import SharedPart
@@ -114,6 +115,15 @@ class Plan:
     def is_search(self) -> bool:
         """Whether it is a beam search."""
         return self.job.sampling.beam_search is not None
+
+    def scope_to(self, key: ApiKey) -> None:
+        """Give the requests the tenant of a key, and salts of its scope: they find no cached prefixes of others."""
+        scope = cache_scope(key.tenant, key.cache_group)
+        for request in self.requests:
+            request.tenant = key.tenant
+            request.cache_salt = scoped_salt(scope, self.job.cache_salt)
+            if self.job.session_key:
+                request.session_key = scoped_salt(scope, self.job.session_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,15 +274,11 @@ class Generator:
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces, charged to the caller's key; see `access.admission`."""
         num_prompt_tokens = num_taken = num_used = 0
-        scope = cache_scope(authorization.key.tenant, authorization.key.cache_group)
         for plan in plans:
             authorization.check(plan.job.model.asked_as, plan.job.priority)
             num_prompt_tokens += len(plan.job.token_ids)
+            plan.scope_to(authorization.key)
             for request in plan.requests:
-                request.tenant = authorization.key.tenant
-                request.cache_salt = scoped_salt(scope, plan.job.cache_salt)
-                if plan.job.session_key:
-                    request.session_key = scoped_salt(scope, plan.job.session_key)
                 if plan.job.sampling.max_tokens is not None:
                     num_answers = plan.job.num_choices // len(plan.requests)
                     num_taken += num_answers * request.sampling.max_tokens

@@ -22,7 +22,6 @@ from headrace.gateway.chat.planning import Chats
 from headrace.gateway.chat.request import Chat, Completion
 from headrace.gateway.telemetry.metrics import Metrics
 from headrace.gateway.text.models import Models
-from headrace.protos.cache_scope import cache_scope, scoped_salt
 from headrace.protos.priorities import SHADOW_PRIORITY
 from headrace.protos.status import StatusError
 
@@ -85,7 +84,9 @@ class ChatCopies:
 
         async def copy(model: str, caller: Caller) -> None:
             plans = await _plans(chats, structs.replace(request, model=model, priority=SHADOW_PRIORITY))
-            _scope(plans)
+            if (authorization := authorization_var.get()) is not None:
+                for plan in plans:  # so that cached prefixes of the copies stay with the tenant
+                    plan.scope_to(authorization.key)
             async with aclosing(self._generator.stream(plans, caller)) as pieces:
                 async for _ in pieces:
                     pass
@@ -97,17 +98,3 @@ async def _plans(chats: Chats, request: Chat | Completion) -> Sequence[Plan]:
     if isinstance(request, Chat):
         return [(await chats.plan(request)).plan]
     return (await chats.plan_completion(request)).plans
-
-
-def _scope(plans: Sequence[Plan]) -> None:
-    """Keep the copies' cached prefixes with the tenant of the original."""
-    authorization = authorization_var.get()
-    if authorization is None:
-        return
-    scope = cache_scope(authorization.key.tenant, authorization.key.cache_group)
-    for plan in plans:
-        for request in plan.requests:
-            request.tenant = authorization.key.tenant
-            request.cache_salt = scoped_salt(scope, plan.job.cache_salt)
-            if plan.job.session_key:
-                request.session_key = scoped_salt(scope, plan.job.session_key)

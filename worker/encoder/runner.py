@@ -22,7 +22,7 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.encoder.files import EncoderFiles
 from headrace.worker.encoder.pooling import Floats, activated, normalized, pooled
 from headrace.worker.kv.fetch import nobody
-from headrace.worker.model.paging import reason_of
+from headrace.worker.model.paging import read_network, reason_of
 from headrace.worker.request.request import Request
 
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -119,13 +119,7 @@ class EncoderRunner:
 def read_encoder(core: ov.Core, model_dir: Path, files: EncoderFiles) -> ov.Model:
     """Read the network and check its inputs and outputs, without compiling it. Raises ConfigurationError if it cannot
     be served."""
-    path = model_dir / TEXT_NETWORK
-    try:
-        model = core.read_model(path)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"{path} (or its .bin) is corrupt or incomplete: {reason_of(error)}; pull the model again"
-        ) from error
+    model = read_network(core, model_dir / TEXT_NETWORK)
     names = [_name_of(port) for port in model.inputs]
     unknown = [name for name in names if name not in _KNOWN_INPUTS]
     if unknown or "input_ids" not in names:

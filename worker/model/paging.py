@@ -70,7 +70,7 @@ def read_paged(
     config.json. With `evicts`, its sequences may evict KV blocks (see `eviction_tables`). Compiles nothing. Raises
     ConfigurationError if the model cannot be served."""
     config = read_config(model_dir)
-    model, *embeddings = [_read(core, path) for path in networks_in(model_dir)]
+    model, *embeddings = [read_network(core, path) for path in networks_in(model_dir)]
     try:
         if embeddings:
             join(model, embeddings, has_images=bool(vision_networks_in(model_dir)))
@@ -89,7 +89,8 @@ def reason_of(error: Exception) -> str:
     return lines[-1][:300] if lines else type(error).__name__
 
 
-def _read(core: ov.Core, path: Path) -> ov.Model:
+def read_network(core: ov.Core, path: Path) -> ov.Model:
+    """Read a graph. ConfigurationError with a remedy if its files are damaged."""
     try:
         return core.read_model(path)
     except RuntimeError as error:
