@@ -34,9 +34,18 @@ SOAKS = {
             "tests/e2e/test_structured.py",
             "tests/e2e/test_engine_exact.py",
             "tests/e2e/test_warm_restart.py",
-            "tests/e2e/test_tensor_parallel.py",
             "tests/worker/kv/test_warm_restart.py",
         ),
+    ),
+    "ranks": Soak(
+        "two groups of two ranks, of which a process dies, stops or is slow, 200 times (HEADRACE_SOAK_ROUNDS)",
+        ("tests/e2e/test_tensor_parallel.py",),
+        ("-n", "0", "-k", "survive"),
+    ),
+    "stages": Soak(
+        "two pipelines of two stages, of which a process dies, stops or is slow, 200 times (HEADRACE_SOAK_ROUNDS)",
+        ("tests/e2e/test_pipeline.py",),
+        ("-n", "0", "-k", "survive"),
     ),
     "chaos": Soak("an hour of random faults under random clients", ("tests/e2e/test_chaos.py",)),
     "kubernetes": Soak(

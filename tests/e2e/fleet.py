@@ -21,7 +21,7 @@ import httpx
 from headrace.common import launch
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
-from tests.e2e.serving import BOUND_S, HTTP, MODEL, READY_BOUND_S, until
+from tests.e2e.serving import BOUND_S, HTTP, MODEL, READY_BOUND_S, held_by, until
 from tests.e2e.small_model import small_model
 from tests.patience import patience
 from tests.ports import free_port
@@ -226,19 +226,11 @@ class Fleet:
 
     def what_is_held(self) -> list[str]:
         """A description of the resources that requests still hold; empty when idle."""
-        held = []
-        for index in range(len(self.routers)):
-            for worker in self.list_workers(index):
-                load = worker.load
-                numbers = (worker.num_in_flight, load.num_running, load.num_waiting)
-                num_held_blocks = load.num_blocks - load.num_free_blocks
-                if any(numbers) or num_held_blocks:
-                    booked, running, waiting = numbers
-                    held.append(
-                        f"router {index}, {worker.worker_id}: {booked} booked, {running} running, {waiting} waiting, "
-                        f"{num_held_blocks} blocks"
-                    )
-        return held
+        return [
+            f"router {index}, {held}"
+            for index in range(len(self.routers))
+            for held in held_by(self.list_workers(index))
+        ]
 
     def list_workers(self, router_index: int = 0) -> list[router_pb2.WorkerInfo]:
         """The workers that a router lists; none if it does not respond."""

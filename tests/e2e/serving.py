@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -49,6 +49,21 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def held_by(workers: Iterable[router_pb2.WorkerInfo]) -> list[str]:
+    """A description of the resources that requests hold at workers, as a router lists them; empty when idle."""
+    held = []
+    for worker in workers:
+        load = worker.load
+        numbers = (worker.num_in_flight, load.num_running, load.num_waiting)
+        num_held_blocks = load.num_blocks - load.num_free_blocks
+        if any(numbers) or num_held_blocks:
+            booked, running, waiting = numbers
+            held.append(
+                f"{worker.worker_id}: {booked} booked, {running} running, {waiting} waiting, {num_held_blocks} blocks"
+            )
+    return held
 
 
 class Serve:
@@ -93,9 +108,18 @@ class Serve:
         assert self.stdout, f"no ready line, status {self.process.poll()}:\n{self.tail()}"
         assert re.fullmatch(r"ready: http://127\.0\.0\.1:\d+/v1", self.stdout[0])
 
+    @property
+    def record(self) -> ServeRecord:
+        """What it tells commands of itself. It must run."""
+        return next(record for record in running_serves() if record.pid == self.pid)
+
     def status(self) -> list[dict[str, Any]]:
         """Rows of `headrace status --json` for this serve, without starting the command: tests ask again and again."""
         return [row for record in running_serves() if record.pid == self.pid for row in self._rows(record)]
+
+    def workers(self) -> dict[str, router_pb2.WorkerInfo]:
+        """The workers that its router lists, by id, also those of others; none if it does not respond."""
+        return _workers_of(self.record) or {}
 
     def process_of(self, name: str) -> dict[str, Any]:
         """The row of one process."""
@@ -140,14 +164,7 @@ class Serve:
             stream.close()
 
     def _rows(self, record: ServeRecord) -> list[dict[str, Any]]:
-        transport = transport_of(record.tls_dir, record.join_token_file)
-        with transport.blocking_channel(record.router_address) as channel:
-            stub = router_pb2_grpc.RouterStub(channel)
-            try:
-                answer = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=patience(_ASK_TIMEOUT_S))
-                workers = {info.worker_id: info for info in answer.workers}
-            except grpc.RpcError:
-                workers = None
+        workers = _workers_of(record)
         gateway_ready, now_s = self.is_ready(), time.time()
         return [row_of(record, process, workers, gateway_ready, now_s) for process in record.processes]
 
@@ -160,6 +177,17 @@ class Serve:
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
         return thread
+
+
+def _workers_of(record: ServeRecord) -> dict[str, router_pb2.WorkerInfo] | None:
+    """The workers that the router of a serve lists; None if it does not respond."""
+    with transport_of(record.tls_dir, record.join_token_file).blocking_channel(record.router_address) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        try:
+            answer = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=patience(_ASK_TIMEOUT_S))
+        except grpc.RpcError:
+            return None
+    return {info.worker_id: info for info in answer.workers}
 
 
 @functools.cache

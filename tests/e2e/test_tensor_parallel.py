@@ -1,16 +1,15 @@
 """`headrace serve --tensor-parallel 2`: one model in two processes. One of them dies, or stops, under load.
 
-`make test` disturbs a few times; with `python -m tests.soak survival` it is 200 times. HEADRACE_SEED repeats the
-choices.
+`make test` disturbs a few times. With `python -m tests.soak ranks` there are two groups, and it is 200 times, or
+HEADRACE_SOAK_ROUNDS. HEADRACE_SEED repeats the choices.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
-import random
 import signal
-import time
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,24 @@ import pytest
 
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.paging import read_paged
-from tests.e2e.serving import HTTP, MODEL, Serve, alive, headrace, serving
+from tests.e2e.groups import (
+    IS_SOAK,
+    NUM_ROUNDS,
+    Fault,
+    Group,
+    Scene,
+    hang_any,
+    hang_last,
+    joining_worker,
+    kept,
+    kill_any,
+    kill_last,
+    nothing_left,
+    served_worker,
+    slow_down_any,
+    survive,
+)
+from tests.e2e.serving import HTTP, MODEL, Serve, headrace, serving
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import Stream, chat_body, run_streams
 from tests.patience import patience, until
@@ -34,8 +50,6 @@ pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two CPUs"),
 ]
 
-NUM_ROUNDS = 200 if os.environ.get("HEADRACE_SOAK") == "1" else 4
-SEED = int(os.environ.get("HEADRACE_SEED", "1"))
 NUM_STREAMS, MAX_TOKENS = 8, 40
 # Names and ranks of adapters.
 ADAPTERS = {"low": 4, "high": 20}
@@ -85,24 +99,40 @@ def of_whole(adapters: dict[str, Path]) -> dict[str, list[list[Token]]]:
         }
 
 
+def flags_of_groups() -> tuple[str, ...]:
+    """Those of a worker of two ranks whose KV cache is too small for all streams of these tests at once, and which
+    counts as stuck soon."""
+    flags = ("--tensor-parallel", "2", "--execution-mode", "accuracy", "--kv-cache-gb", "0.003")
+    return (*flags, "--stuck-after-s", f"{patience(3):.1f}", "--max-adapters", "2")
+
+
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """One worker of two ranks, with a KV cache that is too small for all streams of these tests at once. A worker
-    counts as stuck soon."""
+    """One worker of two ranks."""
     key = tmp_path_factory.mktemp("keys") / "admin.key"
     key.write_text(ADMIN_KEY + "\n")
-    flags = ("--tensor-parallel", "2", "--workers", "1", "--execution-mode", "accuracy", "--kv-cache-gb", "0.003")
-    more = ("--stuck-after-s", f"{patience(3):.1f}", "--max-adapters", "2", "--admin-key-file", str(key))
-    with serving(*flags, *more, model=small_model()) as system:
-        pids = [system.process_of("worker-0")["pid"], *ranks_of(system)]
+    flags = ("--workers", "1", "--admin-key-file", str(key), *flags_of_groups())
+    with nothing_left(), serving(*flags, model=small_model()) as system:
         yield system
-        pids += [system.process_of("worker-0")["pid"], *ranks_of(system)]
-    until(lambda: not any(map(alive, pids)), "no process is left")
+
+
+@pytest.fixture(scope="module")
+def groups(group: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Group]]:
+    """The same worker. In a soak there is another one, whose cache is a file in the shared memory."""
+    found = [Group("worker-0", lambda: served_worker(group), ranks_behind)]
+    with contextlib.ExitStack() as stack:
+        if IS_SOAK:
+            memory = ("--kv-memory", stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+            joined = joining_worker(group, "worker-b", tmp_path_factory.mktemp("b"), *flags_of_groups(), *memory)
+            stack.enter_context(kept([joined]))
+            found.append(Group("worker-b", lambda: joined.pid, ranks_behind))
+            until(lambda: len(group.workers()) == 2, "both workers are there", 60)
+        yield found
 
 
 def ranks_of(system: Serve) -> list[int]:
     """The processes of the ranks besides the worker's own."""
-    return ranks_behind(system.process_of("worker-0")["pid"])
+    return ranks_behind(served_worker(system))
 
 
 def ranks_behind(worker: int) -> list[int]:
@@ -115,7 +145,7 @@ def ranks_behind(worker: int) -> list[int]:
             continue
         if is_rank:
             found.append(int(place.name))
-    return found
+    return sorted(found)
 
 
 def test_greedy_answers_are_those_of_the_undivided_model(of_whole: dict[str, list[list[Token]]], group: Serve) -> None:
@@ -234,60 +264,34 @@ def kill_rank(system: Serve) -> None:
     os.kill(ranks_of(system)[0], signal.SIGKILL)
 
 
-def kill_worker(system: Serve) -> None:
-    """The worker's own process dies."""
-    os.kill(system.process_of("worker-0")["pid"], signal.SIGKILL)
-
-
-def kill_worker_of_a_stopped_rank(system: Serve) -> None:
+def kill_worker_of_a_stopped_rank(scene: Scene) -> None:
     """The worker dies while a rank cannot notice it."""
-    os.kill(ranks_of(system)[0], signal.SIGSTOP)
-    kill_worker(system)
+    worker, rank = scene.processes
+    os.kill(rank, signal.SIGSTOP)
+    os.kill(worker, signal.SIGKILL)
 
 
-def stop_rank(system: Serve) -> None:
-    """A rank hangs until the worker counts as stuck, and then goes on."""
-    (pid,) = ranks_of(system)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        until(lambda: system.process_of("worker-0")["state"] != "ready", "the worker counts as stuck", 60)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def slow_down_rank(system: Serve) -> None:
-    """A rank gets a third of its time for a second."""
-    (pid,) = ranks_of(system)
-    for _ in range(30):
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.02)
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.01)
+def assert_restored(scene: Scene) -> None:
+    """The blocks of the ranks have outlived the worker."""
+    info = scene.info()
+    assert info is not None
+    assert not scene.num_cached_blocks or info.load.counters.blocks_restored > 0
 
 
 @pytest.mark.timeout(300 + 60 * NUM_ROUNDS)
-async def test_streams_survive_what_happens_to_a_rank(group: Serve) -> None:
-    asked = bodies(temperature=0.9, top_p=0.95, seed=7)
-    undisturbed = await run_streams(group.base_url, asked)
-    assert all(stream.is_done for stream in undisturbed)
-    rng = random.Random(SEED)
-    kinds = [kill_rank, kill_worker_of_a_stopped_rank, stop_rank, slow_down_rank]
-    for number in range(NUM_ROUNDS):
-        happens = kinds[number] if number < len(kinds) else rng.choice([*kinds, kill_worker])
-        processes = [group.process_of("worker-0")["pid"], *ranks_of(group)]
-        streams = await run_streams(
-            group.base_url,
-            asked,
-            disturb_behind=rng.randrange(2, MAX_TOKENS - 8),
-            disturb=lambda happens=happens: asyncio.to_thread(happens, group),  # type: ignore[misc]
-        )
-        assert results(streams) == results(undisturbed), happens.__doc__
-        until(lambda: group.process_of("worker-0")["state"] == "ready", "the worker is back", 120)
-        if happens in (stop_rank, slow_down_rank):
-            assert processes[1:] == ranks_of(group)
-        else:
-            until(lambda processes=processes: not any(map(alive, processes)), "the old ranks are gone")  # type: ignore[misc]
-            assert group.process_of("worker-0")["kv_blocks_restored"] > 0
+async def test_streams_survive_what_happens_to_a_rank(group: Serve, groups: list[Group]) -> None:
+    faults = [
+        Fault("a death", kill_last, replaces=True, check=assert_restored),
+        Fault("a death beside a stopped rank", kill_worker_of_a_stopped_rank, replaces=True, check=assert_restored),
+        Fault("a hang", hang_last, replaces=False),
+        Fault("a slow-down", slow_down_any, replaces=False),
+    ]
+    of_any = [
+        Fault("any death", kill_any, replaces=True, check=assert_restored),
+        Fault("any hang", hang_any, replaces=False),
+    ]
+    faults += of_any if IS_SOAK else []
+    await survive(group, groups, faults, bodies(temperature=0.9, top_p=0.95, seed=7), NUM_ROUNDS or len(faults))
 
 
 def test_prefixes_outlive_the_worker_on_a_disk(tmp_path: Path) -> None:
