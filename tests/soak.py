@@ -47,6 +47,12 @@ SOAKS = {
         ("tests/e2e/test_pipeline.py",),
         ("-n", "0", "-k", "survive"),
     ),
+    "stage-hosts": Soak(
+        "a pipeline over two network namespaces, whose link is cut or of which one stands still, 20 times "
+        "(HEADRACE_SOAK_ROUNDS)",
+        ("tests/infra/test_stage_hosts.py",),
+        ("-n", "0"),
+    ),
     "chaos": Soak("an hour of random faults under random clients", ("tests/e2e/test_chaos.py",)),
     "kubernetes": Soak(
         "a real API server (make api-server): manifests and chart, and ten minutes of 500 changes a minute of the pods "
