@@ -29,7 +29,7 @@ from headrace.worker.encoder.load import LoadedEncoder, load_encoder
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.engine.watchdog import Watchdog, end_process, watch_engine
-from headrace.worker.grammar.compiler import Grammars, read_vocabulary
+from headrace.worker.grammar.compiler import Grammars, KeptVocabulary, read_vocabulary
 from headrace.worker.host.binding import keep_binding_known, read_binding
 from headrace.worker.kv.host_memory import STALE_AFTER_S, HostMemory, open_memory
 from headrace.worker.loading import LoadedModel, load_model
@@ -244,9 +244,10 @@ def add_services(
         card=card,
         beams=model.beams,
     )
-    grammars = Grammars(lambda: read_vocabulary(config.model_dir), card.vocab_size, card.eos_token_ids)
+    vocabulary = KeptVocabulary(lambda: read_vocabulary(config.model_dir))
+    grammars = Grammars(vocabulary, card.vocab_size, card.eos_token_ids)
     images = ImageDesk(card.name, _images_of(model), observer.image_refused)
-    inference = InferenceService(mailbox, hub, limits, grammars, observer, adapters, images)
+    inference = InferenceService(mailbox, hub, limits, grammars, vocabulary, observer, adapters, images)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id=config.worker_id, epoch=hub.epoch)
     servicer = add_introspection(server, SERVICE_NAMES)

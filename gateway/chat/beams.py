@@ -6,6 +6,7 @@ Server, a `best_of` over 1 does, which here means independent answers unless a f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, Protocol
 
 from headrace.gateway.chat.sampling import Sampling
@@ -60,6 +61,14 @@ def beam_search_of(request: BeamFields) -> BeamSearch | None:
     return BeamSearch(width=width, length_penalty=penalty, early_stopping=_STOPPING[stopping])
 
 
+def add_stop_texts(search: BeamSearch, sampling: Sampling, shown_ids: Collection[int]) -> None:
+    """Let the beams end where `Choice` will cut their answers. `shown_ids` are special tokens that it reads as text."""
+    if sampling.stop:
+        search.stop.extend(sampling.stop)
+        search.shown_token_ids.extend(sorted(shown_ids))
+        search.shows_special_tokens = not sampling.skip_special_tokens
+
+
 def answers_of(message: GenerateResponse) -> list[GenerateResponse]:
     """The answers that a beam search has found, each as if it were one generation; empty but for its last message."""
     answers = []
@@ -85,6 +94,7 @@ def in_callers_names(error: StatusError, sampling: Sampling) -> StatusError:
     """A worker's error about a beam search, with the names that callers know."""
     names = {
         "sampling.beam_search.width": sampling.choices_field,
+        "sampling.beam_search.stop": "stop",
         "sampling.beam_search": "use_beam_search",
         "sampling.max_tokens": sampling.max_tokens_field,
         "sampling.logprobs": "logprobs",
@@ -106,9 +116,6 @@ def check_beside_beams(sampling: Sampling) -> None:
         is_greedy = name == "temperature" and value == 0.0
         if name != "seed" and value is not None and number.on_wire(value) != number.default and not is_greedy:
             raise unsupported(name, f"{name} {_WHY}")
-    if sampling.stop:
-        problem = "ends no answer of a beam search, which knows tokens only; use stop_token_ids"
-        raise unsupported("stop", f"stop {problem}")
     if sampling.structure is not None:
         raise unsupported(sampling.structure.field, f"{sampling.structure.field} {_WHY}")
     if sampling.thinking_budget is not None:

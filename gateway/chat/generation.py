@@ -24,7 +24,7 @@ from headrace.common.transport.wire_request import SharedPart
 from headrace.common.vision.family import Detail
 from headrace.gateway.access.admission import Authorization
 from headrace.gateway.access.caller import Caller
-from headrace.gateway.chat.beams import answers_of, check_beside_beams, in_callers_names
+from headrace.gateway.chat.beams import add_stop_texts, answers_of, check_beside_beams, in_callers_names
 from headrace.gateway.chat.choice import Choice, Ending, Piece
 from headrace.gateway.chat.sampling import Sampling, check_sampling, sampling_params, take_large_fields
 from headrace.gateway.checks import invalid
@@ -206,6 +206,8 @@ def plan_job(job: Job) -> Plan:
         raise invalid("prompt", "the prompt has no tokens")
     limit = job.model.rules.max_tokens_limit
     params = sampling_params(job.sampling, card, len(job.token_ids), secrets.randbits(63), limit)
+    if job.sampling.beam_search is not None:
+        add_stop_texts(params.beam_search, job.sampling, job.shown_ids)
     if min(job.token_ids) < 0 or max(job.shown_ids_of_prompt) >= card.vocab_size:
         raise invalid("prompt", f"prompt: tokens must be from 0 to {card.vocab_size - 1}")
     token_ids, prediction = job.token_ids, job.prediction[: card.max_context_tokens]

@@ -15,6 +15,7 @@ import openvino as ov
 import pytest
 
 from headrace.cli.models.model_cache import model_directory
+from headrace.worker.grammar.compiler import read_vocabulary
 from tests.e2e.serving import BOUND_S, MODEL, Serve, serving
 from tests.patience import patience
 from tests.worker.beam_reference import Answer, log_softmax, search
@@ -130,6 +131,36 @@ def test_fields_have_their_effect(
     assert made.usage.completion_tokens == sum(len(answer.token_ids) for answer in answers)
 
 
+def test_answers_end_at_texts(client: openai.OpenAI, accurate: Serve, unpaged: Unpaged, prompt: list[int]) -> None:
+    """The text spans two tokens of the best answer without it."""
+    vocabulary = read_vocabulary(model_directory(MODEL))
+
+    def text_of(token_ids: Sequence[int]) -> str:
+        return b"".join(vocabulary.token_bytes[i] for i in token_ids if i not in vocabulary.special_ids).decode(
+            errors="replace"
+        )
+
+    best = unpaged.search(prompt, width=4, max_tokens=8, stops=[EOS])[0].token_ids
+    stop = text_of(best[2:4])[1:-1]
+    answers = unpaged.search(
+        prompt, width=4, max_tokens=8, stops=[EOS], is_text_complete=lambda token_ids: stop in text_of(token_ids)
+    )
+    made = client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=8,
+        n=4,
+        stop=["never", stop],
+        extra_body={"use_beam_search": True, "return_token_ids": True},
+    )
+    for choice, answer in zip(made.choices, answers, strict=True):
+        text, found, _ = text_of(answer.token_ids).partition(stop)
+        assert (choice.token_ids, choice.text) == (answer.token_ids, text)  # type: ignore[attr-defined]
+        assert choice.finish_reason == ("stop" if found or answer.token_ids[-1] == EOS else "length")
+        assert choice.stop_reason == (stop if found else None)  # type: ignore[attr-defined]
+    assert any(stop in text_of(answer.token_ids) for answer in answers), "the case needs an answer that it ends"
+
+
 def test_a_chat_gives_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {
         "model": MODEL,
@@ -172,7 +203,6 @@ def test_contradictions_are_refused_by_name(accurate: Serve, client: openai.Open
     for fields, name in (
         ({"temperature": 0.7}, "temperature"),
         ({"presence_penalty": 1}, "presence_penalty"),
-        ({"stop": ["x"]}, "stop"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
         ({"max_tokens": 8000, "n": 64}, "max_tokens"),

@@ -33,11 +33,17 @@ def search(
     width: int,
     max_tokens: int,
     stops: Collection[int] = (),
+    is_text_complete: Callable[[Sequence[int]], bool] = lambda token_ids: False,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     min_tokens: int = 0,
 ) -> list[Answer]:
-    """The `width` best answers, best first. `early_stopping` is as in transformers."""
+    """The `width` best answers, best first. `early_stopping` is as in transformers. Answers end with one of `stops`, or
+    where their text is complete."""
+
+    def ends(token_ids: Sequence[int]) -> bool:
+        return token_ids[-1] in stops or is_text_complete(token_ids)
+
     beams: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[Answer] = []
     for length in range(1, max_tokens + 1):
@@ -45,14 +51,14 @@ def search(
         rows = totals + logprobs_after([[*prompt, *token_ids] for token_ids, _ in beams])
         if length <= min_tokens:
             rows[:, list(stops)] = -np.inf
-        order = np.argsort(-rows, axis=None, kind="stable")[: width * (2 + len(stops))].tolist()
+        order = np.argsort(-rows, axis=None, kind="stable")[: width * (3 + len(stops))].tolist()
         places = [divmod(place, rows.shape[1]) for place in order]
         candidates = [([*beams[beam][0], token_id], float(rows[beam, token_id])) for beam, token_id in places]
         for token_ids, total in candidates[:width]:
-            if token_ids[-1] in stops or length == max_tokens:
+            if length == max_tokens or ends(token_ids):
                 finished.append(Answer(token_ids, total / length**length_penalty))
         finished = sorted(finished, key=lambda answer: -answer.score)[:width]
-        beams = [candidate for candidate in candidates if candidate[0][-1] not in stops][:width]
+        beams = [candidate for candidate in candidates if not ends(candidate[0])][:width]
         if len(finished) == width:
             final = max_tokens if early_stopping == "never" and length_penalty > 0 else length
             if early_stopping is True or beams[0][1] / final**length_penalty <= finished[-1].score:

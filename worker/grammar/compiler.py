@@ -75,8 +75,8 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(model_dir: Path) -> Vocabulary:
-    """The bytes of the tokens of the model in a directory. No other part of the worker handles text. Raises
-    VocabularyError."""
+    """The bytes of the tokens of the model in a directory, for grammars and for the stop texts of beam searches. The
+    worker handles no other text. Raises VocabularyError."""
     # Imported late: this loads OpenVINO's tokenizers.
     import openvino
 
@@ -91,6 +91,22 @@ def read_vocabulary(model_dir: Path) -> Vocabulary:
         raise VocabularyError(str(error)) from error
     except RuntimeError as error:
         raise VocabularyError(f"openvino_detokenizer.xml cannot be used: {error}") from error
+
+
+class KeptVocabulary:
+    """Reads a vocabulary when it is first needed, once. Any thread may call it."""
+
+    def __init__(self, read: Callable[[], Vocabulary]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+
+    def __call__(self) -> Vocabulary:
+        """The vocabulary. Raises VocabularyError; the next call then tries again."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read()
+            return self._vocabulary
 
 
 class _Key(NamedTuple):

@@ -6,6 +6,9 @@ tokens of every beam. Of all these candidates, by the sum of their log-probabili
     the best `width` that do not end    are the beams of the next step
     those that end, among the best `width` of all    become hypotheses, of which the best `width` are kept
 
+A candidate ends with a stop token, or where its text is complete. Any number of tokens may complete a text, so twice
+`width` tokens of each beam are looked at, as transformers does. If fewer than `width` of them go on, so do fewer beams.
+
 Hypotheses are compared by their scores: the sum divided by the number of tokens to the power of the length penalty. The
 rules, with those of early stopping, are those of `generate(num_beams=...)` of Hugging Face transformers.
 """
@@ -19,6 +22,7 @@ from typing import NamedTuple, TypeAlias
 
 from headrace.worker.request.logprobs import TokenLogprobs
 from headrace.worker.request.params import BeamParams, EarlyStopping, SamplingParams
+from headrace.worker.request.stop_texts import StopTexts
 
 
 class Candidates(NamedTuple):
@@ -38,10 +42,12 @@ class Beam(NamedTuple):
     token_ids: array[int]
     logprob: float
     opinions: _Opinions = None
+    text_end: bytes = b""
+    """As much of the end of its text as may begin a stop text."""
 
 
 class Hypothesis(NamedTuple):
-    """An answer. `stop_token_id` is its last token if that ended it; None if `max_tokens` did."""
+    """An answer. `stop_token_id` is its last token if that ended it; None if `max_tokens` or a stop text did."""
 
     token_ids: Sequence[int]
     score: float
@@ -57,6 +63,8 @@ class _Candidate(NamedTuple):
     token_id: int
     logprob: float
     """The sum over the whole beam."""
+    text_end: bytes | None
+    """As of a beam; None if this is an end."""
 
 
 _ROOT = Beam(array("I"), 0.0)
@@ -66,12 +74,18 @@ class BeamSearch:
     """The search of one request. The scheduler advances it after each step that computed the last token of its
     beams."""
 
-    __slots__ = ("_best", "_params", "_sampling", "beams", "has_ended", "parents")
+    __slots__ = ("_best", "_params", "_sampling", "_stop_texts", "beams", "has_ended", "parents")
 
     def __init__(self, params: BeamParams, sampling: SamplingParams) -> None:
         self._params = params
         self._sampling = sampling
+        self._stop_texts: StopTexts | None = None
         self.begin()
+
+    def end_at(self, stop_texts: StopTexts) -> None:
+        """End hypotheses at texts too, from its first step on."""
+        assert self.is_at_prompt, "it has begun"
+        self._stop_texts = stop_texts
 
     def begin(self) -> None:
         """Start from the prompt."""
@@ -96,7 +110,8 @@ class BeamSearch:
     def num_candidates(self) -> int:
         """How many of the most probable tokens of each beam are needed: with all stop tokens among them, there are
         enough to continue with."""
-        return max(self.width + len(self._sampling.stop_token_ids), self._sampling.num_logprobs or 0)
+        width = 2 * self.width if self._params.stop else self.width
+        return max(width + len(self._sampling.stop_token_ids), self._sampling.num_logprobs or 0)
 
     @property
     def hypotheses(self) -> Sequence[Hypothesis]:
@@ -108,11 +123,10 @@ class BeamSearch:
         length = len(self.beams[0].token_ids) + 1
         ranked = list(self._ranked(candidates, may_stop=length > self._sampling.min_tokens))
         is_last = length >= self._sampling.max_tokens
-        stops = self._sampling.stop_token_ids
         for candidate in ranked[: self.width]:
-            if is_last or candidate.token_id in stops:
+            if is_last or candidate.text_end is None:
                 self._finish(candidate, candidates)
-        going = [] if is_last else [one for one in ranked if one.token_id not in stops][: self.width]
+        going = [] if is_last else [one for one in ranked if one.text_end is not None][: self.width]
         if not going:
             self.has_ended = True
             return
@@ -125,18 +139,23 @@ class BeamSearch:
         stops = self._sampling.stop_token_ids
 
         def of_beam(parent: int) -> Iterator[_Candidate]:
-            logprob = self.beams[parent].logprob
+            beam = self.beams[parent]
             for place, (token_id, own) in enumerate(zip(*candidates[parent], strict=True)):
-                if own > float("-inf") and (may_stop or token_id not in stops):
-                    yield _Candidate(parent, place, token_id, logprob + own)
+                if not own > float("-inf") or (token_id in stops and not may_stop):
+                    continue
+                text_end = None if token_id in stops else self._text_end(beam, token_id)
+                yield _Candidate(parent, place, token_id, beam.logprob + own, text_end)
 
         merged = heapq.merge(*map(of_beam, range(len(self.beams))), key=lambda one: -one.logprob)
         num_going = 0
         for number, candidate in enumerate(merged):
             if num_going == self.width and number >= self.width:
                 return
-            num_going += candidate.token_id not in stops
+            num_going += candidate.text_end is not None
             yield candidate
+
+    def _text_end(self, beam: Beam, token_id: int) -> bytes | None:
+        return b"" if self._stop_texts is None else self._stop_texts.after(beam.text_end, token_id)
 
     def _beam(self, candidate: _Candidate, candidates: Sequence[Candidates]) -> Beam:
         parent = self.beams[candidate.parent]
@@ -149,7 +168,8 @@ class BeamSearch:
                 opinions,
                 TokenLogprobs(logprobs[place], place + 1, tuple(token_ids[:num_top]), tuple(logprobs[:num_top])),
             )
-        return Beam(parent.token_ids + array("I", (candidate.token_id,)), candidate.logprob, opinions)
+        token_ids = parent.token_ids + array("I", (candidate.token_id,))
+        return Beam(token_ids, candidate.logprob, opinions, candidate.text_end or b"")
 
     def _finish(self, candidate: _Candidate, candidates: Sequence[Candidates]) -> None:
         """Add a hypothesis, and keep the best."""

@@ -58,6 +58,9 @@ class BeamParams:
     width: int
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    stop: tuple[str, ...] = ()
+    shown_token_ids: frozenset[int] = frozenset()
+    shows_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 # The log-probabilities of all answers of a beam search, which are one message of at most 10 MB.
 MAX_BEAM_LOGPROBS = 1 << 20
 MAX_LENGTH_PENALTY = 10.0
+MAX_STOP_TEXTS = 64
+MAX_STOP_TEXT_BYTES = 4096
 MAX_BAD_WORDS = 256
 MAX_DRY_BREAKERS = 1 << 16
 MAX_DRY_BREAKER_TOKENS = 32
@@ -320,7 +322,8 @@ def _check_beams(request: Request, limits: ModelLimits) -> None:
     width, sampling = request.num_sequences, request.sampling
     if not 1 <= width <= beams.max_width:
         raise _invalid(f"{name}.width", f"must be 1 to {beams.max_width}, not {width}")
-    if width + len(sampling.stop_token_ids) > limits.vocab_size:
+    assert request.beams is not None
+    if request.beams.num_candidates > limits.vocab_size:
         raise _invalid(f"{name}.width", "must be smaller: the vocabulary has too few tokens")
     most = beams.most_tokens(request.num_prompt_tokens, width)
     if sampling.max_tokens > most:
@@ -428,7 +431,7 @@ def _sampling(decoded: DecodedRequest, limits: ModelLimits, room: int) -> Sampli
     lists = _Lists.of(message, limits) if decoded.sampling is None else decoded.sampling.lists(limits)
     if message.HasField("constraint") and lists.allowed_token_ids:
         raise _invalid("sampling.allowed_token_ids", "cannot be combined with a constraint; write it into the grammar")
-    beam_search = _beam_search(message, lists)
+    beam_search = _beam_search(message, lists, limits)
     numbers = {name: _number(message, name, number) for name, number in NUMBERS.items() if name != "seed"}
     if beam_search is not None:
         numbers["temperature"] = 0.0
@@ -450,7 +453,7 @@ def _sampling(decoded: DecodedRequest, limits: ModelLimits, room: int) -> Sampli
     )
 
 
-def _beam_search(message: inference_pb2.SamplingParams, lists: _Lists) -> BeamParams | None:
+def _beam_search(message: inference_pb2.SamplingParams, lists: _Lists, limits: ModelLimits) -> BeamParams | None:
     """The beam search that is asked for. StatusError if another field has no effect on one."""
     if not message.HasField("beam_search"):
         return None
@@ -478,7 +481,12 @@ def _beam_search(message: inference_pb2.SamplingParams, lists: _Lists) -> BeamPa
         stopping = EarlyStopping(asked.early_stopping)
     except ValueError:
         raise _invalid("sampling.beam_search.early_stopping", "must be one of the protocol's values") from None
-    return BeamParams(asked.width, penalty, stopping)
+    if len(asked.stop) > MAX_STOP_TEXTS:
+        raise _invalid("sampling.beam_search.stop", f"may have at most {MAX_STOP_TEXTS} texts")
+    if not all(0 < len(text.encode()) <= MAX_STOP_TEXT_BYTES for text in asked.stop):
+        raise _invalid("sampling.beam_search.stop", f"has texts of 1 to {MAX_STOP_TEXT_BYTES} bytes")
+    shown = _token_ids(asked.shown_token_ids, "sampling.beam_search.shown_token_ids", limits)
+    return BeamParams(asked.width, penalty, stopping, tuple(asked.stop), frozenset(shown), asked.shows_special_tokens)
 
 
 def _samplers(message: inference_pb2.SamplingParams) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,10 @@ from headrace.protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.adapters.library import Adapter
 from headrace.worker.engine.mailbox import Mailbox, OutputStream
-from headrace.worker.grammar.compiler import Grammars
+from headrace.worker.grammar.compiler import Grammars, Vocabulary, VocabularyError
 from headrace.worker.request.images import PlacedImage
 from headrace.worker.request.request import Request
+from headrace.worker.request.stop_texts import StopTexts
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import DecodedRequest, ModelLimits, admit, decode
 from headrace.worker.server.blocks import BlockCalls, BlockServicer
@@ -55,10 +56,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         hub: WatchHub,
         limits: ModelLimits,
         grammars: Grammars,
+        vocabulary: Callable[[], Vocabulary],
         observer: RequestObserver | None = None,
         adapters: AdapterDesk | None = None,
         images: ImageDesk | None = None,
     ) -> None:
+        """`vocabulary` is called in threads, and may raise VocabularyError."""
+        self._vocabulary = vocabulary
         self._images = images or ImageDesk(limits.model, None)
         self._adapters = adapters or AdapterDesk(None, limits.model)
         self.sessions = SessionServer(handler_of(self._generate, decode))
@@ -126,6 +130,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         it. What was admitted before the drain is answered."""
         with self._mailbox.expecting(admitted), self._hub.expecting(admitted.num_tokens, decoded.message.belief):
             await self._constrain(admitted, decoded)
+            await self._find_texts(admitted)
             await self._adapters.hold(adapter, admitted)
             try:
                 return self._mailbox.submit(admitted)
@@ -192,6 +197,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
         request.preparing_s += time.monotonic() - begun_s
         request.sampling = replace(request.sampling, constraint=constraint)
+
+    async def _find_texts(self, request: Request) -> None:
+        """If it is a beam search that ends at texts, tell it what the texts of tokens are."""
+        params = request.sampling.beam_search
+        if params is None or not params.stop:
+            return
+        begun_s = time.monotonic()
+        try:
+            token_bytes, special_ids = await asyncio.to_thread(self._vocabulary)
+        except VocabularyError as error:
+            problem = f"the model's beams cannot end at texts: {error}; use stop_token_ids"
+            raise StatusError(Reason.UNSUPPORTED, problem, field="sampling.beam_search.stop") from error
+        hidden_ids = frozenset[int]() if params.shows_special_tokens else special_ids - params.shown_token_ids
+        assert request.beams is not None
+        request.beams.end_at(StopTexts(params.stop, token_bytes, hidden_ids))
+        request.preparing_s += time.monotonic() - begun_s
 
 
 class WorkerService(BlockServicer):

@@ -135,7 +135,6 @@ async def test_a_bad_field_of_a_chat_is_named(gateway: Any, router: Any, fields:
         ({"use_beam_search": False, "length_penalty": 0.5, "best_of": 2}, "length_penalty"),
         ({"use_beam_search": True, "n": 2, "temperature": 0.5}, "temperature"),
         ({"use_beam_search": True, "n": 2, "top_k": 5}, "top_k"),
-        ({"use_beam_search": True, "stop": "x"}, "stop"),
         ({"use_beam_search": True, "logit_bias": {"5": 1}}, "logit_bias"),
         ({"use_beam_search": True, "allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"use_beam_search": True, "bad_words": ["x"]}, "bad_words"),

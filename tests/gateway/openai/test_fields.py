@@ -277,3 +277,29 @@ async def test_padding_hides_the_length_of_deltas(gateway: Any, router: Any, pat
     of_the_moment = ("id", "created")
     shown = [[{k: v for k, v in one.items() if k not in of_the_moment} for one in found] for found in (plain, padded)]
     assert shown[0] == shown[1]
+
+
+async def test_the_beams_of_a_search_end_at_texts_and_its_answers_are_cut_there(
+    gateway: Any, router: Any, kit: Any
+) -> None:
+    pb2 = kit.inference_pb2
+
+    async def search(fake: Any, stream: Any, send: Any) -> None:
+        found = [pb2.Hypothesis(token_ids=kit.tokens_of(text), score=-1.0) for text in ("one;", "two;?", "three")]
+        message = pb2.GenerateResponse(hypotheses=found)
+        message.finish.reason = pb2.FINISH_REASON_LENGTH
+        await fake.context_of(stream).write(message)
+
+    router.script = search
+    fields = {"use_beam_search": True, "n": 3, "stop": [";", "!"], "max_tokens": 5}
+    answer = await post(gateway, COMPLETIONS, **fields)
+    asked = router.streams[-1].request.sampling.beam_search
+    assert (asked.width, list(asked.stop), asked.shows_special_tokens) == (3, [";", "!"], False)
+    found = [(choice["text"], choice["finish_reason"], choice["stop_reason"]) for choice in answer["choices"]]
+    assert found == [("one", "stop", ";"), ("two", "stop", ";"), ("three", "length", None)]
+    assert answer["usage"]["completion_tokens"] == len("one;") + len("two;") + len("three")
+    await post(gateway, COMPLETIONS, **fields, skip_special_tokens=False)
+    assert router.streams[-1].request.sampling.beam_search.shows_special_tokens
+    fields.pop("stop")
+    assert (await post(gateway, COMPLETIONS, **fields))["choices"][1]["text"] == "two;?"
+    assert not router.streams[-1].request.sampling.beam_search.stop

@@ -16,6 +16,7 @@ import pytest
 from headrace.protos.status import Reason
 from headrace.worker.request.params import BeamParams, EarlyStopping
 from headrace.worker.request.request import FinishReason, Request, RequestState
+from headrace.worker.request.stop_texts import StopTexts
 from tests.worker.beam_reference import Answer, log_softmax, search
 from tests.worker.conftest import BLOCK_SIZE, RANDOM_STEPS, VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import FakeRunner, next_token
@@ -23,6 +24,7 @@ from tests.worker.fake_runner import FakeRunner, next_token
 STOPS = frozenset({3, 5})
 STOPPING = {False: EarlyStopping.HEURISTIC, True: EarlyStopping.ALWAYS, "never": EarlyStopping.NEVER}
 PROMPT = list(range(40, 57))
+TOKEN_TEXTS = [f" {token_id}" for token_id in range(VOCAB_SIZE)]
 
 
 def logits_after(context: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -121,6 +123,29 @@ def test_no_answer_ends_before_its_least_tokens() -> None:
     check(engine, request, right(prompt, 4, min_tokens=7))
     assert min(len(one.token_ids) for one in engine.last[request].hypotheses) > 7
     assert min(len(answer.token_ids) for answer in right(prompt, 4)) <= 7, "the case needs shorter answers"
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_answers_end_at_texts_across_tokens(width: int, early_stopping: bool) -> None:
+    plain = [answer.token_ids for answer in right(PROMPT, width, early_stopping=early_stopping)]
+    longest = "".join(TOKEN_TEXTS[token_id] for token_id in max(plain, key=len))
+    texts = longest[5:8], "never"  # the end of a token, and the beginning of the next
+    assert " " in texts[0][1:]
+
+    def is_complete(token_ids: Sequence[int]) -> bool:
+        return any(text in "".join(TOKEN_TEXTS[token_id] for token_id in token_ids) for text in texts)
+
+    engine = dense()
+    beams = BeamParams(width, early_stopping=STOPPING[early_stopping], stop=texts)
+    request = engine.request(PROMPT, 12, stop_token_ids=STOPS, beam_search=beams)
+    assert request.beams is not None
+    request.beams.end_at(StopTexts(texts, [text.encode() for text in TOKEN_TEXTS], ()))
+    engine.run()
+    answers = right(PROMPT, width, early_stopping=early_stopping, is_text_complete=is_complete)
+    found = [list(one.token_ids) for one in engine.last[request].hypotheses]
+    assert found == [answer.token_ids for answer in answers]
+    assert any(is_complete(token_ids) for token_ids in found), "the case needs an answer that a text ends"
 
 
 def test_a_search_of_one_beam_is_greedy_until_a_stop_token() -> None:

@@ -25,7 +25,7 @@ from headrace.worker.server.service import SERVICE_NAMES, InferenceService, Work
 from headrace.worker.server.watch import WatchHub
 from tests.patience import patience
 from tests.worker.conftest import BLOCK_SIZE, VOCAB_SIZE, EngineUnderTest, make_engine
-from tests.worker.vocabulary import EOS, grammars
+from tests.worker.vocabulary import EOS, VOCABULARY, grammars
 
 MODEL = "fake"
 FINGERPRINT, TOKENIZER, IDENTITY = "f" * 64, "7" * 64, "identity"
@@ -77,7 +77,7 @@ async def running_worker(
     card = worker_pb2.ModelCard(name=MODEL, tokenizer_sha256=tokenizer_sha256)
     described = worker_pb2.GetModelCardResponse(card=card, worker_id="w", epoch=7)
     server = grpc.aio.server()
-    inference = InferenceService(mailbox, hub, limits, grammars(), adapters=desk, images=images)
+    inference = InferenceService(mailbox, hub, limits, grammars(), lambda: VOCABULARY, adapters=desk, images=images)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     health = add_introspection(server, SERVICE_NAMES)
     service = WorkerService(described, bundle, mailbox, hub, desk, health=health)

@@ -32,6 +32,10 @@ def test_its_fields_arrive() -> None:
     assert (sampling.temperature, sampling.min_tokens, sampling.num_logprobs) == (0.0, 2, 1)
     assert sampling.stop_token_ids == {2, 7}
     assert admitted().sampling.beam_search == BeamParams(4, 1.0, EarlyStopping.HEURISTIC)
+    ended = BeamSearch(width=3, stop=["a", "é"], shown_token_ids=[9], shows_special_tokens=True)
+    search = admitted(beam_search=ended).sampling.beam_search
+    assert search is not None
+    assert (search.stop, search.shown_token_ids, search.shows_special_tokens) == (("a", "é"), frozenset({9}), True)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +46,10 @@ def test_its_fields_arrive() -> None:
         ({"beam_search": BeamSearch(width=2, length_penalty=10.5)}, "sampling.beam_search.length_penalty"),
         ({"beam_search": BeamSearch(width=2, length_penalty=float("nan"))}, "sampling.beam_search.length_penalty"),
         ({"beam_search": BeamSearch(width=2, early_stopping=9)}, "sampling.beam_search.early_stopping"),
+        ({"beam_search": BeamSearch(width=2, stop=["a"] * 65)}, "sampling.beam_search.stop"),
+        ({"beam_search": BeamSearch(width=2, stop=["a" * 4097])}, "sampling.beam_search.stop"),
+        ({"beam_search": BeamSearch(width=2, stop=[""])}, "sampling.beam_search.stop"),
+        ({"beam_search": BeamSearch(width=2, shown_token_ids=[100])}, "sampling.beam_search.shown_token_ids"),
         ({"temperature": 0.5}, "sampling.temperature"),
         ({"top_k": 4}, "sampling.top_k"),
         ({"presence_penalty": 0.5}, "sampling.presence_penalty"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief, Constraint, GenerateRequest, SamplingParams
 from headrace.protos.status import Reason, StatusError, error_of
-from headrace.worker.grammar.compiler import Grammars
+from headrace.worker.grammar.compiler import Grammars, Vocabulary, VocabularyError
 from headrace.worker.grammar.constraint import ConstraintSource
 from headrace.worker.request import params
+from headrace.worker.request.beam_search import Candidates
 from headrace.worker.request.request import Request
 from headrace.worker.server import adapters, service
 from headrace.worker.server.adapters import AdapterDesk
@@ -22,6 +24,7 @@ from headrace.worker.server.admission import DecodedRequest
 from headrace.worker.server.service import InferenceService
 from headrace.worker.server.watch import WatchHub
 from tests.worker.server.running import MAX_NUM_SEQS, RunningWorker, running_worker, small_engine
+from tests.worker.vocabulary import SPECIAL, VOCABULARY
 
 GREEDY = {"temperature": 0.0}
 
@@ -66,11 +69,38 @@ async def test_an_idle_worker_refuses_no_request_however_short_its_bound() -> No
 async def test_the_time_in_which_a_grammar_is_compiled_is_no_wait_for_others(slow: Slow) -> None:
     hub: Any = WatchHub(epoch=1, max_num_seqs=1, block_size=4)
     grammars: Any = slow
-    inference = InferenceService(Any, hub, SimpleNamespace(model="m"), grammars)  # type: ignore[arg-type]
+    inference = InferenceService(Any, hub, SimpleNamespace(model="m"), grammars, Any)  # type: ignore[arg-type]
     request = new(constraint_source=ConstraintSource("regex", ("a",)))
     slow.takes_s = 1.5
     await inference._constrain(request, DecodedRequest(GenerateRequest(token_ids=[1])))
     assert request.preparing_s == 1.5
+
+
+async def test_beams_are_told_the_texts_of_tokens_or_the_request_is_refused(slow: Slow) -> None:
+    hub: Any = WatchHub(epoch=1, max_num_seqs=1, block_size=4)
+
+    def inference(vocabulary: Callable[[], Vocabulary]) -> InferenceService:
+        limits: Any = SimpleNamespace(model="m")
+        return InferenceService(Any, hub, limits, Any, vocabulary)  # type: ignore[arg-type]
+
+    def unreadable() -> Vocabulary:
+        raise VocabularyError("openvino_detokenizer.xml cannot be used")
+
+    beams = params.BeamParams(2, stop=("bc",), shown_token_ids=frozenset({SPECIAL}))
+    sampling = params.SamplingParams(max_tokens=9, seed=0, beam_search=beams)
+    request = Request("r", [1], sampling, 0)
+    await inference(lambda: VOCABULARY)._find_texts(request)
+    assert request.beams is not None
+    for token_ids in ([ord("a"), ord("x")], [ord("b"), ord("d")], [SPECIAL, ord("c")], [ord("c"), ord("x")]):
+        candidates = Candidates([*token_ids, ord("y"), ord("z")], [-0.1, -2.0, -5.0, -6.0])
+        request.advance_beams([candidates] * len(request.beams.beams))
+    # The special token is text, so that what goes on behind it with c does not end.
+    assert [list(one.token_ids) for one in request.beams.hypotheses] == [[ord("a"), ord("b"), ord("c")]]
+    with pytest.raises(StatusError, match="use stop_token_ids") as raised:
+        await inference(unreadable)._find_texts(Request("r", [1], sampling, 0))
+    assert (raised.value.reason, raised.value.field) == (Reason.UNSUPPORTED, "sampling.beam_search.stop")
+    plain = params.SamplingParams(max_tokens=9, seed=0, beam_search=params.BeamParams(2))
+    await inference(unreadable)._find_texts(Request("r", [1], plain, 0))
 
 
 @pytest.mark.parametrize(("own_s", "workers_s"), [(2.0, 60.0), (60.0, 2.0)])
