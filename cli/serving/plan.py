@@ -101,6 +101,7 @@ class ServeOptions:
     allowed_local_media_path: Path | None = None
     mcp_servers: tuple[str, ...] = ()
     mcp_headers: Path | None = None
+    mcp_config: Path | None = None
     ollama_manage: bool = False
     cors_origins: tuple[str, ...] = ()
     redis_url: str | None = None
@@ -229,7 +230,7 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv += [part for name in options.allowed_media_domains for part in ("--allowed-media-domains", name)]
     argv += _given("--allowed-local-media-path", options.allowed_local_media_path)
     argv += [part for server in options.mcp_servers for part in ("--mcp-server", server)]
-    argv += _given("--mcp-headers", options.mcp_headers)
+    argv += _given("--mcp-headers", options.mcp_headers) + _given("--mcp-config", options.mcp_config)
     argv += ["--ollama-manage"] if options.ollama_manage else []
     argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
     argv += _given("--redis", options.redis_url) + _given("--batch-store", options.batch_store)

@@ -143,6 +143,12 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     help="Headers for these servers, such as their keys.  [default: none]",
 )
 @click.option(
+    "--mcp-config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="MCP servers in the JSON that agents have, also programs that the gateway starts.  [default: none]",
+)
+@click.option(
     "--ollama-manage",
     is_flag=True,
     help="Let clients of Ollama's API name and unload models; see headrace gateway --help.",

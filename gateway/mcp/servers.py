@@ -5,43 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 import click
 
 from headrace.common.flags import FiniteRange
 from headrace.common.stores.watched_files import WatchedFiles
+from headrace.gateway.mcp.configuration import SERVER_NAME, Entry, Program, Remote, check_url, checked_headers
+from headrace.gateway.mcp.credentials import BearerFile, ClientCredentials, Credentials, GivenHeaders, Headers
+from headrace.gateway.mcp.session import Exchange, McpSession
+from headrace.gateway.mcp.stdio import StdioServer
 from headrace.gateway.mcp.values import CONNECTION_LOST, McpError, McpResult, McpTool
-
-if TYPE_CHECKING:
-    from headrace.gateway.mcp.session import McpSession
 
 TIMEOUT_S = 30.0
 MAX_CALLS = 16
 OUTPUT_KB = 64
 END_S = 2.0
 """Time for messages that nobody waits for: a cancellation, and the end of a session."""
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
-_VALUE = re.compile(r"[\x20-\x7e]{0,8192}")
-_OWN_HEADERS = frozenset(
-    (
-        "accept",
-        "accept-encoding",
-        "connection",
-        "content-length",
-        "content-type",
-        "host",
-        "mcp-protocol-version",
-        "mcp-session-id",
-        "transfer-encoding",
-    )
-)
 _LOG = logging.getLogger(__name__)
 
 
@@ -53,28 +37,43 @@ class McpServers:
         urls: Mapping[str, str],
         *,
         headers: Path | None = None,
+        configured: Mapping[str, Entry] | None = None,
         timeout_s: float = TIMEOUT_S,
         max_calls: int = MAX_CALLS,
         output_kb: int = OUTPUT_KB,
         on_call: Callable[[str, str, float], None] = lambda server, outcome, seconds: None,
+        on_start: Callable[[str], None] = lambda server: None,
     ) -> None:
-        """`headers` is a file with headers for the servers, read again when it changes. `on_call` is told of each call:
-        its server, outcome and seconds. Raises ValueError for a bad file."""
+        """`headers` is a file with headers for the servers of `urls`, read again when it changes. `configured` are
+        further servers, which have their own. `on_call` is told of each call: its server, outcome and seconds;
+        `on_start` of each start of a server that is a program. Raises ValueError for a bad file."""
         self.max_calls = max_calls
         """Calls of one response."""
         self.max_output_bytes = output_kb * 1024
         """Of one call."""
         self.on_call = on_call
         self._file = None if headers is None else HeaderFile(headers, urls)
-        self._urls = urls
         self._timeout_s = timeout_s
         self._pool: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._programs: list[StdioServer] = []
+        self._exchanges: dict[str, Callable[[], Exchange]] = {}
+        for name, url in urls.items():
+            self._exchanges[name] = partial(self._over_http, name, url, GivenHeaders(partial(self._headers_of, name)))
+        for name, entry in (configured or {}).items():
+            if name in self._exchanges:
+                raise ValueError(f"there are two servers named {name!r}")
+            if isinstance(entry, Program):
+                program = StdioServer(name, entry, timeout_s, on_start=on_start)
+                self._programs.append(program)
+                self._exchanges[name] = program.exchange
+            else:
+                self._exchanges[name] = partial(self._over_http, name, entry.url, self._credentials_of(entry))
 
     @property
     def names(self) -> Collection[str]:
         """The names of the servers."""
-        return self._urls.keys()
+        return self._exchanges.keys()
 
     def sessions(self) -> McpSessions:
         """Sessions for one caller."""
@@ -82,19 +81,47 @@ class McpServers:
 
     def session(self, name: str) -> McpSession:
         """A new session with a server."""
-        from headrace.gateway.mcp.session import McpServer, McpSession, new_pool  # its client of HTTP loads slowly
+        return McpSession(self._exchanges[name]())
+
+    async def run(self) -> None:
+        """Keep the servers that are programs running, until cancelled. Returns at once if there are none."""
+        async with asyncio.TaskGroup() as group:
+            for program in self._programs:
+                group.create_task(program.run())
+
+    async def close(self) -> None:
+        """Finish what runs in the background, and close all connections. `run` must have been cancelled."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for program in self._programs:
+            await program.close()
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    def _over_http(self, name: str, url: str, credentials: Credentials) -> Exchange:
+        from headrace.gateway.mcp.http import HttpExchange, HttpServer  # its client loads slowly
+
+        server = HttpServer(name, url, self._timeout_s, credentials)
+        return HttpExchange(server, self._pool_of_all(), self._in_background)
+
+    def _credentials_of(self, entry: Remote) -> Credentials:
+        if entry.oauth is not None:
+            return ClientCredentials(entry.oauth, self._post, entry.headers)
+        if entry.bearer_token_file is not None:
+            return BearerFile(entry.bearer_token_file, entry.headers)
+        return GivenHeaders(lambda: entry.headers)
+
+    async def _post(self, url: str, headers: Headers, body: bytes) -> tuple[int, bytes]:
+        from headrace.gateway.mcp.http import post
+
+        return await post(self._pool_of_all(), url, headers, body)
+
+    def _pool_of_all(self) -> Any:
+        from headrace.gateway.mcp.http import new_pool
 
         if self._pool is None:
             self._pool = new_pool()
-        server = McpServer(name, self._urls[name], self._timeout_s, lambda: self._headers_of(name))
-        return McpSession(server, self._pool, self._in_background)
-
-    async def close(self) -> None:
-        """Finish what runs in the background, and close all connections."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        if self._pool is not None:
-            await self._pool.aclose()
+        return self._pool
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         async def run() -> None:
@@ -187,27 +214,7 @@ class HeaderFile:
         unknown = sorted(set(given) - set(self._names))
         if unknown:
             raise ValueError(f"{self._path} names {unknown[0][:64]!r}, which no --mcp-server names")
-        return {server: _checked_headers(f"{self._path}: {server}", headers) for server, headers in given.items()}
-
-
-def _checked_headers(where: str, headers: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
-    for name, value in headers.items():
-        if _HEADER.fullmatch(name) is None or name.lower() in _OWN_HEADERS:
-            raise ValueError(f"{where}: {name[:64]!r} is no header that can be given")
-        if not isinstance(value, str) or _VALUE.fullmatch(value) is None:
-            raise ValueError(f"{where}: the value of {name} must be a text of printable ASCII characters")
-    return [*headers.items()]
-
-
-def _check_url(name: str, url: str) -> None:
-    try:
-        found = urlsplit(url)
-        usable = found.scheme in ("http", "https") and bool(found.hostname) and found.username is None
-        usable = usable and url.isascii() and found.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ValueError(f"{name}: write a URL such as https://tools.example.com/mcp, without a user or password")
+        return {server: checked_headers(f"{self._path}: {server}", headers) for server, headers in given.items()}
 
 
 def parse_servers(values: Sequence[str]) -> dict[str, str]:
@@ -215,13 +222,13 @@ def parse_servers(values: Sequence[str]) -> dict[str, str]:
     urls: dict[str, str] = {}
     for value in values:
         name, separator, url = value.partition("=")
-        if not separator or _NAME.fullmatch(name) is None:
+        if not separator or SERVER_NAME.fullmatch(name) is None:
             raise ValueError(
                 f"{value[:64]!r} is not NAME=URL with a name of up to 64 letters, digits, underscores and hyphens"
             )
         if name in urls:
             raise ValueError(f"there are two servers named {name!r}")
-        _check_url(name, url)
+        check_url(name, url)
         urls[name] = url
     return urls
 
@@ -249,6 +256,13 @@ OPTIONS = (
         metavar="FILE",
         help='Headers for these servers, such as their keys: JSON like {"NAME": {"Authorization": "Bearer ..."}}. Read '
         "again when it changes.",
+    ),
+    click.Option(
+        ["--mcp-config"],
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help='Further MCP servers: JSON as agents have it, {"mcpServers": {"NAME": {"command": ..., "args": [...]}}}. '
+        "The gateway starts those with a command, and calls those with a url.",
     ),
     click.Option(
         ["--mcp-timeout", "mcp_timeout_s"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from headrace.common.flags import FiniteRange
 from headrace.common.stores.redis_link import server_of
+from headrace.gateway.mcp.configuration import read_configuration
 from headrace.gateway.mcp.servers import OPTIONS as MCP_OPTIONS
 from headrace.gateway.mcp.servers import McpServers
 from headrace.gateway.protocol import CannotServeError, OpenProtocol, Protocol, Setup
@@ -46,8 +48,10 @@ class OpenResponses(OpenProtocol):
         return {"responses": self._store.redis}
 
     async def run(self) -> None:
-        """Watch the store's Redis."""
-        await self._store.watch()
+        """Watch the store's Redis, and keep the MCP servers that are programs running."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._store.watch())
+            group.create_task(self._servers.run())
 
     async def drain(self, timeout_s: float) -> None:
         """Finish the responses in the background, or fail them."""
@@ -83,17 +87,24 @@ def _servers(flags: Mapping[str, Any], metrics: Metrics) -> McpServers:
     urls = flags["mcp_servers"]
     if flags["mcp_headers"] is not None and not urls:
         raise CannotServeError("--mcp-headers needs --mcp-server NAME=URL: the servers that get the headers")
+    config = flags["mcp_config"]
+    try:
+        configured = None if config is None else read_configuration(config)
+    except ValueError as error:
+        raise CannotServeError(f"--mcp-config: {error}") from None
     try:
         return McpServers(
             urls,
             headers=flags["mcp_headers"],
+            configured=configured,
             timeout_s=flags["mcp_timeout_s"],
             max_calls=flags["mcp_max_calls"],
             output_kb=flags["mcp_output_kb"],
             on_call=metrics.mcp_called,
+            on_start=metrics.mcp_started,
         )
     except ValueError as error:
-        raise CannotServeError(f"--mcp-headers: {error}") from None
+        raise CannotServeError(f"MCP servers: {error}") from None
 
 
 def _open(setup: Setup) -> OpenResponses:

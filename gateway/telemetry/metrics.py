@@ -109,6 +109,7 @@ class Metrics:
             "server",
             "outcome",
         )
+        self._mcp_starts = self._counter("mcp_starts", "Starts of MCP servers that are programs.", "server")
         self._mcp_call = self._histogram("mcp_call", "Duration of calls of MCP tools.", _REQUEST_BUCKETS, ("server",))
         self._batch_lines = self._counter(
             "batch_lines",
@@ -197,6 +198,10 @@ class Metrics:
         """Count and observe the call of a tool of an MCP server."""
         self._mcp_calls.labels(server, outcome).inc()
         self._mcp_call.labels(server).observe(duration_s, _trace())
+
+    def mcp_started(self, server: str) -> None:
+        """Count the start of an MCP server that is a program."""
+        self._mcp_starts.labels(server).inc()
 
     def batch_line(self, outcome: str) -> None:
         """Count the end or the attempt of a line of a batch."""

@@ -174,6 +174,7 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
         chat_templates=("a=/a.jinja", "b=/b.jinja"),
         mcp_servers=("docs=https://a.example/mcp", "sums=http://b.example/"),
         mcp_headers=Path("/mcp-headers.json"),
+        mcp_config=Path("/mcp.json"),
         ollama_manage=True,
         special_tokens_in_text="never",
         cors_origins=("https://a.example", "https://b.example"),
@@ -188,6 +189,7 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
     servers = [after for flag, after in zip(gateway.argv, gateway.argv[1:], strict=False) if flag == "--mcp-server"]
     assert servers == ["docs=https://a.example/mcp", "sums=http://b.example/"]
     assert argument(gateway.argv, "--mcp-headers") == "/mcp-headers.json"
+    assert argument(gateway.argv, "--mcp-config") == "/mcp.json"
     assert "--ollama-manage" in gateway.argv
     assert argument(worker.argv, "--max-context-tokens") == "4096"
     assert argument(worker.argv, "--max-ttft-s") == argument(router.argv, "--max-ttft") == "7.5"

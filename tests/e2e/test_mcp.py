@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +16,7 @@ from tests.gateway.mcp_server import ADD, McpServer, serving_mcp
 from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
+PROGRAM = Path(__file__).parents[1] / "gateway" / "stdio_mcp_server.py"
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 SUM = {**ADD, "inputSchema": {**ADD["inputSchema"], "properties": {"a": DIGIT, "b": DIGIT}}}
 ASKED: dict[str, Any] = {
@@ -38,8 +41,10 @@ def client(served: McpServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """OpenAI's client of the demo model, whose server calls `served`."""
     headers = tmp_path_factory.mktemp("mcp") / "headers.json"
     headers.write_text(json.dumps({"sums": {"Authorization": "Bearer of-the-operator"}}))
+    config = headers.with_name("mcp.json")
+    config.write_text(json.dumps({"mcpServers": {"local": {"command": sys.executable, "args": [str(PROGRAM)]}}}))
     options = ("--port", "0", "--kv-cache-gb", "0.5", "--mcp-server", f"sums={served.url}")
-    serve = Serve(str(pulled_model()), *options, "--mcp-headers", str(headers))
+    serve = Serve(str(pulled_model()), *options, "--mcp-headers", str(headers), "--mcp-config", str(config))
     try:
         serve.until_ready()
         with openai.OpenAI(
@@ -70,3 +75,12 @@ def test_a_model_calls_a_tool_and_goes_on(client: openai.OpenAI, served: McpServ
     assert made["params"] == {"name": "add", "arguments": arguments}
     assert {headers["authorization"] for *_, headers in served.seen} == {"Bearer of-the-operator"}
     assert answer.usage.input_tokens > 0
+
+
+def test_a_model_calls_a_tool_of_a_program(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    answer = client.responses.create(model=model, **ASKED | {"tools": [{**ASKED["tools"][0], "server_label": "local"}]})
+    listed, call, *_ = answer.output
+    assert (listed.type, call.type) == ("mcp_list_tools", "mcp_call")
+    arguments = json.loads(call.arguments)
+    assert call.output == str(arguments["a"] + arguments["b"])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qsl
 
 from tests.patience import patience
 
@@ -66,6 +67,12 @@ class McpServer:
         """Ask the client something in each stream."""
         self.seen: list[tuple[str, Any, dict[str, str]]] = []
         """Method of HTTP, message and headers of each request."""
+        self.accepted = ""
+        """Refuse requests without this value of the header Authorization, if it is not empty."""
+        self.token_answer: tuple[int, Any] = (200, {"access_token": "one", "token_type": "Bearer", "expires_in": 3600})
+        """Status and JSON of the answer to a request for a token."""
+        self.token_requests: list[tuple[dict[str, str], str]] = []
+        """The form and the header Authorization of each request for a token."""
         self.cancelled = threading.Event()
         self.called_slow = threading.Event()
         self.open: set[str] = set()
@@ -118,9 +125,17 @@ def serving_mcp() -> Iterator[McpServer]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/token":
+                server.token_requests.append((dict(parse_qsl(body.decode())), self.headers["Authorization"]))
+                status, answer = server.token_answer
+                self._answer(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+                return
+            message = json.loads(body)
             self._seen("POST", message)
-            if server.status:
+            if server.accepted and self.headers.get("Authorization") != server.accepted:
+                self._answer(401)
+            elif server.status:
                 self._answer(server.status)
             elif message.get("method") == "initialize":
                 session = next(server.session_ids) if server.has_sessions else ""

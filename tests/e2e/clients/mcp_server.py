@@ -1,4 +1,4 @@
-"""An MCP server of the package `mcp`, with and without server-sent events: PORT json|events|stateless."""
+"""An MCP server of the package `mcp`: stdio, or PORT json|events|stateless for its forms of HTTP."""
 
 import sys
 
@@ -29,6 +29,9 @@ async def tell(ctx: Context) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["stdio"]:
+        server.run("stdio")
+        sys.exit()
     port, form = int(sys.argv[1]), sys.argv[2]
     assert form in ("json", "events", "stateless")
     server.run("streamable-http", port=port, json_response=form == "json", stateless_http=form == "stateless")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -9,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.common.tasks import end_tasks
+from headrace.gateway.mcp.configuration import read_configuration
 from headrace.gateway.mcp.servers import McpServers
-from tests.patience import until
+from tests.patience import patience, until
 from tests.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -43,6 +47,23 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 async def test_its_tools_are_listed_and_called(url: str) -> None:
     servers = McpServers({"sums": url})
+    await call_everything(servers)
+    await servers.close()
+
+
+async def test_so_are_those_of_a_program(tmp_path: Path) -> None:
+    if not PYTHON.exists():
+        pytest.skip("the clients are not installed: make test")
+    file = tmp_path / "mcp.json"
+    file.write_text(json.dumps({"mcpServers": {"sums": {"command": str(PYTHON), "args": [str(SCRIPT), "stdio"]}}}))
+    servers = McpServers({}, configured=read_configuration(file), timeout_s=patience(30))
+    run = asyncio.create_task(servers.run())
+    await call_everything(servers)
+    await end_tasks(run)
+    await servers.close()
+
+
+async def call_everything(servers: McpServers) -> None:
     sessions = servers.sessions()
     tools = {tool.name: tool for tool in await sessions.tools("sums")}
     assert sorted(tools) == ["add", "fail", "tell"]
@@ -56,4 +77,3 @@ async def test_its_tools_are_listed_and_called(url: str) -> None:
     assert "it broke" in failed.text or "fail" in failed.text
     assert (await sessions.call("sums", "add", {"a": "x"})).is_error
     sessions.close()
-    await servers.close()

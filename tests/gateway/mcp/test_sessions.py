@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace.gateway.mcp import session
+from headrace.gateway.mcp import messages, session
 from headrace.gateway.mcp.servers import McpServers
 from headrace.gateway.mcp.values import CONNECTION_LOST, TIMED_OUT, McpError
 from tests.gateway.mcp_server import ADD, McpServer, serving_mcp
@@ -80,7 +80,7 @@ async def test_the_answers_to_requests_of_a_server_refuse_all_but_a_ping(
     answers = [message for _, message, _ in served.seen if "method" not in message and "id" in message]
     assert answers
     assert all(answer == {"jsonrpc": "2.0", "id": "p", "result": {}} for answer in answers)
-    assert session._refusal_of({"id": 1, "method": "sampling/createMessage"})["error"]["code"] == -32601
+    assert messages.refusal_of({"id": 1, "method": "sampling/createMessage"})["error"]["code"] == -32601
 
 
 async def test_each_caller_has_a_session_of_its_own(servers: McpServers, served: McpServer) -> None:
@@ -186,7 +186,7 @@ async def test_answers_that_are_none_are_errors(
 async def test_an_answer_without_an_end_is_bounded(
     servers: McpServers, served: McpServer, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr(session, "MAX_ANSWER_BYTES", 300)
+    monkeypatch.setattr(messages, "MAX_ANSWER_BYTES", 300)
     with pytest.raises(McpError, match="more than 300 bytes"):
         await servers.sessions().tools("calc")
 

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import ResponseStreamEvent
 
 from headrace.gateway.hints import HEADER
+from headrace.gateway.protocol import CannotServeError
 from tests.gateway.mcp_server import ADD, McpServer, serving_mcp
 from tests.gateway.tool_model import events_of, without
 from tests.patience import patience, until
@@ -556,3 +557,16 @@ async def test_lists_of_other_servers_in_the_input_have_no_effect(fronted: Any, 
     response = await fronted.http.post(RESPONSES, json=body)
     assert response.status_code == 200
     assert HEADER not in response.headers
+
+
+async def test_a_bad_file_of_servers_is_named_at_the_start(model: Any, kit: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mcp.json"
+    twice = {"mcpServers": {"calc": {"url": "http://127.0.0.1:1/mcp"}}}
+    for content, servers, problem in (
+        ("{", {}, r"--mcp-config: .*mcp\.json is not JSON"),
+        (json.dumps(twice), {"calc": "http://127.0.0.1:1/mcp"}, "there are two servers named 'calc'"),
+    ):
+        file.write_text(content)
+        with pytest.raises(CannotServeError, match=problem):
+            async with kit.serving_gateway(model.address, flags={"mcp_config": file, "mcp_servers": servers}):
+                pass

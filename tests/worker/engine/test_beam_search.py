@@ -128,21 +128,21 @@ def test_no_answer_ends_before_its_least_tokens() -> None:
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("early_stopping", [False, True])
 def test_answers_end_at_texts_across_tokens(width: int, early_stopping: bool) -> None:
-    plain = [answer.token_ids for answer in right(PROMPT, width, early_stopping=early_stopping)]
-    longest = "".join(TOKEN_TEXTS[token_id] for token_id in max(plain, key=len))
-    texts = longest[5:8], "never"  # the end of a token, and the beginning of the next
-    assert " " in texts[0][1:]
+    # The penalty favours short answers.
+    options: dict[str, Any] = {"early_stopping": early_stopping, "min_tokens": 8, "length_penalty": -1.5}
+    second, third = (TOKEN_TEXTS[token_id] for token_id in right(PROMPT, width, **options)[0].token_ids[1:3])
+    texts = second[-1] + third[:2], "never"
 
     def is_complete(token_ids: Sequence[int]) -> bool:
         return any(text in "".join(TOKEN_TEXTS[token_id] for token_id in token_ids) for text in texts)
 
     engine = dense()
-    beams = BeamParams(width, early_stopping=STOPPING[early_stopping], stop=texts)
-    request = engine.request(PROMPT, 12, stop_token_ids=STOPS, beam_search=beams)
+    beams = BeamParams(width, -1.5, STOPPING[early_stopping], stop=texts)
+    request = engine.request(PROMPT, 12, stop_token_ids=STOPS, beam_search=beams, min_tokens=8)
     assert request.beams is not None
     request.beams.end_at(StopTexts(texts, [text.encode() for text in TOKEN_TEXTS], ()))
     engine.run()
-    answers = right(PROMPT, width, early_stopping=early_stopping, is_text_complete=is_complete)
+    answers = right(PROMPT, width, is_text_complete=is_complete, **options)
     found = [list(one.token_ids) for one in engine.last[request].hypotheses]
     assert found == [answer.token_ids for answer in answers]
     assert any(is_complete(token_ids) for token_ids in found), "the case needs an answer that a text ends"
