@@ -103,6 +103,7 @@ class ServeOptions:
     mcp_headers: Path | None = None
     mcp_config: Path | None = None
     ollama_manage: bool = False
+    ollama_blobs: Path | None = None
     cors_origins: tuple[str, ...] = ()
     redis_url: str | None = None
     batch_store: str | None = None
@@ -232,6 +233,7 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     argv += [part for server in options.mcp_servers for part in ("--mcp-server", server)]
     argv += _given("--mcp-headers", options.mcp_headers) + _given("--mcp-config", options.mcp_config)
     argv += ["--ollama-manage"] if options.ollama_manage else []
+    argv += _given("--ollama-blobs", options.ollama_blobs and options.ollama_blobs.absolute())
     argv += [part for origin in options.cors_origins for part in ("--cors-origin", origin)]
     argv += _given("--redis", options.redis_url) + _given("--batch-store", options.batch_store)
     argv += _observation(options) + _membership(options) + _calls(options)

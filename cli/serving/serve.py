@@ -154,6 +154,12 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     help="Let clients of Ollama's API name and unload models; see headrace gateway --help.",
 )
 @click.option(
+    "--ollama-blobs",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Also let them create models from GGUF files, which they upload into this directory.  [default: none]",
+)
+@click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,

@@ -156,7 +156,8 @@ class StdioServer:
         finally:
             self._become(None, waits=False)
             pipes.fail(McpError("the MCP server ended before it answered", CONNECTION_LOST))
-            reading.cancel()
+            for task in (reading, serving, logging_):
+                task.cancel()
             # A task may be cancelled again while it ends, but the process must end.
             self._ending = asyncio.create_task(_end(process))
             await asyncio.shield(self._ending)
@@ -296,6 +297,8 @@ async def _log_lines(name: str, lines: asyncio.StreamReader | None) -> None:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """End a process and its children, which may be the server itself: politely, then for certain."""
     assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     process.stdin.close()
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(TimeoutError):
@@ -303,6 +306,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
     await process.wait()
+    for pipe in (process.stdout, process.stderr):
+        # One that has more than its limit was paused, and is closed only when it is read to its end.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pipe.read(), END_S)
 
 
 def _ending_of(returncode: int) -> str:

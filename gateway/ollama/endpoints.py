@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from headrace.common.tasks import end_tasks
 from headrace.gateway.chat.generation import Plan, plan_job
 from headrace.gateway.chat.logprobs import ChatLogprobs
 from headrace.gateway.chat.output import ChatChoice
@@ -40,6 +42,7 @@ from headrace.gateway.ollama.answers import (
     loaded,
     time_of,
 )
+from headrace.gateway.ollama.blobs import too_many_bytes
 from headrace.gateway.ollama.fields import CHAT, COPY, CREATE, DELETE, EMBED, EMBEDDINGS, GENERATE, PULL, SHOW
 from headrace.gateway.ollama.managing import LATEST, Managing
 from headrace.gateway.ollama.turns import (
@@ -73,6 +76,8 @@ from headrace.protos.worker_pb2 import ModelCard
 API_VERSION = "0.13.4"
 """The version of Ollama whose API is served. Clients compare it with the minimum that they need."""
 _NEVER = "9999-12-31T23:59:59Z"
+_SILENT_S = 1.0
+"""A create of files that takes longer says that it goes on."""
 _MOST_IDLE_MS = 1000 * 366 * 24 * 3600 * 1000
 # Default of the card -> name of Ollama's parameter.
 _PARAMETERS = {
@@ -115,7 +120,10 @@ def endpoints(services: Services, managing: Managing) -> Sequence[Endpoint]:
     show = Operation("Describe a model", OllamaShown, (OllamaShow,))
     served = "Tell whether a model is served, as a pull that has ended"
     pull = Operation(served, OllamaStatus, (OllamaPull,), stream_type=lines)
-    create = Operation("Give a model another name, as one that was made", OllamaStatus, (OllamaCreate,), False, lines)
+    made = "Make a model from files that were sent, or give one another name"
+    create = Operation(made, OllamaStatus, (OllamaCreate,), False, lines)
+    blob = Operation("Tell whether a file was sent", None)
+    sent = Operation("Send a file from which to create a model", None)
     copy = Operation("Give a model another name", None, (OllamaCopy,))
     delete = Operation("Take away a name of a model", None, (OllamaDelete,))
     refused = Operation("Refused: a gateway uploads no models", is_refused=True)
@@ -130,6 +138,8 @@ def endpoints(services: Services, managing: Managing) -> Sequence[Endpoint]:
         reading("POST", "/api/show", "ollama_models", models.show, show),
         reading("POST", "/api/pull", "ollama_pull", models.pull, pull),
         reading("POST", "/api/create", "ollama_manage", managed.create, create),
+        reading("GET", "/api/blobs/{digest}", "ollama_manage", managed.has_blob, blob),
+        reading("POST", "/api/blobs/{digest}", "ollama_manage", managed.take_blob, sent),
         reading("POST", "/api/copy", "ollama_manage", managed.copy, copy),
         reading("DELETE", "/api/delete", "ollama_manage", managed.delete, delete),
         reading("POST", "/api/push", "ollama_manage", managed.push, refused),
@@ -434,16 +444,55 @@ class _Managed:
         self._managing = managing
 
     async def create(self, exchange: Exchange) -> None:
-        """POST /api/create: another name for a model. Its own options would be those of every request."""
+        """POST /api/create: a model from files, or another name for one. Its own options would be those of every
+        request."""
         request = await request_of(exchange, OllamaCreate, CREATE)
         self._managing.check("create")
         name = request.model or request.name
         if not name:
             raise invalid("model", "model is required")
-        if not request.from_:
-            raise invalid("from", "from is required: the model that gets another name")
-        await self._managing.name(request.from_, "from", name, "model")
+        if request.from_ and request.files:
+            raise invalid("files", "files and from exclude each other; give one of them")
+        if request.files:
+            await self._make(exchange, name, request.files, streams=request.stream is not False)
+        elif request.from_:
+            await self._managing.name(request.from_, "from", name, "model")
+        else:
+            problem = "from or files is required: the model that gets another name, or the files of a new one"
+            raise invalid("from", problem)
         await _respond(exchange, OllamaStatus("success"), request.stream)
+
+    async def _make(self, exchange: Exchange, name: str, files: Mapping[str, str], *, streams: bool) -> None:
+        """Make a model from files, which takes long."""
+        making = asyncio.create_task(self._managing.make(name, files))
+        tasks = [making]
+        try:
+            # What is wrong with the request has a status, and does not begin a stream.
+            await asyncio.wait({making}, timeout=_SILENT_S if streams else None)
+            if not making.done():
+                exchange.stream_type, exchange.keep_alive_event = NDJSON, KEEP_ALIVE
+                await exchange.write(line(OllamaStatus("converting and loading the model")))
+                tasks.append(asyncio.create_task(exchange.keep_alive()))
+            await making
+        finally:
+            await end_tasks(*tasks)
+
+    async def has_blob(self, exchange: Exchange) -> None:
+        """HEAD /api/blobs/:digest."""
+        digest = exchange.scope["path_params"]["digest"]
+        if not self._managing.uploads().has(digest):
+            raise StatusError(Reason.NOT_FOUND, f"there is no blob {digest[:80]}; send it with POST", field="digest")
+        await exchange.respond(b"", content_type=b"text/plain; charset=utf-8")
+
+    async def take_blob(self, exchange: Exchange) -> None:
+        """POST /api/blobs/:digest."""
+        blobs = self._managing.uploads()
+        too_large = too_many_bytes(blobs.num_free_bytes)
+        if (length := exchange.header("content-length")).isdecimal() and int(length) > blobs.num_free_bytes:
+            raise too_large
+        pieces = exchange.body_pieces(blobs.num_free_bytes, too_large)
+        await blobs.take(exchange.scope["path_params"]["digest"], pieces)
+        await exchange.respond(b"", status=201, content_type=b"text/plain; charset=utf-8")
 
     async def copy(self, exchange: Exchange) -> None:
         """POST /api/copy."""

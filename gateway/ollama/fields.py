@@ -202,16 +202,25 @@ CREATE = FieldTable(
     {
         "model": Applied("name", "The new name"),
         "name": Applied("name", "An older name of `model`"),
-        "from": Applied("name", "A model of the host, or another name of one"),
+        "from": Applied("name", "A model of the host, or another name of one. Either this or `files`"),
+        "files": Applied(
+            "object of names and digests",
+            "One GGUF file, or all pieces of one, sent to `POST /api/blobs/:digest` before. Needs `--ollama-blobs`;"
+            " without, the operator adds models with `headrace models load`",
+            neutral=({},),
+        ),
         "stream": Applied("bool, default true"),
         "system": Refused(_EACH_REQUEST, ("",)),
         "parameters": Refused("send them as options of each request", ({},)),
         "messages": Refused(_EACH_REQUEST, ([],)),
         "template": Refused("the operator names templates with --chat-template", ("",)),
         "license": Hint("a name has no licence", ("", [])),
-        "files": Refused("the operator adds models with headrace models load", ({},)),
         "adapters": Refused("the operator adds adapters with headrace adapters load", ({},)),
-        "quantize": Refused("the operator quantizes models with headrace pull --weights", ("",)),
+        "quantize": Refused(
+            "the weights of a GGUF file keep their values; send a file of the quantisation that you want, or ask the"
+            " operator for headrace pull OWNER/NAME --weights",
+            ("",),
+        ),
         "modelfile": Refused("use from", ("",)),
         "path": Refused("use from", ("",)),
     },

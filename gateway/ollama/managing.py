@@ -1,6 +1,7 @@
 """What clients of Ollama may change of a host's models, if its operator allows it (`--ollama-manage`).
 
     copy, create       another name for a model: an alias of the host
+    create from files  a model of a GGUF file that was uploaded, if there is a folder for uploads (--ollama-blobs)
     delete             takes such a name away; the files of models stay
     keep_alive         unloads a model that requests load: with 0 after the answer, otherwise when no request has used
                        it for so long
@@ -14,12 +15,13 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from headrace.common.aliases import Aliases
 from headrace.common.tasks import end_tasks
 from headrace.gateway.checks import invalid
 from headrace.gateway.hints import ignored
+from headrace.gateway.ollama.blobs import Blobs
 from headrace.gateway.text.models import Models
 from headrace.gateway.upstream.model_host import ModelHost
 from headrace.protos.host_pb2 import HOSTED_MODEL_STATE_LOADED
@@ -28,9 +30,10 @@ from headrace.protos.status import Reason, StatusError
 LATEST = ":latest"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _OPERATOR = "a gateway does not {verb} models unless its operator allows it (--ollama-manage); ask for {instead}"
+_LOAD = "headrace models load NAME FILE"
 _INSTEAD = {
     "copy": "headrace models alias",
-    "create": "headrace models alias, or headrace models load",
+    "create": f"headrace models alias, or {_LOAD}",
     "delete": "headrace models unload, or headrace models rm",
 }
 _STAYS = "a model that requests do not load stays loaded"
@@ -44,8 +47,16 @@ class Managing:
     """Changes the names of a host's models, and unloads them."""
 
     def __init__(
-        self, models: Models, host: ModelHost, *, is_allowed: bool, clock: Callable[[], float] = time.time
+        self,
+        models: Models,
+        host: ModelHost,
+        *,
+        is_allowed: bool,
+        blobs: Blobs | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`blobs` are the files that clients upload; None: they may not."""
+        self._blobs = blobs
         self._models = models
         self._host = host
         self._is_allowed = is_allowed
@@ -67,22 +78,40 @@ class Managing:
 
     async def name(self, source: str, source_field: str, name: str, name_field: str) -> None:
         """Give a model another name. Both names are the caller's, in these fields. Raises `StatusError`."""
-        alias = name.removesuffix(LATEST)
-        if _NAME.fullmatch(alias) is None:
-            problem = (
-                f"{name_field} must have 1 to 128 letters, digits and . _ : / @ -, and begin with one of the first two"
-            )
-            raise invalid(name_field, problem)
+        alias = _new_name(name, name_field)
         self._host.check_address()
         model = self._known(source)
         if model is None:
             problem = f"{source_field}: there is no model '{source[:64]}' here"
             raise StatusError(Reason.MODEL_NOT_FOUND, problem, field=source_field)
         if alias in self._host.models or dict(self._aliases.items()).get(alias, model) != model:
-            raise invalid(
-                name_field, f"{name_field}: '{alias}' is the name of another model already; choose another one"
-            )
+            raise _is_taken(alias, name_field)
         await self._host.set_alias(alias, model)
+
+    def uploads(self) -> Blobs:
+        """The files that clients upload. Raises `StatusError` if they may not."""
+        self.check("create")
+        self._host.check_address()
+        if self._blobs is None:
+            problem = "this gateway takes no files of models, because its operator has named no folder for them"
+            raise StatusError(Reason.UNSUPPORTED, f"{problem} (--ollama-blobs); ask for {_LOAD}", field="files")
+        return self._blobs
+
+    async def make(self, name: str, files: Mapping[str, str]) -> None:
+        """Make a model of this name from files that were uploaded, by their names and digests, and load it. Raises
+        `StatusError`."""
+        blobs, own = self.uploads(), _new_name(name, "model")
+        if own in self._host.models or own in self._aliases:
+            raise _is_taken(own, "model")
+        with blobs.laid_out(own, files) as path:
+            try:
+                await self._host.load_by_operator(own, str(path))
+            except StatusError as error:
+                if error.field != "model":
+                    raise
+                message = error.message.removeprefix("model: ").replace(f"{path.parent}/", "")
+                raise StatusError(error.reason, f"files: {message}", field="files") from None
+        blobs.forget(files)
 
     async def forget(self, name: str) -> None:
         """Take a name away that was given. Raises `StatusError`."""
@@ -171,3 +200,16 @@ class Managing:
         if not name and len(self._host.models) == 1:
             return next(iter(self._host.models))
         return None
+
+
+def _new_name(name: str, field: str) -> str:
+    """A name that a caller gives to a model, without `:latest`. Raises `StatusError`."""
+    found = name.removesuffix(LATEST)
+    if _NAME.fullmatch(found) is None:
+        problem = f"{field} must have 1 to 128 letters, digits and . _ : / @ -, and begin with one of the first two"
+        raise invalid(field, problem)
+    return found
+
+
+def _is_taken(name: str, field: str) -> StatusError:
+    return invalid(field, f"{field}: '{name}' is the name of another model already; choose another one")

@@ -97,6 +97,7 @@ class OllamaCreate(msgspec.Struct, kw_only=True):
     model: str | None = None
     name: str | None = None
     from_: str | None = msgspec.field(default=None, name="from")
+    files: dict[str, str] | None = None
     stream: bool | None = None
 
 

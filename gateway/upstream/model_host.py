@@ -176,6 +176,8 @@ class ModelHost:
         """Load a model at an operator's request. `model` is its location, if the host may not know it. Raises
         `StatusError`."""
         answer = await self._call("LoadModel", LoadModelRequest(name=name, model=model, by_operator=True))
+        self.models = {**self.models, name: answer.model}
+        self.changes.tell(self.models)
         return cast("HostedModel", answer.model)
 
     async def set_alias(self, alias: str, models: str) -> None:

@@ -176,6 +176,7 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
         mcp_headers=Path("/mcp-headers.json"),
         mcp_config=Path("/mcp.json"),
         ollama_manage=True,
+        ollama_blobs=Path("/blobs"),
         special_tokens_in_text="never",
         cors_origins=("https://a.example", "https://b.example"),
         redis_url="redis://127.0.0.1:6379",
@@ -190,6 +191,7 @@ def test_flags_of_serve_reach_the_process_that_knows_them() -> None:
     assert servers == ["docs=https://a.example/mcp", "sums=http://b.example/"]
     assert argument(gateway.argv, "--mcp-headers") == "/mcp-headers.json"
     assert argument(gateway.argv, "--mcp-config") == "/mcp.json"
+    assert argument(gateway.argv, "--ollama-blobs") == "/blobs"
     assert "--ollama-manage" in gateway.argv
     assert argument(worker.argv, "--max-context-tokens") == "4096"
     assert argument(worker.argv, "--max-ttft-s") == argument(router.argv, "--max-ttft") == "7.5"

@@ -149,7 +149,9 @@ def on_demand(tmp_path_factory: pytest.TempPathFactory, damaged: Path) -> Iterat
     models = [(name, small_model()) for name in ("a", "b", "c")] + [("bad", damaged)]
     tables = [f'[[models]]\nmodel = "{where}"\nname = "{name}"\non_demand = true\n' for name, where in models]
     path.write_text("memory_gb = 1.8\n" + "kv_cache_gb = 0.1\n".join([*tables, ""]))
-    with serving_models("--models", str(path), "--ollama-manage") as serve:
+    with serving_models(
+        "--models", str(path), "--ollama-manage", "--ollama-blobs", str(path.parent / "blobs")
+    ) as serve:
         yield serve
 
 
@@ -228,11 +230,12 @@ def test_an_operator_adds_a_model(on_demand: Serve) -> None:
     assert "unknown model '/nowhere'" in refused.stderr
 
 
-def test_ollamas_client_names_and_unloads_models_unmodified(on_demand: Serve) -> None:
+def test_ollamas_client_names_makes_and_unloads_models_unmodified(on_demand: Serve, tmp_path: Path) -> None:
     python = ROOT / ".make" / "clients" / "bin" / "python"
     if not python.exists():
         pytest.skip("the clients are not installed: make test")
     environment = {**os.environ, "HEADRACE_TEST_BASE_URL": f"{on_demand.base_url}/v1", "HEADRACE_TEST_MODEL": "a"}
+    environment["HEADRACE_TEST_GGUF"] = str(write_gguf(TinyModel(), tmp_path / "tiny.gguf"))
     script = ROOT / "tests" / "e2e" / "clients" / "managing_ollama.py"
     bound_s = patience(2 * READY_BOUND_S)
     done = subprocess.run(
@@ -240,3 +243,6 @@ def test_ollamas_client_names_and_unloads_models_unmodified(on_demand: Serve) ->
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "a" not in loaded(on_demand)
+    headrace("models", "unload", "sent:v1", "--port", str(on_demand.port))
+    for made in (cache_directory() / "models").glob("sent-v1-*"):
+        remove_path(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,8 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.operators: list[tuple[str, str]] = []
         self.reloaded: host_pb2.ReloadConfigurationResponse | StatusError = host_pb2.ReloadConfigurationResponse()
         """The answer to a reload."""
+        self.add: Callable[[str, str], None] = lambda name, model: None
+        """Called for each load of a model that it does not have, with its location. May raise `StatusError`."""
         self.is_silent = False
         """Whether watchers are told nothing."""
         self._changed = asyncio.Event()
@@ -66,7 +68,11 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
             self.operators.append((request.name, request.model))
         self.wanted[request.name] += 1
         try:
+            if request.model and request.name not in self.models:
+                self.add(request.name, request.model)
             return await self._loaded(request, context)
+        except StatusError as error:
+            await abort(context, error)
         finally:
             self.wanted[request.name] -= 1
 

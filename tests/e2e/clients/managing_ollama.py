@@ -1,4 +1,6 @@
-"""ollama: other names of models, and unloading."""
+"""ollama: other names of models, models of files, and unloading."""
+
+import os
 
 import ollama
 from target import BASE_URL, MODEL, refusal
@@ -30,6 +32,25 @@ assert not {"made", "mine"} & names()
 assert refusal(ollama.ResponseError, lambda: client.delete("mine")).status_code == 404
 assert refusal(ollama.ResponseError, lambda: client.delete(MODEL)).status_code == 403
 assert refusal(ollama.ResponseError, lambda: client.copy("no-such-model", "x")).status_code == 404
+
+# A model of a file that is sent.
+GGUF = os.environ["HEADRACE_TEST_GGUF"]
+digest = client.create_blob(GGUF)
+statuses = [part.status for part in client.create("sent:v1", files={"sent.gguf": digest}, stream=True)]
+assert statuses[-1] == "success", statuses
+assert "sent:v1" in names()
+count = client.chat("sent:v1", [{"role": "user", "content": "hi"}], options={"num_predict": 4}).eval_count
+assert count is not None
+assert 1 <= count <= 4
+error = refusal(ollama.ResponseError, lambda: client.create("other", files={"sent.gguf": digest}))
+assert (error.status_code, "no blob was uploaded for 'sent.gguf'" in error.error) == (404, True)
+error = refusal(ollama.ResponseError, lambda: client.create("other", files={"a.gguf": digest}, quantize="q4_K_M"))
+assert "quantize is not supported" in error.error
+assert "send a file of the quantisation" in error.error
+broken = client.create_blob(__file__)
+error = refusal(ollama.ResponseError, lambda: client.create("other", files={"a.gguf": broken}))
+assert "'a.gguf' is no GGUF file" in error.error
+assert answer(MODEL)
 
 assert MODEL in {one.model for one in client.ps().models}
 assert client.generate(MODEL, keep_alive=0).done_reason == "unload"
