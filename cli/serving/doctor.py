@@ -1,7 +1,8 @@
 """`headrace doctor`: what of this host costs speed or stability, what to change, and what the change brings.
 
-Each check is a function of the kernel's files below `root` and of the topology read from them. A gain that was measured
-names the section of benchmarks/RESULTS.md that has the figure; where nothing was measured, the finding says so.
+Each check is a function of the kernel's files below `root` and of the topology read from them. A gain is a figure of
+benchmarks/RESULTS.md, whose section it names, or a size that the check has read on this host. Where nothing was
+measured, the finding claims no gain and says so; what it has found may say why the kernel does harm.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _reserved_huge_pages(root: Path, machine: Topology) -> Iterator[Finding]:
     if free:
         found = f"{free / GIB:.1f} GiB are reserved as huge pages that nobody uses"
         remedy = "sysctl vm.nr_hugepages=0, unless other programs need them: headrace uses transparent ones"
-        yield Finding("reserved huge pages", Verdict.HINT, found, remedy, f"{free / GIB:.1f} GiB for KV caches")
+        yield Finding("reserved huge pages", Verdict.HINT, found, remedy, f"{free / GIB:.1f} GiB of memory to use")
 
 
 def _numa(root: Path, machine: Topology) -> Iterator[Finding]:
@@ -129,7 +130,7 @@ def _cpu_limits(root: Path, machine: Topology) -> Iterator[Finding]:
         return
     throttled = max((_number(place / "cpu.stat", "nr_throttled") for place in cgroup_places(root, "cpu")), default=0)
     found = f"a quota of {quota:g} of {num_cpus} CPUs" + (
-        f"; it has stopped the group {throttled} times" * bool(throttled)
+        f"; the kernel has stopped the group {throttled} times until its next period" * bool(throttled)
     )
     if quota >= num_cpus and not throttled:
         yield Finding("CPU limit", Verdict.GOOD, found)
@@ -137,9 +138,7 @@ def _cpu_limits(root: Path, machine: Topology) -> Iterator[Finding]:
     remedy = (
         "give whole CPUs by cpuset instead (docker --cpuset-cpus; Kubernetes: CPU manager static, requests = limits)"
     )
-    yield Finding(
-        "CPU limit", Verdict.PROBLEM, found, remedy, f"no pauses of up to 100 ms within a step; {_UNMEASURED}"
-    )
+    yield Finding("CPU limit", Verdict.PROBLEM, found, remedy, _UNMEASURED)
 
 
 def _memory(root: Path, machine: Topology) -> Iterator[Finding]:
@@ -153,17 +152,16 @@ def _memory(root: Path, machine: Topology) -> Iterator[Finding]:
         yield Finding("memory", Verdict.GOOD, found)
         return
     remedy = "end other programs, or raise the memory limit of the container (memory.max)"
-    yield Finding("memory", Verdict.PROBLEM, found, remedy, "room for weights and KV cache")
+    yield Finding("memory", Verdict.PROBLEM, f"{found}, for weights and KV cache", remedy, _UNMEASURED)
 
 
 def _swap(root: Path, machine: Topology) -> Iterator[Finding]:
     values = _meminfo(root)
     swapped = values.get("SwapTotal", 0) - values.get("SwapFree", 0)
     if swapped >= _MUCH_SWAPPED:
-        found = f"{swapped / GIB:.1f} GiB of programs' memory are on the disk"
+        found = f"{swapped / GIB:.1f} GiB of programs' memory are on the disk, from which steps may have to wait for it"
         remedy = "more memory, a smaller KV cache (--kv-cache-gb), or swapoff -a if the memory has room for it"
-        gain = f"no reads of the disk within a step if weights or KV cache are among it; {_UNMEASURED}"
-        yield Finding("swap", Verdict.HINT, found, remedy, gain)
+        yield Finding("swap", Verdict.HINT, found, remedy, _UNMEASURED)
 
 
 def _governor(root: Path, machine: Topology) -> Iterator[Finding]:
@@ -177,7 +175,7 @@ def _governor(root: Path, machine: Topology) -> Iterator[Finding]:
         return
     remedy = "cpupower frequency-set -g performance"
     yield Finding(
-        "governor", Verdict.HINT, ", ".join(slow), remedy, f"full clock from the first step on; {_UNMEASURED}"
+        "governor", Verdict.HINT, f"{', '.join(slow)}, which may keep the clock below the full one", remedy, _UNMEASURED
     )
 
 
@@ -240,7 +238,7 @@ def _number(path: Path, name: str) -> int:
 def doctor(as_json: bool) -> None:
     """Look at this host: CPU, huge pages, NUMA balancing, limits of the container, memory, governor.
 
-    Says what to change and what that brings, measured where it was. Nothing is changed. The exit status is 1 if there
+    Says what to change, and what that brings where it was measured. Nothing is changed. The exit status is 1 if there
     is a problem; hints alone leave it 0.
     """
     findings = examine()

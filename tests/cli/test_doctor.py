@@ -120,7 +120,8 @@ def test_what_costs_speed_is_found_with_its_remedy_and_gain(
     (finding,) = wrong(tree(tmp_path, **changes))
     assert (finding.check, finding.verdict) == (check, verdict)
     assert remedy in finding.remedy
-    assert finding.gain, "measured, or said not to be"
+    is_size = re.fullmatch(r"[\d.]+ GiB of memory to use", finding.gain) is not None
+    assert finding.gain == "not measured" or is_size or finding.figures, "no gain is claimed that was not measured"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_a_gain_that_was_measured_names_its_figures(
     sections = re.split(r"^## ", text, flags=re.MULTILINE)
     (section,) = [one for one in sections if one.partition("\n")[0].lower().replace(" ", "-") == anchor]
     assert all(figure in section for figure in figures)
-    assert "not measured" not in finding.gain
+    assert finding.gain != "not measured"
 
 
 def test_a_quota_of_all_cpus_that_never_stopped_the_group_is_fine(tmp_path: Path) -> None:
