@@ -20,8 +20,8 @@ from headrace.common.model_files.gguf_files import INTERLEAVED
 _Array = npt.NDArray[Any]
 _ROPE = "rope.scaling"
 _TYPES_OF_SCALING = ("none", "linear", "yarn", "longrope")
-# Gemma 2's scores of attention are capped, and Gemma 2 files need not say so.
-_CAPPED = "gemma2"
+# Gemma 2's scores of attention are capped, which OpenVINO's paged attention cannot. The larger model cannot do without.
+_LAYERS_OF_LARGEST_GEMMA2 = 46
 _LOCAL_BASE = 10_000.0
 _LAYERS_OF_LARGEST_GEMMA3 = 62
 _TABLE = r"(token_embd|output_norm|output|rope_freqs|rope_factors_(short|long))\.weight"
@@ -99,7 +99,9 @@ class _Family:
     With `has_local_rotation`, layers with a window have other rotary frequencies. `unrotated_period`: every layer of
     that number is without positions, if it is not 0. `scales_embeddings`: by the root of their width. `has_sinks`:
     queries may attend to nothing, and the norm before the feed-forward layer has another name. `truncates_yarn`: the
-    bounds of YaRN's ramp are whole numbers."""
+    bounds of YaRN's ramp are whole numbers. `window`, `logit_cap` and `score_cap` are those of files that do not say
+    them: tokens of the window, the cap of logits, and the cap of the scores of attention, which the graph leaves
+    out."""
 
     model_type: str
     activation: str = "swish"
@@ -112,6 +114,9 @@ class _Family:
     has_norms_behind: bool = False
     has_sinks: bool = False
     truncates_yarn: bool = True
+    window: int = 0
+    logit_cap: float = 0.0
+    score_cap: float = 0.0
 
     @property
     def tensors_of_layers(self) -> str:
@@ -127,6 +132,16 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3": _Family("qwen3"),
     "qwen3moe": _Family("qwen3_moe", may_have_experts=True),
     "gemma": _Family("gemma", activation="gelu", scales_embeddings=True),
+    "gemma2": _Family(
+        "gemma2",
+        activation="gelu",
+        scales_embeddings=True,
+        window_period=2,
+        has_norms_behind=True,
+        window=4096,
+        logit_cap=30.0,
+        score_cap=50.0,
+    ),
     "gemma3": _Family(
         "gemma3_text",
         activation="gelu",
@@ -222,20 +237,29 @@ def head_size_of(metadata: Metadata, part: str = "key") -> int:
     return int(stated or metadata.whole("embedding_length") // metadata.whole("attention.head_count"))
 
 
+def score_cap_of(metadata: Metadata) -> float:
+    """The cap of the scores of attention, which graphs leave out; 0 without one."""
+    return metadata.number("attn_logit_softcapping", _FAMILIES[metadata.architecture].score_cap)
+
+
 def check_shape(metadata: Mapping[str, Any]) -> None:
     """Raise ArchitectureError if the metadata ask for something that the graph would not have."""
     values = Metadata(metadata)
     name = values.architecture
-    if name == _CAPPED:
-        raise ArchitectureError("its scores of attention are capped (Gemma 2), which OpenVINO's paged attention cannot")
     if name not in _FAMILIES:
         raise ArchitectureError(
             f"its architecture is {name}, and GGUF files of {', '.join(ARCHITECTURES)} can be converted"
         )
     family = _FAMILIES[name]
+    if name == "gemma2" and values.whole("block_count") == _LAYERS_OF_LARGEST_GEMMA2:
+        raise ArchitectureError(
+            "its scores of attention are capped, which OpenVINO's paged attention cannot, and Gemma 2 27B writes no "
+            "sense without; use Gemma 2 9B, or Gemma 3"
+        )
     for key, harmless in _WITHOUT_EFFECT.items():
         value = values.get(key)
-        if value is not None and value not in harmless:
+        is_left_out = key == "attn_logit_softcapping" and family.score_cap
+        if value is not None and value not in harmless and not is_left_out:
             raise ArchitectureError(f"it has {name}.{key} {value}, which is not supported")
     multipliers = [key for key in _MULTIPLIERS if values.get(key) and not family.has_multipliers]
     if values.number("expert_count") and not family.may_have_experts:
@@ -286,7 +310,7 @@ def shape_of(metadata: Mapping[str, Any], vectors: Mapping[str, _Array]) -> Shap
         embedding_scale=math.sqrt(width) if family.scales_embeddings else multiplier["embedding_scale"] or 1.0,
         residual_scale=multiplier["residual_scale"] or 1.0,
         logit_scale=1 / (multiplier["logit_scale"] or 1.0),
-        logit_cap=values.number("final_logit_softcapping"),
+        logit_cap=values.number("final_logit_softcapping", family.logit_cap),
         experts=experts,
         used_experts=values.whole("expert_used_count") if experts else 0,
         feed_forward_norm="post_attention_norm" if family.has_sinks else "ffn_norm",
@@ -300,7 +324,7 @@ def _is_largest_gemma3(values: Metadata) -> bool:
 
 
 def _layers(values: Metadata, family: _Family, vectors: Mapping[str, _Array]) -> Iterable[Layer]:
-    window = int(values.number("attention.sliding_window"))
+    window = int(values.number("attention.sliding_window", family.window))
     has_window = _has_window(values, family.window_period) if window else [False] * values.whole("block_count")
     if window >= values.whole("context_length"):
         window = 0

@@ -121,7 +121,7 @@ def can_genai_read(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> b
 def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
     """The contents of config.json, from the metadata of a GGUF file. Raises ConversionError if a required value is
     missing."""
-    from headrace.cli.gguf.architectures import ArchitectureError, Metadata, head_size_of, model_type_of
+    from headrace.cli.gguf.architectures import ArchitectureError, Metadata, head_size_of, model_type_of, score_cap_of
 
     values = Metadata(metadata)
     try:
@@ -137,6 +137,7 @@ def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
             "vocab_size": values.get("vocab_size") or metadata.get("tokenizer.ggml.tokens.count"),
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+            "attn_logit_softcapping": score_cap_of(values) or None,
         }
     except ArchitectureError as error:
         raise ConversionError(str(error)) from None

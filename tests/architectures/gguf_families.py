@@ -56,6 +56,13 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
     "qwen2": GgufFamily("qwen2", Family("qwen2", _GROUPED)),
     "qwen3": GgufFamily("qwen3", Family("qwen3", _HEADS)),
     "gemma": GgufFamily("gemma", Family("gemma", _HEADS)),
+    # Both sides leave out the cap of attention scores, as transformers' SDPA attention does.
+    "gemma2": GgufFamily(
+        "gemma2",
+        Family("gemma2", {**_HEADS, "sliding_window": 64, "query_pre_attn_scalar": 32}),
+        {"attention.sliding_window": 64, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        (0,),
+    ),
     "gemma3": GgufFamily(
         "gemma3",
         Family("gemma3_text", {**_GEMMA3, "num_hidden_layers": 6}),

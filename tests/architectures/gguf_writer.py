@@ -127,7 +127,7 @@ def _tensors(
                 yield f"blk.{layer}.ffn_{part}_exps.weight", half
             continue
         name = _MODULES[module]
-        if module == "post_attention_layernorm" and made.architecture in ("gemma3", "gpt-oss"):
+        if module == "post_attention_layernorm" and made.architecture in ("gemma2", "gemma3", "gpt-oss"):
             name = "post_attention_norm"
         if name in ("attn_q", "attn_k") and made.architecture in _PERMUTED:
             heads = config["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]

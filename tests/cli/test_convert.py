@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.cli.gguf.architectures import ARCHITECTURES
+from headrace.cli.gguf.architectures import ARCHITECTURES, shape_of
 from headrace.cli.models.convert import (
     ConversionError,
     can_genai_read,
@@ -72,13 +72,44 @@ def test_every_token_that_ends_a_turn_ends_a_generation(extra: dict[str, int], e
 
 
 @pytest.mark.parametrize(
+    ("stated", "window", "logit_cap", "score_cap"),
+    [
+        ({}, 4096, 30.0, 50.0),
+        (
+            {
+                "gemma2.attention.sliding_window": 64,
+                "gemma2.final_logit_softcapping": 20.0,
+                "gemma2.attn_logit_softcapping": 40.0,
+            },
+            64,
+            20.0,
+            40.0,
+        ),
+    ],
+)
+def test_a_file_of_gemma_2_that_does_not_say_so_has_the_window_and_the_caps(
+    stated: dict[str, float], window: int, logit_cap: float, score_cap: float
+) -> None:
+    metadata = {name.replace("llama.", "gemma2."): value for name, value in METADATA.items()}
+    metadata |= {"general.architecture": "gemma2", "gemma2.block_count": 4, **stated}
+    check_convertible(metadata, ["token_embd.weight", "blk.0.post_ffw_norm.weight", "blk.3.attn_q.weight"])
+    shape = shape_of(metadata, {})
+    assert [layer.window for layer in shape.layers] == [window, 0, window, 0]
+    assert (shape.logit_cap, shape.attention_scale, shape.embedding_scale) == (logit_cap, 64**-0.5, 24.0)
+    assert config_of(metadata)["attn_logit_softcapping"] == score_cap
+
+
+@pytest.mark.parametrize(
     ("extra", "problem"),
     [
         (
             {"general.architecture": "phi2"},
             "architecture is phi2, and GGUF files of llama, qwen2, .*, gemma3, .* can be",
         ),
-        ({"general.architecture": "gemma2"}, r"its scores of attention are capped \(Gemma 2\), which OpenVINO's paged"),
+        (
+            {"general.architecture": "gemma2", "gemma2.block_count": 46},
+            "its scores of attention are capped, which OpenVINO's paged .* use Gemma 2 9B, or Gemma 3",
+        ),
         ({"general.architecture": "clip"}, r"it has the networks for images of a model \(mmproj\), not the model"),
         ({"llama.rope.scaling.type": "dynamic"}, "scaled by dynamic, and linear, yarn, longrope and Llama 3's factors"),
         ({"llama.rope.scaling.yarn_attn_factor": 0.5}, r"it has llama\.rope\.scaling\.yarn_attn_factor 0\.5, which is"),

@@ -104,8 +104,8 @@ def _verified(path: Path) -> ModelDir:
         raise ConfigurationError(f"the model directory {path} cannot be used: {'; '.join(wrong)}; pull the model again")
     if text_part(configs[CONFIG]).get(_SCORE_CAP):
         log.warning(
-            "config.json caps the scores of attention (%s), and no graph that optimum-intel exports does: answers may "
-            "differ from those of the model's authors",
+            "config.json caps the scores of attention (%s), and no graph that is served does: answers may differ from "
+            "those of the model's authors",
             _SCORE_CAP,
         )
     bundle = _bundle(path, (*BUNDLE_FILES, *of_images))
