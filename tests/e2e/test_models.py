@@ -17,8 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace.cli.models.model_cache import cache_directory, remove_path
 from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace, until
 from tests.e2e.small_model import small_model
+from tests.gguf_models import TinyModel, write_gguf
 from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
