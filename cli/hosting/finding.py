@@ -25,16 +25,17 @@ from headrace.common.model_files.networks import weights_in
 from headrace.common.model_files.vision_networks import vision_weights_in
 
 
-def find_model(model: str, *, offline: bool = False, num_workers: int = 1) -> tuple[Path, str]:
+def find_model(model: str, *, offline: bool = False, num_workers: float = 1) -> tuple[Path, str]:
     """Return the directory and name of MODEL, after pulling or converting it if necessary. Raises CommandError if there
-    is no such model, or if the weights of `num_workers` workers do not fit into memory."""
+    is no such model, or if the weights of `num_workers` workers do not fit into memory. A worker counts less than 1 if
+    others have some of its layers."""
     directory, name = _find_model(model, offline=offline, num_workers=num_workers)
     weights = [*weights_in(directory), *vision_weights_in(directory)]
     check_weights_fit(name, sum(path.stat().st_size for path in weights), num_workers)
     return directory, name
 
 
-def _find_model(model: str, *, offline: bool, num_workers: int) -> tuple[Path, str]:
+def _find_model(model: str, *, offline: bool, num_workers: float) -> tuple[Path, str]:
     # Imports of pull are deferred: serving a cached model does not need it.
     path = expanded(model)
     reference = parse_reference(model)

@@ -135,7 +135,7 @@ def _exported_source(model: str, name: str | None, exported: ExportedWeights) ->
     return Source("hub", str(reference), name or reference.name, exported)
 
 
-def pull_model(source: Source, *, force: bool = False, offline: bool = False, num_workers: int = 0) -> Path:
+def pull_model(source: Source, *, force: bool = False, offline: bool = False, num_workers: float = 0) -> Path:
     """Pull the model into the cache if it is missing, and return its directory. With `num_workers`, a model whose
     weights do not fit into memory that many times is refused before the download. Raises CommandError."""
     target = model_directory(source.name)
@@ -297,7 +297,7 @@ def _pull_gguf(source: Source) -> None:
         _finish(directory, source, {"kind": "gguf", "path": source.where, "sha256": sha256_of(path), **CONVERTER})
 
 
-def _pull_from_hub(source: Source, num_workers: int, offline: bool) -> None:
+def _pull_from_hub(source: Source, num_workers: float, offline: bool) -> None:
     reference = parse_reference(source.where)
     assert reference is not None
     hub_folder = made_hub_cache()

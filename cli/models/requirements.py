@@ -117,7 +117,7 @@ def _check_free(name: str, num_bytes: int, folder: Path, variable: str) -> None:
         )
 
 
-def check_weights_fit(name: str, weight_bytes: int, num_workers: int = 1, root: Path = ROOT) -> None:
+def check_weights_fit(name: str, weight_bytes: int, num_workers: float = 1, root: Path = ROOT) -> None:
     """Raise CommandError if the weights of all workers are larger than the memory that is available. Workers usually
     need more, but not in all formats."""
     available = available_bytes(root)

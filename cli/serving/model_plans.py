@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from headrace.cli.hosting.memory import check_budget, kv_cache_gb, weights_in_wo
 from headrace.cli.hosting.settings import HostSettings, ModelSettings, kv_shares
 from headrace.cli.models.requirements import image_bytes
 from headrace.cli.serving.placement import WorkerPlace, place_workers, share_cores
-from headrace.cli.serving.plan import ModelPlan
+from headrace.cli.serving.plan import ModelPlan, num_stages
 from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.topology import Topology
 from headrace.common.commands import CommandError
@@ -40,7 +40,8 @@ def places_of(
 class Sizing:
     """How large models are: the memory budget of all together (None for no limit), the KV cache of each worker that
     has no size of its own, in GiB, whether the CPU has AMX, and whether flags give the models adapters or a draft
-    model. Workers keep `image_cache_gb` GiB of states of images, or the default; with `max_images` of 0, none."""
+    model. Workers keep `image_cache_gb` GiB of states of images, or the default; with `max_images` of 0, none. The
+    layers of models are divided among `pipeline` stages, of which one is here; None: all are here."""
 
     budget_bytes: int | None
     kv_cache_gb: float | None = None
@@ -49,6 +50,11 @@ class Sizing:
     draft_model: Path | None = None
     image_cache_gb: float | None = None
     max_images: int | None = None
+    pipeline: int | None = None
+
+    def stages_of(self, own: Mapping[str, Any]) -> int:
+        """Among how many stages a model is divided, by its own options of workers and those of all."""
+        return num_stages(own, {"pipeline": self.pipeline})
 
 
 def plan_models(
@@ -61,7 +67,7 @@ def plan_models(
     """A plan for each model, after pulling or converting it if necessary. Raises CommandError if a model is unknown,
     or if the models do not fit into memory."""
     found = [
-        find_model(model.model, offline=offline, num_workers=len(where))
+        find_model(model.model, offline=offline, num_workers=len(where) / sizing.stages_of(model.options.worker))
         for model, where in zip(models, places, strict=True)
     ]
     try:
@@ -131,7 +137,7 @@ def _sized(plan: ModelPlan, sizing: Sizing, budget_bytes: int) -> ModelPlan:
     draft_model = own.get("draft_model") or sizing.draft_model
     if draft_model is not None:
         files += weights_in(draft_model) if heads_kind(draft_model) is None else heads_weights(draft_model)
-    weight_bytes = sum(file.stat().st_size for file in files)
+    weight_bytes = sum(file.stat().st_size for file in files) // sizing.stages_of(own)
     has_adapters = bool(sizing.has_adapters or own.get("adapters") or own.get("max_adapters"))
     base_bytes = weights_in_worker(weight_bytes, has_amx=sizing.has_amx, has_adapters=has_adapters)
     if own.get("max_images", sizing.max_images) != 0:

@@ -399,6 +399,7 @@ def sizing_of(settings: HostSettings, memory_gb: float | None, topology: Topolog
         given["draft_model"],
         given["image_cache_gb"],
         given["max_images"],
+        given["pipeline"],
     )
 
 

@@ -20,6 +20,7 @@ from headrace.cli.hosting.settings import (
     read_settings,
 )
 from headrace.cli.main import cli
+from headrace.cli.models import requirements
 from headrace.cli.models.requirements import PROCESS_BYTES
 from headrace.cli.serving.model_plans import Sizing, aliases_of, places_of, plan_models
 from headrace.cli.serving.plan import ModelPlan
@@ -329,3 +330,20 @@ def test_aliases_with_weights_and_shadows_become_flags_of_the_gateway(cache: Pat
         check_names([("a", settings.models[0])], settings.aliases)
     with pytest.raises(CommandError, match="the alias 'gpt' is also a name of a"):
         check_names([("gpt", settings.models[0]), ("b", settings.models[1])], settings.aliases)
+
+
+def test_only_a_part_of_the_weights_has_to_fit_into_the_memory_of_a_stage(
+    cache: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (model_folder / "openvino_model.bin").open("wb") as file:
+        file.truncate(4 * GIB)
+    monkeypatch.setattr(requirements, "available_bytes", lambda _root: 3 * GIB)
+    models = [ModelSettings(str(model_folder))]
+    machine = Topology((Core((0,), 0, 0, 0),), (Node(0, 3 * GIB, {}),), None)
+    with pytest.raises(CommandError, match=r"needs 4\.5 GiB of memory before its KV cache"):
+        plan_models(models, places_of(machine, models), Sizing(None), offline=True)
+    (plan,) = plan_models(models, places_of(machine, models), Sizing(None, pipeline=2), offline=True)
+    assert plan.directory == model_folder
+    sizing = Sizing(10 * GIB, 1.0, pipeline=2)
+    (sized,) = plan_models(models, places_of(machine, models), sizing, offline=True)
+    assert sized.num_bytes == pytest.approx(requirements.worker_bytes(2 * GIB) + GIB, abs=1 << 20)
