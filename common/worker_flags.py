@@ -15,6 +15,7 @@ DEFAULT_KV_DISK_GB = 16
 DEFAULT_MAX_ADAPTERS = 16
 SPECULATION_KINDS = ("auto", "off", "ngram", "draft", "eagle3", "medusa")
 AUTO_RANKS = "auto"
+DEFAULT_AWAIT_STAGES = "0.0.0.0:50070"
 _NUM_RANKS = click.IntRange(1, 64)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -156,11 +157,19 @@ TENSOR_PARALLEL = WorkerFlag(
 PIPELINE = WorkerFlag(
     "--pipeline",
     _NUM_RANKS,
-    of_worker="Divide the layers of the model among this many stages: this worker, and a process at each --stage. "
-    "Each has the weights and the KV cache of its layers only.",
-    of_serve="Divide the layers of the model among this many stages: a worker here, and a process at each --stage, "
-    "which may be on another host.",
+    of_worker="Divide the layers of the model among this many stages: this worker, and processes that have joined at "
+    "--await-stages, or that --stage names. Each has the weights and the KV cache of its layers only.",
+    of_serve="Divide the layers of the model among this many stages: a worker here, and others on hosts that join with "
+    "headrace serve --join, or that --stage names.",
     default=1,
+)
+AWAIT_STAGES = WorkerFlag(
+    "--await-stages",
+    _Text("address"),
+    of_worker="host:port or unix:/path at which the other stages of --pipeline offer themselves (--join), as "
+    f"many as are missing, in the order of their names. Default: {DEFAULT_AWAIT_STAGES}, unless --stage names them.",
+    of_serve="host:port at which hosts join the pipeline of --pipeline (headrace serve --join).  [default: "
+    f"{DEFAULT_AWAIT_STAGES}, unless --stage names the stages]",
 )
 STAGE = WorkerFlag(
     "--stage",
@@ -173,6 +182,7 @@ STAGE = WorkerFlag(
 WORKER_FLAGS = (
     TENSOR_PARALLEL,
     PIPELINE,
+    AWAIT_STAGES,
     STAGE,
     WorkerFlag(
         "--kv-cache-gb",

@@ -6,6 +6,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class JoinRequest(_message.Message):
+    __slots__ = ("name", "address", "model", "outline")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    OUTLINE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    model: str
+    outline: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., outline: _Optional[str] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("worker", "num_stages", "joined")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    num_stages: int
+    joined: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker: _Optional[str] = ..., num_stages: _Optional[int] = ..., joined: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ComputeRequest(_message.Message):
     __slots__ = ("setup", "layers", "allocate", "step", "states", "end_warm_up")
     SETUP_FIELD_NUMBER: _ClassVar[int]
@@ -35,18 +57,20 @@ class ComputeResponse(_message.Message):
     def __init__(self, offer: _Optional[_Union[StageOffer, _Mapping]] = ..., compiled: _Optional[_Union[StageCompiled, _Mapping]] = ..., allocated: _Optional[_Union[StageAllocated, _Mapping]] = ..., result: _Optional[_Union[StageResult, _Mapping]] = ...) -> None: ...
 
 class StageSetup(_message.Message):
-    __slots__ = ("later_stages", "kv_precision", "execution_mode", "max_context_tokens", "speculates")
+    __slots__ = ("later_stages", "kv_precision", "execution_mode", "max_context_tokens", "speculates", "worker")
     LATER_STAGES_FIELD_NUMBER: _ClassVar[int]
     KV_PRECISION_FIELD_NUMBER: _ClassVar[int]
     EXECUTION_MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     later_stages: _containers.RepeatedScalarFieldContainer[str]
     kv_precision: str
     execution_mode: str
     max_context_tokens: int
     speculates: bool
-    def __init__(self, later_stages: _Optional[_Iterable[str]] = ..., kv_precision: _Optional[str] = ..., execution_mode: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., speculates: bool = ...) -> None: ...
+    worker: str
+    def __init__(self, later_stages: _Optional[_Iterable[str]] = ..., kv_precision: _Optional[str] = ..., execution_mode: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., speculates: bool = ..., worker: _Optional[str] = ...) -> None: ...
 
 class StageOffer(_message.Message):
     __slots__ = ("stages",)

@@ -25,6 +25,84 @@ if _version_not_supported:
     )
 
 
+class StagesStub(object):
+    """Stages is the worker that waits for processes to be stages of its pipeline (--await-stages).
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.unary_stream(
+                '/headrace.v1.Stages/Join',
+                request_serializer=headrace_dot_protos_dot_stage__pb2.JoinRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_stage__pb2.JoinResponse.FromString,
+                _registered_method=True)
+
+
+class StagesServicer(object):
+    """Stages is the worker that waits for processes to be stages of its pipeline (--await-stages).
+    """
+
+    def Join(self, request, context):
+        """Join offers a process as a stage for as long as the call lasts. The first response comes at once, and others when a
+        stage has come or gone. INVALID_FIELD if the stage has another model. QUEUE_FULL if the pipeline has all its stages or
+        one of this name; the same call may succeed later.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_StagesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.unary_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=headrace_dot_protos_dot_stage__pb2.JoinRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_stage__pb2.JoinResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'headrace.v1.Stages', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('headrace.v1.Stages', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Stages(object):
+    """Stages is the worker that waits for processes to be stages of its pipeline (--await-stages).
+    """
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.Stages/Join',
+            headrace_dot_protos_dot_stage__pb2.JoinRequest.SerializeToString,
+            headrace_dot_protos_dot_stage__pb2.JoinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class StageStub(object):
     """Stage is a process that computes layers of a worker's model.
     """

@@ -19,7 +19,12 @@ from headrace.common.kernel_files import cpu_quota
 from headrace.common.model_files.cache import find_directory
 from headrace.common.telemetry.logs import configure_logging
 from headrace.common.telemetry.tracing import FLUSH_TRACES_S, TracingUnavailableError, start_tracing, stop_tracing
-from headrace.common.worker_flags import DEFAULT_KV_DISK_GB, DEFAULT_MAX_ADAPTERS, worker_options
+from headrace.common.worker_flags import (
+    DEFAULT_AWAIT_STAGES,
+    DEFAULT_KV_DISK_GB,
+    DEFAULT_MAX_ADAPTERS,
+    worker_options,
+)
 from headrace.protos.cache_eviction import OFF
 from headrace.protos.status import StatusError
 from headrace.worker.config import ConfigurationError, WorkerConfig
@@ -86,6 +91,12 @@ _NEED_DRAFT_MODEL = {
     is_flag=True,
     help="Be a stage of another worker's --pipeline, which calls --listen, and no worker. Starts again when that "
     "worker has ended.",
+)
+@click.option(
+    "--join",
+    metavar="ADDR",
+    help="With --serve-stage: offer it to the worker that has --await-stages at this address. The stage before it "
+    "calls it at --advertise.",
 )
 @click.option(
     "--kv-cache-share",
@@ -238,12 +249,15 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         raise ConfigurationError(
             f"--role {options['role']} moves cached prefixes between workers; leave out --no-kv-peers"
         )
-    check_pipeline(options["pipeline"], options["stages"], serves_stage=options["serve_stage"])
+    check_pipeline(options["pipeline"], options["stages"], options["await_stages"], serves_stage=options["serve_stage"])
+    check_join(options["join"], serves_stage=options["serve_stage"])
     check_speculation(options["speculation"], options["draft_model"])
     model_dir, name = find_directory(options["model_dir"])
     name = options["name"] or name
     kv_cache_gb = options["kv_cache_gb"]
-    listen, peer = options["listen"], fleet_address(options["routers"], options["redis_url"])
+    listen = options["listen"]
+    peer = options["join"] or fleet_address(options["routers"], options["redis_url"])
+    awaits = options["pipeline"] > 1 and not options["stages"]
     found = {
         "model_dir": model_dir,
         "name": name,
@@ -254,6 +268,7 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         "trims_windows": options["window_cache"] == "trim",
         "rank_cpus": (),
         "serves_stage": options["serve_stage"],
+        "await_stages": (options["await_stages"] or DEFAULT_AWAIT_STAGES) if awaits else None,
         "worker_id": options["worker_id"] or f"{socket.gethostname()}/{listen}",
         "advertise": options["advertise"] or advertised_address(listen, peer),
         **adapters_of(options["adapters"], options["max_adapters"], name),
@@ -262,22 +277,44 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
     return WorkerConfig(**{**given, **found})
 
 
-def check_pipeline(num_stages: int, stages: Sequence[str], *, serves_stage: bool) -> None:
-    """ConfigurationError unless there is an address for each other stage of the pipeline."""
-    if serves_stage and (num_stages > 1 or stages):
+def check_pipeline(num_stages: int, stages: Sequence[str], await_stages: str | None, *, serves_stage: bool) -> None:
+    """ConfigurationError unless there is an address for each other stage of the pipeline, or none."""
+    if serves_stage and (num_stages > 1 or stages or await_stages):
         raise ConfigurationError(
-            "--serve-stage gets its layers from the worker that calls it; leave out --pipeline and --stage, which are "
-            "for that worker"
+            "--serve-stage gets its layers from the worker that calls it; leave out --pipeline, --stage and "
+            "--await-stages, which are for that worker"
         )
-    if len(stages) != num_stages - 1:
+    if await_stages and num_stages == 1:
+        raise ConfigurationError("--await-stages is for a pipeline; say with --pipeline how many stages it has")
+    if await_stages and stages:
+        raise ConfigurationError("--stage names the stages that --await-stages waits for; leave out one of them")
+    if len(stages) not in (0, num_stages - 1):
         raise ConfigurationError(
             f"--pipeline {num_stages} needs a --stage for each of the {num_stages - 1} stages besides this worker, and "
-            f"{len(stages)} are given"
+            f"{len(stages)} are given; name all of them, or none if they join"
         )
     for address in stages:
-        host, _, port = address.rpartition(":")
-        if not address.startswith("unix:") and not (host and port.isdecimal()):
-            raise ConfigurationError(f"--stage must be HOST:PORT or unix:/PATH, not {address!r}")
+        check_address("--stage", address)
+    if await_stages:
+        check_address("--await-stages", await_stages)
+
+
+def check_join(address: str | None, *, serves_stage: bool) -> None:
+    """ConfigurationError if a process offers itself that is no stage, or to no address."""
+    if address is None:
+        return
+    if not serves_stage:
+        raise ConfigurationError(
+            "--join offers a stage to a worker, and this is a worker; add --serve-stage, or use headrace serve --join"
+        )
+    check_address("--join", address)
+
+
+def check_address(flag: str, address: str) -> None:
+    """ConfigurationError unless it is one."""
+    host, _, port = address.rpartition(":")
+    if not address.startswith("unix:") and not (host and port.isdecimal()):
+        raise ConfigurationError(f"{flag} must be HOST:PORT or unix:/PATH, not {address!r}")
 
 
 def check_speculation(speculation: str | None, draft_model: Path | None) -> None:

@@ -30,9 +30,13 @@ class WorkerConfig:
     pipeline: int
     """Among how many stages the layers of the model are divided; 1: all are here."""
     stages: tuple[str, ...]
-    """The addresses of the stages besides this process."""
+    """The addresses of the stages besides this process; none if they offer themselves."""
+    await_stages: str | None
+    """Where stages offer themselves; None if `stages` has them, or if there are none."""
     serves_stage: bool
     """Whether this process is a stage of other workers, and no worker."""
+    join: str | None
+    """Where it offers itself as a stage; None: workers have its address."""
     kv_cache_bytes: int | None
     kv_cache_share: float
     kv_precision: str

@@ -34,6 +34,7 @@ from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
 from headrace.worker.engine.step_log import StepLog
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import end_process
+from headrace.worker.host.advertise import name_on_host
 from headrace.worker.host.binding import RankReport, Region
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from headrace.worker.draft_heads.eagle_runner import EagleHeads, EagleRunner
     from headrace.worker.draft_heads.medusa_runner import MedusaHeads, MedusaRunner
     from headrace.worker.model.runner import OpenVINOModelRunner
+    from headrace.worker.pipeline.link import Others
 
 log = logging.getLogger("headrace.worker")
 # Steps of the draft model after each prompt of the warm-up.
@@ -138,9 +140,15 @@ class LoadedModel:
         return EngineThread(self.engine, mailbox, max_wait_s=max_wait_s, stages=stages)
 
 
-def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport: Transport = PLAIN) -> LoadedModel:
+def load_model(
+    config: WorkerConfig,
+    memory: HostMemory | None = None,
+    transport: Transport = PLAIN,
+    offers: Others | None = None,
+) -> LoadedModel:
     """Make a model ready to serve. This takes seconds to minutes. With `memory`, the KV cache is in that memory and
-    keeps the blocks of the previous process. `transport` is for calls to other workers.
+    keeps the blocks of the previous process. `transport` is for calls to other workers, and `offers` are the other
+    stages of a pipeline, unless the flags name them.
 
     ConfigurationError if the directory holds no model that can be served, or if it does not fit this host.
     """
@@ -148,7 +156,7 @@ def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport
     start = time.monotonic()
     found = read_files(config, memory)
     log.info(line_of(LoadStage.COMPILING))
-    compiled = compile_all(config, found, transport)
+    compiled = compile_all(config, found, transport, offers)
     opening = in_thread("vision", lambda: vision_for(config, compiled.runner.image_inputs, found.threads, bell.ring))
     log.info(line_of(LoadStage.HASHING))
     allocation = allocate(config, compiled.runner, compiled.limits, found.kept, compiled.draft)
@@ -228,11 +236,11 @@ def read_files(config: WorkerConfig, memory: HostMemory | None) -> Found:
     return Found(threads, model_dir, longest, rule, disk_key, speculation, heads, kept, hashing)
 
 
-def compile_all(config: WorkerConfig, found: Found, transport: Transport) -> Compiled:
+def compile_all(config: WorkerConfig, found: Found, transport: Transport, offers: Others | None) -> Compiled:
     """Compile the model, and the smaller model or the heads. ConfigurationError."""
     speculates, heads = found.speculation != "off", found.heads
     if config.pipeline > 1:
-        runner = compile_pipeline(config, found, transport, speculates=speculates)
+        runner = compile_pipeline(config, found, transport, offers, speculates=speculates)
     else:
         runner = compile_model(config, found.threads, found.longest, found.kept, speculates=speculates, heads=heads)
     limits = step_limits(
@@ -418,16 +426,16 @@ def compile_ranks(
 
 
 def compile_pipeline(
-    config: WorkerConfig, found: Found, transport: Transport, *, speculates: bool
+    config: WorkerConfig, found: Found, transport: Transport, offers: Others | None, *, speculates: bool
 ) -> OpenVINOModelRunner:
     """Read and compile the model, whose layers are divided among this process and those of other stages."""
-    from headrace.worker.pipeline.link import StageLink
+    from headrace.worker.pipeline.link import NamedStages, StageLink
     from headrace.worker.pipeline.runner import PipelineRunner
 
     return PipelineRunner(
         config.model_dir,
-        config.stages,
-        StageLink(config.stages[0], transport, end_process),
+        config.pipeline,
+        StageLink(offers or NamedStages(config.stages), transport, end_process, name_on_host(config.worker_id)),
         threads=found.threads,
         kv_precision=config.kv_precision,
         execution_mode=config.execution_mode,

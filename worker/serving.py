@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health
@@ -17,10 +17,10 @@ from headrace.common.stores.redis_link import connect
 from headrace.common.telemetry.logs import without_secrets
 from headrace.common.telemetry.scrapes import serve_scrapes
 from headrace.common.threads import in_thread
-from headrace.common.transport.channels import SERVER_OPTIONS, Options, Transport
+from headrace.common.transport.channels import SERVER_OPTIONS, SILENCE_OPTIONS, Options, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving, start_probe
 from headrace.common.transport.session_server import SessionServer
-from headrace.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.protos import inference_pb2_grpc, stage_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.protos.inference_pb2 import Task
 from headrace.protos.model_identity import model_identity
 from headrace.worker.config import ConfigurationError, WorkerConfig
@@ -30,9 +30,12 @@ from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.serving_thread import ServingThread
 from headrace.worker.engine.watchdog import Watchdog, end_process, watch_engine
 from headrace.worker.grammar.compiler import Grammars, KeptVocabulary, read_vocabulary
+from headrace.worker.host.advertise import name_on_host
 from headrace.worker.host.binding import keep_binding_known, read_binding
 from headrace.worker.kv.host_memory import STALE_AFTER_S, HostMemory, open_memory
 from headrace.worker.loading import LoadedModel, load_model
+from headrace.worker.model.directory import read_model_dir
+from headrace.worker.model.fingerprint import outline_of
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.admission import ModelLimits
 from headrace.worker.server.blocks import BlockCalls
@@ -42,6 +45,9 @@ from headrace.worker.server.observer import RequestObserver
 from headrace.worker.server.registration import REDIS_TIMEOUT_S, RedisLease, Registration
 from headrace.worker.server.service import INFERENCE, SERVICE_NAMES, InferenceService, WorkerService
 from headrace.worker.server.watch import WatchHub
+
+if TYPE_CHECKING:
+    from headrace.worker.pipeline.joining import StageOffers
 
 log = logging.getLogger("headrace.worker")
 
@@ -70,7 +76,8 @@ async def serve(config: WorkerConfig) -> None:
 async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, memory: HostMemory | None) -> None:
     transport = Transport(config.tls_dir, config.join_token_file)
     server = bound_server(config, transport)
-    loading = asyncio.wrap_future(in_thread("load", lambda: load(config, task, memory, transport)))
+    joins, offers = (None, None) if task else await served_offers(config, transport)
+    loading = asyncio.wrap_future(in_thread("load", lambda: load(config, task, memory, transport, offers)))
     stopping = asyncio.create_task(stop.wait())
     first_of: set[asyncio.Future[Any]] = {loading, stopping}
     await asyncio.wait(first_of, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +124,8 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     await asyncio.gather(*(registration.close() for registration in registrations))
     await mailbox.wait_until_empty(max(0.0, deadline_s - time.monotonic()))
     sessions.end_when_idle()
-    await asyncio.gather(server.stop(0.2), *([probe.stop(0.0)] if probe is not None else []))
+    others = [one for one in (probe, joins) if one is not None]
+    await asyncio.gather(server.stop(0.2), *(other.stop(0.0) for other in others))
     mailbox.stop()
     thread.join(1.0)
     if kv_events is not None:
@@ -125,8 +133,32 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     model.close()
 
 
+async def served_offers(
+    config: WorkerConfig, transport: Transport
+) -> tuple[grpc.aio.Server, StageOffers] | tuple[None, None]:
+    """Let stages offer themselves at --await-stages from now on. Returns the server and the offers; None without the
+    flag. ConfigurationError."""
+    if config.await_stages is None:
+        return None, None
+    from headrace.worker.pipeline.joining import StageOffers, StagesService
+
+    options = (*SERVER_OPTIONS, *SILENCE_OPTIONS)
+    server = bound_server(config, transport, options, config.await_stages, "--await-stages")
+    await asyncio.to_thread(read_model_dir, config.model_dir)
+    outline = await asyncio.to_thread(outline_of, config.model_dir)
+    worker, num_stages = name_on_host(config.worker_id), config.pipeline - 1
+    offers = StageOffers(worker, num_stages, config.name, outline, config.await_stages)
+    stage_pb2_grpc.add_StagesServicer_to_server(StagesService(offers), server)
+    await server.start()
+    return server, offers
+
+
 def load(
-    config: WorkerConfig, task: Task, memory: HostMemory | None, transport: Transport
+    config: WorkerConfig,
+    task: Task,
+    memory: HostMemory | None,
+    transport: Transport,
+    offers: StageOffers | None = None,
 ) -> LoadedModel | LoadedEncoder:
     """Make the model ready to serve for a task. ConfigurationError."""
     if task:
@@ -137,7 +169,7 @@ def load(
     refuse_embedder_with_cache(config.model_dir)
     if config.pooling is not None or config.normalizes is not None:
         raise ConfigurationError("--pooling and --normalize are for embedding models, and this model generates text")
-    return load_model(config, memory, transport)
+    return load_model(config, memory, transport, offers)
 
 
 async def _keep_in_use(memory: HostMemory) -> None:
@@ -161,14 +193,21 @@ def stop_signal() -> asyncio.Event:
     return stop
 
 
-def bound_server(config: WorkerConfig, transport: Transport, options: Options = SERVER_OPTIONS) -> grpc.aio.Server:
-    """A server that has bound its port but does not answer yet."""
-    transport.refuse_strangers(config.listen, config.insecure)
+def bound_server(
+    config: WorkerConfig,
+    transport: Transport,
+    options: Options = SERVER_OPTIONS,
+    listen: str | None = None,
+    flag: str = "--listen",
+) -> grpc.aio.Server:
+    """A server that has bound its port but does not answer yet: that of --listen, or of another `flag`."""
+    listen = listen or config.listen
+    transport.refuse_strangers(listen, config.insecure)
     server = grpc.aio.server(interceptors=transport.interceptors(), options=options)
     try:
-        transport.bind(server, config.listen)
+        transport.bind(server, listen)
     except RuntimeError as error:
-        raise ConfigurationError(f"cannot listen on {config.listen}; is it in use? Choose another --listen") from error
+        raise ConfigurationError(f"cannot listen on {listen}; is it in use? Choose another {flag}") from error
     return server
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import SERVER_OPTIONS, SILENCE_OPTIONS, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving
 from headrace.protos import stage_pb2, stage_pb2_grpc
+from headrace.protos.stage_pb2 import JoinRequest
 from headrace.worker.config import WorkerConfig
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.model.directory import read_model_dir
+from headrace.worker.model.fingerprint import outline_of
 from headrace.worker.serving import answer_probes, bound_server, stop_signal
+
+if TYPE_CHECKING:
+    from headrace.worker.pipeline.joining import Joining
 
 log = logging.getLogger("headrace.worker")
 
@@ -23,6 +29,7 @@ async def serve_stage(config: WorkerConfig) -> bool:
     """Serve until SIGTERM or SIGINT, or until a worker that has called has ended. Returns whether it is that: the
     process should then start again. ConfigurationError if the address or the model cannot be used."""
     # OpenVINO starts threads, which inherit the memory policy: the command sets that after its imports.
+    from headrace.worker.pipeline.joining import Joining
     from headrace.worker.pipeline.stage import StageService
 
     stop = stop_signal()
@@ -38,6 +45,20 @@ async def serve_stage(config: WorkerConfig) -> bool:
     await set_serving(health, [STAGE], True)
     log.info("a stage is listening on %s", config.listen)
     ends: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (stop, service.ended)]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if config.join is not None:
+        outline = await asyncio.to_thread(outline_of, config.model_dir)
+        request = JoinRequest(name=config.worker_id, address=config.advertise, model=config.name, outline=outline)
+        joining = Joining(config.join, request, transport, service.taken)
+        ends.append(asyncio.create_task(_joined(joining, service.ended)))
+    ended, running = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    await end_tasks(*running)
     await asyncio.gather(server.stop(0.0), *([probe.stop(0.0)] if probe is not None else []))
+    for task in ended:
+        task.result()
     return not stop.is_set()
+
+
+async def _joined(joining: Joining, ended: asyncio.Event) -> None:
+    """Offer the stage, and wait for the end of the worker that takes it. ConfigurationError if none ever does."""
+    await joining.run()
+    await ended.wait()

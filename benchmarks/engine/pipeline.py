@@ -32,7 +32,7 @@ from headrace.common.transport.channels import Transport
 from headrace.worker.model.batch import Batch, build_batch
 from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.model.runner import OpenVINOModelRunner
-from headrace.worker.pipeline.link import StageLink
+from headrace.worker.pipeline.link import NamedStages, StageLink
 from headrace.worker.pipeline.runner import PipelineRunner
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Scheduled
@@ -59,8 +59,8 @@ def two_stages(model_dir: Path, cpus: list[int]) -> OpenVINOModelRunner:
     fingerprint.set_result(fingerprint_of(model_dir, 1))
     return PipelineRunner(
         model_dir,
-        [address],
-        StageLink(address, Transport(), lost),
+        2,
+        StageLink(NamedStages([address]), Transport(), lost),
         threads=1,
         kv_precision="u8",
         execution_mode="performance",

@@ -65,10 +65,10 @@ def _cores_text(cores: Sequence[Core]) -> str:
     return f"cores {caches}" + (f"  (SMT siblings {siblings})" if siblings else "")
 
 
-def describe_plan(places: Sequence[WorkerPlace]) -> str:
-    """One line for each worker."""
+def describe_plan(places: Sequence[WorkerPlace], kind: str = "worker") -> str:
+    """One line for each worker, or for each process of another kind."""
     return "\n".join(
-        f"worker-{index}  node {format_list(place.nodes)}  CPUs {format_list(place.cpus)}  computes with "
+        f"{kind}-{index}  node {format_list(place.nodes)}  CPUs {format_list(place.cpus)}  computes with "
         f"{place.num_threads}" + (f" in each of {place.num_ranks} ranks" if place.num_ranks > 1 else "")
         for index, place in enumerate(places)
     )

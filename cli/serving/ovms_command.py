@@ -397,7 +397,7 @@ def _options_of_serve() -> dict[str, Any]:
     """The options of all models, as `headrace serve` has them without flags: from its variables, or its defaults."""
     context = serve.make_context("serve", [], auto_envvar_prefix="HEADRACE_SERVE")
     own = {"models", "models_file", "config", "config_poll_s", "on_demand", "idle_s", "memory_gb", "host", "port"}
-    own |= {"grpc_port", "workers", "threads", "name", "offline", "dry_run"}
+    own |= {"grpc_port", "workers", "threads", "name", "join", "stage_listen", "offline", "dry_run"}
     return {name: value for name, value in context.params.items() if name not in own}
 
 

@@ -124,6 +124,22 @@ class ServeOptions:
         return base_url(self.host, self.port, "http" if self.files.tls_cert is None else "https")
 
 
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """The options of `headrace serve --join`: a model, the address of the worker that has the first stage, and that at
+    which the first stage of this host listens; further ones take the ports after it."""
+
+    name: str
+    directory: Path
+    join: str
+    listen: str
+    kv_cache_gb: float | None = None
+    log_level: str | None = None
+    log_format: str | None = None
+    otlp_endpoint: str | None = None
+    files: SecurityFiles = field(default_factory=SecurityFiles)
+
+
 def base_url(host: str, port: int, scheme: str = "http") -> str:
     """SCHEME://HOST:PORT, with brackets around an IPv6 address."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -178,6 +194,34 @@ def _worker(options: ServeOptions, model: ModelPlan, python: str, index: int, pl
         memory_flag=memory_flag,
         is_essential=model.is_essential,
     )
+
+
+def stage_specs(options: StageOptions, places: Sequence[WorkerPlace], python: str) -> tuple[ProcessSpec, ...]:
+    """The processes that are stages of a pipeline on another host."""
+    return tuple(_stage(options, places, python, index, place) for index, place in enumerate(places))
+
+
+def _stage(
+    options: StageOptions, places: Sequence[WorkerPlace], python: str, index: int, place: WorkerPlace
+) -> ProcessSpec:
+    listen = _address_after(options.listen, index)
+    argv = [python, "-m", "headrace.worker", "--serve-stage", "--model", str(options.directory), "--name", options.name]
+    argv += ["--listen", listen, "--join", options.join]
+    argv += ["--threads", str(place.num_threads), "--memory-node", str(place.node)]
+    if options.kv_cache_gb is not None:
+        argv += ["--kv-cache-gb", str(options.kv_cache_gb)]
+    elif len(places) > 1:
+        argv += kv_cache_shares(place, places)
+    argv += _observation(options) + _membership(options)
+    return ProcessSpec(f"stage-{index}", "stage", tuple(argv), listen, place.cpus)
+
+
+def _address_after(address: str, count: int) -> str:
+    """HOST:PORT with a higher port, or the path of a socket with a number."""
+    if not count:
+        return address
+    host, _, port = address.rpartition(":")
+    return f"{address}.{count}" if address.startswith("unix:") else f"{host}:{int(port) + count}"
 
 
 def num_stages(own: Mapping[str, Any], of_all: Mapping[str, Any]) -> int:
@@ -242,7 +286,7 @@ def _gateway(options: ServeOptions, python: str) -> ProcessSpec:
     return ProcessSpec("gateway", "gateway", tuple(argv), options.url)
 
 
-def _membership(options: ServeOptions) -> list[str]:
+def _membership(options: ServeOptions | StageOptions) -> list[str]:
     """The flags by which the processes authenticate one another."""
     files = options.files
     return [*_given("--tls-dir", files.tls_dir), *_given("--join-token-file", files.join_token_file)]
@@ -253,7 +297,7 @@ def _calls(options: ServeOptions) -> list[str]:
     return ["--plain-grpc"] if options.plain_grpc else []
 
 
-def _observation(options: ServeOptions) -> list[str]:
+def _observation(options: ServeOptions | StageOptions) -> list[str]:
     """The flags for logs and traces, the same for every process."""
     level = _given("--log-level", options.log_level)
     log_format = _given("--log-format", options.log_format)

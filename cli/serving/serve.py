@@ -24,6 +24,7 @@ from headrace.cli.hosting.settings import HostSettings, ModelRules, ModelSetting
 from headrace.cli.models.catalogue import DEFAULT_MODEL
 from headrace.cli.models.completers import complete_known_models
 from headrace.cli.models.model_cache import offline_option
+from headrace.cli.serving import joining
 from headrace.cli.serving.configured import ModelsFile
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
@@ -219,9 +220,23 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @_file_option(
     "--join-token-file", "File with the secret that the processes present to one another.", "HEADRACE_JOIN_TOKEN_FILE"
 )
+@click.option(
+    "--join",
+    metavar="ADDR",
+    help="Instead of serving MODEL here, compute some of its layers for the server that has headrace serve --pipeline "
+    "with --await-stages at this host:port.",
+)
+@click.option(
+    "--stage-listen",
+    metavar="ADDR",
+    help="With --join: host:port at which the stage before this one calls it.  [default: 0.0.0.0:50071]",
+)
 @offline_option
 @click.option("--dry-run", is_flag=True, help="Print the cores that each worker would get, and exit.")
+@click.pass_context
 def serve(
+    context: click.Context,
+    /,
     models: tuple[str, ...],
     models_file: Path | None,
     config: Path | None,
@@ -235,6 +250,8 @@ def serve(
     workers: int | None,
     threads: int | None,
     name: str | None,
+    join: str | None,
+    stage_listen: str | None,
     offline: bool,
     dry_run: bool,
     **given: Any,
@@ -246,6 +263,12 @@ def serve(
     model is served.
     """
     begun_s = time.monotonic()
+    if join is not None:
+        joining.refuse_other_flags(context)
+        joining.join(models, join, stage_listen, security_files(given), context.params)
+        return
+    if stage_listen is not None:
+        raise CommandError("--stage-listen is for a stage; name with --join where it joins")
     named = NamedModels(models, name=name, workers=workers, threads=threads, on_demand=on_demand, idle_s=idle_s)
     check_disk(given)
     notes: Sequence[str] = ()

@@ -45,7 +45,9 @@ class HangingRunner(FakeRunner):
         return super().run()
 
 
-def load_model(config: WorkerConfig, memory: HostMemory | None = None, transport: Transport = PLAIN) -> LoadedModel:
+def load_model(
+    config: WorkerConfig, memory: HostMemory | None = None, transport: Transport = PLAIN, offers: object = None
+) -> LoadedModel:
     """An engine over the fake runner, in the place of a model."""
     under_test = make_engine(num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=256)
     under_test.engine.runner = HangingRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)

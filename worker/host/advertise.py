@@ -1,4 +1,4 @@
-"""The address at which routers reach this worker, if it listens on all addresses of the host."""
+"""How others name and reach this worker: its name with its host, and its address if it listens on all of the host's."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def fleet_address(routers: Sequence[str], redis_url: str | None) -> str | None:
         return f"unix:{parts.path}"
     address = parts.netloc.rpartition("@")[2].partition(",")[0]
     return address if urlsplit(f"//{address}").port else f"{address}:6379"
+
+
+def name_on_host(worker_id: str) -> str:
+    """The name of a worker with its host, unless the id has that: `headrace serve` gives the same ids on all hosts."""
+    host = socket.gethostname()
+    return worker_id if host in worker_id else f"{worker_id} on {host}"
 
 
 def advertised_address(listen: str, router: str | None) -> str:

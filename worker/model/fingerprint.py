@@ -38,6 +38,16 @@ def fingerprint_of(model_dir: Path, threads: int) -> str:
     return digest.hexdigest()
 
 
+def outline_of(model_dir: Path) -> str:
+    """What tells most models apart without their weights being read: SHA-256 over the networks and the sizes of their
+    weights, in hex. Raises OSError."""
+    digest = sha256()
+    for network in (*networks_in(model_dir), *vision_networks_in(model_dir)):
+        digest.update(network.read_bytes())
+        digest.update(network.with_suffix(".bin").stat().st_size.to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
 def for_context(fingerprint: str, max_context_tokens: int) -> str:
     """The fingerprint, in hex, of a model whose answers depend on the longest context that is served. Answers and
     cached prefixes of one context are not valid for another."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -20,12 +21,12 @@ from headrace.worker.sampling.reduction import FloatArray
 
 log = logging.getLogger("headrace.worker.pipeline")
 
-# Of channels to stages. A stage that does not answer, as on a host that is cut off, is lost after a while.
+# Of channels between stages. A process that does not answer, as on a host that is cut off, is lost after a while.
 STAGE_OPTIONS = (*CHANNEL_OPTIONS, *SILENCE_OPTIONS)
-# Between two attempts to reach a stage, and between two lines of the log about it.
+# Between two attempts to reach a process, and between two lines of the log about it.
 RETRY_S = 1.0
 TELL_EVERY_S = 30.0
-# A stage that is not there yet, or that has not noticed yet that the worker before this one has ended.
+# A process that is not there yet, that ends, or that has not noticed yet that the one before this one has ended.
 _WAITS_FOR = (Reason.WORKER_LOST, Reason.QUEUE_FULL)
 
 
@@ -46,48 +47,87 @@ def lost_stage(address: str, why: object) -> str:
 
 
 class Waiting:
-    """Tells now and then that a stage is waited for, and for how long."""
+    """Tells now and then that a process is waited for, and why. `what` names it, and `flag` is the one that does."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, what: str, flag: str) -> None:
+        self._what, self._flag = what, flag
         self._told_s = -TELL_EVERY_S
 
     def tell(self, error: StatusError) -> None:
         """Note an attempt that has failed. ConfigurationError if later ones would fail too."""
         if error.reason not in _WAITS_FOR:
-            raise ConfigurationError(f"--stage {self._address}: {error.message}")
+            raise ConfigurationError(f"{self._flag}: {error.message}")
         now_s = time.monotonic()
         if now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
-            log.warning("waiting for the stage at %s: %s", self._address, error.message)
+            log.warning("waiting for %s: %s", self._what, error.message)
+
+
+def waiting_for_stage(address: str) -> Waiting:
+    """Of the stage at an address."""
+    return Waiting(f"the stage at {address}", f"--stage {address}")
+
+
+class Others(Protocol):
+    """The stages besides the worker's own."""
+
+    def addresses(self) -> Sequence[str]:
+        """Where they are, in order. Waits until all are known."""
+        ...
+
+    def present(self, on_leave: Callable[[str], object], /) -> AbstractContextManager[None]:
+        """Context manager: while it is open, `on_leave` is called, in any thread, with a sentence about a stage of the
+        last `addresses` that is known to be gone."""
+        ...
+
+
+class NamedStages:
+    """Stages at the addresses of --stage. They may come and go: the address stays."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+
+    def addresses(self) -> Sequence[str]:
+        """See `Others`."""
+        return self._addresses
+
+    @contextmanager
+    def present(self, _on_leave: Callable[[str], object]) -> Iterator[None]:
+        """See `Others`."""
+        yield
 
 
 class StageLink:
-    """The call to the stage at `address`, which `open` begins. If the stage ends before `close`, `on_lost` is called
-    with the reason, in any thread."""
+    """The call to the first of the `others`, which `open` begins. Stages get the name of the worker from it. If the
+    stage ends before `close`, `on_lost` is called with the reason, in any thread."""
 
-    def __init__(self, address: str, transport: Transport, on_lost: Callable[[str], None]) -> None:
-        self._address = address
+    def __init__(self, others: Others, transport: Transport, on_lost: Callable[[str], None], worker: str = "") -> None:
+        self.addresses: Sequence[str] = ()
+        """Where the stages are, in order, once the call is open."""
+        self._others = others
+        self._transport = transport
         self._on_lost = on_lost
-        self._channel = transport.blocking_channel(address, STAGE_OPTIONS)
+        self._worker = worker
+        self._channel: grpc.Channel | None = None
         self._requests: SimpleQueue[ComputeRequest | None] = SimpleQueue()
         self._call: Any
         self._is_closed = False
 
     def open(self, setup: stage_pb2.StageSetup) -> stage_pb2.StageOffer:
-        """Begin the call, as soon as the stage answers. ConfigurationError if it is none, or refuses this process."""
-        waiting = Waiting(self._address)
-        stub = stage_pb2_grpc.StageStub(self._channel)
+        """Begin the call, as soon as all stages are known and answer. ConfigurationError if one is none, or refuses
+        this process."""
+        setup.worker = self._worker
         while True:
+            stub = self._stub_of(self._others.addresses())
+            del setup.later_stages[:]
+            setup.later_stages.extend(self.addresses[1:])
             self._requests = SimpleQueue()
             self.send(ComputeRequest(setup=setup))
             call: Any = stub.Compute(iter(self._requests.get, None))
             try:
-                first: ComputeResponse = next(call)
-            except StopIteration:
-                waiting.tell(StatusError(Reason.WORKER_LOST, "it has ended"))
-            except grpc.RpcError as error:
-                waiting.tell(failure_of(error))
+                first = self._first_response(call)
+            except StatusError as error:
+                self._waiting.tell(error)
             else:
                 self._call = call
                 if not call.add_callback(self._ended):
@@ -95,6 +135,34 @@ class StageLink:
                 return first.offer
             self._requests.put(None)
             time.sleep(RETRY_S)
+
+    def _stub_of(self, addresses: Sequence[str]) -> stage_pb2_grpc.StageStub:
+        """Take these addresses. Returns the stub of the first, whose channel stays while it is the same."""
+        if self._channel is None or addresses[0] != self.addresses[0]:
+            if self._channel is not None:
+                self._channel.close()
+            self._channel = self._transport.blocking_channel(addresses[0], STAGE_OPTIONS)
+            self._waiting = waiting_for_stage(addresses[0])
+        self.addresses = addresses
+        return stage_pb2_grpc.StageStub(self._channel)
+
+    def _first_response(self, call: Any) -> ComputeResponse:
+        """Wait for the first response, which comes when all stages have answered. StatusError."""
+        left: list[str] = []
+
+        def leave(why: str) -> None:
+            left.append(why)
+            call.cancel()
+
+        try:
+            with self._others.present(leave):
+                found: ComputeResponse = next(call)
+                return found
+        except StopIteration:
+            raise StatusError(Reason.WORKER_LOST, "it has ended") from None
+        except grpc.RpcError as error:
+            why = StatusError(Reason.WORKER_LOST, left[0]) if left else failure_of(error)
+            raise why from None
 
     def send(self, request: ComputeRequest) -> None:
         """Send a message."""
@@ -118,11 +186,12 @@ class StageLink:
         """End the call. The stage then starts again."""
         self._is_closed = True
         self._requests.put(None)
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def _ended(self) -> None:
         if not self._is_closed:
             self._on_lost(self._why())
 
     def _why(self) -> str:
-        return lost_stage(self._address, self._call.details() or self._call.code())
+        return lost_stage(self.addresses[0], self._call.details() or self._call.code())

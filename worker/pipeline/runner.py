@@ -60,7 +60,12 @@ class _Begun:
 
 
 class Link(Protocol):
-    """The way to the second stage; see `StageLink`."""
+    """The way to the other stages; see `StageLink`."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Where the other stages are, in order, once it is open."""
+        ...
 
     def open(self, setup: stage_pb2.StageSetup) -> stage_pb2.StageOffer:
         """Begin, and wait for the answer."""
@@ -84,10 +89,10 @@ class Link(Protocol):
 
 
 class PipelineRunner(OpenVINOModelRunner):
-    """The model with its first layers, and the vocabulary's product, in this process. The others are in those that
-    answer at `stages`; `link` leads to the first of these. `fingerprint` gives the hash of the model's files, as all
-    stages must have them. Blocks of `block_bytes` bytes are this stage's parts, and `exact_rows` are the fewest of any
-    stage. The pipeline has no second graph, adapters, eviction, or windows in slots.
+    """The model with its first layers, and the vocabulary's product, in this process. The others are in those to which
+    `link` leads; all together are `num_stages`. `fingerprint` gives the hash of the model's files, as all stages must
+    have them. Blocks of `block_bytes` bytes are this stage's parts, and `exact_rows` are the fewest of any stage. The
+    pipeline has no second graph, adapters, eviction, or windows in slots.
 
     If a stage is lost, or if this one fails in a step, the others cannot go on: `on_lost` is called with the reason,
     which should end the process. That may be in any thread.
@@ -96,7 +101,7 @@ class PipelineRunner(OpenVINOModelRunner):
     def __init__(
         self,
         model_dir: Path,
-        stages: Sequence[str],
+        num_stages: int,
         link: Link,
         *,
         threads: int,
@@ -108,8 +113,7 @@ class PipelineRunner(OpenVINOModelRunner):
         on_lost: Callable[[str], None],
     ) -> None:
         """Waits until all stages answer. ConfigurationError if the model cannot be divided so."""
-        self.num_stages = 1 + len(stages)
-        self._addresses = stages
+        self.num_stages = num_stages
         self._fingerprint = fingerprint
         self._on_lost = on_lost
         self._threads = threads
@@ -121,7 +125,6 @@ class PipelineRunner(OpenVINOModelRunner):
         self.first_layers: Sequence[int] = ()
         """The first layer of each other stage."""
         setup = stage_pb2.StageSetup(
-            later_stages=stages[1:],
             kv_precision=kv_precision,
             execution_mode=execution_mode,
             max_context_tokens=max_context_tokens,
@@ -186,7 +189,7 @@ class PipelineRunner(OpenVINOModelRunner):
         if allocated.problem:
             raise ConfigurationError(allocated.problem)
         own = self._fingerprint.result()
-        for address, fingerprint in zip(self._addresses, allocated.fingerprints, strict=True):
+        for address, fingerprint in zip(self._link.addresses, allocated.fingerprints, strict=True):
             if fingerprint != own:
                 raise ConfigurationError(
                     f"the stage at {address} has other files of the model than this worker; give both the same --model"

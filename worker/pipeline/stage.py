@@ -42,7 +42,8 @@ from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.model.runner import OpenVINOModelRunner, Part
 from headrace.worker.pipeline.cutting import STATES, find_cuts, keep_layers, take_head
 from headrace.worker.pipeline.ends import StatesEnd, StatesRequest
-from headrace.worker.pipeline.link import RETRY_S, STAGE_OPTIONS, Waiting, failure_of, lost_stage
+from headrace.worker.pipeline.joining import Taken
+from headrace.worker.pipeline.link import RETRY_S, STAGE_OPTIONS, failure_of, lost_stage, waiting_for_stage
 from headrace.worker.pipeline.messages import batch_of, pieces_of, states_of
 from headrace.worker.pipeline.speed import bytes_per_s
 from headrace.worker.sampling.reduction import FloatArray
@@ -91,20 +92,24 @@ class StageRunner(OpenVINOModelRunner):
 
 
 class StageService(stage_pb2_grpc.StageServicer):
-    """Computes for one worker at a time. `ended` is set when that has ended: what it has loaded should then go."""
+    """Computes for one worker at a time. `taken` is told when that has called, and `ended` is set when it has ended:
+    what it has loaded should then go."""
 
     def __init__(self, config: WorkerConfig, transport: Transport, threads: int) -> None:
+        self.taken = Taken()
         self.ended = asyncio.Event()
         self._config, self._transport, self._threads = config, transport, threads
-        self._is_taken = False
+        self._is_called = False
 
     async def Compute(self, requests: AsyncIterator[ComputeRequest], context: Context) -> None:
         """See Compute in the proto."""
-        if self._is_taken:
-            await abort(context, StatusError(Reason.QUEUE_FULL, "it is a stage of another worker", retry_after_s=1.0))
-        self._is_taken = True
+        if self._is_called:
+            name = f" ({self.taken.worker})" if self.taken.worker else ""
+            problem = f"it is a stage of another worker{name}, and free when that has ended"
+            await abort(context, StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0))
+        self._is_called = True
         try:
-            call = StageCall(self._config, self._transport, self._threads, requests, context.write)
+            call = StageCall(self._config, self._transport, self._threads, requests, context.write, self.taken.by)
             await call.run()
         except StatusError as error:
             log.error("%s", error.message)
@@ -120,7 +125,8 @@ class StageService(stage_pb2_grpc.StageServicer):
 
 
 class StageCall:
-    """One call of the stage before, from which `requests` come, and to which `write` answers."""
+    """One call of the stage before, from which `requests` come, and to which `write` answers. `on_setup` gets the name
+    of the worker."""
 
     def __init__(
         self,
@@ -129,9 +135,11 @@ class StageCall:
         threads: int,
         requests: AsyncIterator[ComputeRequest],
         write: Callable[[ComputeResponse], Awaitable[None]],
+        on_setup: Callable[[str], None],
     ) -> None:
         self._config, self._transport, self._threads = config, transport, threads
         self._requests, self._write = requests, write
+        self._on_setup = on_setup
         self._executor = ThreadPoolExecutor(1, "stage")
         self._later: LaterCall | None = None
         self._later_address = ""
@@ -140,10 +148,11 @@ class StageCall:
     async def run(self) -> None:
         """Load, and compute until the stage before has ended. Raises StatusError if that is not possible."""
         setup = (await self._next("setup")).setup
-        log.info("the worker's settings have come")
+        self._on_setup(setup.worker)
+        log.info("the settings of the worker %s have come", setup.worker)
         hashing = in_thread("fingerprint", partial(fingerprint_of, self._config.model_dir, self._threads))
         speed = await self._in_thread(bytes_per_s, self._threads)
-        own = stage_pb2.StageHost(address=self._config.listen, threads=self._threads, speed=speed)
+        own = stage_pb2.StageHost(address=self._config.advertise, threads=self._threads, speed=speed)
         later = await self._open_later(setup) if setup.later_stages else stage_pb2.StageOffer()
         await self._write(ComputeResponse(offer=stage_pb2.StageOffer(stages=[own, *later.stages])))
         runner = await self._compile(setup)
@@ -161,7 +170,7 @@ class StageCall:
         del of_later.later_stages[:]
         of_later.later_stages.extend(rest)
         self._later_address = address
-        waiting = Waiting(address)
+        waiting = waiting_for_stage(address)
         stub = stage_pb2_grpc.StageStub(self._transport.channel(address, STAGE_OPTIONS))
         while True:
             call = stub.Compute()

@@ -25,6 +25,7 @@ class LocalStages:
     def __init__(self, directory: Path, num_stages: int) -> None:
         self._directory = directory
         self._num_later = num_stages - 1
+        self.addresses = [f"stage-{number}" for number in range(1, num_stages)]
         self._answers: deque[ComputeResponse] = deque()
         self.runners: list[StageRunner] = []
 
@@ -87,7 +88,7 @@ def staged(directory: Path, num_stages: int, *, fingerprint: str = FINGERPRINT) 
     hashed.set_result(fingerprint)
     runner = PipelineRunner(
         directory,
-        [f"stage-{number}" for number in range(1, num_stages)],
+        num_stages,
         LocalStages(directory, num_stages),
         threads=1,
         max_context_tokens=context_of(read_config(directory), directory),

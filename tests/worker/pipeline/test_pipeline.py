@@ -28,7 +28,7 @@ from headrace.worker.kv.exclusions import refuse_flags
 from headrace.worker.model.batch import build_batch
 from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.pipeline import link, stage
-from headrace.worker.pipeline.link import StageLink
+from headrace.worker.pipeline.link import NamedStages, StageLink
 from headrace.worker.pipeline.runner import PipelineRunner
 from headrace.worker.pipeline.stage import StageCall
 from headrace.worker.request.params import SamplingParams
@@ -69,8 +69,8 @@ def pipeline(
     hashed.set_result(fingerprint_of(directory, 1))
     runner = PipelineRunner(
         directory,
-        [other.address for other in others],
-        StageLink(others[0].address, transport or Transport(), lost.append),
+        1 + len(others),
+        StageLink(NamedStages([other.address for other in others]), transport or Transport(), lost.append),
         threads=1,
         max_context_tokens=4096,
         speculates=False,
@@ -279,7 +279,7 @@ async def test_a_stage_that_is_lost_as_it_is_called_is_called_again(
     monkeypatch.setattr(link, "RETRY_S", 0.01)
     lost: list[str] = []
     async with scripted(tmp_path, ending(code, details), loading(asyncio.Event())) as address:
-        with closing(StageLink(address, Transport(), lost.append)) as called:
+        with closing(StageLink(NamedStages([address]), Transport(), lost.append)) as called:
             offer = await asyncio.to_thread(called.open, stage_pb2.StageSetup())
             assert [host.address for host in offer.stages] == ["last"]
             assert not lost
@@ -287,7 +287,7 @@ async def test_a_stage_that_is_lost_as_it_is_called_is_called_again(
 
 async def test_what_a_stage_refuses_is_said_once(tmp_path: Path) -> None:
     async with scripted(tmp_path, ending(Code.INVALID_ARGUMENT, "it has no such layer")) as address:
-        called = StageLink(address, Transport(), pytest.fail)
+        called = StageLink(NamedStages([address]), Transport(), pytest.fail)
         with closing(called), pytest.raises(ConfigurationError, match=f"--stage {address}: it has no such layer"):
             await asyncio.to_thread(called.open, stage_pb2.StageSetup())
 
@@ -311,7 +311,7 @@ async def test_a_stage_tells_that_the_one_after_it_is_lost_while_it_waits_for_st
             while True:
                 yield await asked.get()
 
-        call = StageCall(worker_config(directory), Transport(), 1, requests(), answers.put)
+        call = StageCall(worker_config(directory), Transport(), 1, requests(), answers.put, lambda _: None)
         running = asyncio.create_task(call.run())
         setup = stage_pb2.StageSetup(later_stages=[address], max_context_tokens=4096, **ASKED)
         async with asyncio.timeout(patience(60)):
@@ -339,7 +339,7 @@ def test_a_process_that_is_no_stage_is_refused(tmp_path: Path) -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     server.add_insecure_port(address)
     server.start()
-    called = StageLink(address, Transport(), lambda _: None)
+    called = StageLink(NamedStages([address]), Transport(), lambda _: None)
     with closing(called), pytest.raises(ConfigurationError, match=f"--stage {address}: "):
         called.open(stage_pb2.StageSetup())
     server.stop(None)
@@ -361,10 +361,15 @@ def test_what_cannot_be_combined_is_refused_in_one_sentence(other: dict[str, obj
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--pipeline", "2"], "needs a --stage for each of the 1 stages besides this worker, and 0 are given"),
+        (["--pipeline", "3", "--stage", "a:1"], "for each of the 2 stages besides this worker, and 1 are given; name"),
         (["--stage", "a:1"], "needs a --stage for each of the 0 stages besides this worker, and 1 are given"),
         (["--pipeline", "2", "--stage", "a"], "--stage must be HOST:PORT or unix:/PATH, not 'a'"),
-        (["--serve-stage", "--pipeline", "2", "--stage", "a:1"], "leave out --pipeline and --stage"),
+        (["--serve-stage", "--pipeline", "2"], "leave out --pipeline, --stage and --await-stages"),
+        (["--await-stages", "a:1"], "--await-stages is for a pipeline; say with --pipeline how many stages it has"),
+        (["--pipeline", "2", "--stage", "a:1", "--await-stages", "a:2"], "that --await-stages waits for; leave out"),
+        (["--pipeline", "2", "--await-stages", "a"], "--await-stages must be HOST:PORT or unix:/PATH, not 'a'"),
+        (["--join", "a:1"], "add --serve-stage, or use headrace serve --join"),
+        (["--serve-stage", "--join", "a"], "--join must be HOST:PORT or unix:/PATH, not 'a'"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags: list[str], problem: str) -> None:

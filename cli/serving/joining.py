@@ -1,0 +1,104 @@
+"""`headrace serve --join`: offers this host as stages of a pipeline whose worker is on another one, until stopped.
+
+Each NUMA node is a stage, as each would be a worker. There is no gateway and no router: these are where the worker is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import click
+from click.core import ParameterSource
+
+from headrace.cli.hosting.finding import find_model
+from headrace.cli.serving.log_sink import LogSink
+from headrace.cli.serving.machine import describe_plan
+from headrace.cli.serving.placement import place_workers
+from headrace.cli.serving.plan import ProcessSpec, SecurityFiles, StageOptions, stage_specs
+from headrace.cli.serving.supervisor import Supervisor
+from headrace.cli.serving.topology import read_topology
+from headrace.common.commands import EXIT_FAILED, CommandError
+
+DEFAULT_LISTEN = "0.0.0.0:50071"
+_LOG_FLUSH_S = 1.0
+# What a stage has no use for is an error: the worker decides it.
+_OF_A_STAGE = {
+    *("models", "join", "stage_listen", "workers", "threads", "kv_cache_gb", "offline", "dry_run"),
+    *("log_level", "log_format", "otlp_endpoint", "tls_dir", "join_token_file"),
+}
+
+
+def refuse_other_flags(context: click.Context) -> None:
+    """Raise CommandError for a flag that is for a server."""
+    for parameter in context.command.params:
+        assert parameter.name is not None
+        is_given = context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        if is_given and parameter.name not in _OF_A_STAGE:
+            raise CommandError(
+                f"{parameter.opts[0]} is for the server that has the first stage; leave it out beside --join, with "
+                "which this host computes for that server"
+            )
+
+
+def join(
+    models: Sequence[str], address: str, listen: str | None, files: SecurityFiles, given: Mapping[str, Any]
+) -> None:
+    """Offer this host to the worker at an address until stopped, and end the process with the exit status; or with
+    --dry-run, print where stages would run. Raises CommandError."""
+    if len(models) != 1:
+        raise CommandError("--join needs one MODEL, the same as the server that has the first stage")
+    places = place_workers(read_topology(), given["workers"], given["threads"])
+    if given["dry_run"]:
+        click.echo(describe_plan(places, "stage"))
+        return
+    log = LogSink(sys.stderr.buffer, colour=sys.stderr.isatty(), as_json=given["log_format"] == "json")
+    try:
+        # Only the worker knows which part of the weights is for this host.
+        directory, name = find_model(models[0], offline=given["offline"], num_workers=0)
+        options = StageOptions(
+            name=name,
+            directory=directory,
+            join=address,
+            listen=listen or DEFAULT_LISTEN,
+            kv_cache_gb=given["kv_cache_gb"],
+            log_level=given["log_level"],
+            log_format=given["log_format"],
+            otlp_endpoint=given["otlp_endpoint"],
+            files=files,
+        )
+        _run(stage_specs(options, places, sys.executable), log)
+    finally:
+        log.close(_LOG_FLUSH_S)
+
+
+def _run(specs: Sequence[ProcessSpec], log: LogSink) -> NoReturn:
+    """Keep the stages running until a signal arrives."""
+    sys.exit(asyncio.run(_supervised(specs, log)))
+
+
+async def _supervised(specs: Sequence[ProcessSpec], log: LogSink) -> int:
+    """Returns the exit status. Raises CommandError with the message of a stage that is refused."""
+    supervisor = Supervisor(specs, log)
+    num_signals = 0
+
+    def stop() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1:
+            log.line("serve", "stopping; press Ctrl-C again to kill")
+            supervisor.stop()
+        else:
+            supervisor.kill()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, stop)
+    await supervisor.run()
+    if supervisor.failure is not None:
+        raise CommandError(supervisor.failure)
+    return EXIT_FAILED if num_signals > 1 else 0

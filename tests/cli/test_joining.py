@@ -1,0 +1,64 @@
+"""`headrace serve --join` before it starts a process. tests/e2e/test_pipeline.py runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.cli.main import cli
+from headrace.cli.serving.placement import WorkerPlace
+from headrace.cli.serving.plan import SecurityFiles, StageOptions, stage_specs
+from headrace.common.host_memory import GIB
+from headrace.worker.__main__ import config_of_arguments
+
+TWO_PLACES = (WorkerPlace(0, (0, 1), 2), WorkerPlace(1, (2, 3), 2))
+
+
+def test_each_numa_node_is_a_stage_at_a_port_of_its_own() -> None:
+    files = SecurityFiles(tls_dir=Path("/tls"), join_token_file=Path("/token"))
+    options = StageOptions("m", Path("/models/m"), "127.0.0.1:50070", "0.0.0.0:50071", log_level="debug", files=files)
+    first, second = stage_specs(options, TWO_PLACES, "python")
+    assert [(spec.name, spec.role, spec.cpus) for spec in (first, second)] == [
+        ("stage-0", "stage", (0, 1)),
+        ("stage-1", "stage", (2, 3)),
+    ]
+    assert first.argv[:3] == ("python", "-m", "headrace.worker")
+    assert first.argv[-6:] == ("--log-level", "debug", "--tls-dir", "/tls", "--join-token-file", "/token")
+    configs = [config_of_arguments(spec.argv[3:-6]) for spec in (first, second)]
+    assert all(config.serves_stage and config.join == "127.0.0.1:50070" for config in configs)
+    assert [config.advertise for config in configs] == ["127.0.0.1:50071", "127.0.0.1:50072"]
+    assert [config.memory_node for config in configs] == [0, 1]
+    assert [config.kv_cache_share for config in configs] == [0.2, 0.2], "of the memory of the host"
+    assert len({config.worker_id for config in configs}) == 2
+
+
+def test_a_socket_of_a_further_stage_has_a_number() -> None:
+    options = StageOptions("m", Path("/models/m"), "unix:/a", "unix:/b", kv_cache_gb=3.0)
+    first, second = stage_specs(options, TWO_PLACES, "python")
+    assert [first.address, second.address] == ["unix:/b", "unix:/b.1"]
+    assert config_of_arguments(first.argv[3:]).kv_cache_bytes == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("m", "--join", "a:1", "--port", "9"), "--port is for the server that has the first stage; leave it out"),
+        (("m", "--join", "a:1", "--pipeline", "2"), "--pipeline is for the server that has the first stage"),
+        (("m", "n", "--join", "a:1"), "--join needs one MODEL, the same as the server that has the first stage"),
+        (("--join", "a:1"), "--join needs one MODEL"),
+        (("m", "--stage-listen", "a:1"), "--stage-listen is for a stage; name with --join where it joins"),
+    ],
+)
+def test_flags_that_a_stage_has_no_use_for_are_refused(arguments: tuple[str, ...], problem: str) -> None:
+    result = CliRunner().invoke(cli, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+def test_settings_of_servers_in_the_environment_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_SERVE_PORT", "9")
+    result = CliRunner().invoke(cli, ["serve", "m", "--join", "a:1", "--dry-run", "--workers", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("stage-0  node ")
