@@ -106,7 +106,12 @@ def tiers_for(
 ) -> Tiers:
     """The tiers that the flags describe, with the `disk` to which the cache spills. They ring `bell` when blocks have
     come. None for a model with recurrent layers, whose blocks are useless without states, and for a pipeline."""
-    if kv_cache.states is not None or not runner.has_whole_blocks:
+    if not runner.has_whole_blocks:
+        if config.kv_peers:
+            why = "a block of a pipeline has parts on other hosts"
+            log.info("cached prefixes are not exchanged with other workers: %s", why)
+        return NO_TIERS
+    if kv_cache.states is not None:
         return NO_TIERS
     block_bytes = runner.block_bytes + runner.part_bytes
     if not config.kv_peers or block_bytes > MAX_BLOCK_BYTES:
