@@ -35,7 +35,7 @@ from headrace.worker.engine.step_log import StepLog
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import end_process
 from headrace.worker.host.advertise import name_on_host
-from headrace.worker.host.binding import RankReport, Region
+from headrace.worker.host.binding import RankReport, Region, StageReport
 from headrace.worker.host.mapped_files import give_back, private_bytes
 from headrace.worker.host.numa import num_threads_for
 from headrace.worker.kv.beams import MAX_BEAMS, BeamLimits
@@ -97,6 +97,8 @@ class LoadedModel:
     """None if it serves text only."""
     ranks: Callable[[], Sequence[RankReport]] = tuple
     """Reads the ranks of a divided model; none for a whole one."""
+    stages: Callable[[], Sequence[StageReport]] = tuple
+    """Reads the stages of a pipeline; none for a model whose layers are all here."""
 
     @property
     def handover(self) -> Handover | None:
@@ -193,6 +195,7 @@ def load_model(
         bell,
         vision,
         compiled.runner.ranks,
+        compiled.runner.stages,
     )
 
 

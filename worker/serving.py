@@ -87,7 +87,8 @@ async def _serve_until(stop: asyncio.Event, config: WorkerConfig, task: Task, me
     model = loading.result()
     adapters = AdapterDesk(model.adapters, model.card.name, config.max_ttft_s)
     ranks = model.ranks if isinstance(model, LoadedModel) else tuple
-    hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size, adapters, ranks)
+    stages = model.stages if isinstance(model, LoadedModel) else tuple
+    hub = WatchHub(time.time_ns(), model.max_num_seqs, model.card.block_size, adapters, ranks, stages)
     mailbox = Mailbox(model.max_num_seqs + config.max_num_waiting, hub.publish, bell=model.bell)
     vllm_name = model.card.name if config.vllm_metrics else ""
     observer = serve_metrics(config.metrics, hub, vllm_name) if config.metrics else RequestObserver()

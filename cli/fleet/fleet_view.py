@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.cli.fleet.gateway_access import FleetPicture
 from headrace.cli.fleet.tables import console_for
-from headrace.cli.fleet.worker_columns import LOST_STATES, WORKER_STATES, slowest_rank, worker_columns
+from headrace.cli.fleet.worker_columns import LOST_STATES, WORKER_STATES, slowest_rank, slowest_stage, worker_columns
 from headrace.protos.load_report import kv_use
 from headrace.protos.router_pb2 import WorkerInfo
 from headrace.protos.worker_pb2 import Counters
@@ -171,6 +171,13 @@ def _ranks_of(row: Row) -> str:
     return f"{len(row['ranks'])}" if slowest is None else f"{len(row['ranks'])}, rank {slowest} is slowest"
 
 
+def _stages_of(row: Row) -> str:
+    if not row["stages"]:
+        return ""
+    slowest = slowest_stage(row["stages"])
+    return f"{len(row['stages'])}" if slowest is None else f"{len(row['stages'])}, stage {slowest} is slowest"
+
+
 WORKER_COLUMNS = (
     Column("worker", _name_of, lambda row: row["name"]),
     _word("model", "model"),
@@ -185,6 +192,7 @@ WORKER_COLUMNS = (
     _number("step ms", "step_ms", "{:.1f}"),
     _number("node", "numa_node"),
     Column("ranks", _ranks_of, lambda row: len(row["ranks"])),
+    Column("stages", _stages_of, lambda row: len(row["stages"])),
     _word("address", "address"),
 )
 MODEL_COLUMNS = (

@@ -73,7 +73,7 @@ def row_of(
     window_slots, window_slots_held, kv_blocks_evicted, kv_blocks_given_up, kv_blocks_restored, kv_blocks_read,
     kv_blocks_not_written, kv_blocks_received, kv_blocks_taken_over, kv_disk_blocks, kv_disk_slots, cached_tokens (by
     tier), requests_running, requests_waiting, draft_tokens, draft_tokens_accepted and draft_tokens_by_proposer, which
-    are None while unknown, the columns of `worker_columns._binding_columns`, and ranks. A gateway also has
+    are None while unknown, the columns of `worker_columns._binding_columns`, ranks, and stages. A gateway also has
     grpc_address.
     """
     row: dict[str, Any] = {
@@ -207,11 +207,19 @@ def _place_of(row: Mapping[str, Any]) -> str:
         return ""
     if row["ranks"]:
         return "; ".join(f"rank {number}: {_place_of_rank(rank)}" for number, rank in enumerate(row["ranks"]))
-    cpus = f"CPUs {row['cpus_allowed']}"
+    place = f"CPUs {row['cpus_allowed']}"
     node, by_node = row["numa_node"], row["anonymous_bytes"]
-    if node is None or not any(by_node.values()):
-        return cpus
-    return f"{cpus}, {by_node.get(str(node), 0) / sum(by_node.values()):.0%} of memory on node {node}"
+    if node is not None and any(by_node.values()):
+        place += f", {by_node.get(str(node), 0) / sum(by_node.values()):.0%} of memory on node {node}"
+    return "; ".join((place, *(f"stage {number}: {_layers_of(stage)}" for number, stage in enumerate(row["stages"]))))
+
+
+def _layers_of(stage: Mapping[str, Any]) -> str:
+    first, count = stage["first_layer"], stage["num_layers"]
+    layers = f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
+    where = "" if stage["address"] is None else f" on {stage['address']}"
+    total_s = stage["compute_s"] + stage["wait_s"]
+    return f"{layers}{where}, waited {stage['wait_s'] / total_s:.0%}" if total_s else f"{layers}{where}"
 
 
 def _place_of_rank(rank: Mapping[str, Any]) -> str:

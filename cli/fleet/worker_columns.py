@@ -44,17 +44,29 @@ def worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         **(of_load if is_known else dict.fromkeys(of_load)),
         **_binding_columns(load),
         "ranks": _ranks(load),
+        "stages": _stages(load),
     }
 
 
 def slowest_rank(ranks: Sequence[Mapping[str, Any]]) -> int | None:
     """The number of the rank that the others have waited for, if this took more than a tenth of its steps; None if
     there is none."""
-    if not ranks:
+    return _slowest([(rank["wait_s"], rank["step_s"]) for rank in ranks])
+
+
+def slowest_stage(stages: Sequence[Mapping[str, Any]]) -> int | None:
+    """The same of the stages of a pipeline."""
+    return _slowest([(stage["wait_s"], stage["compute_s"] + stage["wait_s"]) for stage in stages])
+
+
+def _slowest(times: Sequence[tuple[float, float]]) -> int | None:
+    """The number of the process that has waited least, if another has waited longer by more than a tenth of its time.
+    `times` are those waits, and the whole times."""
+    if not times:
         return None
-    waits = [rank["wait_s"] for rank in ranks]
-    slowest = min(range(len(ranks)), key=lambda number: waits[number])
-    return slowest if max(waits) - waits[slowest] > 0.1 * ranks[slowest]["step_s"] else None
+    slowest = min(range(len(times)), key=lambda number: times[number][0])
+    least_s, whole_s = times[slowest]
+    return slowest if max(wait_s for wait_s, _ in times) - least_s > 0.1 * whole_s else None
 
 
 def _ranks(load: worker_pb2.Load) -> list[dict[str, Any]]:
@@ -67,6 +79,21 @@ def _ranks(load: worker_pb2.Load) -> list[dict[str, Any]]:
             "wait_s": rank.wait_seconds,
         }
         for rank in load.ranks
+    ]
+
+
+def _stages(load: worker_pb2.Load) -> list[dict[str, Any]]:
+    """The stages of a pipeline, the worker's own first, each with address (None for that one), first_layer,
+    num_layers, compute_s and wait_s."""
+    return [
+        {
+            "address": stage.address or None,
+            "first_layer": stage.first_layer,
+            "num_layers": stage.num_layers,
+            "compute_s": stage.compute_seconds,
+            "wait_s": stage.wait_seconds,
+        }
+        for stage in load.stages
     ]
 
 

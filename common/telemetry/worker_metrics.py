@@ -75,6 +75,7 @@ def load_metrics(
         yield counter
     yield from _binding_metrics(loads, labels)
     yield from _rank_metrics(loads, labels)
+    yield from _stage_metrics(loads, labels)
 
 
 def worker_gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
@@ -131,3 +132,19 @@ def _rank_metrics(loads: Sequence[Labelled], labels: Sequence[str]) -> Iterator[
             steps.add_metric([*values, str(number)], rank.step_seconds)
             waits.add_metric([*values, str(number)], rank.wait_seconds)
     yield from (steps, waits)
+
+
+def _stage_metrics(loads: Sequence[Labelled], labels: Sequence[str]) -> Iterator[Metric]:
+    computes = _counter("stage_compute_seconds", "Time that each stage of a pipeline has computed.", *labels, "stage")
+    waits = _counter(
+        "stage_wait_seconds",
+        "Time in which steps were on their way and the stage did not compute: it waited for other stages or for the "
+        "network. The slowest waits least.",
+        *labels,
+        "stage",
+    )
+    for values, load in loads:
+        for number, stage in enumerate(load.stages):
+            computes.add_metric([*values, str(number)], stage.compute_seconds)
+            waits.add_metric([*values, str(number)], stage.wait_seconds)
+    yield from (computes, waits)

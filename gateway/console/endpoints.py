@@ -31,7 +31,7 @@ from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.router_pb2 import WorkerInfo, WorkerState
 from headrace.protos.sampling_fields import NUMBERS, SamplingNumbers
 from headrace.protos.status import Reason, StatusError
-from headrace.protos.worker_pb2 import ModelCard, Role, StepCost
+from headrace.protos.worker_pb2 import ModelCard, PipelineStage, Role, StepCost
 
 FILES = Path(__file__).parent / "page"
 MIN_INTERVAL_S = 0.9
@@ -315,6 +315,9 @@ def _load_value(worker: WorkerInfo) -> dict[str, Any]:
                 "wait_seconds": rank.wait_seconds,
             }
             for rank in load.ranks
+        ],
+        "stages": [
+            {one.name: getattr(stage, one.name) for one in PipelineStage.DESCRIPTOR.fields} for stage in load.stages
         ],
     }
 

@@ -272,6 +272,18 @@ def test_a_rank_for_which_the_others_wait_is_named(wait_s: float, shown: str) ->
     assert column.text(whole) == ""
 
 
+@pytest.mark.parametrize(("wait_s", "shown"), [(3.5, "2"), (9.0, "2, stage 1 is slowest")])
+def test_a_stage_for_which_the_others_wait_is_named(wait_s: float, shown: str) -> None:
+    pipeline = worker("w1")
+    for waited_s in (wait_s, 3.0):
+        pipeline.load.stages.add(compute_seconds=20 - waited_s, wait_seconds=waited_s)
+    (row,) = worker_rows(picture_of(pipeline))
+    (column,) = (column for column in WORKER_COLUMNS if column.title == "stages")
+    assert column.text(row) == shown
+    (whole,) = worker_rows(picture_of(worker("w2")))
+    assert column.text(whole) == ""
+
+
 class StandIn:
     """A client with one picture."""
 

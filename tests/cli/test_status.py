@@ -138,6 +138,7 @@ def test_a_worker_shows_what_the_router_knows_of_it() -> None:
         "kv_resident_bytes": {"0": 0, "1": 200},
         "kv_huge_bytes": 150,
         "ranks": [],
+        "stages": [],
     }
     assert "disk: 40 of 50, 9 not written" in _cells(row)[7]
 
@@ -229,6 +230,19 @@ def test_a_divided_worker_is_one_row_with_its_ranks() -> None:
         {"numa_node": 1, "cpus": "4-7", "step_s": 10, "wait_s": 1},
     ]
     assert "rank 0: CPUs 0-3 on node 0; rank 1: CPUs 4-7 on node 1" in _cells(row)
+
+
+def test_a_pipeline_is_one_row_with_its_stages() -> None:
+    first = info(router_pb2.WORKER_STATE_READY)
+    first.load.stages.add(num_layers=13, compute_seconds=9, wait_seconds=1)
+    first.load.stages.add(address="10.0.0.6:50071", first_layer=13, num_layers=1)
+    row = row_of(record(), WORKER, {"worker-0": first}, True, 0)
+    assert row["stages"] == [
+        {"address": None, "first_layer": 0, "num_layers": 13, "compute_s": 9, "wait_s": 1},
+        {"address": "10.0.0.6:50071", "first_layer": 13, "num_layers": 1, "compute_s": 0, "wait_s": 0},
+    ]
+    own = "CPUs 0-3, 75% of memory on node 1"
+    assert f"{own}; stage 0: layers 0 to 12, waited 10%; stage 1: layer 13 on 10.0.0.6:50071" in _cells(row)
 
 
 async def test_the_table_says_where_a_worker_runs_and_how_much_of_its_memory_is_there(

@@ -1,5 +1,5 @@
-"""`headrace serve --pipeline 2`: the last layers of a model are in another process. One of the two dies, stops, or is
-slow under load.
+"""`headrace serve --pipeline 2`: the last layers of a model are in another process, which has joined. One of the two
+dies, stops, or is slow under load.
 
 `make test` disturbs a few times. With `python -m tests.soak stages` there are two pipelines, and it is 200 times, or
 HEADRACE_SOAK_ROUNDS. HEADRACE_SEED repeats the choices.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -45,12 +46,19 @@ NUM_STREAMS, MAX_TOKENS = 4 * NUM_PIPELINES, 40
 
 
 class Pipelines(NamedTuple):
-    """A system whose worker is the first stage of a pipeline, and the second stage. In a soak there is another such
-    worker with a stage of its own."""
+    """A system whose worker is the first stage of a pipeline, which others join at `joins`, and the second stage. In a
+    soak there is another such worker with a stage of its own, which it names. `member` are the flags of all."""
 
     system: Serve
     stages: list[Stage]
     groups: list[Group]
+    joins: str
+    member: tuple[str, ...]
+
+    def joining(self, directory: Path, *flags: str) -> Serve:
+        """Another host that joins, on a socket in a directory."""
+        where = ("--join", self.joins, "--stage-listen", f"unix:{directory}/stage.sock", "--workers", "1")
+        return Serve(str(small_model()), *where, *flags)
 
     def freeze(self, scene: Scene, pid: int) -> None:
         """A process stands still until the other has given it up. Neither can go on with the other then."""
@@ -66,12 +74,12 @@ class Pipelines(NamedTuple):
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipelines]:
     """Stages and workers authenticate one another with certificates and a join token, and are started again."""
-    directory = tmp_path_factory.mktemp("stages")
+    directory, joins = tmp_path_factory.mktemp("stages"), f"127.0.0.1:{free_port()}"
     certificates = make_certificates(directory / "tls")
     member = ("--tls-dir", str(certificates), "--join-token-file", str(certificates / "join-token"))
     stages = [
-        Stage(small_model(), directory, f"stage-{number}", *member, listen=f"127.0.0.1:{free_port()}")
-        for number in range(NUM_PIPELINES)
+        Stage(small_model(), directory, f"stage-{number}", *member, *joining, listen=f"127.0.0.1:{free_port()}")
+        for number, joining in zip(range(NUM_PIPELINES), (("--join", joins), ()), strict=False)
     ]
     flags = (*member, "--pipeline", "2", "--execution-mode", "accuracy", "--threads", "1", "--kv-cache-gb", "0.01")
     flags += ("--stuck-after-s", f"{patience(8):.1f}")
@@ -80,7 +88,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipelines]:
         stack.enter_context(kept([stage.process for stage in stages]))
         for stage in stages:
             stage.until_listening()
-        first = ("--workers", "1", "--stage", stages[0].address)
+        first = ("--workers", "1", "--await-stages", joins)
         system = stack.enter_context(serving(*first, *flags, model=small_model()))
         groups = [Group("worker-0", lambda: served_worker(system), lambda _: [stages[0].process.pid])]
         for number, stage in enumerate(stages[1:], 1):
@@ -88,11 +96,46 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipelines]:
             stack.enter_context(kept([joined]))
             groups.append(Group(joined.name, lambda of=joined: of.pid, lambda _, of=stage: [of.process.pid]))  # type: ignore[misc]
         until(lambda: len(system.workers()) == NUM_PIPELINES, "all workers are there", 60)
-        yield Pipelines(system, stages, groups)
+        yield Pipelines(system, stages, groups, joins, member)
         before = stages[0].num_starts
         system.end()
         # It serves the next worker.
         stages[0].until_listening(before + 1)
+
+
+def test_a_stage_that_joins_is_part_of_one_worker(pipelines: Pipelines) -> None:
+    system, stage = pipelines.system, pipelines.stages[0]
+    first, second = system.process_of("worker-0")["stages"]
+    assert (first["address"], second["address"]) == (None, stage.address)
+    assert (first["first_layer"], second["first_layer"]) == (0, first["num_layers"])
+    assert all(one["compute_s"] > 0 for one in (first, second))
+    for kind in ("compute", "wait"):
+        assert system.metric(f"headrace_worker_stage_{kind}_seconds_total") > 0
+    told = "\n".join(system.logs)
+    assert "cached prefixes are not exchanged with other workers: a block of a pipeline" in told
+    assert "the stages are this worker, " in told
+    assert any("joined the pipeline of worker-0 on " in line for line in stage.process.logs)
+
+
+def test_a_further_host_that_joins_is_a_spare(pipelines: Pipelines, tmp_path: Path) -> None:
+    spare = pipelines.joining(tmp_path, *pipelines.member)
+    try:
+        why = f"waiting for the worker at {pipelines.joins}: the pipeline of worker-0 on "
+        until(lambda: any(why in line for line in spare.logs), "it waits for its turn")
+    finally:
+        spare.end()
+    assert spare.process.returncode == 0, spare.tail()
+
+
+def test_a_host_with_another_join_token_is_refused(pipelines: Pipelines, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("fedcba9876543210")
+    stranger = pipelines.joining(tmp_path, *pipelines.member[:2], "--join-token-file", str(tmp_path / "other"))
+    try:
+        assert stranger.wait() == 2
+    finally:
+        stranger.end()
+    problem = f"error: --join {pipelines.joins}: the join token is missing or wrong: "
+    assert stranger.logs[-1].startswith(problem), stranger.tail()
 
 
 def test_cached_prefixes_are_found_and_change_nothing(pipelines: Pipelines) -> None:

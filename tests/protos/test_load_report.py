@@ -21,6 +21,7 @@ OTHER_FIELDS = {
     "prompt_steps",
     "decode_steps",
     "ranks",
+    "stages",
 }
 
 

@@ -56,6 +56,18 @@ class RankReport(NamedTuple):
     waited_s: float
 
 
+class StageReport(NamedTuple):
+    """A stage of a pipeline: where it is reached (empty for the worker's own), its layers, and the seconds since the
+    start in which it has computed, and in which it has waited for other stages or the network while steps were on their
+    way."""
+
+    address: str
+    first_layer: int
+    num_layers: int
+    computed_s: float
+    waited_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """The memory of the KV cache: `size_bytes` at `address`."""

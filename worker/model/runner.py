@@ -23,7 +23,7 @@ import numpy.typing as npt
 import openvino as ov
 
 from headrace.worker.config import ConfigurationError
-from headrace.worker.host.binding import RankReport
+from headrace.worker.host.binding import RankReport, StageReport
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.layers import LayerGroup, LayerKind
@@ -297,6 +297,10 @@ class OpenVINOModelRunner:
 
     def ranks(self) -> Sequence[RankReport]:
         """The ranks of a divided model; none for a whole one."""
+        return ()
+
+    def stages(self) -> Sequence[StageReport]:
+        """The stages of a pipeline, this process first; none for a model whose layers are all here."""
         return ()
 
     def end_warm_up(self) -> None:

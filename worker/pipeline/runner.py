@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import openvino as ov
@@ -26,6 +26,7 @@ import openvino as ov
 from headrace.protos import stage_pb2
 from headrace.protos.stage_pb2 import ComputeRequest
 from headrace.worker.config import ConfigurationError
+from headrace.worker.host.binding import StageReport
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.exclusions import IMAGES, PIPELINE, impossible
 from headrace.worker.model.batch import Batch, Graph
@@ -57,6 +58,18 @@ class _Begun:
     parts: Sequence[parts.Part]
     awaited: list[_Awaited] = field(default_factory=list)
     computed_s: float = 0.0
+
+
+class Times(NamedTuple):
+    """Seconds since the start: in which steps were on their way, and in which each stage has computed."""
+
+    on_way_s: float
+    computed_s: Sequence[float]
+
+    def waited_s(self, stage: int) -> float:
+        """In which a stage has waited for others or for the network. What it computes after the end of a step that
+        samples nothing is not on the way."""
+        return max(0.0, self.on_way_s - self.computed_s[stage])
 
 
 class Link(Protocol):
@@ -120,10 +133,15 @@ class PipelineRunner(OpenVINOModelRunner):
         self._begun: deque[_Begun] = deque()
         # Of all steps on their way.
         self._awaited: deque[_Awaited] = deque()
-        self.busy_s: Sequence[float] = ()
+        self.busy_s: Sequence[float] = (0.0,) * (num_stages - 1)
         """Seconds that each other stage has computed."""
         self.first_layers: Sequence[int] = ()
         """The first layer of each other stage."""
+        self._total_layers = 0
+        # The beginning of the time that is not in `_times` yet, while steps are on their way.
+        self._since_s = 0.0
+        self._own_s = 0.0
+        self._times = Times(0.0, (0.0,) * num_stages)
         setup = stage_pb2.StageSetup(
             kv_precision=kv_precision,
             execution_mode=execution_mode,
@@ -157,6 +175,7 @@ class PipelineRunner(OpenVINOModelRunner):
         if self.image_inputs is not None:
             raise impossible(PIPELINE, IMAGES, f"--pipeline {self.num_stages}")
         cuts = find_cuts(model)
+        self._total_layers = cuts.num_layers
         head = take_head(model)
         speeds = [bytes_per_s(self._threads), *(stage.speed for stage in self._offer.stages)]
         self.first_layers = divide(cuts.costs, cuts.head_cost, speeds)
@@ -199,6 +218,8 @@ class PipelineRunner(OpenVINOModelRunner):
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Begin the next step: compute the layers of this stage, and send it to the others. Each needs a `run`."""
         start_s = time.perf_counter()
+        if not self._begun:
+            self._since_s = start_s
         step = _Begun(batch, parts.parts_of(batch, parts.num_parts(batch), self.block_size))
         least = self._least_rows(batch)
         with self._all_or_none():
@@ -212,6 +233,7 @@ class PipelineRunner(OpenVINOModelRunner):
                 step.awaited.append(awaited)
                 self._awaited.append(awaited)
         step.computed_s = time.perf_counter() - start_s
+        self._own_s += step.computed_s
         self._begun.append(step)
 
     def run(self) -> Logits:
@@ -221,8 +243,21 @@ class PipelineRunner(OpenVINOModelRunner):
         step = self._begun.popleft()
         with self._all_or_none():
             request = self._end(step)
-        self.infer_s = step.computed_s + time.perf_counter() - start_s
+        end_s = time.perf_counter()
+        self.infer_s = step.computed_s + end_s - start_s
+        self._times = Times(self._times.on_way_s + end_s - self._since_s, (self._own_s, *self.busy_s))
+        self._since_s = end_s
         return request.logits()
+
+    def stages(self) -> Sequence[StageReport]:
+        """The stages. May be called from any thread."""
+        times, ends = self._times, [*self.first_layers, self._total_layers]
+        return [
+            StageReport(address, first, end - first, times.computed_s[stage], times.waited_s(stage))
+            for stage, (address, first, end) in enumerate(
+                zip(("", *self._link.addresses), (0, *self.first_layers), ends, strict=True)
+            )
+        ]
 
     def _end(self, step: _Begun) -> FirstRequest:
         """Wait for the hidden states of a step, and compute its logits."""
@@ -242,7 +277,9 @@ class PipelineRunner(OpenVINOModelRunner):
         for part, awaited in zip(step.parts, step.awaited, strict=True):
             if awaited.num_rows:
                 states[part.rows] = awaited.states
+        start_s = time.perf_counter()
         request.compute_logits(states, batch.inverse_temperatures, batch.sums, least=self._least_rows(batch))
+        self._own_s += time.perf_counter() - start_s
         return request
 
     def _least_rows(self, batch: Batch) -> int:

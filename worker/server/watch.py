@@ -19,7 +19,7 @@ from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.mailbox import EngineReport, LearnedCost
-from headrace.worker.host.binding import Binding, RankReport
+from headrace.worker.host.binding import Binding, RankReport, StageReport
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
@@ -144,11 +144,13 @@ class WatchHub:
         block_size: int,
         adapters: AdapterDesk | None = None,
         ranks: Callable[[], Sequence[RankReport]] = tuple,
+        stages: Callable[[], Sequence[StageReport]] = tuple,
     ) -> None:
         """`epoch` tells this process from others with the same address. Without `adapters`, none are reported. `ranks`
-        reads those of a divided model, from any thread."""
+        and `stages` read those of a divided model, from any thread."""
         self.epoch = epoch
         self.ranks = ranks
+        self.stages = stages
         self._adapters = adapters
         if adapters is not None:
             adapters.listen(self._adapters_changed)
@@ -381,6 +383,7 @@ class WatchHub:
             prompt_steps=_cost_message(costs.get("prompts")),
             decode_steps=_cost_message(costs.get("decode")),
             ranks=map(rank_message, self.ranks()),
+            stages=map(stage_message, self.stages()),
         )
 
 
@@ -403,6 +406,17 @@ def rank_message(rank: RankReport) -> worker_pb2.Rank:
     """The message that tells routers of a rank of a divided model."""
     return worker_pb2.Rank(
         numa_node=rank.numa_node, cpus=format_list(rank.cpus), step_seconds=rank.step_s, wait_seconds=rank.waited_s
+    )
+
+
+def stage_message(stage: StageReport) -> worker_pb2.PipelineStage:
+    """The message that tells routers of a stage of a pipeline."""
+    return worker_pb2.PipelineStage(
+        address=stage.address,
+        first_layer=stage.first_layer,
+        num_layers=stage.num_layers,
+        compute_seconds=stage.computed_s,
+        wait_seconds=stage.waited_s,
     )
 
 

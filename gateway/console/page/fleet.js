@@ -80,6 +80,15 @@ export function tiersOf({ prompt_tokens_cached: cached, prompt_tokens_computed: 
   return { memory: Math.max(0, cached - disk - peers), disk, peers, computed };
 }
 
+/** Which layers each stage of a pipeline has, and which part of the time of steps it has waited for others or the network. */
+export function stagesOf(load) {
+  return (load.stages ?? []).map(({ address, first_layer: first, num_layers: count, compute_seconds: computed, wait_seconds: waited }, stage) => {
+    const layers = count === 1 ? `layer ${first}` : `layers ${first} to ${first + count - 1}`;
+    const share = computed + waited ? percent(waited / (computed + waited)) : "–";
+    return `Stage ${stage}: ${layers}${address ? ` on ${address}` : ""}, waited ${share} of its time`;
+  });
+}
+
 /** Where each rank of a divided model runs, and which part of its steps it has waited for slower ones. */
 export function ranksOf(load) {
   return (load.ranks ?? []).map(({ numa_node: node, cpus, step_seconds: steps, wait_seconds: waits }, rank) => {
@@ -125,8 +134,8 @@ class WorkerCard {
         h("div", { class: "with-spark", title: "Tokens generated per second in the last minute" }, h("dt", null, "Tokens/s"), (this.figures.rate = h("dd", null, "–")), this.spark.element),
       ),
     );
-    this.ranks = h("ul", { class: "block-key", hidden: true });
-    this.body.append(this.ranks);
+    this.parts = h("ul", { class: "block-key", hidden: true });
+    this.body.append(this.parts);
     this.element = h("article", { class: "worker", "aria-label": `Worker ${id}` }, h("header", null, this.dot, this.name, this.state, this.model), this.detail, this.body);
   }
 
@@ -149,9 +158,9 @@ class WorkerCard {
     say(this.legend.unused, whole(empty));
     this.bar.setAttribute("aria-label", `KV blocks: ${used} in use, ${reusable} reusable, ${empty} free, of ${total}`);
     this.#drawTiers(tiersOf(load.counters));
-    const ranks = ranksOf(load);
-    this.ranks.hidden = !ranks.length;
-    this.ranks.replaceChildren(...ranks.map((text) => h("li", null, text)));
+    const parts = [...ranksOf(load), ...stagesOf(load)];
+    this.parts.hidden = !parts.length;
+    this.parts.replaceChildren(...parts.map((text) => h("li", null, text)));
     const { prompt_tokens_cached: cached, prompt_tokens_computed: computed } = load.counters;
     say(this.figures.running, `${load.num_running} of ${load.max_num_seqs}`);
     say(this.figures.waiting, String(load.num_waiting));

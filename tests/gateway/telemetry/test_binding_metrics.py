@@ -85,3 +85,15 @@ def test_each_rank_of_a_divided_model_shows_its_time_and_its_wait() -> None:
         'headrace_worker_rank_wait_seconds_total{rank="0",worker="a"} 0.0',
         'headrace_worker_rank_wait_seconds_total{rank="1",worker="a"} 3.0',
     ]
+
+
+def test_each_stage_of_a_pipeline_shows_its_time_and_its_wait() -> None:
+    stages = [worker_pb2.PipelineStage(compute_seconds=9), worker_pb2.PipelineStage(compute_seconds=6, wait_seconds=3)]
+    workers = [router_pb2.WorkerInfo(worker_id="a", load=worker_pb2.Load(stages=stages))]
+    lines = [line for line in Metrics().exposition(workers)[0].decode().splitlines() if "worker_stage" in line]
+    assert [line for line in lines if not line.startswith("#")] == [
+        'headrace_worker_stage_compute_seconds_total{stage="0",worker="a"} 9.0',
+        'headrace_worker_stage_compute_seconds_total{stage="1",worker="a"} 6.0',
+        'headrace_worker_stage_wait_seconds_total{stage="0",worker="a"} 0.0',
+        'headrace_worker_stage_wait_seconds_total{stage="1",worker="a"} 3.0',
+    ]

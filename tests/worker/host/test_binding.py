@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.registry import CollectorRegistry
 
 from headrace.protos import worker_pb2
-from headrace.worker.host.binding import Binding, RankReport, Region, keep_binding_known, read_binding
+from headrace.worker.host.binding import Binding, RankReport, Region, StageReport, keep_binding_known, read_binding
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.huge_pages import HugePages
@@ -103,6 +103,16 @@ def test_the_load_has_the_ranks_of_a_divided_model() -> None:
     assert first == worker_pb2.Rank(numa_node=1, cpus="4-5", step_seconds=2.5, wait_seconds=0.5)
     assert second == worker_pb2.Rank(cpus="6", step_seconds=2.0)
     assert not WatchHub(1, 8, 4).load().ranks
+
+
+def test_the_load_has_the_stages_of_a_pipeline() -> None:
+    stages = [StageReport("", 0, 2, 2.5, 0.5), StageReport("b:1", 2, 1, 2.0, 1.0)]
+    first, second = WatchHub(1, 8, 4, stages=lambda: stages).load().stages
+    assert first == worker_pb2.PipelineStage(num_layers=2, compute_seconds=2.5, wait_seconds=0.5)
+    assert second == worker_pb2.PipelineStage(
+        address="b:1", first_layer=2, num_layers=1, compute_seconds=2.0, wait_seconds=1.0
+    )
+    assert not WatchHub(1, 8, 4).load().stages
 
 
 def test_the_metrics_say_the_same(tmp_path: Path) -> None:

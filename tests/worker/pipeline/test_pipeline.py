@@ -29,7 +29,7 @@ from headrace.worker.model.batch import build_batch
 from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.pipeline import link, stage
 from headrace.worker.pipeline.link import NamedStages, StageLink
-from headrace.worker.pipeline.runner import PipelineRunner
+from headrace.worker.pipeline.runner import PipelineRunner, Times
 from headrace.worker.pipeline.stage import StageCall
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
@@ -119,8 +119,16 @@ def test_processes_have_the_log_probabilities_of_the_whole(of_whole: Computed, o
     runner.end_warm_up()
     assert_exact(of_whole, Computed(runner, runner.exact_rows), prompts(20, 300))
     assert len(runner.first_layers) == 2
-    assert len(runner.busy_s) == 2
-    assert all(seconds > 0 for seconds in runner.busy_s)
+    reports = runner.stages()
+    assert [stage.address for stage in reports] == ["", *(stage.address for stage in of_three.others)]
+    assert [stage.first_layer for stage in reports] == [0, *runner.first_layers]
+    assert sum(stage.num_layers for stage in reports) == MODEL.layers
+    assert all(stage.computed_s > 0 for stage in reports)
+    assert reports[0].waited_s > 0, "for the rows of the last stage"
+    step(runner)
+    later = runner.stages()
+    assert all(now.computed_s > then.computed_s for now, then in zip(later, reports, strict=True))
+    assert runner.stages() == later, "nothing is counted while there is nothing to compute"
     assert runner.block_bytes < of_whole.block_bytes
     # In parts, of which only the last has a row; and in steps, of which only the last has.
     in_parts = step(runner, 200)
@@ -138,6 +146,11 @@ def test_a_layer_for_each_stage_has_the_log_probabilities_of_the_whole(directory
     of_stages, runner = staged(directory, 4)
     assert runner.first_layers == [1, 2, 3]
     assert_exact(of_whole, of_stages, prompts(20, 300))
+
+
+def test_a_stage_waits_while_steps_are_on_their_way_and_it_does_not_compute() -> None:
+    times = Times(10.0, (4.0, 9.5, 10.5))
+    assert [times.waited_s(stage) for stage in range(3)] == [6.0, 0.5, 0.0]
 
 
 def test_an_idle_stage_takes_no_time_of_the_cpu(of_three: Started) -> None:

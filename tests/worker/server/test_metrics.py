@@ -12,7 +12,7 @@ from headrace.common.telemetry.vllm_metrics import Waits
 from headrace.protos import worker_pb2
 from headrace.protos.load_report import LoadReport
 from headrace.worker.engine.mailbox import EngineReport
-from headrace.worker.host.binding import RankReport
+from headrace.worker.host.binding import RankReport, StageReport
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.metrics import LoadCollector, RequestMetrics, VllmCollector, new_registry
 from headrace.worker.server.watch import WatchHub
@@ -94,3 +94,17 @@ def test_ranks_of_a_divided_model_show_their_times_and_their_waits() -> None:
     assert found == {("step", "0"): 5.0, ("step", "1"): 5.5, ("wait", "0"): 0.5, ("wait", "1"): 2.0}
     undivided = LoadCollector(WatchHub(epoch=1, max_num_seqs=1, block_size=4)).collect()
     assert not [metric.name for metric in undivided if "rank" in metric.name]
+
+
+def test_stages_of_a_pipeline_show_what_they_computed_and_how_long_they_waited() -> None:
+    registry = CollectorRegistry()
+    stages = [StageReport("", 0, 13, 5.0, 0.5), StageReport("10.0.0.6:50071", 13, 17, 3.5, 2.0)]
+    registry.register(LoadCollector(WatchHub(epoch=1, max_num_seqs=1, block_size=4, stages=lambda: stages)))
+    found = {
+        (kind, stage): registry.get_sample_value(f"headrace_worker_stage_{kind}_seconds_total", {"stage": stage})
+        for kind in ("compute", "wait")
+        for stage in ("0", "1")
+    }
+    assert found == {("compute", "0"): 5.0, ("compute", "1"): 3.5, ("wait", "0"): 0.5, ("wait", "1"): 2.0}
+    whole = LoadCollector(WatchHub(epoch=1, max_num_seqs=1, block_size=4)).collect()
+    assert not [metric.name for metric in whole if "_stage_" in metric.name]
