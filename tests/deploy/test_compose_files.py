@@ -21,14 +21,18 @@ FILES = {
     "compose.yaml": ["compose.yaml"],
     "two-socket": ["compose.yaml", "deploy/compose/two-socket.yaml"],
     "host": ["deploy/compose/host.yaml"],
+    "pipeline": ["deploy/compose/pipeline.yaml"],
 }
 VARIABLES = {
     "HOST_ADDRESS": "10.0.0.7",
+    "FIRST_ADDRESS": "10.0.0.5",
     "REDIS_URL": "rediss://10.0.0.5:6379/0",
     "WORKER_1_CPUS": "4-5",
     "TLS_DIR": "/tls",
 }
-ALL_PROFILES = ["--profile", "front", "--profile", "redis", "--profile", "two-socket"]
+PROFILES = ("front", "redis", "two-socket", "first", "stage")
+ALL_PROFILES = [word for profile in PROFILES for word in ("--profile", profile)]
+PIPELINE = "deploy/compose/pipeline.yaml"
 
 _INNERMOST = re.compile(r"\$\{(\w+)(?::([-?+])([^${}]*))?\}")
 
@@ -62,6 +66,7 @@ def seconds(duration: str) -> float:
 
 
 whole_files = pytest.mark.parametrize("file", ["compose.yaml", "deploy/compose/host.yaml"])
+with_pipeline = pytest.mark.parametrize("file", ["compose.yaml", "deploy/compose/host.yaml", PIPELINE])
 
 
 @pytest.mark.parametrize("file", sorted({file for files in FILES.values() for file in files}))
@@ -92,15 +97,16 @@ def test_compose_itself_accepts_the_files(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     config = json.loads(done.stdout)
-    assert {"gateway", "router", "worker"} <= set(config["services"])
+    parts = {"first", "stage"} if name == "pipeline" else {"gateway", "router", "worker"}
+    assert parts <= set(config["services"])
     # The build context is the repository, from wherever the file is.
     assert Path(config["services"]["pull"]["build"]["context"]) == ROOT
-    if name != "compose.yaml":
+    if name in ("two-socket", "host"):
         assert config["services"]["worker-1"]["cpuset"] == VARIABLES["WORKER_1_CPUS"]
         assert config["services"]["worker-1"]["cap_add"] == ["SYS_NICE"]
 
 
-@whole_files
+@with_pipeline
 def test_commands_are_those_of_the_real_commands(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, service in services(file).items():
         if "redis" not in name and "entrypoint" not in service:
@@ -173,7 +179,7 @@ def test_stops_leave_the_time_to_drain(file: str, monkeypatch: pytest.MonkeyPatc
         assert drain_s + 5 <= seconds(service["stop_grace_period"])
 
 
-@whole_files
+@with_pipeline
 def test_every_container_is_confined(file: str) -> None:
     for service in services(file).values():
         assert service["read_only"] is True
@@ -206,8 +212,27 @@ def test_the_memory_of_kv_caches_belongs_to_the_user_of_the_image(file: str) -> 
     assert {f"uid={user}", "mode=0700"} <= set(options)
 
 
+def test_hosts_of_a_pipeline_meet_with_the_token_of_their_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = services(PIPELINE)
+    first, stage = (
+        refuse_what_is_unknown(monkeypatch, found[name]["command"], found[name]["environment"])
+        for name in ("first", "stage")
+    )
+    assert (first["pipeline"], first["host"], stage["workers"]) == (2, "127.0.0.1", 1)
+    # Of two hosts, as 10.0.0.5 and 10.0.0.7 would have it.
+    assert str(first["await_stages"]).replace("10.0.0.7", "10.0.0.5") == stage["join"] == "10.0.0.5:50070"
+    assert found["stage"]["healthcheck"]["test"][3] == stage["stage_listen"] == "10.0.0.7:50071"
+    assert found["first"]["healthcheck"]["test"][3] == f"http://{first['host']}:{first['port']}"
+    for name in ("first", "stage"):
+        assert seconds(found[name]["stop_grace_period"]) >= 10, "it takes 5 s to stop"
+        mounts = [volume.split(":")[1] for volume in found[name]["volumes"]]
+        assert str(Path(found[name]["environment"]["HEADRACE_JOIN_TOKEN_FILE"]).parent) in mounts
+        assert found[name]["depends_on"] == {"pull": {"condition": "service_completed_successfully"}}
+        assert found[name]["profiles"] == [name]
+
+
 def test_every_variable_is_explained_at_the_head_of_its_file() -> None:
-    for file in ("compose.yaml", "deploy/compose/host.yaml", "deploy/compose/two-socket.yaml"):
+    for file in ("compose.yaml", "deploy/compose/host.yaml", "deploy/compose/two-socket.yaml", PIPELINE):
         lines = (ROOT / file).read_text().splitlines()
         head = "\n".join(line for line in lines if line.startswith("#"))
         body = "\n".join(line for line in lines if not line.startswith("#"))

@@ -66,9 +66,17 @@ def test_every_component_can_be_chosen_and_is_rendered(helm: Any) -> None:
     assert schema["properties"]["components"]["items"]["enum"] == names
     base = by_identity(rendered(helm, {"secrets": {"create": False}}))
     for name in names:
-        needed = {"redis-server-tls": ["redis-server"], "inference-pool-tls": ["tls", "inference-pool"]}.get(name, [])
-        with_it = by_identity(rendered(helm, {"components": [*needed, name], "secrets": {"create": False}}))
-        assert with_it != base, name
+        needed = {
+            "redis-server-tls": ["redis-server"],
+            "inference-pool-tls": ["tls", "inference-pool"],
+            "pipeline-tls": ["pipeline"],
+        }.get(name, [])
+        values = {
+            "components": [*needed, name],
+            "secrets": {"create": False},
+            "worker": {"replicas": 1 if name.startswith("pipeline") else 2},
+        }
+        assert by_identity(rendered(helm, values)) != base, name
 
 
 def test_the_schema_has_every_value_and_every_default_passes_it() -> None:
@@ -102,6 +110,7 @@ def test_the_schema_has_every_value_and_every_default_passes_it() -> None:
         ({"worker": {"storage": {"size": "much"}}}, "storage"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
         ({"inferenceGateway": {"class": "istio"}}, "class"),
+        ({"components": ["pipeline"]}, "a pipeline has one worker: set worker.replicas to 1"),
     ],
 )
 def test_wrong_values_are_refused_by_name(helm: Any, values: dict[str, Any], said: str) -> None:

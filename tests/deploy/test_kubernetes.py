@@ -28,9 +28,10 @@ OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 RELEASES = ("1.29", "1.37")
 WORKLOADS = ("Deployment", "StatefulSet")
 # Services whose pods are of another name: a second port of theirs.
-OF_OTHER_PODS = {"headrace-picker": "headrace-gateway"}
+OF_OTHER_PODS = {"headrace-picker": "headrace-gateway", "headrace-pipeline": "headrace-worker"}
 # Where values are put in by the kubelet.
 DOWNWARD = {"POD_IP": "10.0.0.7", "POD_NAME": "headrace-worker-0", "MODEL_NAME": "m", "MODEL_SOURCE": "smollm2-135m"}
+
 
 overlays = pytest.mark.parametrize("overlay", OVERLAYS)
 
@@ -41,6 +42,12 @@ def rendered(overlay: str) -> list[Resource]:
 
 def of_kind(resources: list[Resource], *kinds: str) -> list[Resource]:
     return [resource for resource in resources if resource["kind"] in kinds]
+
+
+def worker_of(resources: list[Resource]) -> Resource:
+    """The workload of the workers."""
+    (worker,) = (one for one in resources if identity(one) == ("StatefulSet", "headrace-worker"))
+    return worker
 
 
 def pod_of(workload: Resource) -> Resource:
@@ -224,7 +231,7 @@ def listened_ports(params: dict[str, Any]) -> Iterator[int]:
     for name in ("port", "grpc_port"):
         if params.get(name):
             yield params[name]
-    for name in ("listen", "metrics", "probe", "endpoint_picker"):
+    for name in ("listen", "metrics", "probe", "endpoint_picker", "await_stages"):
         if params.get(name):
             yield int(params[name].rpartition(":")[2])
 
@@ -270,6 +277,10 @@ def test_only_gateways_reach_routers_and_only_routers_and_workers_reach_workers(
     assert allowed(resources, worker, worker) == {50061}, "they exchange cached prefixes"
     assert allowed(resources, router, router) == set()
     names = [identity(workload)[1] for workload in of_kind(resources, *WORKLOADS)]
+    if "headrace-stage" in names:
+        assert allowed(resources, "headrace-stage", worker) == {50070}, "it joins"
+        assert allowed(resources, worker, "headrace-stage") == allowed(resources, *["headrace-stage"] * 2) == {50071}
+        assert allowed(resources, gateway, "headrace-stage") == allowed(resources, router, "headrace-stage") == set()
     if "headrace-redis" in names:
         assert allowed(resources, gateway, "headrace-redis") == {6379}
         assert allowed(resources, router, "headrace-redis") == allowed(resources, worker, "headrace-redis") == set()
@@ -381,16 +392,15 @@ def test_every_redis_has_a_password_and_tls_where_all_parts_have_it(overlay: str
 
 @overlays
 def test_a_worker_that_drains_is_not_ready_and_alive(overlay: str) -> None:
-    (worker,) = of_kind(rendered(overlay), "StatefulSet")
-    container = named(worker, "worker")
+    container = named(worker_of(rendered(overlay)), "worker")
     assert container["livenessProbe"]["grpc"]["service"] == "headrace.v1.Worker"
     assert container["readinessProbe"]["grpc"].get("service", "") in ("", "headrace.v1.Inference")
 
 
 @overlays
 def test_workers_are_guaranteed_whole_cpus(overlay: str) -> None:
-    (worker,) = of_kind(rendered(overlay), "StatefulSet")
-    for container in containers(worker):
+    computing = of_kind(rendered(overlay), "StatefulSet")
+    for container in (container for workload in computing for container in containers(workload)):
         resources = container["resources"]
         assert resources["requests"] == resources["limits"]
         assert set(resources["limits"]) == {"cpu", "memory"}
@@ -596,10 +606,39 @@ def test_workers_of_a_model_in_an_image_fetch_nothing_and_the_node_keeps_it(tmp_
     assert "volumeClaimTemplates" not in worker["spec"]
 
 
-@overlays
+@pytest.mark.parametrize("overlay", sorted({*OVERLAYS} - {"pipeline"}))
 def test_the_kv_cache_of_a_worker_outlives_its_container(overlay: str) -> None:
-    (workload,) = of_kind(rendered(overlay), "StatefulSet")
+    workload = worker_of(rendered(overlay))
     pod, worker = pod_of(workload), named(workload, "worker")
     (directory,) = [arg.partition("=")[2] for arg in worker["args"] if arg.startswith("--kv-memory=")]
     (volume,) = [mount["name"] for mount in worker["volumeMounts"] if mount["mountPath"] == directory]
     assert {"name": volume, "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+
+
+def test_stages_join_the_worker_before_it_is_ready_and_are_as_many_as_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resources = rendered("pipeline")
+    found = {identity(one): one for one in resources}
+    worker, stage = found["StatefulSet", "headrace-worker"], found["StatefulSet", "headrace-stage"]
+
+    def params_of(workload: Resource) -> dict[str, Any]:
+        (container,) = pod_of(workload)["containers"]
+        argv = [re.sub(r"\$\((\w+)\)", lambda name: DOWNWARD[name[1]], arg) for arg in container["args"]]
+        env = {variable["name"]: variable.get("value", "x") for variable in container["env"]}
+        return refuse_what_is_unknown(monkeypatch, argv, env)
+
+    first, other = params_of(worker), params_of(stage)
+    assert worker["spec"]["replicas"] == 1
+    assert stage["spec"]["replicas"] == first["pipeline"] - 1
+    assert other["serve_stage"] is True
+    assert other["tls_dir"] == first["tls_dir"] is not None
+    host, _, port = other["join"].rpartition(":")
+    service = found["Service", host]["spec"]
+    assert service["publishNotReadyAddresses"] is True
+    assert [one["port"] for one in service["ports"]] == [int(port)]
+    assert first["await_stages"].endswith(f":{port}")
+    assert selects({"matchLabels": service["selector"]}, labels_of(worker))
+    (rule,) = pod_of(stage)["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+    assert all(selects(rule["labelSelector"], labels_of(one)) for one in (worker, stage))

@@ -113,6 +113,22 @@ def test_clients_of_other_hosts_get_in_where_asked_only(unit: str, monkeypatch: 
     assert refuse_what_is_unknown(monkeypatch, argv_of(unit, "ExecStart"), opened)["host"] == "0.0.0.0"
 
 
+def test_the_unit_of_a_host_is_a_stage_of_another_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings are those of docs/how-to/large-models.md."""
+    guide = (SYSTEMD.parent.parent / "docs" / "how-to" / "large-models.md").read_text()
+    blocks = re.findall(r"```ini\n(.*?)```", guide, re.DOTALL)
+    files = [dict(re.findall(r"^(\w+)=(\S+)$", block, re.MULTILINE)) for block in blocks]
+    unit = "headrace.service"
+    first, stage = (
+        refuse_what_is_unknown(monkeypatch, argv_of(unit, "ExecStart"), {**environment(unit), **settings_of_host})
+        for settings_of_host in files
+    )
+    assert (first["pipeline"], first["workers"], first["await_stages"], first["join"]) == (2, 1, None, None)
+    assert stage["join"] == "10.0.0.5:50070"
+    assert first["tls_dir"] == stage["tls_dir"] is not None
+    assert files[0]["MODEL"] == files[1]["MODEL"]
+
+
 def test_each_instance_of_the_worker_has_its_own_node() -> None:
     for node in (0, 1):
         text = (SYSTEMD / f"headrace-worker@{node}.service.d" / "numa-node.conf").read_text()
