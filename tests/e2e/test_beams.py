@@ -132,7 +132,7 @@ def test_fields_have_their_effect(
 
 
 def test_answers_end_at_texts(client: openai.OpenAI, accurate: Serve, unpaged: Unpaged, prompt: list[int]) -> None:
-    """The text spans two tokens of the best answer without it."""
+    """The text is of the best answer without it, and the penalty favours short answers."""
     vocabulary = read_vocabulary(model_directory(MODEL))
 
     def text_of(token_ids: Sequence[int]) -> str:
@@ -142,8 +142,14 @@ def test_answers_end_at_texts(client: openai.OpenAI, accurate: Serve, unpaged: U
 
     best = unpaged.search(prompt, width=4, max_tokens=8, stops=[EOS])[0].token_ids
     stop = text_of(best[2:4])[1:-1]
+    penalty = {"length_penalty": -1.5}
     answers = unpaged.search(
-        prompt, width=4, max_tokens=8, stops=[EOS], is_text_complete=lambda token_ids: stop in text_of(token_ids)
+        prompt,
+        width=4,
+        max_tokens=8,
+        stops=[EOS],
+        is_text_complete=lambda token_ids: stop in text_of(token_ids),
+        **penalty,
     )
     made = client.completions.create(
         model=MODEL,
@@ -151,7 +157,7 @@ def test_answers_end_at_texts(client: openai.OpenAI, accurate: Serve, unpaged: U
         max_tokens=8,
         n=4,
         stop=["never", stop],
-        extra_body={"use_beam_search": True, "return_token_ids": True},
+        extra_body={"use_beam_search": True, "return_token_ids": True, **penalty},
     )
     for choice, answer in zip(made.choices, answers, strict=True):
         text, found, _ = text_of(answer.token_ids).partition(stop)
