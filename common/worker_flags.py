@@ -257,6 +257,25 @@ WORKER_FLAGS = (
         serve_type=_Text("name_or_dir"),
     ),
     WorkerFlag(
+        "--draft-tree-tokens",
+        click.IntRange(2, 64),
+        of_worker="Let EAGLE-3 heads propose trees of up to this many tokens: several tokens for the same place, of which "
+        "a step verifies as many as make this worker faster. Default: one token for each place.",
+        of_serve="Let EAGLE-3 heads propose trees of up to this many tokens, several for the same place.",
+    ),
+    WorkerFlag(
+        "--draft-tree-depth",
+        click.IntRange(1, 11),
+        of_worker="Tokens on the longest path of a tree. Default: 5.",
+        of_serve="Tokens on the longest path of a tree.  [default: 5]",
+    ),
+    WorkerFlag(
+        "--draft-tree-top-k",
+        click.IntRange(2, 16),
+        of_worker="How many tokens of each depth of a tree are continued, and with how many tokens each. Default: 4.",
+        of_serve="How many tokens of each depth of a tree are continued, each with as many tokens.  [default: 4]",
+    ),
+    WorkerFlag(
         "--cache-eviction",
         _Eviction(),
         of_worker="Let long requests evict the KV blocks that they attend to least, so that answers may be longer than "

@@ -45,6 +45,10 @@ class WorkerConfig:
     speculation: str | None
     draft_model: Path | None
     """Directory of a smaller model, or of heads, that proposes tokens."""
+    draft_tree_tokens: int | None
+    """The most tokens of a tree of proposals; None for drafts without branches."""
+    draft_tree_depth: int | None
+    draft_tree_top_k: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     max_num_mixed_tokens: int | None

@@ -62,8 +62,10 @@ from headrace.worker.speculation.load import (
     load_draft,
     read_heads,
     speculation_for,
+    tree_for,
     weights_of_draft,
 )
+from headrace.worker.speculation.tree import TreeShape
 from headrace.worker.tiers import NO_TIERS, Tiers, kv_layout, open_disk, tiers_for
 from headrace.worker.vision.load import Vision, vision_for
 from headrace.worker.weights.file_memory import give_back_files
@@ -201,7 +203,8 @@ def load_model(
 
 class Found(NamedTuple):
     """What is known before the model is compiled. `longest` is the longest context in tokens, `rule` that of
-    --cache-eviction, `speculation` how to draft, and `hashing` gives the fingerprint of the model's files."""
+    --cache-eviction, `speculation` how to draft, in trees of the shape `tree` if there is one, and `hashing` gives the
+    fingerprint of the model's files."""
 
     threads: int
     model_dir: ModelDir
@@ -210,6 +213,7 @@ class Found(NamedTuple):
     disk_key: bytes | None
     speculation: str
     heads: EagleHeads | MedusaHeads | None
+    tree: TreeShape | None
     kept: KeptCache | None
     hashing: Future[str]
 
@@ -234,9 +238,10 @@ def read_files(config: WorkerConfig, memory: HostMemory | None) -> Found:
     rule = eviction_of(config)
     refuse_flags(config)
     speculation = speculation_for(config, with_amx=has_amx())
-    heads = read_heads(config.draft_model, speculation)
+    tree = tree_for(config, speculation)
+    heads = read_heads(config.draft_model, speculation, tree)
     longest = config.max_context_tokens or model_dir.max_context_tokens
-    return Found(threads, model_dir, longest, rule, disk_key, speculation, heads, kept, hashing)
+    return Found(threads, model_dir, longest, rule, disk_key, speculation, heads, tree, kept, hashing)
 
 
 def compile_all(config: WorkerConfig, found: Found, transport: Transport, offers: Others | None) -> Compiled:
@@ -268,7 +273,7 @@ def make_engine(
         target_step_ms=config.target_tpot_ms,
         persistence=persistence_of(allocation.kept, disk),
         speculation=found.speculation,
-        draft=draft_of(compiled.draft, found.heads, found.threads),
+        draft=draft_of(compiled.draft, found.heads, found.threads, found.tree),
         groups=allocation.groups,
         step_log=opened_step_log(config),
         steps_at_once=compiled.runner.num_stages,
@@ -301,14 +306,15 @@ def draft_of(
     runner: OpenVINOModelRunner | EagleRunner | MedusaRunner | None,
     heads: EagleHeads | MedusaHeads | None,
     threads: int,
+    tree: TreeShape | None,
 ) -> Draft | None:
-    """The model or heads that propose tokens; None without one."""
+    """The model or heads that propose tokens, in trees of a shape or without branches; None without one."""
     if runner is None:
         return None
     from headrace.worker.draft_heads.eagle_runner import EagleRunner
 
     on_take = runner.store.forget if isinstance(runner, EagleRunner) else None
-    return Draft(runner, sampler_for(runner, threads), kind=kind_of_drafts(heads), on_take=on_take)
+    return Draft(runner, sampler_for(runner, threads), kind=kind_of_drafts(heads, tree), on_take=on_take)
 
 
 def sampler_for(runner: OpenVINOModelRunner | EagleRunner | MedusaRunner, threads: int) -> BatchSampler:

@@ -73,7 +73,7 @@ from headrace.cli.models.short_names import SHORT_NAMES
 from headrace.common import launch
 from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.host_memory import available_bytes, node_bytes
-from headrace.common.model_files.heads import heads_kind_of
+from headrace.common.model_files.heads import heads_kind_of, unusable_heads
 from headrace.common.model_files.names import IMAGE_FILES
 from headrace.common.model_files.networks import networks_among, weight_names
 from headrace.common.model_files.task import MODULES
@@ -340,6 +340,8 @@ def _chosen(
     source: Source, reference: HubReference, listing: HubListing, config: dict[str, Any] | None
 ) -> tuple[HubChoice, ImageParts]:
     exports = source.exported is not None
+    if (found := unusable_heads(config or {})) is not None:
+        raise CommandError(f"{listing.repository} has {found}")
     if (heads := heads_kind_of(config or {})) is not None:
         return choose_heads(listing, heads, reference, exports=exports), ImageParts()
     choice = choose_files(listing, reference.quantisation, exports=exports)

@@ -18,6 +18,20 @@ class HeadsKind(enum.Enum):
     MEDUSA = "medusa"
 
 
+_DFLASH = (
+    "a DFlash drafter, whose tokens see one another in both directions, which the attention of workers does not compute; "
+    "use EAGLE-3 heads or a smaller model"
+)
+
+
+def unusable_heads(config: Mapping[str, object]) -> str | None:
+    """What a config.json describes, and what to use instead, if these are heads of a known format that cannot be used;
+    None if not."""
+    names = config.get("architectures")
+    is_dflash = any("dflash" in str(name).lower() for name in (names if isinstance(names, list) else ()))
+    return _DFLASH if is_dflash or "dflash_config" in config else None
+
+
 def heads_kind(directory: Path) -> HeadsKind | None:
     """The format of the heads in a directory, by its config.json; None if it has none."""
     return heads_kind_of(config_in(directory / HEADS_CONFIG))

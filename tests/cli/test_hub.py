@@ -215,6 +215,7 @@ def test_a_multimodal_model_without_embeddings_is_refused() -> None:
 
 EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "num_attention_heads": 32}
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 1}
+DFLASH = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 16}
 
 
 @pytest.mark.parametrize(
@@ -252,6 +253,7 @@ def test_heads_are_pulled_as_they_are_and_named_with_draft_model(
         (MEDUSA, "medusa_lm_head.pt", (), "only medusa_lm_head.pt, which may run code and is not read; save them as"),
         (EAGLE, "README.md", (), "the eagle3 heads in o/heads have no weights"),
         (EAGLE, "model.safetensors", ("--weights", "int8"), "has eagle3 heads, used as they are; leave out --weights"),
+        (DFLASH, "model.safetensors", (), "o/heads has a DFlash drafter, whose tokens .* use EAGLE-3 heads or a smaller"),
     ],
 )
 def test_heads_that_cannot_be_used_are_refused_with_a_remedy(

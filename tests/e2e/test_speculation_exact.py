@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
+from headrace.worker.speculation.eagle_trees import EagleTrees, num_spare_blocks
 from headrace.worker.speculation.medusa import MedusaModel
 from headrace.worker.speculation.proposer import Source
+from headrace.worker.speculation.tree import TreeShape
 from tests.e2e.serving import MODEL
 from tests.e2e.small_model import small_model
 from tests.worker.configs import worker_config
@@ -64,7 +67,8 @@ SCHEMA = (
     '"required":["first_name","age"],"additionalProperties":false}'
 )
 KINDS = ("plain", "schema", "penalties")
-PROPOSERS = ("ngram", "draft", "eagle3", "medusa")
+PROPOSERS = ("ngram", "draft", "eagle3", "trees", "medusa")
+TREE = TreeShape(10, 3, 2)
 # The controller then asks for drafts in every step. Those of 64 streams pay only if their tokens cost less.
 STEPS, FREE_STEPS = KnownCosts(0.001, 1e-7 if SOAK else 1e-5), KnownCosts(1e-6, 1e-10 if SOAK else 1e-8)
 
@@ -77,9 +81,11 @@ def directory() -> Path:
 
 class SeenHeads:
     """Random heads that compute all their steps. Most of their logits are then replaced by the right token, if `right`
-    has the answers to requests by their ids."""
+    has the answers to requests by their ids. With `is_second`, it is often the second best."""
 
     def __init__(self, runner: EagleRunner) -> None:
+        self.is_second = False
+        self.spare_blocks, self.copy = runner.spare_blocks, runner.copy
         self.right: dict[str, Sequence[int]] = {}
         self.vocab_size, self.block_size = runner.vocab_size, runner.block_size
         self._runner = runner
@@ -101,6 +107,8 @@ class SeenHeads:
             answer = self.right.get(request.request_id, ())
             if place < len(answer) and self._random.random() < 0.8:
                 row[answer[place]] = 1e6
+                if self.is_second and self._random.random() < 0.5:
+                    row[answer[place] - 1] = 1e6 + 1
         return Logits(values)
 
 
@@ -156,7 +164,8 @@ class BothStates:
 @pytest.fixture(scope="module")
 def heads(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> EagleHeads:
     config = eagle_config()
-    return EagleHeads.read(write_heads(tmp_path_factory.mktemp("heads"), config, eagle_tensors(config)))
+    path = write_heads(tmp_path_factory.mktemp("heads"), config, eagle_tensors(config))
+    return EagleHeads.read(path, partial(num_spare_blocks, TREE))
 
 
 @pytest.fixture(scope="module")
@@ -315,17 +324,22 @@ def test_answers_are_bit_for_bit_those_without(
         "ngram": None,
         "draft": Draft(smaller, BatchSampler(), FREE_STEPS, DraftModel),
         "eagle3": Draft(seen_heads, BatchSampler(), FREE_STEPS, EagleModel),
+        "trees": Draft(seen_heads, BatchSampler(), FREE_STEPS, partial(EagleTrees, shape=TREE)),
         "medusa": Draft(seen_medusa, BatchSampler(), FREE_STEPS, MedusaModel),
     }[proposer]
     seen_heads.right = {str(number): token_ids for number, (token_ids, *_) in enumerate(without)}
     seen_medusa.right = seen_heads.right
-    with_drafts, requests = answers(runner, chosen, batch, proposer, draft, temperature=temperature, **sampling)
+    seen_heads.is_second = proposer == "trees"
+    speculation = "eagle3" if proposer == "trees" else proposer
+    with_drafts, requests = answers(runner, chosen, batch, speculation, draft, temperature=temperature, **sampling)
     assert with_drafts == without
     num_drafted, num_accepted = (sum(values) for values in zip(*map(_draft_tokens, requests), strict=True))
     print(f"{kind} at {temperature}, {batch} together, {proposer}: {num_accepted} of {num_drafted} accepted")
     assert num_drafted > 0
     if proposer == "draft" and not SOAK:
         assert num_accepted > 0.5 * num_drafted, "the same model in another precision is nearly always right"
+    elif proposer == "trees" and not SOAK:
+        assert num_accepted > 0.3 * len(requests) * MAX_TOKENS or kind == "schema", "the right token is in most trees"
     elif proposer in ("eagle3", "medusa") and not SOAK:
         share = 0.3 if proposer == "eagle3" else 0.2
         assert num_accepted > share * num_drafted, "the right token is proposed in most rows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from headrace.worker.model.lm_head import InputTensors
 from headrace.worker.model.paging import STEP_INPUTS, read_paged
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.state_tables import bytes_of, dims_of
+from headrace.worker.request.step import BlockCopy
 from headrace.worker.sampling.logits import Logits
 
 _LOWEST = np.float32(-3e38)
@@ -28,20 +30,22 @@ _FEATURE_BYTES = 2
 
 
 class EagleHeads(NamedTuple):
-    """Heads as read from their files, and the reader that makes the target's graph compute their features."""
+    """Heads as read from their files, and the reader that makes the target's graph compute their features. `num_spare`
+    says how many spare blocks they need beside those of the pool, given the tokens of a block; None for none."""
 
     files: EagleFiles
     reader: FeatureReader
+    num_spare: Callable[[int], int] | None = None
 
     @classmethod
-    def read(cls, path: Path) -> EagleHeads:
+    def read(cls, path: Path, num_spare: Callable[[int], int] | None = None) -> EagleHeads:
         """Read the heads in a directory. ConfigurationError."""
         files = read_eagle(path)
-        return cls(files, FeatureReader(files))
+        return cls(files, FeatureReader(files), num_spare)
 
     def compile(self, target_dir: Path, threads: int, target: OpenVINOModelRunner | None = None) -> EagleRunner:
         """Compile them for the model in `target_dir`. ConfigurationError if they do not fit it."""
-        return EagleRunner(self.files, target_dir, self.reader, threads=threads)
+        return EagleRunner(self.files, target_dir, self.reader, threads=threads, num_spare=self.num_spare)
 
 
 class EagleRunner:
@@ -52,9 +56,17 @@ class EagleRunner:
     features of the next token, for proposals that continue a proposal. The target overwrites it when it verifies them.
     """
 
-    def __init__(self, files: EagleFiles, target_dir: Path, reader: FeatureReader, *, threads: int) -> None:
-        """Compile `files` for the model in `target_dir`, whose features `reader` keeps. ConfigurationError if the heads
-        do not fit the model."""
+    def __init__(
+        self,
+        files: EagleFiles,
+        target_dir: Path,
+        reader: FeatureReader,
+        *,
+        threads: int,
+        num_spare: Callable[[int], int] | None = None,
+    ) -> None:
+        """Compile `files` for the model in `target_dir`, whose features `reader` keeps. For `num_spare` see
+        `EagleHeads`. ConfigurationError if the heads do not fit the model."""
         core = ov.Core()
         target = read_paged(core, target_dir).graph
         _check_embeddings(files, target)
@@ -78,13 +90,17 @@ class EagleRunner:
         self.block_size = dims_of(self._caches[0])[1]
         self._kv_bytes = sum(map(bytes_of, self._caches))
         self.block_bytes = self._kv_bytes + self.block_size * self._width * _FEATURE_BYTES
+        self.spare_blocks = range(0 if num_spare is None else num_spare(self.block_size))
+        """The blocks that are none of the pool's."""
         self.infer_s = 0.0
 
     def allocate(self, num_blocks: int, *, huge_pages: bool = True) -> None:
-        """Allocate the heads' part of `num_blocks` blocks, and of one for padding: keys and values, and features.
-        ConfigurationError if there is no memory for it."""
-        self._reader.allocate(num_blocks, self.block_size, self._width)
-        num_blocks += 1
+        """Allocate the heads' part of `num_blocks` blocks, of one for padding, and of spare ones: keys and values, and
+        features. ConfigurationError if there is no memory for it."""
+        num_spare = len(self.spare_blocks)
+        self._reader.allocate(num_blocks, self.block_size, self._width, num_spare)
+        num_blocks += 1 + num_spare
+        self.spare_blocks = range(num_blocks - num_spare, num_blocks)
         try:
             arena = KVArena(num_blocks * self._kv_bytes, len(self._caches), huge_pages=huge_pages)
         except (OSError, OverflowError) as error:
@@ -96,7 +112,7 @@ class EagleRunner:
             self._request.set_tensor(
                 port.any_name, ov.Tensor(piece, ov.Shape([num_blocks, *dims_of(port)]), port.element_type)
             )
-            self._cache_views.append(piece)  # it owns the memory
+            self._cache_views.append(piece.reshape(num_blocks, -1))  # it owns the memory
 
     @property
     def store(self) -> FeatureStore:
@@ -106,10 +122,22 @@ class EagleRunner:
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Set the inputs of the next step. Logits are copies, so `keeps_logits` changes nothing."""
         self._batch = batch
+        self._copy_caches(self.store.take_copies())
         for name in STEP_INPUTS:
             self._inputs.set(name, getattr(batch, name))
         self._inputs.set("features", self.store.read(*self.store.places(batch)))
         self._inputs.set("rows", batch.sampled_tokens_indices)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy keys, values and features of blocks, in this order."""
+        self._copy_caches(copies)
+        for source, destination in copies:
+            self.store.copy(source, destination)
+
+    def _copy_caches(self, copies: Sequence[BlockCopy]) -> None:
+        for source, destination in copies:
+            for cache in self._cache_views:
+                cache[destination] = cache[source]
 
     def run(self) -> Logits:
         """Compute the step. Returns logits `[rows, vocab_size]`."""

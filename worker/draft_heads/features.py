@@ -25,26 +25,31 @@ from headrace.worker.kv.layers import LayerKind
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.state_tables import has_states
 from headrace.worker.model.window_tables import attentions
+from headrace.worker.request.step import BlockCopy
 
 FloatArray = npt.NDArray[np.float32]
 _OUTPUT = "features"
 
 
 class FeatureStore:
-    """The features of `num_blocks` blocks, and of one for padding, in bfloat16."""
+    """The features of `num_blocks` blocks, of one for padding, and of `num_spare` blocks that only the heads have, in
+    bfloat16."""
 
-    def __init__(self, num_blocks: int, block_size: int, width: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, width: int, num_spare: int = 0) -> None:
         # The kernel allocates pages when they are written.
-        self._values = np.zeros((num_blocks + 1, block_size, width), np.uint16)
+        self._values = np.zeros((num_blocks + 1 + num_spare, block_size, width), np.uint16)
         self.num_filled = [0] * (num_blocks + 1)
         """How many tokens of each block have features, counted from its first token."""
         self.block_size = block_size
+        self._copied: dict[int, int] = {}
 
     def write(self, batch: Batch, features: FloatArray) -> None:
         """Keep the features `[tokens, width]` of a step of the target, after copying its `copies`."""
         for source, destination in batch.copies:
-            self._values[destination] = self._values[source]
+            self.copy(source, destination)
             self.num_filled[destination] = self.num_filled[source]
+            self._copied.pop(destination, None)
+            self._copied[destination] = source
         blocks, offsets = self.places(batch)
         self._values[blocks, offsets] = _rounded(features)
         size, filled = self.block_size, self.num_filled
@@ -61,6 +66,16 @@ class FeatureStore:
         """Forget the features of these blocks, because their content is about to change."""
         for block in blocks:
             self.num_filled[block] = 0
+
+    def copy(self, source: int, destination: int) -> None:
+        """Copy the features of a block."""
+        self._values[destination] = self._values[source]
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies of blocks that the target has made since the last call, in their order."""
+        copies = [BlockCopy(source, destination) for destination, source in self._copied.items()]
+        self._copied.clear()
+        return copies
 
     def read(self, blocks: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> FloatArray:
         """The features of tokens, float32 `[tokens, width]`: those at `offsets` `[tokens]` in the blocks `blocks`
@@ -95,10 +110,10 @@ class FeatureReader:
         self._files = files
         self._store: FeatureStore | None = None
 
-    def allocate(self, num_blocks: int, block_size: int, width: int) -> None:
+    def allocate(self, num_blocks: int, block_size: int, width: int, num_spare: int = 0) -> None:
         """Make room for the features of `num_blocks` blocks of `block_size` tokens, with `width` numbers for each
-        token. Until then features are not kept."""
-        self._store = FeatureStore(num_blocks, block_size, width)
+        token, and of `num_spare` blocks of the heads. Until then features are not kept."""
+        self._store = FeatureStore(num_blocks, block_size, width, num_spare)
 
     @property
     def store(self) -> FeatureStore:

@@ -26,7 +26,7 @@ from headrace.worker.draft_heads.hidden_states import check_width, width_of
 from headrace.worker.draft_heads.medusa_files import MedusaFiles, MedusaHead, read_medusa
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.runner import OpenVINOModelRunner
-from headrace.worker.request.request import Request
+from headrace.worker.request.request import Request, TokenPath, row_after
 from headrace.worker.sampling.logits import Logits
 
 FloatArray = npt.NDArray[np.float32]
@@ -52,21 +52,17 @@ class MedusaHeads(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The last hidden states `[rows, size]` of a request's rows: at position `first`, after each token of its draft,
-    and after each of `branch`."""
+    """The last hidden states `[rows, size]` of a request's rows: at position `first`, and after each token of the
+    proposed `paths`."""
 
     first: int
     states: FloatArray
-    num_draft: int
-    branch: Sequence[int]
+    paths: Sequence[TokenPath]
 
     def after(self, token_ids: Sequence[int]) -> FloatArray | None:
         """The state after these tokens, which follow `first`; None if the step did not compute it."""
-        if not token_ids:
-            return np.asarray(self.states[0])
-        is_branch = len(self.branch) > 0 and self.branch[0] == token_ids[0]
-        begin, count = (1 + self.num_draft, len(self.branch)) if is_branch else (1, self.num_draft)
-        return np.asarray(self.states[begin + len(token_ids) - 1]) if len(token_ids) <= count else None
+        row = row_after(self.paths, token_ids)
+        return None if row is None else np.asarray(self.states[row])
 
 
 class LastStates:
@@ -97,8 +93,7 @@ class LastStates:
         for row, sampled in enumerate((*batch.sampled, *batch.later)):
             rows.setdefault(sampled, []).append(row)
         for sampled, of_request in rows.items():
-            branch = () if sampled.branch is None else sampled.branch.token_ids
-            self._rows[sampled] = _Rows(sampled.num_tokens - 1, found[of_request], len(sampled.draft), branch)
+            self._rows[sampled] = _Rows(sampled.num_tokens - 1, found[of_request], sampled.paths)
 
     def of(self, request: Request) -> FloatArray | None:
         """The last hidden state `[size]` before the request's latest token; None if it is not known."""

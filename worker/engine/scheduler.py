@@ -108,6 +108,11 @@ def _streams(requests: Iterable[Request]) -> Iterator[tuple[int, int]]:
             yield request.num_kv_tokens, 1
 
 
+def _own_tokens(request: Request, num_tokens: int) -> int:
+    """Of the request's tokens in a step, those in blocks of its own table; branches of its draft have other blocks."""
+    return 1 + len(request.draft) if request.draft else num_tokens
+
+
 def rank(request: Request) -> tuple[int, bool, float]:
     """Sort key: higher priority first, then resumed requests, then earlier arrival."""
     return (-request.priority, not request.is_resumed, request.arrival_s)
@@ -486,9 +491,9 @@ class Scheduler:
             num_tokens = wanted.get(request, 0)
             if num_tokens == 0 or request.state is not RequestState.RUNNING:
                 continue
-            while not self.kv_cache.reserve(request, request.num_computed_tokens + num_tokens):
+            while not self.kv_cache.reserve(request, request.num_computed_tokens + _own_tokens(request, num_tokens)):
                 if request.draft:
-                    self.kv_cache.end_branch(request)
+                    self.kv_cache.end_branches(request)
                     request.draft, num_tokens = (), 1
                     continue
                 if len(self.running) == 1 and self.num_fetching:
@@ -531,7 +536,8 @@ class Scheduler:
                 break
         token_ids = tuple(request.token_ids[request.num_prompt_tokens + start_pos :])
         drafted = self.speculation.observe(request, token_ids) if self.speculation and request.draft else (0, 0)
-        self.kv_cache.end_branch(request, token_ids)
+        self.kv_cache.end_branches(request, token_ids)
+        request.draft = ()
         request.num_computed_tokens = request.num_tokens - 1
         self.kv_cache.publish(request)
         self.stats.tokens_generated += len(token_ids)

@@ -31,7 +31,7 @@ from headrace.worker.kv.groups.group import (
 )
 from headrace.worker.kv.groups.recurrent import RecurrentStates
 from headrace.worker.kv.groups.window import WindowAttention
-from headrace.worker.request.request import Branch, Request
+from headrace.worker.request.request import Branch, Replaced, Request, TokenPath, num_common
 from headrace.worker.request.step import BlockCopy, Scheduled, StepPlan
 
 # Copying a block in all layers costs about 0.1 ms; computing a token of a small model costs about 0.4 ms.
@@ -483,39 +483,48 @@ class KVCache:
             self.windows.attach(taken)
         return True
 
-    def num_repeated(self, request: Request) -> int:
-        """How many tokens a branch of the request's draft computes again: the latest one, unless a block ends there."""
-        return int(request.num_tokens % self.block_size != 0)
+    def num_repeated(self, request: Request, num_shared: int = 0, num_of_draft: int = 0) -> int:
+        """How many tokens a branch of the request's draft computes again, if it shares its first `num_shared` tokens
+        with other paths, and `num_of_draft` of these with the draft: the tokens of the step that are in its first
+        block, the request's latest one among them."""
+        first = (request.num_tokens + num_of_draft) // self.block_size * self.block_size
+        return request.num_tokens + num_shared - max(first, request.num_tokens - 1)
 
-    def add_branch(self, request: Request, token_ids: Sequence[int], num_spared: int) -> bool:
-        """Take blocks for a branch, and copy the computed part of the first one. Returns False and changes nothing if
-        room for fewer than `num_spared` blocks would stay."""
-        first = request.num_tokens // self.block_size
-        count = self.num_blocks_for(request.num_tokens + len(token_ids)) - first
+    def add_branch(self, request: Request, path: TokenPath, num_spared: int) -> int:
+        """Take blocks for a branch, and copy the computed part of the first one. Returns how many tokens the branch
+        adds to the step; 0, and it changes nothing, if room for fewer than `num_spared` blocks would stay."""
+        num_of_draft = num_common(path.token_ids, request.draft)
+        first = (request.num_tokens + num_of_draft) // self.block_size
+        count = self.num_blocks_for(request.num_tokens + len(path.token_ids)) - first
         num_available = self.pool.num_free_blocks
         if self.windows is not None:
             num_available = min(num_available, self.windows.parts.num_available)
         if num_available < count + num_spared:
-            return False
+            return 0
         blocks = self.pool.take(count)
         has_begun = request.num_computed_tokens > first * self.block_size
         self._copy(request.block_table[first] if has_begun else None, blocks)
-        request.branch = Branch(token_ids, first, blocks)
-        return True
+        request.branches = (*request.branches, Branch(path, first, blocks))
+        num_repeated = self.num_repeated(request, path.num_shared, num_of_draft)
+        return num_repeated + len(path.token_ids) - path.num_shared
 
-    def end_branch(self, request: Request, token_ids: Sequence[int] = ()) -> None:
-        """Release the blocks of the request's branch, if it has one. `token_ids` follow the request's latest token. If
-        the branch begins with them, its blocks replace those of the draft."""
-        branch, request.branch = request.branch, None
-        if branch is None:
-            return
-        given_up: Sequence[int] = branch.blocks
-        if branch.token_ids[0] in token_ids[:1]:
-            given_up = request.block_table[branch.first_block :]
-            request.block_table[branch.first_block :] = array("i", branch.blocks)
-        self.pool.release(reversed(given_up))
-        if self.windows is not None:
-            self.windows.release(given_up)
+    def end_branches(self, request: Request, token_ids: Sequence[int] = ()) -> None:
+        """Release the blocks of the request's branches, if it has any. `token_ids` follow the request's latest token.
+        If a branch has more of them than the draft, its blocks replace those of the draft."""
+        branches, request.branches = request.branches, ()
+        most, accepted = num_common(request.draft, token_ids) if branches else 0, None
+        for branch in branches:
+            if (count := num_common(branch.path.token_ids, token_ids)) > most:
+                most, accepted = count, branch
+        for branch in branches:
+            given_up: Sequence[int] = branch.blocks
+            if branch is accepted:
+                given_up = request.block_table[branch.first_block :]
+                request.block_table[branch.first_block :] = array("i", branch.blocks)
+                request.replaced = Replaced(branch.first_block, given_up[0], branch.blocks[0])
+            self.pool.release(reversed(given_up))
+            if self.windows is not None:
+                self.windows.release(given_up)
 
     def plan(self, scheduled: Sequence[Scheduled]) -> StepPlan:
         """What the next step does to the cache. Copies and moves are in it once."""
@@ -550,7 +559,7 @@ class KVCache:
 
     def free(self, request: Request) -> None:
         """Release all that the request holds, and reset its number of computed tokens."""
-        self.end_branch(request)
+        self.end_branches(request)
         self._beams.free(request)
         for group in self._beside:
             group.free(request)

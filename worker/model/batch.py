@@ -14,8 +14,8 @@ For two sequences, the first with 40 cached tokens and 1 new one, the second wit
 The tokens of a draft, and tokens of an answer that a request with eviction computes again, are sequences of one token
 each, over the blocks of their request. The operator stores the keys and values of a step before it computes any
 attention, so each token also sees the draft before it. So it has the same bits as if it were computed alone
-(docs/decisions/speculation.md). The tokens of a branch come after those of the draft, over a copy of the last block
-(docs/decisions/speculation.md#branches).
+(docs/decisions/speculation.md). The tokens of branches come after those of the draft, each over a copy of the last
+block (docs/decisions/speculation.md#branches).
 
 Source of the layout: the operator's description in OpenVINO's paged_attention_extension.
 """
@@ -182,8 +182,8 @@ def build_batch(
         for number, token_id in enumerate(request.draft, 1):
             sequences.add(request, past + number, (token_id,))
             sampled.add(first + number, request, number)
-        if request.branch is not None:
-            _add_branch(sequences, sampled, request, request.branch)
+        for branch in request.branches:
+            _add_branch(sequences, sampled, request, branch)
     drawn = [*sampled.requests, *sampled.later, *(rows.request for rows in beams for _ in range(rows.num_rows))]
     return Batch(
         **sequences.inputs(),
@@ -218,14 +218,15 @@ def _add_beams(sequences: _Sequences, rows: list[int], beams: list[BeamRows], re
 
 
 def _add_branch(sequences: _Sequences, sampled: _SampledRows, request: Request, branch: Branch) -> None:
-    """Add the tokens of a branch, over its own blocks. If the first block includes the place of the request's latest
-    token, that token is computed there too."""
-    past = request.num_tokens - 1
+    """Add the tokens of a branch, over its own blocks. Tokens of the same step that the branch shares with others are
+    computed there too, if they lie in its blocks: the request's latest token, and the first ones of the path."""
+    past, (path, num_shared) = request.num_tokens - 1, branch.path
     table = request.block_table[: branch.first_block] + array("i", branch.blocks)
-    if past // sequences.block_size == branch.first_block:
-        sequences.add(request, past, request.token_ids[past:], table)
-    for number, token_id in enumerate(branch.token_ids, 1):
-        sampled.add(len(sequences.input_ids), request, number)
+    for number, token_id in enumerate((request.token_ids[past], *path)):
+        if past + number < branch.first_block * sequences.block_size:
+            continue
+        if number > num_shared:
+            sampled.add(len(sequences.input_ids), request, number)
         sequences.add(request, past + number, (token_id,), table)
 
 

@@ -10,7 +10,7 @@ the next token:
 
 A step may also verify a draft, tokens that are proposed to follow. It then samples a token after each of them, and
 keeps those up to the first that differs. Only accepted tokens count as computed. A branch of a draft has other tokens
-from the first one on, and its own blocks.
+from some place on, and its own blocks.
 
 A beam search computes several answers of the same length. `token_ids` and `block_table` are those of its best beam;
 `beams` and `beam_tails` have the others.
@@ -25,7 +25,7 @@ import enum
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,13 +54,51 @@ class RequestState(enum.Enum):
     FINISHED = enum.auto()
 
 
+class TokenPath(NamedTuple):
+    """Tokens that are proposed to follow a request's own. The first `num_shared` also begin an earlier path of the same
+    step, which samples a token after each of the others."""
+
+    token_ids: Sequence[int]
+    num_shared: int = 0
+
+
+def num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two sequences begin with that are the same."""
+    return next(
+        (place for place, (one, other) in enumerate(zip(left, right, strict=False)) if one != other),
+        min(len(left), len(right)),
+    )
+
+
+def row_after(paths: Iterable[TokenPath], token_ids: Sequence[int]) -> int | None:
+    """The row of a step that follows these tokens, counted from the row after the request's own tokens; None if no path
+    begins with them."""
+    if not token_ids:
+        return 0
+    num_before, count = 0, len(token_ids)
+    for path, num_shared in paths:
+        if num_shared < count <= len(path) and list(path[:count]) == list(token_ids):
+            return num_before + count - num_shared
+        num_before += len(path) - num_shared
+    return None
+
+
 class Branch(NamedTuple):
     """An alternative to a request's draft: other proposed tokens, and the blocks in which a step computes them. These
     replace the blocks from `first_block` on in the block table."""
 
-    token_ids: Sequence[int]
+    path: TokenPath
     first_block: int
     blocks: Sequence[int]
+
+
+class Replaced(NamedTuple):
+    """The block `source` of a request's table, at `place`, was replaced by `block`, which has a copy of its computed
+    part."""
+
+    place: int
+    source: int
+    block: int
 
 
 class StepNote(NamedTuple):
@@ -164,8 +202,10 @@ class Request:
     num_preemptions: int = 0
     draft: Sequence[int] = ()
     """Tokens proposed to follow `token_ids`, while a step verifies them."""
-    branch: Branch | None = None
-    """Other tokens, which begin with another one, while the same step verifies them."""
+    branches: Sequence[Branch] = ()
+    """Other tokens that may follow, while the same step verifies them."""
+    replaced: Replaced | None = None
+    """The block that the last accepted branch has replaced."""
     beam_tails: list[array[int]] = field(default_factory=list)
     """Of each beam but the first, the blocks behind the full ones of the prompt, which all beams share."""
     num_drafted: int = 0
@@ -313,10 +353,7 @@ class Request:
             self.beams.begin()
             del self.token_ids[self.num_prompt_tokens :]
 
-    def proposed_after(self, token_id: int) -> tuple[Sequence[int], int]:
-        """The proposed tokens of which this one is the first: those of the branch, else of the draft. Also how many
-        proposed tokens come before them in the step."""
-        branch = self.branch
-        if branch is not None and branch.token_ids[0] == token_id:
-            return branch.token_ids, len(self.draft)
-        return self.draft, 0
+    @property
+    def paths(self) -> list[TokenPath]:
+        """All proposed tokens: the draft, then its branches."""
+        return [TokenPath(self.draft), *(branch.path for branch in self.branches)]

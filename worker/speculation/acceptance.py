@@ -7,8 +7,8 @@ tokens. Each random draw depends only on seed and position, so the answer is the
     rows        r0  r1 r2 r3
     sampled     a   b  x  y      a, b and x are the next tokens; y is dropped, because c is not x
 
-A draft may have a branch: other tokens from the first one on. Its rows come after those of the draft, and replace them
-if the first sampled token is that of the branch.
+A draft may have branches: other tokens from some place on. Their rows come after those of the draft. So the proposed
+tokens form a tree, and the sampled ones lead through it.
 
 Rows that depend only on the model's logits are sampled together. If penalties, a grammar or bad words also depend on
 earlier tokens, a row is sampled after the rows before it, and only if they were accepted.
@@ -16,14 +16,14 @@ earlier tokens, a row is sampled after the rows before it, and only if they were
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from headrace.worker.model.batch import Batch
-from headrace.worker.request.request import Request
+from headrace.worker.request.request import Request, TokenPath, row_after
 from headrace.worker.request.step import Sampled
 
 SampleLater = Callable[[Sequence[Request], Sequence[int]], Sequence[Sampled]]
@@ -48,13 +48,13 @@ def verify(batch: Batch, sampled: Sequence[Sampled], sample_later: SampleLater) 
     for row, end in pairwise((*firsts, len(batch.sampled))):
         request, entries = batch.sampled[row], [sampled[row]]
         found[request], rows[row] = entries, sampled[row]
-        draft, num_before = request.proposed_after(entries[0].token_id)
-        for ahead in range(1, len(draft) + 1 if end - row > 1 else 0):
-            entry = sampled[row + num_before + ahead]
-            if not _is_accepted(entries, draft, ahead) or entry.token_id < 0:
+        paths = request.paths if end - row > 1 else []
+        while (place := _row_after(paths, entries)) is not None:
+            entry = sampled[row + place]
+            if entry.token_id < 0:
                 break
             entries.append(entry)
-            rows[row + num_before + ahead] = entry
+            rows[row + place] = entry
     _verify_later(batch, found, rows, sample_later)
     tokens = [
         entries[0]._replace(more=tuple(entry.token_id for entry in entries[1:])) if len(entries) > 1 else entries[0]
@@ -63,9 +63,9 @@ def verify(batch: Batch, sampled: Sequence[Sampled], sample_later: SampleLater) 
     return Verified(tokens, rows)
 
 
-def _is_accepted(entries: Sequence[Sampled], draft: Sequence[int], ahead: int) -> bool:
-    """Whether the first `ahead` tokens of the draft equal the sampled ones."""
-    return len(entries) == ahead and entries[-1].token_id == draft[ahead - 1]
+def _row_after(paths: Sequence[TokenPath], entries: Sequence[Sampled]) -> int | None:
+    """The row after these sampled tokens, counted from the request's first; None if they are not proposed."""
+    return row_after(paths, [entry.token_id for entry in entries])
 
 
 def _verify_later(
@@ -76,26 +76,31 @@ def _verify_later(
     row_of: dict[Request, int] = {}
     for row, request in enumerate(batch.later, len(batch.sampled)):
         row_of.setdefault(request, row)
-    drafts = {request: request.proposed_after(found[request][0].token_id) for request in row_of}
     num_tokens = {request: request.num_tokens for request in row_of}
-    active, ahead = list(row_of), 1
+    active = list(row_of)
     try:
-        while active := [each for each in active if _may_continue(each, drafts[each][0], found[each], ahead)]:
+        while places := _next_rows(active, found, row_of):
+            active = list(places)
             for request in active:
                 request.token_ids.append(found[request][-1].token_id)
-            places = [row_of[request] + drafts[request][1] + ahead - 1 for request in active]
-            for request, row, entry in zip(active, places, sample_later(active, places), strict=True):
+            sampled = sample_later(active, list(places.values()))
+            for (request, row), entry in zip(places.items(), sampled, strict=True):
                 if entry.token_id >= 0:
                     found[request].append(entry)
                     rows[row] = entry
-            ahead += 1
+            active = [request for request in active if rows[places[request]].token_id >= 0]
     finally:
         for request, count in num_tokens.items():
             del request.token_ids[count:]
 
 
-def _may_continue(request: Request, draft: Sequence[int], entries: Sequence[Sampled], ahead: int) -> bool:
-    """Whether there is a valid row after `ahead` draft tokens."""
-    if ahead > len(draft) or not _is_accepted(entries, draft, ahead):
-        return False
-    return entries[-1].token_id not in request.sampling.stop_token_ids
+def _next_rows(
+    requests: Sequence[Request], found: Mapping[Request, Sequence[Sampled]], row_of: Mapping[Request, int]
+) -> dict[Request, int]:
+    """Of the requests that have a row after the tokens found so far, that row. `row_of` has their first ones."""
+    places = {}
+    for request in requests:
+        place = _row_after(request.paths, found[request])
+        if place is not None and found[request][-1].token_id not in request.sampling.stop_token_ids:
+            places[request] = row_of[request] + place - 1
+    return places

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.worker.speculation.history import LEVELS
 from headrace.worker.speculation.proposer import Draft, Source
+from headrace.worker.speculation.tree import LEVEL_PRIORS
 
 # The share of accepted tokens before anything is known.
 _PRIORS = {
@@ -11,7 +12,8 @@ _PRIORS = {
     Source.PREDICTION: (0.7, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9),
     Source.GRAMMAR: (0.9,) * (len(LEVELS) + 1),
     Source.DRAFT: (0.6,),
-    Source.EAGLE3: (0.6,),
+    # Those after the first are of tokens of trees.
+    Source.EAGLE3: (0.6, *LEVEL_PRIORS),
     # The second is that of a branch's first token if the draft's is wrong.
     Source.MEDUSA: (0.5, 0.2),
 }

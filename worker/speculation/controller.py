@@ -15,7 +15,9 @@ Steps have a minimum number of tokens, padding included. A draft token that repl
 
 A branch has other tokens than a stream's draft, from the first one on. Its first token costs two, because the stream's
 latest token is computed again in the branch's blocks. So a step has a branch if that is worth more than a longer draft.
-Pure.
+
+A tree is grown before it is known which of its tokens are worth verifying, because the heads say how likely each is. So
+its depth is chosen as that of a draft, and then the part of it that gives the most tokens a second. Pure.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from headrace.worker.speculation.tree import TreeGain
 
 # The weight of the newest step in the correction of its size.
 _NEWEST = 0.1
@@ -143,6 +147,36 @@ class DraftSteps:
             self.cost_ms += self._fixed_ms
 
 
+class _Sizes(NamedTuple):
+    """The predicted costs of steps of other sizes than the previous one's, `size_before`. Steps have at least
+    `least_size` tokens. `back_ms` is the cost of a change to fewer tokens."""
+
+    line: StepLine
+    correction: Callable[[int], float]
+    least_size: int
+    size_before: int
+    back_ms: float
+
+    def are_few(self, size: int) -> bool:
+        """Whether steps with drafts may have this size."""
+        return size in (self.size_before, rounded_size(size))
+
+    def cost_ms(self, size: int, likely: float) -> float:
+        """The cost of a step of `size` tokens, in which the least likely draft token has the probability `likely`."""
+        line = self.line
+        cost_ms = (line.base_ms + line.token_ms * (size - self.least_size)) * self.correction(size)
+        if size < self.size_before:
+            cost_ms += self.back_ms
+        elif size > self.size_before:
+            cost_ms += line.change_ms * max(_CHANGE_UP, 1.0 - likely)
+        return cost_ms
+
+
+def _back_ms(line: StepLine, chance: float) -> float:
+    """What a change to fewer tokens costs if a draft token is accepted with probability `chance`."""
+    return line.change_ms * min(max(_CHANGE_BACK, _STEPS_AHEAD * chance), 1.0)
+
+
 def best_counts(
     chances: Sequence[float],
     lengths: Sequence[int],
@@ -168,7 +202,8 @@ def best_counts(
     gains, drafting = _gains(chances, lengths, branches), DraftSteps(draft_line, is_modelled)
     num_streams = len(chances)
     least_size = max(num_streams, least_tokens)
-    back_ms = line.change_ms * min(max(_CHANGE_BACK, _STEPS_AHEAD * max(chances)), 1.0)
+    back_ms = _back_ms(line, max(chances))
+    sizes = _Sizes(line, correction, least_size, size_before, back_ms)
     without_ms = line.base_ms * correction(least_size)
     if least_size != size_before:
         without_ms += back_ms
@@ -185,12 +220,51 @@ def best_counts(
             drafting.add(gain.place, counts[gain.place])
         counts[gain.place] += 1
         size = max(num_tokens, least_tokens)
-        if size not in (size_before, rounded_size(size)):
+        if not sizes.are_few(size):
             continue
-        cost_ms = (line.base_ms + line.token_ms * (size - least_size)) * correction(size) + drafting.cost_ms
-        if size != size_before:
-            cost_ms += back_ms if size < size_before else line.change_ms * max(_CHANGE_UP, 1.0 - gain.expected)
+        cost_ms = sizes.cost_ms(size, gain.expected) + drafting.cost_ms
         if cost_ms <= most_ms and expected / cost_ms > best_rate:
             best_rate, best = expected / cost_ms, count
     taken = Counter(gain.place for gain in gains[:best])
     return [taken[place] for place in range(len(counts))]
+
+
+class Planned(NamedTuple):
+    """What a step has before tokens of trees: `num_streams` streams, `num_tokens` tokens with their drafts, of which
+    the streams are expected to get `expected`."""
+
+    num_streams: int
+    num_tokens: int
+    expected: float
+
+
+def best_of_trees(
+    gains: Sequence[TreeGain],
+    planned: Planned,
+    line: StepLine,
+    correction: Callable[[int], float],
+    *,
+    size_before: int,
+    most_tokens: int,
+    most_ms: float,
+    least_tokens: int = 1,
+) -> int:
+    """How many of the tokens of trees `gains`, in this order, a step verifies besides what is planned. The heads have
+    computed them already. See `best_counts` for the rest."""
+    least_size = max(planned.num_streams, least_tokens)
+    back_ms = _back_ms(line, max((gain.expected for gain in gains), default=0.0))
+    sizes = _Sizes(line, correction, least_size, size_before, back_ms)
+    num_tokens, expected = planned.num_tokens, planned.expected
+    best_rate, best = expected / sizes.cost_ms(max(num_tokens, least_tokens), 1.0), 0
+    for count, gain in enumerate(gains, 1):
+        expected += gain.expected
+        num_tokens += gain.num_tokens
+        if num_tokens > most_tokens:
+            break
+        size = max(num_tokens, least_tokens)
+        if not sizes.are_few(size):
+            continue
+        cost_ms = sizes.cost_ms(size, gain.expected)
+        if cost_ms <= most_ms and expected / cost_ms > best_rate:
+            best_rate, best = expected / cost_ms, count
+    return best

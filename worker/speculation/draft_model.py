@@ -31,7 +31,7 @@ from headrace.worker.request.step import Sampled, Scheduled
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.controller import StepLine, rounded_size
-from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT, Source
+from headrace.worker.speculation.proposer import MAX_MODEL_DRAFT, Source, TreeToken
 
 # If the smaller model is further behind than this, it catches up before the request gets drafts.
 MAX_BEHIND = 16
@@ -83,10 +83,12 @@ class Asked(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The proposed next tokens of a request, and `other`, a second choice for the first of them; None without one."""
+    """The proposed next tokens of a request, and `other`, a second choice for the first of them; None without one.
+    `tree`: the tree of which they are a path, parents first; empty if none was grown."""
 
     token_ids: list[int]
     other: int | None = None
+    tree: Sequence[TreeToken] = ()
 
 
 @dataclass(slots=True)
@@ -114,6 +116,8 @@ class DraftModel:
     """The longest draft."""
     has_branches: ClassVar[bool] = False
     """Whether it can propose a second first token."""
+    width: int = 1
+    """How many tokens of a request it computes in a step, once it has caught up."""
     _reads_tokens: ClassVar[bool] = True
     """Whether it reads the request's tokens. Then it cannot serve a request with images, which it does not see."""
     _lag: ClassVar[int] = 0
@@ -171,11 +175,7 @@ class DraftModel:
     def propose(self, asked: Sequence[Asked]) -> list[Proposal]:
         """Propose tokens for requests, which have blocks for them."""
         found: list[list[int]] = [[] for _ in asked]
-        shadows = []
-        for request, count, constraint, _ in asked:
-            progress = self._follow(request)
-            self._forget(request, len(progress.tokens), request.num_tokens + count - 1)
-            shadows.append(self._shadow(request, progress, constraint))
+        shadows = self._begin(asked)
         active = list(range(len(asked)))
         while active:
             sampled = self._step([shadows[place] for place in active])
@@ -185,11 +185,7 @@ class DraftModel:
                 if self._take(shadows[place], found[place], entry.token_id)
                 and len(found[place]) < asked[place].num_tokens
             ]
-        for (request, *_), shadow in zip(asked, shadows, strict=True):
-            progress = self._progress[request]
-            progress.tokens = shadow.token_ids[: self._num_kept(request, shadow)]
-            progress.table = request.block_table[:]
-            self._keep(request, shadow)
+        self._end(asked, shadows)
         return [Proposal(token_ids) for token_ids in found]
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
@@ -208,6 +204,23 @@ class DraftModel:
                 self._step([request])
         self.spent_s = 0.0
 
+    def _begin(self, asked: Sequence[Asked]) -> list[Request]:
+        """What proposals begin with: the requests as the smaller model sees them."""
+        shadows = []
+        for request, count, constraint, _ in asked:
+            progress = self._follow(request)
+            self._forget(request, len(progress.tokens), request.num_tokens + count - 1)
+            shadows.append(self._shadow(request, progress, constraint))
+        return shadows
+
+    def _end(self, asked: Sequence[Asked], shadows: Sequence[Request]) -> None:
+        """Note what the smaller model has computed for proposals, and keep the shadows for the next ones."""
+        for (request, *_), shadow in zip(asked, shadows, strict=True):
+            progress = self._progress[request]
+            progress.tokens = shadow.token_ids[: self._num_kept(request, shadow)]
+            progress.table = request.block_table[:]
+            self._keep(request, shadow)
+
     def _take(self, shadow: Request, found: list[int], token_id: int) -> bool:
         """Add a proposed token. Returns whether another may follow."""
         if not 0 <= token_id < self._vocab_size:
@@ -218,6 +231,10 @@ class DraftModel:
 
     def _step(self, shadows: Sequence[Request]) -> Sequence[Sampled]:
         """Compute all missing tokens of some requests, and sample the next."""
+        return self._sampler.sample(shadows, self._forward(shadows))
+
+    def _forward(self, shadows: Sequence[Request]) -> Logits:
+        """Compute all missing tokens of some requests. Returns the logits of the next ones, a row for each."""
         scheduled = [Scheduled(self._view(shadow), shadow.num_uncomputed_tokens) for shadow in shadows]
         num_tokens = sum(count for _, count in scheduled)
         # A change in the number of tokens costs time (docs/decisions/scheduling.md); a few more tokens cost little.
@@ -225,10 +242,9 @@ class DraftModel:
             self._size = rounded_size(max(2, num_tokens))
         batch = one_by_one(scheduled, self._runner.block_size)
         logits = self._run(batch, padding=self._size - num_tokens)
-        sampled = self._sampler.sample(shadows, logits)
         for shadow in shadows:
             shadow.num_computed_tokens = shadow.num_tokens
-        return sampled
+        return logits
 
     def _run(self, batch: Batch, *, padding: int) -> Logits:
         sequences = [

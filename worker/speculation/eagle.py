@@ -67,6 +67,7 @@ class EagleModel(DraftModel):
         return super().can_serve(request) and not self._follow(request).is_stuck
 
     def _follow(self, request: Request) -> Progress:
+        self._note_replaced(request)
         progress = super()._follow(request)
         size, tokens = self._runner.block_size, request.token_ids
         known = max(len(progress.tokens), self._lag)
@@ -85,6 +86,16 @@ class EagleModel(DraftModel):
             known = self._lag
         progress.tokens, progress.num_agreed = tokens[:known], known
         return progress
+
+    def _note_replaced(self, request: Request) -> None:
+        """If an accepted branch has replaced a block, the heads' part of it was copied too."""
+        progress, replaced = self._progress.get(request), request.replaced
+        request.replaced = None
+        if progress is None or replaced is None:
+            return
+        place, source, block = replaced
+        if progress.table[place : place + 1].tolist() == [source]:
+            progress.table[place] = block
 
     def _shadow(self, request: Request, progress: Progress, constraint: Constraint | None) -> Request:
         shadow = super()._shadow(request, progress, constraint)

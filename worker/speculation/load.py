@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.common.model_files.heads import HeadsKind, heads_kind, heads_weights
+from headrace.common.model_files.config import config_in
+from headrace.common.model_files.heads import HEADS_CONFIG, HeadsKind, heads_kind, heads_weights, unusable_heads
 from headrace.common.model_files.networks import weights_in
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.kv.exclusions import DRAFT_MODEL, RECURRENT_DRAFTS, impossible
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
+from headrace.worker.speculation.eagle_trees import EagleTrees, num_spare_blocks
 from headrace.worker.speculation.medusa import MedusaModel
+from headrace.worker.speculation.tree import TreeShape
 
 if TYPE_CHECKING:
     from headrace.worker.draft_heads.eagle_runner import EagleHeads, EagleRunner
@@ -28,6 +33,8 @@ log = logging.getLogger(__name__)
 # The parts of tokenizer and detokenizer that map tokens to texts. The .xml files also contain versions of tools.
 _VOCABULARY = ("openvino_tokenizer.bin", "openvino_detokenizer.bin")
 _FLAG = "--draft-model"
+# Of trees, unless the flags say otherwise.
+DEFAULT_DEPTH, DEFAULT_TOP_K = 5, 4
 
 
 def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
@@ -44,27 +51,48 @@ def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
     return "off" if config.execution_mode == "performance" and with_amx else "auto"
 
 
-def read_heads(draft_dir: Path | None, speculation: str) -> Heads | None:
+def tree_for(config: WorkerConfig, speculation: str) -> TreeShape | None:
+    """The shape of trees of proposals, as in the flags; None for drafts without branches. ConfigurationError if the
+    kind of speculation has no such trees."""
+    if config.draft_tree_tokens is None:
+        if config.draft_tree_depth is not None or config.draft_tree_top_k is not None:
+            raise ConfigurationError("--draft-tree-depth and --draft-tree-top-k need --draft-tree-tokens")
+        return None
+    if speculation != HeadsKind.EAGLE3.value:
+        raise ConfigurationError(
+            "--draft-tree-tokens is for heads in the format of EAGLE-3; name them with --draft-model, or leave it out"
+        )
+    return TreeShape(
+        config.draft_tree_tokens, config.draft_tree_depth or DEFAULT_DEPTH, config.draft_tree_top_k or DEFAULT_TOP_K
+    )
+
+
+def read_heads(draft_dir: Path | None, speculation: str, tree: TreeShape | None = None) -> Heads | None:
     """The heads in a directory, for this kind of speculation; None if it needs none. They are read before the target is
-    compiled, because its graph computes their inputs. ConfigurationError."""
+    compiled, because its graph computes their inputs. `tree` is the shape of trees that they propose.
+    ConfigurationError."""
     if draft_dir is None or speculation not in {kind.value for kind in HeadsKind}:
         return None
     from headrace.worker.draft_heads.eagle_runner import EagleHeads
     from headrace.worker.draft_heads.medusa_runner import MedusaHeads
 
     try:
-        return EagleHeads.read(draft_dir) if speculation == "eagle3" else MedusaHeads.read(draft_dir)
+        if speculation == HeadsKind.EAGLE3.value:
+            return EagleHeads.read(draft_dir, None if tree is None else partial(num_spare_blocks, tree))
+        return MedusaHeads.read(draft_dir)
     except ConfigurationError as error:
         raise ConfigurationError(f"{_FLAG}: {error}") from error
 
 
-def kind_of_drafts(heads: Heads | None) -> type[DraftModel]:
-    """Makes the object that drafts with the loaded runner."""
+def kind_of_drafts(heads: Heads | None, tree: TreeShape | None = None) -> Callable[..., DraftModel]:
+    """Makes the object that drafts with the loaded runner, in trees of a shape or without branches."""
     if heads is None:
         return DraftModel
     from headrace.worker.draft_heads.eagle_runner import EagleHeads
 
-    return EagleModel if isinstance(heads, EagleHeads) else MedusaModel
+    if not isinstance(heads, EagleHeads):
+        return MedusaModel
+    return EagleModel if tree is None else partial(EagleTrees, shape=tree)
 
 
 def weights_of_draft(draft_dir: Path) -> list[Path]:
@@ -102,6 +130,8 @@ def _load(draft_dir: Path, target_dir: Path, threads: int) -> OpenVINOModelRunne
     kind = heads_kind(draft_dir)
     if kind is not None:
         raise ConfigurationError(f"{draft_dir} has heads, not a model; say --speculation {kind.value}")
+    if (found := unusable_heads(config_in(draft_dir / HEADS_CONFIG))) is not None:
+        raise ConfigurationError(f"{draft_dir} has {found}")
     read_model_dir(draft_dir)
     _check_tokenizers(draft_dir, target_dir)
     return _compile(draft_dir, threads)

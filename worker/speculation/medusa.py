@@ -126,6 +126,9 @@ class MedusaModel(DraftModel):
         values[np.arange(len(rows)), firsts] = _LOWEST
         branching = [requests[row] for row in rows]
         entries = self._sampler.sample(branching, Logits(values))
+        for request in branching:
+            if request.sampling.has_edits:  # the sampler has followed the second token
+                self._sampler.take_back(request, request.num_tokens)
         return [
             entry.token_id if 0 <= entry.token_id < self._vocab_size and entry.token_id != first else None
             for entry, first in zip(entries, firsts, strict=True)

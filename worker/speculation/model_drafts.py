@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from weakref import WeakSet
 
 from headrace.worker.kv.cache import KVCache
-from headrace.worker.request.request import Request
+from headrace.worker.request.request import Request, TokenPath
 from headrace.worker.speculation.controller import StepLine
 from headrace.worker.speculation.draft_model import MAX_BEHIND, Asked, DraftModel, Proposal
 from headrace.worker.speculation.proposer import NO_DRAFT, Draft
@@ -43,8 +43,10 @@ class ModelDrafts:
 
     def line(self, contexts: Sequence[int]) -> StepLine:
         """The cost of a step of the smaller model with one token for each of these streams, which have `contexts`
-        tokens."""
-        return self._model.times.line(contexts)
+        tokens; in trees, with as many tokens as each has in a step."""
+        line = self._model.times.line(contexts)
+        more_ms = (self._model.width - 1) * line.token_ms
+        return line._replace(base_ms=line.base_ms + len(contexts) * more_ms, token_ms=line.token_ms + more_ms)
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
         """See `DraftModel.warm_up`."""
@@ -117,7 +119,7 @@ class ModelDrafts:
             constraint = self._grammars.branch(request)
             if constraint is None:
                 return
-        asked[place] = Asked(request, len(draft.token_ids), constraint, bool(draft.branch))
+        asked[place] = Asked(request, len(draft.token_ids), constraint, bool(draft.branches))
 
     def _has_blocks(self, request: Request, count: int, num_streams: int, kv_cache: KVCache) -> bool:
         """Take blocks for a draft, unless a stream may need them."""
@@ -162,8 +164,9 @@ class ModelDrafts:
 
 def _completed(draft: Draft, proposal: Proposal, stop_token_ids: Collection[int]) -> Draft:
     """The draft with proposed tokens. Its branch continues as the draft does, unless it stops."""
-    token_ids, other = proposal
-    branch: Sequence[int] = ()
+    token_ids, other, tree = proposal
+    branches: Sequence[TokenPath] = ()
     if other is not None and token_ids:
-        branch = [other] if other in stop_token_ids else [other, *token_ids[1 : len(draft.branch)]]
-    return draft._replace(token_ids=token_ids, branch=branch)
+        length = len(draft.branches[0].token_ids)
+        branches = [TokenPath([other] if other in stop_token_ids else [other, *token_ids[1:length]])]
+    return draft._replace(token_ids=token_ids, branches=branches, tree=tree)

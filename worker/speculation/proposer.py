@@ -6,6 +6,8 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headrace.worker.request.request import TokenPath
+
 # The longest draft of a smaller model, which takes a step for each token.
 MAX_MODEL_DRAFT = 11
 
@@ -27,6 +29,15 @@ class Source(enum.Enum):
     """Tokens of heads that read the model's last hidden state, each head for another place."""
 
 
+class TreeToken(NamedTuple):
+    """A token of a tree of proposals. `parent` is the index of the token that it follows, -1 for none. `level` is its
+    class among drafts of its source."""
+
+    parent: int
+    token_id: int
+    level: int
+
+
 MODELLED = frozenset({Source.DRAFT, Source.EAGLE3, Source.MEDUSA})
 """Sources whose tokens have to be computed."""
 
@@ -37,8 +48,10 @@ class Draft(NamedTuple):
     token_ids: Sequence[int]
     source: Source
     level: int = 0
-    branch: Sequence[int] = ()
-    """Other tokens than `token_ids`, from the first on, which the same step may verify."""
+    branches: Sequence[TokenPath] = ()
+    """Other tokens than `token_ids`, from some place on, which the same step may verify."""
+    tree: Sequence[TreeToken] = ()
+    """The tree of which these are the paths, parents first; empty if none was grown."""
 
 
 BRANCH_LEVEL = 1

@@ -3,6 +3,7 @@
 scheduler   propose    streams -> drafts: the grammar's forced tokens, else those of `history` or of a smaller model
                        -> as many of them as the controller chooses
                        -> the smaller model computes those that are its own
+                       -> of trees, the part that the controller chooses
 scheduler   observe    accepted tokens -> acceptance rates, counters
 step meter  observe_step    cost of the step -> controller
 """
@@ -11,16 +12,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 from headrace.worker.grammar.constraint import Constraint
 from headrace.worker.kv.cache import KVCache
-from headrace.worker.request.request import Request
+from headrace.worker.request.request import Request, TokenPath, num_common
 from headrace.worker.speculation.acceptance_rate import AcceptanceRate
-from headrace.worker.speculation.controller import BranchChance, SizeCorrections, StepLine, best_counts
+from headrace.worker.speculation.controller import (
+    BranchChance,
+    Planned,
+    SizeCorrections,
+    StepLine,
+    best_counts,
+    best_of_trees,
+)
 from headrace.worker.speculation.history import History
 from headrace.worker.speculation.proposer import BRANCH_LEVEL, MODELLED, NO_DRAFT, Draft, Source
+from headrace.worker.speculation.tree import TreeGain, part_of, paths_of, tree_gains
 
 # The longest draft, and its length without a controller.
 MAX_DRAFT = 15
@@ -136,29 +146,26 @@ class Speculation:
                 if draft.token_ids:
                     request.draft = draft.token_ids
                     wanted[request] += len(draft.token_ids)
-                    if draft.branch and kv_cache.add_branch(request, draft.branch, num_spared=len(streams)):
-                        wanted[request] += kv_cache.num_repeated(request) + len(draft.branch)
+                    for path in draft.branches:
+                        num_added = kv_cache.add_branch(request, path, num_spared=len(streams))
+                        if not num_added:
+                            break  # later branches may share tokens with this one
+                        wanted[request] += num_added
                     self._drafts[request] = draft
         self._note_use(len(streams))
 
     def observe(self, request: Request, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Learn from a step that verified the request's draft, with its branch, and gave it these tokens. Returns how
+        """Learn from a step that verified the request's draft, with its branches, and gave it these tokens. Returns how
         many tokens were proposed, and how many of them were accepted."""
-        draft, branch = self._drafts[request], () if request.branch is None else request.branch.token_ids
-        proposed, _ = request.proposed_after(token_ids[0])
-        num_accepted = min(len(token_ids), len(proposed))
-        if token_ids[:num_accepted] != tuple(proposed[:num_accepted]):
-            num_accepted -= 1
-        num_drafted = len(request.draft) + len(branch)
+        draft, paths = self._drafts[request], request.paths
+        num_accepted = max(num_common(path.token_ids, token_ids) for path in paths)
+        num_drafted = sum(len(path.token_ids) - path.num_shared for path in paths)
         for rate in (self._rate, self._rates.setdefault(request, AcceptanceRate.of_request())):
-            if proposed is request.draft:
-                rate.observe(draft, len(proposed), num_accepted)
-            else:
-                rate.observe(draft, 1, 0)
-                rate.observe(draft, len(proposed) - 1, num_accepted - 1)
-            if branch and (num_accepted == 0 or proposed is branch):
-                rate.observe(draft._replace(level=BRANCH_LEVEL), 1, min(num_accepted, 1))
-        request.draft = ()
+            _observe(rate, draft, token_ids)
+            if draft.tree:
+                _observe_tree(rate, draft, token_ids)
+            elif len(paths) > 1:
+                _observe_branch(rate, draft, paths[1].token_ids, token_ids)
         request.num_drafted += num_drafted
         request.num_accepted += num_accepted
         self.counters[f"{draft.source.value}_tokens_drafted"] += num_drafted
@@ -231,11 +238,54 @@ class Speculation:
         ]
         for branch, count in zip(branches, counts[len(streams) :], strict=True):
             draft = drafts[branch.stream]
-            drafts[branch.stream] = draft._replace(branch=draft.token_ids[:count])
+            drafts[branch.stream] = draft._replace(branches=(TokenPath(draft.token_ids[:count]),) if count else ())
         if self.model_drafts is None or line is None:
             return drafts
         self._age_unused(streams, drafts)
-        return self.model_drafts.compute(streams, drafts, line, kv_cache)
+        drafts = self.model_drafts.compute(streams, drafts, line, kv_cache)
+        return self._pruned(streams, drafts, line, kv_cache) if any(draft.tree for draft in drafts) else drafts
+
+    def _pruned(
+        self, streams: Sequence[Request], drafts: Sequence[Draft], line: StepLine, kv_cache: KVCache
+    ) -> Sequence[Draft]:
+        """The drafts, with the paths of those parts of trees that a step should verify. The first token of a tree is
+        always among them, so that something is learned from each."""
+        gains: list[TreeGain] = []
+        chosen: dict[int, list[int]] = {}
+        num_tokens, expected = len(streams), float(len(streams))
+        for stream, (request, draft) in enumerate(zip(streams, drafts, strict=True)):
+            if draft.tree:
+                chances = [self._chance(request, draft._replace(level=token.level)) for token in draft.tree]
+                first, *more = tree_gains(stream, draft.tree, chances, partial(kv_cache.num_repeated, request))
+                gains += more
+                chosen[stream] = [first.number]
+                num_tokens, expected = num_tokens + 1, expected + first.expected
+            elif draft.token_ids:
+                chance, length = self._chance(request, draft), len(draft.token_ids)
+                num_tokens, expected = num_tokens + length, expected + sum(chance**n for n in range(1, length + 1))
+        gains.sort(key=lambda gain: -gain.rank)
+        count = best_of_trees(
+            gains,
+            Planned(len(streams), num_tokens, expected),
+            line,
+            self._corrections.of,
+            size_before=self._size_before,
+            most_tokens=self._most_in_step(len(streams), kv_cache.most_draft_tokens),
+            most_ms=self._most_ms,
+            least_tokens=self._least_tokens,
+        )
+        for gain in gains[:count]:
+            chosen[gain.stream].append(gain.number)
+        done = list(drafts)
+        for stream, numbers in chosen.items():
+            path, *branches = paths_of(part_of(drafts[stream].tree, numbers))
+            done[stream] = drafts[stream]._replace(token_ids=path.token_ids, branches=branches)
+        return done
+
+    def _most_in_step(self, num_streams: int, most_draft_tokens: int) -> int:
+        """How many tokens a step of these streams may have, with drafts."""
+        most = self._small_decode if num_streams <= self._small_decode else self._most_tokens
+        return min(most, num_streams + most_draft_tokens)
 
     def _chance(self, request: Request, draft: Draft) -> float:
         return self._rate.chance(draft, self._rates.get(request))
@@ -266,8 +316,7 @@ class Speculation:
         """The number of tokens of each draft to verify, at most `most_draft_tokens` in all, then that of each
         branch."""
         num_streams = len(streams)
-        most = self._small_decode if num_streams <= self._small_decode else self._most_tokens
-        most = min(most, num_streams + most_draft_tokens)
+        most = self._most_in_step(num_streams, most_draft_tokens)
         if self._steps is None:
             return _fixed_counts(drafts, most - num_streams)
         if line is None:
@@ -287,6 +336,36 @@ class Speculation:
             draft_line=self.model_drafts.line(modelled) if self.model_drafts is not None and modelled else None,
             branches=branches,
         )
+
+
+def _observe(rate: AcceptanceRate, draft: Draft, token_ids: Sequence[int]) -> None:
+    """Learn from a draft that these tokens followed."""
+    rate.observe(draft, min(len(draft.token_ids), len(token_ids)), num_common(draft.token_ids, token_ids))
+
+
+def _observe_branch(rate: AcceptanceRate, draft: Draft, branch: Sequence[int], token_ids: Sequence[int]) -> None:
+    """Learn from a branch with other tokens than the draft from the first one on. Its first token tells something only
+    if that of the draft was wrong."""
+    if token_ids[0] != draft.token_ids[0]:
+        is_right = token_ids[0] == branch[0]
+        rate.observe(draft._replace(level=BRANCH_LEVEL), 1, int(is_right))
+        if is_right:
+            _observe(rate, draft._replace(token_ids=branch[1:]), token_ids[1:])
+
+
+def _observe_tree(rate: AcceptanceRate, draft: Draft, token_ids: Sequence[int]) -> None:
+    """Learn which of a tree's tokens would have been accepted, verified or not."""
+    place = -1
+    for token_id in token_ids:
+        found = None
+        for number, token in enumerate(draft.tree):
+            if token.parent == place:
+                is_right = token.token_id == token_id
+                rate.observe(draft._replace(level=token.level), 1, int(is_right))
+                found = number if is_right else found
+        if found is None:
+            return
+        place = found
 
 
 def _fixed_counts(drafts: Sequence[Draft], room: int) -> Sequence[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -21,9 +22,12 @@ from headrace.worker.engine.engine import Engine
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.request import Request
+from headrace.worker.request.step import BlockCopy
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.eagle import EagleModel
+from headrace.worker.speculation.eagle_trees import EagleTrees, num_spare_blocks
+from headrace.worker.speculation.tree import TreeShape
 from tests.worker.conftest import (
     BLOCK_SIZE,
     CHEAP_STEPS,
@@ -56,9 +60,9 @@ def token_of(features: FloatArray) -> list[int]:
 class FakeTarget(FakeRunner):
     """Keeps the token ids of its steps as features."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_spare: int = 0) -> None:
         super().__init__(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
-        self.store = FeatureStore(num_blocks, BLOCK_SIZE, 2)
+        self.store = FeatureStore(num_blocks, BLOCK_SIZE, 2, num_spare)
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """See FakeRunner."""
@@ -67,20 +71,25 @@ class FakeTarget(FakeRunner):
 
 
 class FakeHeads:
-    """Heads with a slot for each token but the first. Their next token is the target's with probability `right`."""
+    """Heads with a slot for each token but the first. Their next token is the target's with probability `right`; the
+    second best is with probability `second`, if that is not 0. They have `num_spare` spare blocks."""
 
-    def __init__(self, store: FeatureStore, num_blocks: int, right: float) -> None:
-        self.store, self.right = store, right
+    def __init__(
+        self, store: FeatureStore, num_blocks: int, right: float, *, second: float = 0.0, num_spare: int = 0
+    ) -> None:
+        self.store, self.right, self.second = store, right, second
         self.vocab_size, self.block_size = VOCAB_SIZE, BLOCK_SIZE
         self.num_tokens = 0
         self.contexts: dict[str, list[list[int]]] = {}
-        self._read = np.full((num_blocks + 1, BLOCK_SIZE), -1)
-        self._tokens = np.full((num_blocks + 1, BLOCK_SIZE), -1)
+        self.spare_blocks = range(num_blocks + 1, num_blocks + 1 + num_spare)
+        self._read = np.full((num_blocks + 1 + num_spare, BLOCK_SIZE), -1)
+        self._tokens = np.full((num_blocks + 1 + num_spare, BLOCK_SIZE), -1)
         self._padding = num_blocks
         self._logits = np.zeros((0, VOCAB_SIZE), np.float32)
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
-        """Compute one-hot logits."""
+        """Compute logits in which one token is better than all others, or two that stand out."""
+        self._copy_slots(self.store.take_copies())
         blocks, offsets = self.store.places(batch)
         self._read[blocks, offsets] = token_of(self.store.read(blocks, offsets))
         self._tokens[blocks, offsets] = batch.input_ids
@@ -91,7 +100,12 @@ class FakeHeads:
             self.contexts.setdefault(request.request_id, []).append(context)
             chance = crc32(np.array(context, np.int64).tobytes()) / 2**32
             found = next_token(context, VOCAB_SIZE)
-            logits[row, found if chance < self.right else found - 1] = 1.0
+            best = found if chance < self.right else found - 1
+            if self.second:
+                logits[row, found if self.right <= chance < self.right + self.second else found - 2] = 8.0
+                logits[row, best] = 9.0
+            else:
+                logits[row, best] = 1.0
         self._logits = logits
         positions = batch.position_ids[batch.sampled_tokens_indices].tolist()
         ids = batch.input_ids[batch.sampled_tokens_indices].tolist()
@@ -99,6 +113,16 @@ class FakeHeads:
             index, offset = divmod(position + 1, BLOCK_SIZE)
             if index < len(request.block_table):
                 self.store.set(request.block_table[index], offset, feature_of(token_id))
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy slots and features of blocks."""
+        self._copy_slots(copies)
+        for source, destination in copies:
+            self.store.copy(source, destination)
+
+    def _copy_slots(self, copies: Sequence[BlockCopy]) -> None:
+        for source, destination in copies:
+            self._read[destination], self._tokens[destination] = self._read[source], self._tokens[source]
 
     def run(self) -> Logits:
         """The logits of the last step."""
@@ -118,19 +142,28 @@ class FakeHeads:
 
 
 def engine_with_heads(
-    right: float, *, num_blocks: int = 128, max_num_seqs: int = 8, max_num_batched_tokens: int = 32
+    right: float,
+    *,
+    num_blocks: int = 128,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    second: float = 0.0,
+    tree: TreeShape | None = None,
+    target_costs: KnownCosts = CHEAP_STEPS,
 ) -> tuple[EngineUnderTest, FakeHeads]:
-    target = FakeTarget(num_blocks)
-    heads = FakeHeads(target.store, num_blocks, right)
+    num_spare = 0 if tree is None else num_spare_blocks(tree, BLOCK_SIZE)
+    target = FakeTarget(num_blocks, num_spare)
+    heads = FakeHeads(target.store, num_blocks, right, second=second, num_spare=num_spare)
+    kind = EagleModel if tree is None else partial(EagleTrees, shape=tree)
     limits = StepLimits(max_num_seqs, max_num_batched_tokens, max_num_batched_tokens, is_exact=True)
     engine: Engine = build_engine(
         target,
         BatchSampler(),
         num_blocks,
         limits,
-        step_costs=CHEAP_STEPS,
+        step_costs=target_costs,
         speculation="eagle3",
-        draft=Draft(heads, BatchSampler(), FREE_STEPS, EagleModel, heads.store.forget),
+        draft=Draft(heads, BatchSampler(), FREE_STEPS, kind, heads.store.forget),
     )
     return EngineUnderTest(engine, target), heads
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,17 @@ from headrace.worker.model.paging import PagedModel
 from headrace.worker.speculation import load
 from headrace.worker.speculation.draft_model import DraftModel
 from headrace.worker.speculation.eagle import EagleModel
-from headrace.worker.speculation.load import kind_of_drafts, load_draft, read_heads, speculation_for, weights_of_draft
+from headrace.worker.speculation.eagle_trees import MOST_TREES, EagleTrees, num_spare_blocks
+from headrace.worker.speculation.load import (
+    DEFAULT_DEPTH,
+    kind_of_drafts,
+    load_draft,
+    read_heads,
+    speculation_for,
+    tree_for,
+    weights_of_draft,
+)
+from headrace.worker.speculation.tree import TreeShape
 from tests.worker.configs import worker_config
 from tests.worker.draft_heads.files import eagle_config, eagle_tensors, medusa_tensors, write_heads
 from tests.worker.draft_heads.test_eagle_graph import target_with
@@ -99,6 +111,30 @@ def test_heads_are_known_by_their_files(tmp_path: Path) -> None:
     (path / "model.safetensors").unlink()
     with pytest.raises(ConfigurationError, match="--draft-model: there is no model.safetensors"):
         read_heads(path, "eagle3")
+
+
+def test_a_drafter_that_is_none_of_the_known_heads_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}))
+    runner: Any = Compiled(32)
+    with pytest.raises(ConfigurationError, match="--draft-model: .* has a DFlash drafter, .*; use EAGLE-3 heads or"):
+        load_draft(tmp_path, runner, tmp_path, threads=1)
+
+
+def test_trees_are_for_eagle_heads_and_have_spare_blocks(tmp_path: Path) -> None:
+    path = write_heads(tmp_path / "heads", eagle_config(), eagle_tensors(eagle_config()))
+    plain = worker_config(tmp_path, draft_model=path)
+    assert tree_for(plain, "eagle3") is None
+    with pytest.raises(ConfigurationError, match="--draft-tree-depth and --draft-tree-top-k need --draft-tree-tokens"):
+        tree_for(replace(plain, draft_tree_depth=3), "eagle3")
+    config = replace(plain, draft_tree_tokens=16, draft_tree_top_k=3)
+    with pytest.raises(ConfigurationError, match="--draft-tree-tokens is for heads in the format of EAGLE-3"):
+        tree_for(config, "medusa")
+    shape = tree_for(config, "eagle3")
+    assert shape == TreeShape(16, DEFAULT_DEPTH, 3)
+    heads: Any = read_heads(path, "eagle3", shape)
+    assert heads.num_spare(32) == num_spare_blocks(shape, 32) == MOST_TREES * 2 * 2
+    kind: Any = kind_of_drafts(heads, shape)
+    assert (kind.func, kind.keywords) == (EagleTrees, {"shape": shape})
 
 
 @pytest.mark.parametrize(

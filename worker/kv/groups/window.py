@@ -231,7 +231,7 @@ class WindowAttention:
         for request, first in self._first.items():
             assert first <= self.first_seen(request.num_computed_tokens), "a part is missing that queries can reach"
             held += request.block_table[first:]
-            held += () if request.branch is None else request.branch.blocks
+            held += [block for branch in request.branches for block in branch.blocks]
         self.parts.check(Counter(held) + self._kept)
         assert all(map(self._pool.is_cached, self.parts.kept_blocks())), "a part is kept that nobody can find"
 

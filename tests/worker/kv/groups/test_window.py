@@ -11,7 +11,7 @@ from headrace.worker.kv.cache import MIN_COPIED_TOKENS, KVCache
 from headrace.worker.kv.groups.window import PARTS_BESIDE, WindowBudget
 from headrace.worker.model.step_limits import StepLimits
 from headrace.worker.request.params import SamplingParams
-from headrace.worker.request.request import Request
+from headrace.worker.request.request import Request, TokenPath
 from headrace.worker.sampling.sampler import BatchSampler
 from tests.worker.conftest import (
     BLOCK_SIZE,
@@ -161,11 +161,11 @@ def test_a_branch_of_a_draft_has_parts_of_its_own(accepted: tuple[int, ...]) -> 
     cache = cache_of(engine)
     assert cache.reserve(request, request.num_tokens + 3)
     held = parts_of(cache)[1]
-    assert cache.add_branch(request, (7, 7, 7), 0)
+    assert cache.add_branch(request, TokenPath((7, 7, 7)), 0) == 3 + cache.num_repeated(request)
     cache.check()
     assert parts_of(cache)[1] == held + 2
     cache.plan([])
-    cache.end_branch(request, accepted)
+    cache.end_branches(request, accepted)
     cache.check()
     assert parts_of(cache)[1] == held
     engine.run()
