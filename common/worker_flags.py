@@ -13,7 +13,7 @@ from headrace.common.flags import FiniteRange
 
 DEFAULT_KV_DISK_GB = 16
 DEFAULT_MAX_ADAPTERS = 16
-SPECULATION_KINDS = ("auto", "off", "ngram", "draft", "eagle3", "medusa")
+SPECULATION_KINDS = ("auto", "off", "ngram", "draft", "eagle3", "medusa", "mtp")
 AUTO_RANKS = "auto"
 DEFAULT_AWAIT_STAGES = "0.0.0.0:50070"
 _NUM_RANKS = click.IntRange(1, 64)
@@ -241,26 +241,27 @@ WORKER_FLAGS = (
         of_worker="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: "
         "always propose the tokens that followed the same text earlier in prompt or answer. auto: as ngram, but only "
         "as many tokens as make this worker faster. draft: as auto, and also tokens of --draft-model. eagle3, medusa: "
-        "the same with heads in these formats. All propose a request's prediction, and the tokens that its grammar "
-        "requires.  [default: the kind of --draft-model, else auto; off on CPUs with AMX, unless --execution-mode is "
-        "accuracy]",
+        "the same with heads in these formats. mtp: with the layer of a checkpoint that predicts more tokens. All "
+        "propose a request's prediction, and the tokens that its grammar requires.  [default: the kind of "
+        "--draft-model, else auto; off on CPUs with AMX, unless --execution-mode is accuracy]",
         of_serve="Verify several proposed tokens in a step: when it makes answers faster, never, always, or with "
         "--draft-model.  [default: what --draft-model names, else auto; off on CPUs with AMX]",
     ),
     WorkerFlag(
         "--draft-model",
         click.Path(path_type=Path),
-        of_worker="Directory of a smaller model with the same tokenizer, or of heads in the format of EAGLE-3 or "
-        "Medusa for this model, which proposes tokens.",
-        of_serve="Smaller model with the same tokenizer, or EAGLE-3 or Medusa heads for this model, that propose "
-        "tokens: name in the cache, directory, or OWNER/NAME on a hub.",
+        of_worker="Directory of a smaller model with the same tokenizer, of heads in the format of EAGLE-3 or Medusa "
+        "for this model, or of its checkpoint with a layer that predicts more tokens, which proposes tokens.",
+        of_serve="Smaller model with the same tokenizer, EAGLE-3 or Medusa heads for this model, or its checkpoint "
+        "with a layer that predicts more tokens, that propose tokens: name in the cache, directory, or OWNER/NAME on a "
+        "hub.",
         serve_type=_Text("name_or_dir"),
     ),
     WorkerFlag(
         "--draft-tree-tokens",
         click.IntRange(2, 64),
-        of_worker="Let EAGLE-3 heads propose trees of up to this many tokens: several tokens for the same place, of which "
-        "a step verifies as many as make this worker faster. Default: one token for each place.",
+        of_worker="Let EAGLE-3 heads propose trees of up to this many tokens: several tokens for the same place, of "
+        "which a step verifies as many as make this worker faster. Default: one token for each place.",
         of_serve="Let EAGLE-3 heads propose trees of up to this many tokens, several for the same place.",
     ),
     WorkerFlag(

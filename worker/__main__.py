@@ -45,6 +45,7 @@ _NEED_DRAFT_MODEL = {
     "draft": "a smaller model",
     "eagle3": "heads in the format of EAGLE-3",
     "medusa": "heads in the format of Medusa",
+    "mtp": "a checkpoint with a layer that predicts more tokens",
 }
 
 

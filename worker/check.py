@@ -18,6 +18,7 @@ from headrace.common.model_files.task import task_of
 from headrace.worker.config import ConfigurationError
 from headrace.worker.draft_heads.eagle_files import read_eagle
 from headrace.worker.draft_heads.medusa_files import read_medusa
+from headrace.worker.draft_heads.mtp_files import read_mtp
 from headrace.worker.encoder.files import read_encoder_files, refuse_embedder_with_cache
 from headrace.worker.encoder.runner import read_encoder
 from headrace.worker.model.directory import read_model_dir
@@ -26,12 +27,14 @@ from headrace.worker.model.lm_head import replace_head
 from headrace.worker.model.paging import read_paged
 from headrace.worker.weights.file_memory import FileMemory
 
+_READERS = {HeadsKind.EAGLE3: read_eagle, HeadsKind.MEDUSA: read_medusa, HeadsKind.MTP: read_mtp}
+
 
 def check_servable(model_dir: Path) -> None:
     """Raise ConfigurationError for a model that a worker would refuse to load, or for heads that cannot be read."""
     kind = heads_kind(model_dir)
     if kind is not None and not has_network(model_dir):
-        (read_eagle if kind is HeadsKind.EAGLE3 else read_medusa)(model_dir)
+        _READERS[kind](model_dir)
         return
     read_model_dir(model_dir)
     if task := task_of(model_dir):

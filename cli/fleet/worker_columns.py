@@ -17,7 +17,7 @@ LOST_STATES = {
     router_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
     router_pb2.WORKER_STATE_NOT_ANSWERING: "not answering",
 }
-_PROPOSERS = ("ngram", "prediction", "grammar", "draft", "eagle3", "medusa")
+_PROPOSERS = ("ngram", "prediction", "grammar", "draft", "eagle3", "medusa", "mtp")
 
 
 def worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:

@@ -83,6 +83,7 @@ _PIECE_BYTES = 1 << 20
 _LINKED_BYTES = 1 << 20
 # In the source of a multimodal model from a hub: whether its networks for images were pulled.
 _IMAGES = "images"
+_INDEX = "model.safetensors.index.json"
 _WITH_IMAGES = "served"
 _WITHOUT_IMAGES = "not served"
 
@@ -343,7 +344,8 @@ def _chosen(
     if (found := unusable_heads(config or {})) is not None:
         raise CommandError(f"{listing.repository} has {found}")
     if (heads := heads_kind_of(config or {})) is not None:
-        return choose_heads(listing, heads, reference, exports=exports), ImageParts()
+        index = fetched_contents(reference, listing, (_INDEX,)).get(_INDEX)
+        return choose_heads(listing, heads, reference, exports=exports, index=index), ImageParts()
     choice = choose_files(listing, reference.quantisation, exports=exports)
     if choice.gguf:
         of_images = gguf_of_images(listing)

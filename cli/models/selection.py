@@ -3,6 +3,7 @@ checkpoint in safetensors form; or the files of heads."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from headrace.cli.models.encoders import CHECKPOINT_ENCODER_FILES
 from headrace.cli.models.model_cache import ENCODER_FILES, GENERATION_CONFIG_NAME, OPTIONAL_FILES
 from headrace.cli.models.reference import HubReference
 from headrace.common.commands import CommandError
-from headrace.common.model_files.heads import HEADS_CONFIG, HeadsKind
+from headrace.common.model_files.heads import HEADS_CONFIG, MTP_TENSORS, HeadsKind
 from headrace.common.model_files.names import IMAGE_FILES, TEMPLATES
 from headrace.common.model_files.networks import LANGUAGE_NETWORK, networks_among, required_files
 from headrace.common.model_files.vision_networks import files_of_networks
@@ -175,13 +176,23 @@ def has_text_model(listing: HubListing) -> bool:
     return bool(_variants(listing)) or (network in names and network != LANGUAGE_NETWORK)
 
 
-def choose_heads(listing: HubListing, kind: HeadsKind, reference: HubReference, *, exports: bool) -> HubChoice:
-    """Choose the files of heads. Raises CommandError if their weights are not in safetensors form, or if the user
-    requests other weights."""
+def choose_heads(
+    listing: HubListing, kind: HeadsKind, reference: HubReference, *, exports: bool, index: bytes | None = None
+) -> HubChoice:
+    """Choose the files of heads; of a checkpoint, those that its `index` names for them. Raises CommandError if their
+    weights are not in safetensors form, or if the user requests other weights."""
     if exports or reference.quantisation is not None:
         other = "--weights" if exports else f":{reference.quantisation}"
+        if kind is HeadsKind.MTP:
+            raise CommandError(
+                f"the model in {listing.repository} needs code from its repository, which headrace does not run; take "
+                f"a GGUF or OpenVINO version of it, and leave out {other} for its layer that predicts more tokens"
+            )
         raise CommandError(f"{listing.repository} has {kind.value} heads, used as they are; leave out {other}")
     weights = [file for file in listing.files if re.fullmatch(r"[^/]+\.safetensors", file.path)]
+    if index is not None and kind is HeadsKind.MTP:
+        wanted = _files_of_mtp(index)
+        weights = [file for file in weights if file.path in wanted]
     if not weights:
         pickles = [file.path for file in listing.files if _PICKLES_OF_HEADS.fullmatch(file.path)]
         found = f"only {pickles[0]}, which may run code and is not read" if pickles else "no weights"
@@ -191,6 +202,15 @@ def choose_heads(listing: HubListing, kind: HeadsKind, reference: HubReference, 
         )
     config = [file for file in listing.files if file.path == HEADS_CONFIG]
     return HubChoice((*config, *weights), False, heads=kind)
+
+
+def _files_of_mtp(index: bytes) -> set[str]:
+    """The files of a checkpoint that have a layer that predicts more tokens, and the vocabulary that it shares."""
+    try:
+        places = json.loads(index)["weight_map"].items()
+        return {str(file) for name, file in places if name.startswith(MTP_TENSORS)}
+    except (ValueError, KeyError, AttributeError):
+        return set()
 
 
 def _has_pickles(paths: Iterable[str]) -> bool:

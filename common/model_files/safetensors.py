@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,14 @@ class SafetensorsError(Exception):
     """The file cannot be used. The text names it and says why."""
 
 
-def tensors_of(raw: bytes, path: Path, kinds: Collection[str] = FLOATS) -> dict[str, npt.NDArray[Any]]:
-    """The tensors in the content of a file, as views of it. bfloat16 comes as its bits in uint16. SafetensorsError if
-    the content is damaged or has tensors of other `kinds`."""
+def tensors_of(
+    raw: bytes | mmap,
+    path: Path,
+    kinds: Collection[str] = FLOATS,
+    is_wanted: Callable[[str], bool] = lambda _name: True,
+) -> dict[str, npt.NDArray[Any]]:
+    """The tensors in the content of a file whose names are wanted, as views of it. bfloat16 comes as its bits in
+    uint16. SafetensorsError if the content is damaged or has such tensors of other `kinds`."""
     damaged = SafetensorsError(f"{path} is no whole safetensors file; copy it again")
     length = int.from_bytes(raw[:_HEADER_BYTES], "little")
     start = _HEADER_BYTES + length
@@ -41,7 +47,7 @@ def tensors_of(raw: bytes, path: Path, kinds: Collection[str] = FLOATS) -> dict[
         header = json.loads(raw[_HEADER_BYTES:start])
         found = {}
         for key, entry in header.items():
-            if key == "__metadata__":
+            if key == "__metadata__" or not is_wanted(key):
                 continue
             begin, end = entry["data_offsets"]
             if entry["dtype"] not in kinds:

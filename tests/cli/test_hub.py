@@ -215,6 +215,7 @@ def test_a_multimodal_model_without_embeddings_is_refused() -> None:
 
 EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "num_attention_heads": 32}
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 1}
+MTP = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
 DFLASH = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 16}
 
 
@@ -246,6 +247,23 @@ def test_heads_are_pulled_as_they_are_and_named_with_draft_model(
         find_draft_model("o/heads")
 
 
+def test_of_a_checkpoint_only_the_files_of_its_layer_that_predicts_more_tokens_are_fetched(hub: Hub) -> None:
+    places = {
+        "model.layers.0.mlp.up_proj.weight": "model-00001-of-00002.safetensors",
+        "model.mtp_layers.0.input_proj.weight": "model-00002-of-00002.safetensors",
+        "lm_head.weight": "model-00002-of-00002.safetensors",
+    }
+    files = {
+        "config.json": json.dumps(MTP).encode(),
+        "model.safetensors.index.json": json.dumps({"weight_map": places}).encode(),
+        **dict.fromkeys(set(places.values()), b"w" * 100),
+    }
+    hub.add("o/mimo", files)
+    directory = find_draft_model("o/mimo")
+    assert {path.name for path in directory.glob("*.safetensors")} == {"model-00002-of-00002.safetensors"}
+    assert "mtp, for --draft-model" in run("models", "show", "o/mimo").output
+
+
 @pytest.mark.parametrize(
     ("config", "pickle", "arguments", "sentence"),
     [
@@ -253,7 +271,9 @@ def test_heads_are_pulled_as_they_are_and_named_with_draft_model(
         (MEDUSA, "medusa_lm_head.pt", (), "only medusa_lm_head.pt, which may run code and is not read; save them as"),
         (EAGLE, "README.md", (), "the eagle3 heads in o/heads have no weights"),
         (EAGLE, "model.safetensors", ("--weights", "int8"), "has eagle3 heads, used as they are; leave out --weights"),
-        (DFLASH, "model.safetensors", (), "o/heads has a DFlash drafter, whose tokens .* use EAGLE-3 heads or a smaller"),
+        (MTP, "README.md", (), "the mtp heads in o/heads have no weights"),
+        (MTP, "model.safetensors", ("--weights", "int8"), "needs code from its repository.* leave out --weights for"),
+        (DFLASH, "model.safetensors", (), "o/heads has a DFlash drafter, whose tokens .* use EAGLE-3 heads or a"),
     ],
 )
 def test_heads_that_cannot_be_used_are_refused_with_a_remedy(

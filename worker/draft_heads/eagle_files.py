@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,16 @@ def layers_to_read(shape: EagleShape, num_layers: int) -> tuple[int, ...]:
 
 def read_eagle(path: Path) -> EagleFiles:
     """Read heads. ConfigurationError if they are incomplete, damaged or of another kind."""
-    config = _read_config(path)
+    config = read_config(path)
     found = read_weights(path, "model.safetensors", ".bin", _KINDS)
     weights = {_plain(name): values for name, values in found.items()}
-    shape = _shape_of(config, weights, path)
+    shape = shape_of(config, weights, path)
     if shape.layers is not None and len(shape.layers) != 3:
         raise ConfigurationError(f"{path / HEADS_CONFIG} names {len(shape.layers)} layers to read; EAGLE-3 reads three")
-    _check_shapes(shape, weights, path)
+    check_weights(weights, _shapes(shape, weights), path, "EAGLE-3")
+    biases = [name for name in weights if name.endswith(".bias")]
+    if biases:
+        raise ConfigurationError(f"the heads in {path} have {biases[0]}; heads with biases are not supported")
     num_draft = weights["lm_head.weight"].shape[0]
     shift = weights.get("d2t")
     if shift is None and num_draft != shape.vocab_size:
@@ -90,12 +94,13 @@ def read_eagle(path: Path) -> EagleFiles:
     return EagleFiles(path, shape, weights, token_ids)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of heads, with the settings of their layer beside the others. ConfigurationError."""
     try:
         config = json.loads((path / HEADS_CONFIG).read_bytes())
     except OSError:
         raise ConfigurationError(
-            f"there is no {path / HEADS_CONFIG}; heads in the format of EAGLE-3 have one, and a model.safetensors"
+            f"there is no {path / HEADS_CONFIG}; heads have one, and a model.safetensors"
         ) from None
     except ValueError as error:
         raise ConfigurationError(f"{path / HEADS_CONFIG} is not JSON ({error}); copy it again") from error
@@ -105,9 +110,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {**nested, **config} if isinstance(nested, dict) else config
 
 
-def read_weights(path: Path, name: str, unsafe: str, kinds: Collection[str]) -> dict[str, _Array]:
-    """The tensors of heads, of these kinds, by their names in the files. ConfigurationError. Without a file such as
-    `name`, it says what to do with one of the format `unsafe`."""
+def read_weights(
+    path: Path,
+    name: str,
+    unsafe: str,
+    kinds: Collection[str],
+    is_wanted: Callable[[str], bool] = lambda _name: True,
+) -> dict[str, _Array]:
+    """The tensors of heads that are wanted, of these kinds, by their names in the files, which stay mapped.
+    ConfigurationError. Without a file such as `name`, it says what to do with one of the format `unsafe`."""
     files = heads_weights(path)
     if not files:
         hint = (
@@ -119,9 +130,12 @@ def read_weights(path: Path, name: str, unsafe: str, kinds: Collection[str]) -> 
     found: dict[str, _Array] = {}
     try:
         for file in files:
-            found |= tensors_of(file.read_bytes(), file, kinds)
+            with file.open("rb") as opened:
+                found |= tensors_of(mmap(opened.fileno(), 0, access=ACCESS_READ), file, kinds, is_wanted)
     except (OSError, SafetensorsError) as error:
         raise ConfigurationError(str(error)) from error
+    except ValueError as error:  # of an empty file
+        raise ConfigurationError(f"{file} is no whole safetensors file ({error}); copy it again") from error
     return found
 
 
@@ -129,7 +143,9 @@ def _plain(name: str) -> str:
     return name.removeprefix("model.").removeprefix(_LAYER).removeprefix("layers.0.")
 
 
-def _shape_of(config: Mapping[str, Any], weights: Mapping[str, _Array], path: Path) -> EagleShape:
+def shape_of(config: Mapping[str, Any], weights: Mapping[str, _Array], path: Path) -> EagleShape:
+    """The dimensions of heads, or of a layer like theirs. ConfigurationError."""
+
     def number(name: str, default: Any = None) -> Any:
         value = config.get(name)
         value = default if value is None else value
@@ -189,20 +205,28 @@ def _frequencies(config: Mapping[str, Any], head_size: int, path: Path) -> npt.N
     )
 
 
-def _check_shapes(shape: EagleShape, weights: Mapping[str, _Array], path: Path) -> None:
+def layer_shapes(shape: EagleShape, weights: Mapping[str, _Array], *, inputs: int) -> dict[str, tuple[int, ...]]:
+    """The matrices of a layer and their shapes. Its attention projects states of the size `inputs`."""
     size = shape.size
     of_heads = shape.num_heads * shape.head_size
     of_kv_heads = shape.num_kv_heads * shape.head_size
     inner = weights["mlp.gate_proj.weight"].shape[0] if "mlp.gate_proj.weight" in weights else 0
-    wanted: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, 3 * shape.target_size),
-        "self_attn.q_proj.weight": (of_heads, 2 * size),
-        "self_attn.k_proj.weight": (of_kv_heads, 2 * size),
-        "self_attn.v_proj.weight": (of_kv_heads, 2 * size),
+    return {
+        "self_attn.q_proj.weight": (of_heads, inputs),
+        "self_attn.k_proj.weight": (of_kv_heads, inputs),
+        "self_attn.v_proj.weight": (of_kv_heads, inputs),
         "self_attn.o_proj.weight": (size, of_heads),
         "mlp.gate_proj.weight": (inner, size),
         "mlp.up_proj.weight": (inner, size),
         "mlp.down_proj.weight": (size, inner),
+    }
+
+
+def _shapes(shape: EagleShape, weights: Mapping[str, _Array]) -> dict[str, tuple[int, ...]]:
+    size = shape.size
+    wanted: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size, 3 * shape.target_size),
+        **layer_shapes(shape, weights, inputs=2 * size),
         "lm_head.weight": (weights["lm_head.weight"].shape[0] if "lm_head.weight" in weights else 0, size),
     }
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")
@@ -211,14 +235,16 @@ def _check_shapes(shape: EagleShape, weights: Mapping[str, _Array], path: Path) 
         wanted["d2t"] = wanted["lm_head.weight"][:1]
     if "embed_tokens.weight" in weights:
         wanted["embed_tokens.weight"] = (shape.vocab_size, size)
+    return wanted
+
+
+def check_weights(weights: Mapping[str, _Array], wanted: Mapping[str, tuple[int, ...]], path: Path, what: str) -> None:
+    """ConfigurationError unless there are weights of these shapes, which `what` has."""
     for name, expected in wanted.items():
         if name not in weights:
-            raise ConfigurationError(f"the heads in {path} have no {name}, which EAGLE-3 has; name other heads")
+            raise ConfigurationError(f"the heads in {path} have no {name}, which {what} has; name other heads")
         if weights[name].shape != expected:
             raise ConfigurationError(
                 f"the heads in {path} have {name} of shape {list(weights[name].shape)}, and config.json makes it "
                 f"{list(expected)}; the files do not belong together"
             )
-    biases = [name for name in weights if name.endswith(".bias")]
-    if biases:
-        raise ConfigurationError(f"the heads in {path} have {biases[0]}; heads with biases are not supported")

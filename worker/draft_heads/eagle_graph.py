@@ -51,6 +51,12 @@ def build_eagle(files: EagleFiles, target: ov.Model) -> ov.Model:
     return _Builder(files, target).build()
 
 
+def build_mtp(files: EagleFiles, target: ov.Model) -> ov.Model:
+    """The same for a layer that predicts more tokens: its features are the target's last hidden states, and for
+    proposed tokens its own, both normalised."""
+    return _MtpBuilder(files, target).build()
+
+
 class _Builder:
     def __init__(self, files: EagleFiles, target: ov.Model) -> None:
         self._files = files
@@ -67,20 +73,32 @@ class _Builder:
         ]
 
     def build(self) -> ov.Model:
+        states = self._states()
+        inputs = [self._tokens, self._positions, self._features, self._rows, *self._step, self._longest, *self._caches]
+        whole = ov.Model([opset13.result(states)], inputs, "eagle3")
+        of_rows = states_of_rows(states, self._rows.output(0), whole)
+        logits = self._product(self._for_logits(of_rows), "lm_head")
+        for name, output in (("logits", logits), ("states", of_rows)):
+            output.get_tensor().set_names({name})
+        return ov.Model([opset13.result(logits), opset13.result(of_rows)], inputs, "eagle3")
+
+    def _states(self) -> ov.Output:
+        """The states of the step's tokens, `[tokens, size]`."""
         features = self._features.output(0)
         mixed = self._norm(features, "hidden_norm")
         residual = mixed if self._shape.norms_residual else features
         both = opset13.concat([self._norm(self._embeddings, "input_layernorm"), mixed], -1).output(0)
-        attended = opset13.add(residual, self._product(self._attention(both), "self_attn.o_proj")).output(0)
+        return self._layer(residual, both)
+
+    def _layer(self, residual: ov.Output, states: ov.Output) -> ov.Output:
+        """Attention of `states`, added to `residual`, and what the MLP makes of them, added too."""
+        attended = opset13.add(residual, self._product(self._attention(states), "self_attn.o_proj")).output(0)
         fed = self._feed_forward(self._norm(attended, "post_attention_layernorm"))
-        states = opset13.add(attended, fed).output(0)
-        inputs = [self._tokens, self._positions, self._features, self._rows, *self._step, self._longest, *self._caches]
-        whole = ov.Model([opset13.result(states)], inputs, "eagle3")
-        of_rows = states_of_rows(states, self._rows.output(0), whole)
-        logits = self._product(self._norm(of_rows, "norm"), "lm_head")
-        for name, output in (("logits", logits), ("states", of_rows)):
-            output.get_tensor().set_names({name})
-        return ov.Model([opset13.result(logits), opset13.result(of_rows)], inputs, "eagle3")
+        return opset13.add(attended, fed).output(0)
+
+    def _for_logits(self, states: ov.Output) -> ov.Output:
+        """What is multiplied with the vocabulary."""
+        return self._norm(states, "norm")
 
     def _embedded(self, target: ov.Model) -> ov.Output:
         """Embeddings of the step's tokens, `[tokens, size]`: the heads' own, or the target's."""
@@ -138,7 +156,10 @@ class _Builder:
         return self._product(gated.output(0), "mlp.down_proj")
 
     def _product(self, states: ov.Output, name: str) -> ov.Output:
-        return product(states, self._files.weights[f"{name}.weight"])
+        found, bias = product(states, self._files.weights[f"{name}.weight"]), f"{name}.bias"
+        if bias in self._files.weights:
+            return opset13.add(found, _floats(self._files.vector(bias).reshape(1, -1))).output(0)
+        return found
 
     def _norm(self, states: ov.Output, name: str) -> ov.Output:
         """Root mean square normalisation."""
@@ -146,6 +167,24 @@ class _Builder:
         root = opset13.sqrt(opset13.add(mean, _floats(np.full((1, 1), self._shape.epsilon))))
         weights = _floats(self._files.vector(f"{name}.weight").reshape(1, -1))
         return opset13.multiply(opset13.divide(states, root), weights).output(0)
+
+
+class _MtpBuilder(_Builder):
+    """
+    token t+1 -> embedding -> norm ---+
+                                      +--> product -> a layer of the model -> norm -> states -> logits
+    last states of token t -> norm ---+                                                 |
+                                         last states of token t+1, if it is proposed too
+    """
+
+    def _states(self) -> ov.Output:
+        known = self._norm(self._features.output(0), "hidden_layernorm")
+        both = opset13.concat([known, self._norm(self._embeddings, "token_layernorm")], -1).output(0)
+        mixed = self._product(both, "input_proj")
+        return self._norm(self._layer(mixed, self._norm(mixed, "input_layernorm")), "final_layernorm")
+
+    def _for_logits(self, states: ov.Output) -> ov.Output:
+        return states
 
 
 def _parameter(name: str, shape: list[int], kind: ov.Type) -> ov.Node:

@@ -1,4 +1,4 @@
-"""Computes steps of EAGLE-3 heads with OpenVINO."""
+"""Computes steps of EAGLE-3 heads with OpenVINO, and those of layers that predict more tokens, which are like them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
+from headrace.common.model_files.heads import HeadsKind
 from headrace.worker.config import ConfigurationError
 from headrace.worker.draft_heads.eagle_files import EagleFiles, read_eagle
-from headrace.worker.draft_heads.eagle_graph import build_eagle
-from headrace.worker.draft_heads.features import FeatureReader, FeatureStore
+from headrace.worker.draft_heads.eagle_graph import build_eagle, build_mtp
+from headrace.worker.draft_heads.features import FeatureReader, FeatureStore, LastStateReader
 from headrace.worker.draft_heads.hidden_states import embeddings_of, width_of
+from headrace.worker.draft_heads.mtp_files import read_mtp
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.lm_head import InputTensors
@@ -36,6 +38,7 @@ class EagleHeads(NamedTuple):
     files: EagleFiles
     reader: FeatureReader
     num_spare: Callable[[int], int] | None = None
+    kind: HeadsKind = HeadsKind.EAGLE3
 
     @classmethod
     def read(cls, path: Path, num_spare: Callable[[int], int] | None = None) -> EagleHeads:
@@ -43,9 +46,16 @@ class EagleHeads(NamedTuple):
         files = read_eagle(path)
         return cls(files, FeatureReader(files), num_spare)
 
+    @classmethod
+    def read_mtp(cls, path: Path, num_spare: Callable[[int], int] | None = None) -> EagleHeads:
+        """Read the layer of a checkpoint that predicts more tokens. ConfigurationError."""
+        files = read_mtp(path)
+        return cls(files, LastStateReader(files), num_spare, HeadsKind.MTP)
+
     def compile(self, target_dir: Path, threads: int, target: OpenVINOModelRunner | None = None) -> EagleRunner:
         """Compile them for the model in `target_dir`. ConfigurationError if they do not fit it."""
-        return EagleRunner(self.files, target_dir, self.reader, threads=threads, num_spare=self.num_spare)
+        build = build_mtp if self.kind is HeadsKind.MTP else build_eagle
+        return EagleRunner(self.files, target_dir, self.reader, build, threads=threads, num_spare=self.num_spare)
 
 
 class EagleRunner:
@@ -61,12 +71,13 @@ class EagleRunner:
         files: EagleFiles,
         target_dir: Path,
         reader: FeatureReader,
+        build: Callable[[EagleFiles, ov.Model], ov.Model] = build_eagle,
         *,
         threads: int,
         num_spare: Callable[[int], int] | None = None,
     ) -> None:
-        """Compile `files` for the model in `target_dir`, whose features `reader` keeps. For `num_spare` see
-        `EagleHeads`. ConfigurationError if the heads do not fit the model."""
+        """Compile `files` for the model in `target_dir`, whose features `reader` keeps. `build` makes their graph. For
+        `num_spare` see `EagleHeads`. ConfigurationError if the heads do not fit the model."""
         core = ov.Core()
         target = read_paged(core, target_dir).graph
         _check_embeddings(files, target)
@@ -77,7 +88,7 @@ class EagleRunner:
             "KV_CACHE_PRECISION": ov.Type.u8,
             "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
         }
-        compiled = core.compile_model(build_eagle(files, target), "CPU", properties)
+        compiled = core.compile_model(build(files, target), "CPU", properties)
         self._request = compiled.create_infer_request()
         self._inputs = InputTensors(self._request)
         self._caches = [port for port in compiled.inputs if "_cache." in port.any_name]

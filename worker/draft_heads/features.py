@@ -19,8 +19,8 @@ from openvino import opset13
 
 from headrace.worker.draft_heads.eagle_files import EagleFiles, layers_to_read
 from headrace.worker.draft_heads.eagle_graph import product
-from headrace.worker.draft_heads.hidden_states import check_width, states_before, width_of
-from headrace.worker.kv.exclusions import EAGLE3, impossible
+from headrace.worker.draft_heads.hidden_states import check_width, last_states, states_before, width_of
+from headrace.worker.kv.exclusions import EAGLE3, MTP, impossible
 from headrace.worker.kv.layers import LayerKind
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.state_tables import has_states
@@ -121,6 +121,9 @@ class FeatureReader:
         assert self._store is not None, "nothing is allocated yet"
         return self._store
 
+    def prepare(self, model: ov.Model) -> None:
+        """Does nothing: what the heads read is not at the graph's end."""
+
     def add_outputs(self, model: ov.Model) -> None:
         """Add an output `features` [tokens, size]. ConfigurationError if the heads do not fit the model."""
         shape = self._files.shape
@@ -139,6 +142,28 @@ class FeatureReader:
         """Keep the features of the step that was just computed."""
         if self._store is not None:
             self._store.write(batch, request.get_tensor(_OUTPUT).data)
+
+
+class LastStateReader(FeatureReader):
+    """The same for a layer that predicts more tokens: its features are the last hidden states, of all tokens."""
+
+    def prepare(self, model: ov.Model) -> None:
+        """Add an output `features` [tokens, size]. So the graph computes the last states of all tokens, not of the
+        sampled ones only. ConfigurationError if the layer does not fit the model."""
+        if has_states(model):
+            raise impossible(MTP, LayerKind.RECURRENT)
+        port, size = last_states(model), self._files.shape.size
+        states = port.get_source_output()
+        check_width(self._files.path, size, width_of(states))
+        flat = opset13.reshape(states, opset13.constant(np.array([-1, size])), False).output(0)
+        # Behind this, sampled rows are selected: what comes before is computed for all tokens.
+        again = [-1, *(1 for _ in states.get_partial_shape()[1:-1]), size]
+        port.replace_source_output(opset13.reshape(flat, opset13.constant(np.array(again)), False).output(0))
+        flat.get_tensor().set_names({_OUTPUT})
+        model.add_results([opset13.result(flat)])
+
+    def add_outputs(self, model: ov.Model) -> None:
+        """Does nothing: `prepare` has added the output."""
 
 
 def _rounded(values: FloatArray) -> npt.NDArray[np.uint16]:

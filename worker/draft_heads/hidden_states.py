@@ -48,6 +48,18 @@ def embeddings_of(model: ov.Model) -> ov.Output:
     return output
 
 
+def last_states(model: ov.Model) -> ov.Input:
+    """The input of the product that gives logits: the last hidden states of all tokens, before the end of the graph is
+    replaced."""
+    node = model.get_results()[0].input_value(0).get_node()
+    while node.get_type_name() != "MatMul":
+        found = [value for value in node.input_values() if not is_constant(value)]
+        if not found:
+            raise _unknown_form("the last hidden states")
+        node = found[0].get_node()
+    return node.input(0)
+
+
 def width_of(states: ov.Output) -> int:
     """The number of values of a hidden state, which must be fixed in the graph."""
     return int(states.get_partial_shape()[-1].get_length())

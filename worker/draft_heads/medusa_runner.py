@@ -73,6 +73,9 @@ class LastStates:
         self._files = files
         self._rows: WeakKeyDictionary[Request, _Rows] = WeakKeyDictionary()
 
+    def prepare(self, model: ov.Model) -> None:
+        """Does nothing: only the states of sampled rows are read."""
+
     def add_outputs(self, model: ov.Model) -> None:
         """Add an output with the input of the product that gives logits. ConfigurationError if the heads do not fit."""
         logits = next(result for result in model.get_results() if "logits" in result.output(0).get_names())

@@ -92,7 +92,7 @@ def build_engine(
     may be on their way through the stages of a pipeline.
 
     `speculation` is "off", "auto" (as many draft tokens as make the worker faster), "ngram" (drafts of a fixed length),
-    or "draft", "eagle3" or "medusa" (as "auto", with the smaller model or heads in `draft`).
+    or "draft", "eagle3", "medusa" or "mtp" (as "auto", with the smaller model or heads in `draft`).
     """
     costs = StepCosts() if step_costs is None else step_costs
     on_take = None if draft is None else draft.on_take

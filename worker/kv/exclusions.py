@@ -87,6 +87,7 @@ DRAFT_MODEL = _flag("--draft-model", "draft_model")
 TRIM = _flag("--window-cache trim", "trims_windows")
 EVICTION = _flag("--cache-eviction", "cache_eviction")
 EAGLE3 = _heads("--speculation eagle3", HeadsKind.EAGLE3)
+MTP = _heads("--speculation mtp", HeadsKind.MTP)
 MEDUSA_BRANCHES = _heads("the branch of Medusa's drafts", HeadsKind.MEDUSA)
 HEADS = _heads("--draft-model with heads", *HeadsKind)
 ALIBI = Property("ALiBi")
@@ -125,6 +126,7 @@ EXCLUSIONS = (
     Exclusion(DECODE_GRAPH, LayerKind.RECURRENT, "the two graphs would need states of different precisions"),
     Exclusion(DRAFT_MODEL, RECURRENT_DRAFTS, "its states cannot be cut back when a draft is rejected"),
     Exclusion(EAGLE3, LayerKind.RECURRENT, _UNNUMBERED),
+    Exclusion(MTP, LayerKind.RECURRENT, "layers of such models that predict more tokens have another form"),
     Exclusion(MEDUSA_BRANCHES, LayerKind.RECURRENT, "a branch would need states of its own", is_refused=False),
     Exclusion(KV_MEMORY, LayerKind.RECURRENT, _STATES_STAY, is_refused=False),
     Exclusion(TRIM, LayerKind.RECURRENT, "its other layers keep whole blocks beside the states", is_refused=False),

@@ -60,6 +60,10 @@ class StateReader(Protocol):
         """Add outputs to a graph of the model that is about to be compiled. Raises ConfigurationError."""
         ...
 
+    def prepare(self, model: ov.Model) -> None:
+        """The same before the end of the graph is replaced, which then computes sampled rows only."""
+        ...
+
     def read(self, batch: Batch, request: ov.InferRequest) -> None:
         """Read the outputs of the step that was just computed."""
         ...
@@ -427,6 +431,8 @@ class _Graph:
     ) -> None:
         usual = VocabularyHead(asked.threads, run=part.run, same_sums=asked.execution_mode == "accuracy")
         end = part.make_end(usual)
+        if states is not None:
+            states.prepare(model)
         end.replace(model, is_bfloat16=is_bfloat16)
         if states is not None:
             states.add_outputs(model)

@@ -14,6 +14,7 @@ _PRIORS = {
     Source.DRAFT: (0.6,),
     # Those after the first are of tokens of trees.
     Source.EAGLE3: (0.6, *LEVEL_PRIORS),
+    Source.MTP: (0.7, *LEVEL_PRIORS),
     # The second is that of a branch's first token if the draft's is wrong.
     Source.MEDUSA: (0.5, 0.2),
 }

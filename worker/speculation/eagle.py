@@ -113,3 +113,9 @@ class EagleModel(DraftModel):
 
     def _num_kept(self, request: Request, shadow: Request) -> int:
         return request.num_tokens
+
+
+class MtpModel(EagleModel):
+    """The same for a layer that predicts more tokens, whose features are the model's last hidden states."""
+
+    source: ClassVar[Source] = Source.MTP

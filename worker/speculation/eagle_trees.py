@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from headrace.worker.sampling.reduction import DoubleArray, FloatArray
 from headrace.worker.sampling.sampler import BatchSampler
 from headrace.worker.speculation.draft_model import Asked, DraftTimes, Proposal
 from headrace.worker.speculation.eagle import EagleModel, HeadRunner
-from headrace.worker.speculation.proposer import TreeToken
+from headrace.worker.speculation.proposer import Source, TreeToken
 from headrace.worker.speculation.tree import Candidate, TreeShape, drawn_candidate, greedy_candidate, part_of, paths_of
 
 # Other requests of the same step get drafts without branches, because trees of large batches do not pay.
@@ -222,6 +222,12 @@ class EagleTrees(EagleModel):
         best = sorted(range(len(nodes)), key=lambda number: -nodes[number].confidence)[: self._shape.num_tokens]
         tree = part_of(tree, best)
         return Proposal(list(paths_of(tree)[0].token_ids) if tree else [], None, tree)
+
+
+class MtpTrees(EagleTrees):
+    """The same for a layer that predicts more tokens."""
+
+    source: ClassVar[Source] = Source.MTP
 
 
 def _log_sums(values: FloatArray) -> DoubleArray:

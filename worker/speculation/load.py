@@ -16,8 +16,8 @@ from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.kv.exclusions import DRAFT_MODEL, RECURRENT_DRAFTS, impossible
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.speculation.draft_model import DraftModel
-from headrace.worker.speculation.eagle import EagleModel
-from headrace.worker.speculation.eagle_trees import EagleTrees, num_spare_blocks
+from headrace.worker.speculation.eagle import EagleModel, MtpModel
+from headrace.worker.speculation.eagle_trees import EagleTrees, MtpTrees, num_spare_blocks
 from headrace.worker.speculation.medusa import MedusaModel
 from headrace.worker.speculation.tree import TreeShape
 
@@ -58,9 +58,10 @@ def tree_for(config: WorkerConfig, speculation: str) -> TreeShape | None:
         if config.draft_tree_depth is not None or config.draft_tree_top_k is not None:
             raise ConfigurationError("--draft-tree-depth and --draft-tree-top-k need --draft-tree-tokens")
         return None
-    if speculation != HeadsKind.EAGLE3.value:
+    if speculation not in (HeadsKind.EAGLE3.value, HeadsKind.MTP.value):
         raise ConfigurationError(
-            "--draft-tree-tokens is for heads in the format of EAGLE-3; name them with --draft-model, or leave it out"
+            "--draft-tree-tokens is for heads in the format of EAGLE-3 and for layers that predict more tokens; name "
+            "them with --draft-model, or leave it out"
         )
     return TreeShape(
         config.draft_tree_tokens, config.draft_tree_depth or DEFAULT_DEPTH, config.draft_tree_top_k or DEFAULT_TOP_K
@@ -77,9 +78,10 @@ def read_heads(draft_dir: Path | None, speculation: str, tree: TreeShape | None 
     from headrace.worker.draft_heads.medusa_runner import MedusaHeads
 
     try:
-        if speculation == HeadsKind.EAGLE3.value:
-            return EagleHeads.read(draft_dir, None if tree is None else partial(num_spare_blocks, tree))
-        return MedusaHeads.read(draft_dir)
+        if speculation == HeadsKind.MEDUSA.value:
+            return MedusaHeads.read(draft_dir)
+        read = EagleHeads.read_mtp if speculation == HeadsKind.MTP.value else EagleHeads.read
+        return read(draft_dir, None if tree is None else partial(num_spare_blocks, tree))
     except ConfigurationError as error:
         raise ConfigurationError(f"{_FLAG}: {error}") from error
 
@@ -92,6 +94,8 @@ def kind_of_drafts(heads: Heads | None, tree: TreeShape | None = None) -> Callab
 
     if not isinstance(heads, EagleHeads):
         return MedusaModel
+    if heads.kind is HeadsKind.MTP:
+        return MtpModel if tree is None else partial(MtpTrees, shape=tree)
     return EagleModel if tree is None else partial(EagleTrees, shape=tree)
 
 

@@ -27,6 +27,8 @@ class Source(enum.Enum):
     """Tokens of heads that read the model's hidden states."""
     MEDUSA = "medusa"
     """Tokens of heads that read the model's last hidden state, each head for another place."""
+    MTP = "mtp"
+    """Tokens of a layer that was trained with the model to predict more than the next token."""
 
 
 class TreeToken(NamedTuple):
@@ -38,7 +40,7 @@ class TreeToken(NamedTuple):
     level: int
 
 
-MODELLED = frozenset({Source.DRAFT, Source.EAGLE3, Source.MEDUSA})
+MODELLED = frozenset({Source.DRAFT, Source.EAGLE3, Source.MEDUSA, Source.MTP})
 """Sources whose tokens have to be computed."""
 
 

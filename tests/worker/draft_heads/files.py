@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,13 @@ def eagle_config(**changes: Any) -> dict[str, Any]:
 
 
 def eagle_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, _Array]:
-    """Random weights. Each matrix has 8-bit integers with a scale for each row, so rounding to such changes nothing."""
+    """Random weights, which rounding to 8-bit integers does not change."""
     rng = np.random.default_rng(seed)
     size, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     inner, num_draft, vocab_size = config["intermediate_size"], config["draft_vocab_size"], config["vocab_size"]
     head_size = config.get("head_dim", size // heads)
 
-    def matrix(rows: int, columns: int) -> FloatArray:
-        integers = rng.integers(-127, 128, (rows, columns))
-        integers[:, 0] = 127
-        scales = rng.uniform(0.5, 1.5, (rows, 1)) / (70 * np.sqrt(columns))
-        return (integers * scales.astype(np.float32)).astype(np.float32)
-
+    matrix = partial(_matrix, rng)
     known = np.sort(rng.choice(vocab_size, num_draft, replace=False))
     return {
         "fc.weight": matrix(size, 3 * config.get("target_hidden_size", size)),
@@ -70,6 +66,64 @@ def eagle_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, _Array]
     }
 
 
+def _matrix(rng: np.random.Generator, rows: int, columns: int) -> FloatArray:
+    """8-bit integers with a scale for each row."""
+    integers = rng.integers(-127, 128, (rows, columns))
+    integers[:, 0] = 127
+    scales = rng.uniform(0.5, 1.5, (rows, 1)) / (70 * np.sqrt(columns))
+    return (integers * scales.astype(np.float32)).astype(np.float32)
+
+
+def mtp_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a checkpoint with a layer that predicts more tokens, for the demo model."""
+    config: dict[str, Any] = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "hidden_act": "silu",
+        "hidden_size": TARGET_SIZE,
+        "num_hidden_layers": 36,
+        "num_nextn_predict_layers": 1,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 640000,
+        "vocab_size": VOCAB_SIZE,
+        "tie_word_embeddings": False,
+    }
+    return {**config, **changes}
+
+
+def mtp_tensors(config: Mapping[str, Any], inner: int = 96, seed: int = 0) -> dict[str, _Array]:
+    """Random weights of such a layer, and of the vocabulary that it shares."""
+    rng = np.random.default_rng(seed)
+    size, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    head_size = config.get("head_dim", size // heads)
+    shapes = {
+        "input_proj": (size, 2 * size),
+        "self_attn.q_proj": (heads * head_size, size),
+        "self_attn.k_proj": (kv_heads * head_size, size),
+        "self_attn.v_proj": (kv_heads * head_size, size),
+        "self_attn.o_proj": (size, heads * head_size),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "post_attention_layernorm", "final_layernorm")
+    layer: dict[str, _Array] = {f"{name}.weight": _matrix(rng, *shape) for name, shape in shapes.items()}
+    layer |= {f"{name}.weight": rng.uniform(0.5, 1.5, size).astype(np.float32) for name in norms}
+    layer |= {
+        f"self_attn.{part}_proj.bias": rng.standard_normal(len(layer[f"self_attn.{part}_proj.weight"])).astype(
+            np.float32
+        )
+        for part in "qkv"
+    }
+    return {
+        **{f"model.mtp_layers.0.{name}": values for name, values in layer.items()},
+        "lm_head.weight": _matrix(rng, config["vocab_size"], size),
+        "model.layers.0.self_attn.q_proj.weight": np.zeros((2, 2), np.int32),
+    }
+
+
 def write_heads(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, _Array]) -> Path:
     """Write a directory with heads."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -83,40 +137,68 @@ def eagle_reference(
 ) -> tuple[FloatArray, FloatArray]:
     """Logits over the draft vocabulary and states after each of a sequence's tokens, given their embeddings and the
     features of the tokens before them, `[tokens, size]` each."""
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_size = config.get("head_dim", config["hidden_size"] // heads)
-    weights = {name.removeprefix("midlayer."): values for name, values in tensors.items()}
+    layer = _Layer(config, {name.removeprefix("midlayer."): values for name, values in tensors.items()})
+    mixed = layer.norm(features, "hidden_norm")
+    residual = mixed if config.get("norm_before_residual") else features
+    states = layer.after(residual, np.concatenate([layer.norm(embeddings, "input_layernorm"), mixed], -1))
+    return layer.linear(layer.norm(states, "norm"), "lm_head").astype(np.float32), states.astype(np.float32)
 
-    def norm(states: FloatArray, name: str) -> FloatArray:
-        root = np.sqrt((states**2).mean(-1, keepdims=True) + config["rms_norm_eps"])
-        return states / root * weights[f"{name}.weight"]
 
-    def linear(states: FloatArray, name: str) -> FloatArray:
-        return states @ weights[f"{name}.weight"].T
+def mtp_reference(
+    config: Mapping[str, Any], tensors: Mapping[str, _Array], embeddings: FloatArray, features: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """The same for a layer that predicts more tokens. `features` are the last hidden states of the tokens before."""
+    layer = _Layer(config, {name.removeprefix("model.mtp_layers.0."): values for name, values in tensors.items()})
+    both = [layer.norm(features, "hidden_layernorm"), layer.norm(embeddings, "token_layernorm")]
+    mixed = layer.linear(np.concatenate(both, -1), "input_proj")
+    states = layer.norm(layer.after(mixed, layer.norm(mixed, "input_layernorm")), "final_layernorm")
+    return layer.linear(states, "lm_head").astype(np.float32), states.astype(np.float32)
 
-    def turned(states: FloatArray) -> FloatArray:
-        frequencies = config["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
+
+class _Layer:
+    """A layer with these weights, over one sequence."""
+
+    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, _Array]) -> None:
+        self._config, self._weights = config, weights
+        self._heads, self._kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self._head_size = config.get("head_dim", config["hidden_size"] // self._heads)
+
+    def norm(self, states: FloatArray, name: str) -> FloatArray:
+        """Root mean square normalisation."""
+        root = np.sqrt((states**2).mean(-1, keepdims=True) + self._config["rms_norm_eps"])
+        normal: FloatArray = states / root * self._weights[f"{name}.weight"]
+        return normal
+
+    def linear(self, states: FloatArray, name: str) -> FloatArray:
+        """A product, with its bias."""
+        found: FloatArray = states @ self._weights[f"{name}.weight"].T + self._weights.get(
+            f"{name}.bias", np.float32(0)
+        )
+        return found
+
+    def after(self, residual: FloatArray, inputs: FloatArray) -> FloatArray:
+        """The states after attention of the inputs, added to `residual`, and the MLP."""
+        heads, kv_heads, head_size = self._heads, self._kv_heads, self._head_size
+        query, key, value = (self.linear(inputs, f"self_attn.{name}_proj") for name in "qkv")
+        query = self._turned(query.reshape(-1, heads, head_size))
+        key = np.repeat(self._turned(key.reshape(-1, kv_heads, head_size)), heads // kv_heads, 1)
+        value = np.repeat(value.reshape(-1, kv_heads, head_size), heads // kv_heads, 1)
+        scores = np.einsum("qhd,khd->hqk", query, key) / np.sqrt(head_size)
+        scores += np.triu(np.full(scores.shape[1:], -np.inf), 1)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        attended = np.einsum("hqk,khd->qhd", shares / shares.sum(-1, keepdims=True), value)
+        states = residual + self.linear(attended.reshape(len(inputs), -1), "self_attn.o_proj")
+        normal = self.norm(states, "post_attention_layernorm")
+        gate = self.linear(normal, "mlp.gate_proj")
+        return states + self.linear(gate / (1 + np.exp(-gate)) * self.linear(normal, "mlp.up_proj"), "mlp.down_proj")
+
+    def _turned(self, states: FloatArray) -> FloatArray:
+        head_size = self._head_size
+        frequencies = self._config["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
         angles = np.arange(len(states))[:, None, None] * frequencies
         first, second = np.split(states, 2, -1)
         cosines, sines = np.cos(angles), np.sin(angles)
         return np.concatenate([first * cosines - second * sines, second * cosines + first * sines], -1)
-
-    mixed = norm(features, "hidden_norm")
-    residual = mixed if config.get("norm_before_residual") else features
-    both = np.concatenate([norm(embeddings, "input_layernorm"), mixed], -1)
-    query, key, value = (linear(both, f"self_attn.{name}_proj") for name in "qkv")
-    query = turned(query.reshape(-1, heads, head_size))
-    key = np.repeat(turned(key.reshape(-1, kv_heads, head_size)), heads // kv_heads, 1)
-    value = np.repeat(value.reshape(-1, kv_heads, head_size), heads // kv_heads, 1)
-    scores = np.einsum("qhd,khd->hqk", query, key) / np.sqrt(head_size)
-    scores += np.triu(np.full(scores.shape[1:], -np.inf), 1)
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    attended = np.einsum("hqk,khd->qhd", shares / shares.sum(-1, keepdims=True), value)
-    states = residual + linear(attended.reshape(len(features), -1), "self_attn.o_proj")
-    normal = norm(states, "post_attention_layernorm")
-    gate = linear(normal, "mlp.gate_proj")
-    states = states + linear(gate / (1 + np.exp(-gate)) * linear(normal, "mlp.up_proj"), "mlp.down_proj")
-    return linear(norm(states, "norm"), "lm_head").astype(np.float32), states.astype(np.float32)
 
 
 def medusa_tensors(size: int, vocab_size: int, num_heads: int, num_layers: int, seed: int = 0) -> dict[str, _Array]:

@@ -44,9 +44,9 @@ def target_with(table: FloatArray, num_logits: int = 1) -> ov.Model:
 class Heads:
     """Compiled heads with a cache of a few blocks, in float32."""
 
-    def __init__(self, directory: Path, table: FloatArray) -> None:
+    def __init__(self, model: ov.Model) -> None:
         properties = {"KV_CACHE_PRECISION": ov.Type.f32, "EXECUTION_MODE_HINT": "ACCURACY"}
-        compiled = ov.Core().compile_model(build_eagle(read_eagle(directory), target_with(table)), "CPU", properties)
+        compiled = ov.Core().compile_model(model, "CPU", properties)
         self.request = compiled.create_infer_request()
         for port in compiled.inputs:
             if "_cache." in port.any_name:
@@ -93,7 +93,7 @@ def test_the_graph_computes_what_the_files_say(tmp_path: Path, changes: dict[str
     features = rng.standard_normal((NUM_TOKENS, SIZE)).astype(np.float32)
     tokens = rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
     wanted = eagle_reference(config, tensors, table[tokens], features)
-    heads = Heads(write_heads(tmp_path, config, tensors), table)
+    heads = Heads(build_eagle(read_eagle(write_heads(tmp_path, config, tensors)), target_with(table)))
     at_once = heads.run(0, tokens, features)
     for found, expected in zip(at_once, wanted, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-3)
@@ -118,7 +118,8 @@ def test_heads_may_have_embeddings_of_their_own_and_weights_in_bfloat16(tmp_path
         for name, values in halved.items()
     }
     wanted, _ = eagle_reference(SMALL, truncated, own[tokens], features)
-    heads = Heads(write_heads(tmp_path, SMALL, halved), np.zeros((VOCAB_SIZE, SIZE), np.float32))
+    files = read_eagle(write_heads(tmp_path, SMALL, halved))
+    heads = Heads(build_eagle(files, target_with(np.zeros((VOCAB_SIZE, SIZE), np.float32))))
     found, _ = heads.run(0, tokens, features)
     np.testing.assert_allclose(found, wanted, atol=0.1)
     assert np.corrcoef(found.reshape(-1), wanted.reshape(-1))[0, 1] > 0.999

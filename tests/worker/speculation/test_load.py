@@ -19,8 +19,8 @@ from headrace.worker.kv.layers import LayerGroup, LayerKind
 from headrace.worker.model.paging import PagedModel
 from headrace.worker.speculation import load
 from headrace.worker.speculation.draft_model import DraftModel
-from headrace.worker.speculation.eagle import EagleModel
-from headrace.worker.speculation.eagle_trees import MOST_TREES, EagleTrees, num_spare_blocks
+from headrace.worker.speculation.eagle import EagleModel, MtpModel
+from headrace.worker.speculation.eagle_trees import MOST_TREES, EagleTrees, MtpTrees, num_spare_blocks
 from headrace.worker.speculation.load import (
     DEFAULT_DEPTH,
     kind_of_drafts,
@@ -32,7 +32,14 @@ from headrace.worker.speculation.load import (
 )
 from headrace.worker.speculation.tree import TreeShape
 from tests.worker.configs import worker_config
-from tests.worker.draft_heads.files import eagle_config, eagle_tensors, medusa_tensors, write_heads
+from tests.worker.draft_heads.files import (
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    mtp_config,
+    mtp_tensors,
+    write_heads,
+)
 from tests.worker.draft_heads.test_eagle_graph import target_with
 from tests.worker.draft_heads.test_medusa_heads import CONFIG as MEDUSA_CONFIG
 from tests.worker.draft_heads.test_medusa_heads import write_medusa
@@ -118,6 +125,20 @@ def test_a_drafter_that_is_none_of_the_known_heads_is_refused_by_name(tmp_path: 
     runner: Any = Compiled(32)
     with pytest.raises(ConfigurationError, match="--draft-model: .* has a DFlash drafter, .*; use EAGLE-3 heads or"):
         load_draft(tmp_path, runner, tmp_path, threads=1)
+
+
+def test_a_layer_that_predicts_more_tokens_is_known_by_its_checkpoint(tmp_path: Path) -> None:
+    config = mtp_config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=300)
+    path = write_heads(tmp_path / "mimo", config, mtp_tensors(config, 48))
+    worker = worker_config(tmp_path, draft_model=path)
+    assert speculation_for(worker, with_amx=False) == "mtp"
+    heads = read_heads(path, "mtp")
+    assert kind_of_drafts(heads) is MtpModel
+    shape = tree_for(replace(worker, draft_tree_tokens=8), "mtp")
+    kind: Any = kind_of_drafts(read_heads(path, "mtp", shape), shape)
+    assert kind.func is MtpTrees
+    with pytest.raises(ConfigurationError, match="--speculation mtp is not possible with a model that has recurrent"):
+        refuse_for_model(worker, [LayerGroup(LayerKind.FULL, 8), LayerGroup(LayerKind.RECURRENT, 8)])
 
 
 def test_trees_are_for_eagle_heads_and_have_spare_blocks(tmp_path: Path) -> None:
