@@ -58,7 +58,13 @@ def main() -> None:
 @main.command()
 @click.argument("models", nargs=-1, required=True)
 @click.option("--name", help="Name of the model in requests, if there is one model.  [default: the model's own]")
-@click.option("--min-workers", type=click.IntRange(1), default=1, show_default=True, help="Workers of each model.")
+@click.option(
+    "--min-workers",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Workers of each model. With 0, the first request after a pause waits until a worker has started.",
+)
 @click.option(
     "--max-workers", type=click.IntRange(1), help="Workers that load may bring.  [default: as many as --min-workers]"
 )

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from headrace.common.transport.channels import Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.ray import commands, directory, nodes, places
 from headrace.ray.processes import Processes, end_without_raylet, grpc_serves
-from headrace.ray.settings import ROUTER_DRAIN_S, Fleet, Model
+from headrace.ray.settings import ROUTER_DRAIN_S, Fleet, Model, workers_of
 from headrace.ray.signals import Signal, signals_of
 from headrace.worker.server.registration import Registration
 
@@ -132,6 +132,9 @@ class Worker:
         """The signal of the model, as routers see it. Every worker reports the same."""
         return dict(self._signal)
 
+    async def awaken(self) -> None:
+        """Return at once. Serve starts a worker for the call, if there is none."""
+
     async def close(self) -> None:
         """Drain the worker, and give its places back."""
         self._is_closing = True
@@ -192,9 +195,10 @@ class Front:
     async def __init__(  # type: ignore[misc]
         self, fleet: Fleet, handle: Any, *workers: Any
     ) -> None:
-        """Return when the gateway answers. `workers` are the deployments of the models, which belong to the application
-        because they are named here. Raises RuntimeError with a sentence that says why it cannot."""
+        """Return when the gateway answers. `workers` are the handles of the models' deployments, which belong to the
+        application because they are named here. Raises RuntimeError with a sentence that says why it cannot."""
         self._handle = handle
+        self._awakening = Awakening({one.deployment_name: one for one in workers})
         self._member_id = serve.get_replica_context().replica_id.unique_id
         self._transport = _transport_of(fleet)
         self._processes: Processes | None = None
@@ -267,6 +271,7 @@ class Front:
         if self._processes is not None:
             await self._processes.stop()
             await self._client.aclose()
+        await self._awakening.close()
         await end_tasks(*(task for task in self._tasks if task is not asyncio.current_task()))
         await _leave(self._handle, self._member_id)
 
@@ -287,6 +292,7 @@ class Front:
                         router_pb2.ListScalingSignalsRequest(), timeout=_ASK_TIMEOUT_S
                     )
                     signals = signals_of(listed.signals)
+                    await self._awakening.follow(signals)
                 member = directory.Front(
                     self._member_id, self._node.name, self._url, self._router, self._metrics, signals
                 )
@@ -294,6 +300,43 @@ class Front:
                 await asyncio.sleep(directory.PERIOD_S)
         finally:
             await channel.close()
+
+
+class Awakening:
+    """Calls for the first worker of each model that has none and is asked for. Serve's own scaling starts one for a
+    call that waits, and requests wait at the router meanwhile. For one event loop."""
+
+    def __init__(self, workers: Mapping[str, Any]) -> None:
+        """`workers`: the handle of each deployment of workers, by its name."""
+        self._workers = workers
+        self._calls: dict[str, asyncio.Task[None]] = {}
+
+    async def follow(self, signals: Mapping[str, Signal]) -> None:
+        """Call for the workers that are missing now, and no longer for others."""
+        missing = {
+            workers_of(model)
+            for model, signal in signals.items()
+            if signal["workers"] < 1 <= signal["workers_wanted"] and workers_of(model) in self._workers
+        }
+        self._calls = {name: call for name, call in self._calls.items() if not call.done()}
+        for name in missing - self._calls.keys():
+            self._calls[name] = asyncio.create_task(self._call(name), name=f"awakening {name}")
+        await end_tasks(*(self._calls.pop(name) for name in self._calls.keys() - missing))
+
+    async def close(self) -> None:
+        """Call for nothing any more."""
+        await self.follow({})
+
+    async def _call(self, name: str) -> None:
+        log.info("%s: a request waits for the first worker", name)
+        response = self._workers[name].awaken.remote()
+        try:
+            await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except Exception as error:  # of Ray, which has many; the next period calls again
+            log.info("%s: %s", name, str(error).partition("\n")[0] or type(error).__name__)
 
 
 async def _passed_on(answer: httpx.Response) -> AsyncIterator[bytes]:

@@ -7,7 +7,6 @@ import_path: headrace.ray:build_openai_app     args: {llm_configs: [...]}, as Ra
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from headrace.common.version import headrace_version
 from headrace.ray.actors import Directory, Front, Worker
 from headrace.ray.llm_config import fleet_of_llm_configs
-from headrace.ray.settings import ROUTER_DRAIN_S, WORKER_DRAIN_S, Fleet, Model, Scaling, fleet_of, name_of
+from headrace.ray.settings import ROUTER_DRAIN_S, WORKER_DRAIN_S, Fleet, Model, Scaling, fleet_of, name_of, workers_of
 
 DIRECTORY = "fleet"
 FRONT = "gateway"
@@ -28,8 +27,9 @@ _HEALTH_TIMEOUT_S = 10.0
 # How often workers report the signal, and over which time its mean is taken.
 _REPORT_S = 2.0
 _LOOK_BACK_S = 6.0
-# The default of `headrace router --scaling-window`.
+# The defaults of `headrace router --scaling-window` and `--idle-after`.
 WINDOW_S = 180.0
+IDLE_AFTER_S = 300.0
 # What Serve adds to the processes' own limits before it kills an actor.
 _MARGIN_S = 15.0
 _NO_LIMIT = 1 << 16
@@ -61,17 +61,23 @@ def settings_of_workers(fleet: Fleet) -> Fleet:
 
 
 def settings_of_worker(model: Model) -> Model:
-    """The same of a model: not how many workers there are, and when."""
+    """The same of a model: not how many workers there are, and when. Routers must know the name of a model that may be
+    without workers before one has told it."""
+    name = name_of(model) if model.min_workers == 0 else model.name
     replace = msgspec.structs.replace
-    return replace(model, min_workers=1, max_workers=None, surge_percent=0, scaling=Scaling())
+    return replace(model, name=name, min_workers=1, max_workers=None, surge_percent=0, scaling=Scaling())
 
 
 def settings_of_gateways(fleet: Fleet) -> Fleet:
     """The settings that concern processes of gateways and routers. Routers take no longer to want fewer workers than it
-    takes until these are stopped."""
+    takes until these are stopped, and hold the requests for models that may be without any."""
     window_s = max(1.0, min(model.scaling.down_delay_s for model in fleet.models))
     window = ("--scaling-window", str(window_s)) if window_s < WINDOW_S else ()
-    args = (*window, *fleet.router_args)
+    on_demand = [model for model in fleet.models if model.min_workers == 0]
+    idle_s = min((model.scaling.down_delay_s for model in on_demand), default=IDLE_AFTER_S)
+    idle = ("--idle-after", str(idle_s)) if idle_s < IDLE_AFTER_S else ()
+    named = tuple(part for model in on_demand for part in ("--on-demand", name_of(model)))
+    args = (*window, *idle, *named, *fleet.router_args)
     return msgspec.structs.replace(fleet, models=(), gateways=1, worker_drain_s=WORKER_DRAIN_S, router_args=args)
 
 
@@ -89,7 +95,7 @@ def worker_options(fleet: Fleet, model: Model) -> dict[str, Any]:
     each of its NUMA nodes."""
     bundle = {model.resource: 1.0, **({"CPU": model.cpus} if model.cpus else {})}
     options: dict[str, Any] = {
-        "name": deployment_name(model),
+        "name": workers_of(name_of(model)),
         **_of_all(fleet.worker_drain_s, cpus=model.cpus),
         "placement_group_bundles": [bundle] * model.num_places,
         "placement_group_strategy": "STRICT_PACK",
@@ -108,11 +114,6 @@ def front_options(fleet: Fleet) -> dict[str, Any]:
     return options | ({"max_replicas_per_node": 1} if fleet.port else {"max_surge_percent": 100})
 
 
-def deployment_name(model: Model) -> str:
-    """The name of the deployment of a model's workers."""
-    return f"worker-{re.sub('[^A-Za-z0-9._-]', '-', name_of(model))}"
-
-
 def _of_all(drain_s: float, *, cpus: float) -> dict[str, Any]:
     return {
         "ray_actor_options": {"num_cpus": cpus},
@@ -126,7 +127,7 @@ def _of_all(drain_s: float, *, cpus: float) -> dict[str, Any]:
 
 def _autoscaling(model: Model) -> AutoscalingConfig:
     scaling = model.scaling
-    targets = {"queue_wait_s": scaling.queue_wait_s, "kv_pressure": scaling.kv_pressure}
+    how = {"queue_wait_s": scaling.queue_wait_s, "kv_pressure": scaling.kv_pressure, "least": min(1, model.min_workers)}
     return AutoscalingConfig(
         min_replicas=model.min_workers,
         max_replicas=model.most_workers,
@@ -134,7 +135,7 @@ def _autoscaling(model: Model) -> AutoscalingConfig:
         downscale_delay_s=scaling.down_delay_s,
         metrics_interval_s=_REPORT_S,
         look_back_period_s=_LOOK_BACK_S,
-        policy=AutoscalingPolicy(policy_function="headrace.ray.scaling:SignalPolicy", policy_kwargs=targets),
+        policy=AutoscalingPolicy(policy_function="headrace.ray.scaling:SignalPolicy", policy_kwargs=how),
     )
 
 

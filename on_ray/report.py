@@ -61,4 +61,6 @@ def _fronts(members: Sequence[Member]) -> list[Front]:
 
 
 def _models(members: Sequence[Member]) -> list[str]:
-    return sorted({one.model for one in members if isinstance(one, WorkerMember)})
+    """Those of workers, and those that routers know though they have no worker."""
+    of_workers = {one.model for one in members if isinstance(one, WorkerMember)}
+    return sorted(of_workers.union(*(front.signals for front in _fronts(members))))

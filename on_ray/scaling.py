@@ -16,8 +16,10 @@ class SignalPolicy:
     Every replica reports the fleet's values for its model (`Worker.record_autoscaling_stats`); the largest count.
     """
 
-    def __init__(self, **targets: float) -> None:
-        """`targets`: the target of each value, by its name."""
+    def __init__(self, least: int = 1, **targets: float) -> None:
+        """`targets`: the target of each value, by its name. With `least` 0, no worker may be enough: Serve starts the
+        first one itself, as soon as a gateway calls for it (`Worker.awaken`)."""
+        self.least = least
         self.targets = targets
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
@@ -25,12 +27,12 @@ class SignalPolicy:
         found = context.aggregated_metrics or {}
         values = {name: max(by_replica.values()) for name, by_replica in found.items() if by_replica}
         now = int(context.target_num_replicas)
-        return desired(values, self.targets, now), {}
+        return desired(values, self.targets, now, self.least), {}
 
 
-def desired(values: dict[str, float], targets: dict[str, float], now: int) -> int:
-    """The number of workers for these values. `now` is how many there should be at the moment; it stays while no router
-    has seen a worker."""
+def desired(values: dict[str, float], targets: dict[str, float], now: int, least: int = 1) -> int:
+    """The number of workers for these values, at least `least`. `now` is how many there should be at the moment; it
+    stays while no router has seen a worker."""
     ready = values.get("workers", 0.0)
     if ready < 1 or "workers_wanted" not in values:
         return now
@@ -39,4 +41,4 @@ def desired(values: dict[str, float], targets: dict[str, float], now: int) -> in
     # Near its target, a value needs the workers that there are.
     needed = math.ceil(ready if abs(ratio - 1.0) <= _TOLERANCE else ready * ratio - 1e-6)
     # Above it, those that load are needed too, though they do not relieve the others yet.
-    return max(1, wanted, needed, now if ratio > 1.0 + _TOLERANCE else 0)
+    return max(least, wanted, needed, now if ratio > 1.0 + _TOLERANCE else 0)

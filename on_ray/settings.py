@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
     """Name in requests."""
     min_workers: int = 1
+    """With 0, the first request after a pause waits until a worker has started."""
     max_workers: int | None = None
     """Default: `min_workers`."""
     numa_nodes: int | None = None
@@ -119,6 +121,11 @@ def name_of(model: Model) -> str:
     return model.name or model.model.rstrip("/").rpartition("/")[2]
 
 
+def workers_of(name: str) -> str:
+    """The name of the deployment of the workers of a model of this name."""
+    return f"worker-{re.sub('[^A-Za-z0-9._-]', '-', name)}"
+
+
 def checked_flags(flags: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The options of workers, each with a value of its type. Raises SettingsError for one that does not exist or whose
     value is wrong."""
@@ -150,7 +157,14 @@ def _converted(kind: click.ParamType[Any], value: Any, is_repeated: bool) -> Any
 
 def _check_model(model: Model, where: str) -> None:
     _check(bool(model.model), f"{where}.model", "is empty; name a model or its directory")
-    _check(model.min_workers >= 1, f"{where}.min_workers", f"is {model.min_workers}; it must be at least 1")
+    _check(model.min_workers >= 0, f"{where}.min_workers", f"is {model.min_workers}; it must be at least 0")
+    _check(
+        model.max_workers is not None or model.min_workers > 0,
+        f"{where}.max_workers",
+        "is missing; without it there are as many as min_workers, which is 0",
+    )
+    is_possible = model.max_workers is None or model.max_workers >= 1
+    _check(is_possible, f"{where}.max_workers", f"is {model.max_workers}; it must be at least 1")
     _check(
         model.most_workers >= model.min_workers,
         f"{where}.max_workers",

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.ray.commands import Node
 from headrace.ray.directory import Directory, Front, WorkerMember
@@ -67,9 +68,13 @@ async def eventually(condition: Callable[[], Any], what: str, seconds: float = B
 
 
 @asynccontextmanager
-async def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_workers: int) -> AsyncIterator[SimpleNamespace]:
-    """Workers and a gateway on one node, made as Serve makes them."""
+async def fleet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_workers: int, *, on_demand: bool = False
+) -> AsyncIterator[SimpleNamespace]:
+    """Workers and a gateway on one node, made as Serve makes them. With `on_demand`, the first call of the workers'
+    handle starts one, as Serve's scaling does; it is in `started`."""
     from headrace.ray import actors
+    from headrace.ray.app import settings_of_gateways
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     node = Node("id", "host-a", "127.0.0.1", 2)
@@ -78,8 +83,18 @@ async def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_workers: in
     context = lambda: SimpleNamespace(replica_id=SimpleNamespace(unique_id=next(names)))  # noqa: E731
     monkeypatch.setattr(actors.serve, "get_replica_context", context)
     settings, model = Fleet((), worker_drain_s=5.0, gateway_drain_s=5.0), Model(str(small_model()), MODEL, flags=FLAGS)
+    of_gateways = settings_of_gateways(replace(settings, models=(replace(model, min_workers=0, max_workers=1),)))
     handle = Handle()
     made: list[Any] = []
+    started: list[asyncio.Task[Any]] = []
+
+    def awaken() -> asyncio.Future[Any]:
+        if not started:
+            started.append(asyncio.create_task(make(actors.Worker, settings, model, handle)))
+        # As of Serve's, its cancellation does not end the worker.
+        return asyncio.shield(started[0])
+
+    awakened = SimpleNamespace(deployment_name=f"worker-{MODEL}", awaken=SimpleNamespace(remote=awaken))
 
     async def make(kind: type, *arguments: Any) -> Any:
         # Serve too awaits the constructor of an object that it has made without calling it.
@@ -89,11 +104,13 @@ async def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_workers: in
         return actor
 
     try:
-        front = make(actors.Front, settings, handle)
+        front = make(actors.Front, of_gateways, handle, awakened) if on_demand else make(actors.Front, settings, handle)
         workers = [make(actors.Worker, settings, model, handle) for _ in range(num_workers)]
         found = await asyncio.gather(front, *workers)
         await eventually(lambda: len(handle.workers()) == num_workers, "the directory knows the workers")
-        yield SimpleNamespace(front=found[0], workers=list(found[1:]), handle=handle, make=make, actors=actors)
+        yield SimpleNamespace(
+            front=found[0], workers=list(found[1:]), handle=handle, make=make, actors=actors, started=started
+        )
     finally:
         for actor in reversed(made):
             await actor.__del__()
@@ -150,7 +167,9 @@ async def test_actors_serve_and_stop_and_lose_no_stream(monkeypatch: pytest.Monk
     assert ray.handle.directory.members() == []
 
 
-async def test_a_request_through_serves_proxy_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_request_through_serves_proxy_is_passed_on_and_waits_for_the_first_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from starlette.requests import Request
 
     def request(method: str, path: str, body: bytes = b"", **scope: Any) -> Request:
@@ -161,7 +180,14 @@ async def test_a_request_through_serves_proxy_is_passed_on(monkeypatch: pytest.M
         named = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
         return Request({**named, **scope}, receive)
 
-    async with fleet(monkeypatch, tmp_path, 1) as ray:
+    async with fleet(monkeypatch, tmp_path, 0, on_demand=True) as ray:
+        assert (ray.handle.workers(), ray.started) == ([], [])
+        body = json.dumps(chat_body(0, 12, temperature=0)).encode()
+        first = await ray.front(request("POST", "/v1/chat/completions", body))
+        text = b"".join([chunk async for chunk in first.body_iterator])
+        assert first.status_code == 200, text
+        assert text.endswith(b"data: [DONE]\n\n")
+        assert len(ray.started) == 1
         models = await ray.front(request("GET", "/prefix/v1/models", root_path="/prefix"))
         text = b"".join([chunk async for chunk in models.body_iterator])
         assert (models.status_code, json.loads(text)["data"][0]["id"]) == (200, MODEL)

@@ -64,11 +64,28 @@ def test_gateways_of_one_port_are_on_different_nodes_and_others_are_replaced_bef
     assert any_port._deployment_config.graceful_shutdown_timeout_s > 60 + 5
 
 
-def test_the_window_of_routers_is_known() -> None:
-    (option,) = (option for option in router.params if "--scaling-window" in option.opts)
-    from headrace.ray.app import WINDOW_S
+def test_a_model_may_be_without_workers_and_its_routers_hold_requests_for_it() -> None:
+    from headrace.ray.app import build_app
 
-    assert option.default == WINDOW_S
+    scaling = Scaling(down_delay_s=60)
+    on_demand = Model("x/chat", min_workers=0, max_workers=2, scaling=scaling)
+    found = deployments(build_app(Fleet((on_demand, Model("y")), router_args=("--cold-start", "600"))))
+    config = found["worker-chat"]._deployment_config.autoscaling_config
+    assert (config.min_replicas, config.max_replicas) == (0, 2)
+    assert config.policy.get_policy()(**config.policy.policy_kwargs).least == 0
+    _, worker, _ = found["worker-chat"].init_args
+    assert worker.name == "chat", "routers know it by this name"
+    of_gateways = found["gateway"].init_args[0]
+    told = router.make_context("router", ["--listen", "127.0.0.1:1", *of_gateways.router_args]).params
+    assert (told["on_demand"], told["idle_after"], told["cold_start"]) == (("chat",), 60.0, 600.0)
+
+
+@pytest.mark.parametrize(("flag", "constant"), [("--scaling-window", "WINDOW_S"), ("--idle-after", "IDLE_AFTER_S")])
+def test_the_times_of_routers_are_known(flag: str, constant: str) -> None:
+    from headrace.ray import app
+
+    (option,) = (option for option in router.params if flag in option.opts)
+    assert option.default == getattr(app, constant)
 
 
 def versions(**changed: Any) -> dict[str, str]:

@@ -35,6 +35,25 @@ def test_as_many_workers_as_are_wanted_and_more_above_a_target(
     assert desired(values, TARGETS, now) == expected
 
 
+@pytest.mark.parametrize(
+    ("ready", "wanted", "kv_pressure", "now", "expected"),
+    [
+        (1, 0, 0.0, 1, 0),  # idle for long
+        (1, 1, 0.0, 1, 1),
+        (1, 0, 0.5, 1, 1),  # requests still use its cache
+        (0, 1, 0.0, 0, 0),  # a gateway's call starts the first one
+        (0, 1, 0.0, 1, 1),  # it loads
+    ],
+)
+def test_no_worker_is_enough_where_that_is_allowed(
+    ready: int, wanted: int, kv_pressure: float, now: int, expected: int
+) -> None:
+    values = {"workers": ready, "workers_wanted": wanted, "queue_wait_s": 0.0, "kv_pressure": kv_pressure}
+    found = {name: {"a": value} for name, value in values.items()}
+    context = SimpleNamespace(aggregated_metrics=found, target_num_replicas=now)
+    assert SignalPolicy(least=0, **TARGETS)(context) == (expected, {})
+
+
 def test_the_policy_takes_what_any_replica_reports() -> None:
     found = {
         "workers": {"a": 2.0, "b": 1.0},
