@@ -90,6 +90,12 @@ SOAKS = {
         ("tests/e2e/test_ray_nodes.py",),
         ("-n", "0", "--timeout", "1800"),
     ),
+    "streams": Soak(
+        "2,000 idle and 300 busy streams through two gateways while routers, Redis and workers are restarted in turn, "
+        "for an hour or HEADRACE_SOAK_MINUTES",
+        ("tests/e2e/test_many_streams.py",),
+        ("-n", "0", "-k", "whole"),
+    ),
     "speculation": Soak(
         "500 prompts with each proposer, up to 64 at once, compared with answers without drafts bit for bit; for hours",
         ("tests/e2e/test_speculation_exact.py",),

@@ -115,6 +115,19 @@ class Process:
                 self.logs.append(line.rstrip("\n"))
 
 
+def num_fds(process: Process) -> int:
+    """The number of its open files."""
+    return len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+
+
+def rss_mib(process: Process) -> float:
+    """Resident memory without shared pages."""
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError(f"{process.name} has no RssAnon")
+
+
 class Fleet:
     """Processes that know one another. `start` and `end` frame its life.
 

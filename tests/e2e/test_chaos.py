@@ -23,7 +23,7 @@ import pytest
 
 from headrace.common.tasks import end_tasks
 from tests.e2e.chaos import NUM_PROMPTS, Clients, Clock, Faults, body_of
-from tests.e2e.fleet import Fleet, Process, fleet
+from tests.e2e.fleet import Fleet, fleet, num_fds, rss_mib
 from tests.e2e.serving import until
 from tests.patience import patience
 from tests.redis_server import RedisServer
@@ -149,16 +149,3 @@ def assert_nothing_grows(own_fleet: Fleet, texts: dict[int, str]) -> None:
         fds_before, mib_before = held[0][name]
         assert fds <= fds_before + MORE_FDS, f"{name} has {fds} files open, {fds_before} before"
         assert mib <= mib_before + MORE_MIB, f"{name} has {mib:.0f} MiB, {mib_before:.0f} before"
-
-
-def num_fds(process: Process) -> int:
-    """The number of its open files."""
-    return len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
-
-
-def rss_mib(process: Process) -> float:
-    """Resident memory without shared pages."""
-    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError(f"{process.name} has no RssAnon")
