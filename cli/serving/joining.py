@@ -6,7 +6,6 @@ Each NUMA node is a stage, as each would be a worker. There is no gateway and no
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -19,9 +18,9 @@ from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.placement import place_workers
 from headrace.cli.serving.plan import ProcessSpec, SecurityFiles, StageOptions, stage_specs
-from headrace.cli.serving.supervisor import Supervisor
+from headrace.cli.serving.supervisor import StopSignals, Supervisor
 from headrace.cli.serving.topology import read_topology
-from headrace.common.commands import EXIT_FAILED, CommandError
+from headrace.common.commands import CommandError
 
 DEFAULT_LISTEN = "0.0.0.0:50071"
 _LOG_FLUSH_S = 1.0
@@ -83,22 +82,7 @@ def _run(specs: Sequence[ProcessSpec], log: LogSink) -> NoReturn:
 async def _supervised(specs: Sequence[ProcessSpec], log: LogSink) -> int:
     """Returns the exit status. Raises CommandError with the message of a stage that is refused."""
     supervisor = Supervisor(specs, log)
-    num_signals = 0
-
-    def stop() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals == 1:
-            log.line("serve", "stopping; press Ctrl-C again to kill")
-            supervisor.stop()
-        else:
-            supervisor.kill()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, stop)
+    signals = StopSignals(supervisor, log)
+    signals.listen()
     await supervisor.run()
-    if supervisor.failure is not None:
-        raise CommandError(supervisor.failure)
-    return EXIT_FAILED if num_signals > 1 else 0
+    return signals.exit_status()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -32,9 +31,8 @@ from headrace.cli.serving.plan import (
     worker_specs,
 )
 from headrace.cli.serving.ranks import Ranks
-from headrace.cli.serving.supervisor import Supervisor
+from headrace.cli.serving.supervisor import StopSignals, Supervisor
 from headrace.cli.serving.topology import read_topology
-from headrace.common.commands import EXIT_FAILED, CommandError
 from headrace.common.model_files.task import task_of
 from headrace.common.tasks import end_tasks
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK
@@ -60,13 +58,14 @@ class Serving:
     supervisor: Supervisor = field(init=False)
     host: ModelHost = field(init=False)
     state: RunState = field(init=False)
-    num_stop_signals: int = field(init=False, default=0)
+    stop_signals: StopSignals = field(init=False)
     _is_recorded: bool = field(init=False, default=True)
     _announced: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         options = self.options
         self.supervisor = Supervisor((), self.log, on_change=self._on_change)
+        self.stop_signals = StopSignals(self.supervisor, self.log)
         self.host = ModelHost(
             self.plans,
             self.supervisor,
@@ -100,11 +99,7 @@ class Serving:
     async def run(self) -> int:
         """Serve until a signal arrives. Returns the exit status. Raises CommandError with the message of a process that
         refused its flags."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_stop_signal)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            loop.add_signal_handler(signal.SIGHUP, self._on_stop_signal)
+        self.stop_signals.listen()
         supervising = asyncio.create_task(self.supervisor.run())
         tasks = [asyncio.create_task(work) for work in (self._run_models(), self._watch_readiness())]
         try:
@@ -116,17 +111,7 @@ class Serving:
             for task in tasks:
                 task.cancel()
             self.state.remove(self._record())
-        if self.supervisor.failure is not None:
-            raise CommandError(self.supervisor.failure)
-        return EXIT_FAILED if self.num_stop_signals > 1 else 0
-
-    def _on_stop_signal(self) -> None:
-        self.num_stop_signals += 1
-        if self.num_stop_signals == 1:
-            self.log.line("serve", "stopping; press Ctrl-C again to kill")
-            self.supervisor.stop()
-        else:
-            self.supervisor.kill()
+        return self.stop_signals.exit_status()
 
     async def _run_models(self) -> None:
         """Load the models, and serve the gateway's and commands' calls about them."""
@@ -168,7 +153,7 @@ class Serving:
         since_s = self.begun_s
         announced = False
         is_reported = False
-        while self.num_stop_signals == 0:
+        while self.stop_signals.count == 0:
             ready = await http_status(host, port, "/health/ready", scheme=self.options.url.partition(":")[0]) == 200
             ready = ready and (announced or self._is_one or self.host.is_settled)
             waited_s = time.monotonic() - since_s
@@ -178,7 +163,7 @@ class Serving:
             elif ready and is_reported:
                 self.log.line("serve", f"ready again after {waited_s:.1f} s")
                 is_reported = False
-            elif not ready and announced and not is_reported and self.num_stop_signals == 0:
+            elif not ready and announced and not is_reported and self.stop_signals.count == 0:
                 self.log.line("serve", "not ready: no model is available at the moment")
                 is_reported = True
                 since_s = time.monotonic()

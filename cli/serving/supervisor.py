@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.plan import ProcessSpec
 from headrace.common import launch
-from headrace.common.commands import EXIT_REFUSED
+from headrace.common.commands import EXIT_FAILED, EXIT_REFUSED, CommandError
 
 _MAX_LINE_BYTES = 1 << 16
 _LAST_WORDS_TIMEOUT_S = 0.5
@@ -273,6 +273,38 @@ class Supervisor:
     def _change(self, process: SupervisedProcess, state: ProcessState) -> None:
         process.state = state
         self.on_change()
+
+
+class StopSignals:
+    """Stops what a supervisor runs at the first SIGINT, SIGTERM or SIGHUP, and kills it at the next one."""
+
+    def __init__(self, supervisor: Supervisor, log: LogSink) -> None:
+        self._supervisor = supervisor
+        self._log = log
+        self.count = 0
+
+    def listen(self) -> None:
+        """Handle them from now on, in the running loop. A SIGHUP that nohup has turned off stays so."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._on_signal)
+
+    def exit_status(self) -> int:
+        """The exit status once the supervisor has ended. Raises CommandError with the message of a process that refused
+        its flags."""
+        if self._supervisor.failure is not None:
+            raise CommandError(self._supervisor.failure)
+        return EXIT_FAILED if self.count > 1 else 0
+
+    def _on_signal(self) -> None:
+        self.count += 1
+        if self.count == 1:
+            self._log.line("serve", "stopping; press Ctrl-C again to kill")
+            self._supervisor.stop()
+        else:
+            self._supervisor.kill()
 
 
 class _Lines(asyncio.Protocol):

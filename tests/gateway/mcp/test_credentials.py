@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,9 @@ from headrace.gateway.mcp.configuration import Remote
 from headrace.gateway.mcp.credentials import BearerFile, ClientCredentials, Headers, OAuthClient
 from headrace.gateway.mcp.servers import McpServers
 from headrace.gateway.mcp.values import CONNECTION_LOST, McpError
-from tests.gateway.mcp_server import McpServer, serving_mcp
+from tests.gateway.mcp_server import McpServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[McpServer]:
-    with serving_mcp() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

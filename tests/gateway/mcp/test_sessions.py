@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,10 @@ import pytest_asyncio
 from headrace.gateway.mcp import messages, session
 from headrace.gateway.mcp.servers import McpServers
 from headrace.gateway.mcp.values import CONNECTION_LOST, TIMED_OUT, McpError
-from tests.gateway.mcp_server import ADD, McpServer, serving_mcp
+from tests.gateway.mcp_server import ADD, McpServer
 from tests.patience import patience, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[McpServer]:
-    with serving_mcp() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
