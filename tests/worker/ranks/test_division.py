@@ -12,10 +12,18 @@ from gguf import GGMLQuantizationType as Kind
 
 from headrace.cli.models.convert import convert
 from headrace.worker.config import ConfigurationError
+from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.model.paging import read_paged
+from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.step_limits import step_limits
 from headrace.worker.ranks.division import divide, is_product
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
+from headrace.worker.sampling.sampler import BatchSampler
 from tests.gguf_models import TinyModel, write_gguf
-from tests.worker.ranks.exactness import Computed, assert_exact, divided, whole
+from tests.worker.conftest import CHEAP_STEPS, KnownCosts
+from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed, assert_exact, divided, whole
+from tests.worker.ranks.group import Group
 
 MODELS = {
     "4 bits": TinyModel("llama", Kind.Q4_0, tied=True),
@@ -73,6 +81,37 @@ def test_each_rank_has_its_part_of_the_weights_and_of_the_cache(num_ranks: int, 
     assert len(per_head) == 1
     assert sum(rank.block_bytes for rank in group.ranks) == undivided(directory).block_bytes
     assert sum(rank.vocab_size for rank in group.ranks) == group.vocab_size
+
+
+def test_drafts_of_a_model_that_is_not_divided_change_no_token(directories: dict[str, Path]) -> None:
+    directory = directories["4 bits with minima and biases"]
+    group, smaller = Group(directory, 2, **ASKED), OpenVINOModelRunner(directory, threads=1, **ASKED)
+    group.allocate(NUM_BLOCKS)
+    smaller.allocate(NUM_BLOCKS)
+    # With known costs, whether tokens are proposed does not depend on the speed of the machine.
+    draft = Draft(smaller, BatchSampler(), KnownCosts(1e-6, 1e-8))
+    without, _ = answered(group, None)
+    found, requests = answered(group, draft)
+    assert found == without
+    assert all(request.num_accepted > 0.8 * request.num_drafted > 0 for request in requests)
+
+
+def answered(group: Group, draft: Draft | None) -> tuple[dict[str, list[int]], list[Request]]:
+    """Greedy answers to three prompts at once, and their requests."""
+    limits = step_limits(8, 512, 512, exact_rows=group.exact_rows)
+    speculation = "off" if draft is None else "draft"
+    engine = build_engine(
+        group, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, speculation=speculation, draft=draft
+    )
+    sampling = SamplingParams(max_tokens=24, seed=0, temperature=0.0)
+    requests = [Request(str(number), tokens, sampling, 2) for number, tokens in enumerate(prompts(20, 90, 300))]
+    for request in requests:
+        engine.scheduler.add(request)
+    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    while engine.scheduler.has_requests:
+        for output in engine.step():
+            found[output.request.request_id] += output.token_ids
+    return found, requests
 
 
 def test_more_ranks_than_heads_are_refused_in_a_sentence(directories: dict[str, Path]) -> None:
