@@ -9,6 +9,7 @@ of 152k. With a smaller number of layers, the cost of the layers is proportional
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import subprocess
 import sys
@@ -22,6 +23,9 @@ import openvino as ov
 import openvino.opset13 as ops
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, bytes_to_unicode
+
+from headrace.cli.models.convert import config_of
+from headrace.common.model_files.gguf_files import metadata_of, open_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ def write_random_model(
     writer.close()
     # The pipeline writes the model before it compiles it, which for these weights it may refuse: we need the file only.
     subprocess.run([sys.executable, "-c", _CONVERT, str(path)], check=False, capture_output=True)
+    config = config_of(metadata_of(open_gguf(path)))
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if not keeps_file:
         path.unlink()
     if not (directory / "openvino_model.xml").is_file():
