@@ -21,6 +21,8 @@ from headrace.bench.study.recipes import DEMO_MODEL, GENAI, LLAMA_CPP, MAX_TOKEN
 
 _GIB = 1 << 30
 _INSTALL_S = 1800.0
+# Longer than any run.
+_NO_BOUND_S = 86_400
 # Programs of their own: they run where the peer is installed.
 _GENAI_SERVER, _LLAMA_SERVER = (str(Path(__file__).with_name(f"{name}_server.py")) for name in ("genai", "llama"))
 # Of the package from which headrace pull makes the demo model.
@@ -55,7 +57,8 @@ class Kind(Protocol):
 
 @dataclass(slots=True)
 class Headrace:
-    """headrace serve with the settings that it has by default."""
+    """headrace serve with the settings that it has by default, but without a bound on waiting: a server that refuses
+    what others queue would do less work than they."""
 
     name: str = OURS
     start_s: float = 6.0
@@ -77,6 +80,7 @@ class Headrace:
             "--max-num-seqs": run.batch,
             "--kv-cache-gb": f"{model.kv_bytes(run.kv_tokens) / _GIB:.6f}",
             "--workers": 1,
+            "--max-ttft": _NO_BOUND_S,
         }
         return Command([sys.executable, "-m", "headrace.cli", "serve", str(model.directory), *_spelled(flags)], {})
 
