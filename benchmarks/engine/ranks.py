@@ -4,8 +4,8 @@
 
 Each side is a process that loads the model once; an idle one takes no CPU time. The sides compute the same steps in
 turns. It prints the milliseconds of each, and the median and quartiles of the ratios of the ranks to the other two;
-then how long the ranks waited for each other in a step. Before, it prints what a sum takes by itself, and the
-resident memory of each process.
+then how long the ranks waited for each other in a step. Before, it prints what a sum takes by itself, and at the end
+the resident memory of each process.
 
 Nothing else should run on the machine. Each rank has half of the weights' products, so with memory of its own it could
 take half of one core's time; ranks that share one memory cannot be faster than one process with both cores.
@@ -21,6 +21,7 @@ import timeit
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import openvino as ov
@@ -96,16 +97,28 @@ def timed(runner: OpenVINOModelRunner, batch: Batch) -> Measured:
     return Measured(statistics.mean(times[1:]), tuple(np.mean(waits[1:], axis=0).tolist()))
 
 
-def resident_mb(pid: int) -> list[float]:
-    """The memory of a process and of its children, largest last, in MB."""
+class Memory(NamedTuple):
+    """Memory of a process in MB: its own, and pages of files, which the kernel can drop."""
+
+    own: float
+    of_files: float
+
+    def __str__(self) -> str:
+        return f"{self.own:.0f} MB and {self.of_files:.0f} of files"
+
+
+def memory_of(pid: int) -> list[Memory]:
+    """The memory of a process and of its children, largest last."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for task in Path(f"/proc/{pid}/task").iterdir():
         children += (task / "children").read_text().split()
-    found = []
-    for process in {pid, *map(int, children)}:
-        status = Path(f"/proc/{process}/status").read_text()
-        found.append(int(status.partition("VmRSS:")[2].split()[0]) / 1000)
-    return sorted(found)
+    return sorted(_memory_of_one(process) for process in {pid, *map(int, children)})
+
+
+def _memory_of_one(pid: int) -> Memory:
+    lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    kilobytes = {line[0]: int(line[1]) for line in lines if line[0].startswith("Rss")}
+    return Memory((kilobytes["RssAnon:"] + kilobytes["RssShmem:"]) / 1000, kilobytes["RssFile:"] / 1000)
 
 
 def sum_us() -> float:
@@ -135,13 +148,13 @@ def main() -> None:
     print(describe())
     print(f"a sum that waits for nobody takes {sum_us():.0f} us", flush=True)
     with running(args.model_dir, "two ranks", ranks, compute) as sides:
-        for name, pid in sides.pids.items():
-            print(f"{name}: resident {', '.join(f'{size:.0f}' for size in resident_mb(pid))} MB", flush=True)
         for step in args.step:
             found: list[list[Measured]] = sides.measure(step, args.rounds)
             times = np.array([[one.step_ms for one in row] for row in found])
             waited = np.median([row[1].waited_ms for row in found], axis=0)
             print(f"{sides.describe(step, times)}; waited {', '.join(f'{ms:.2f}' for ms in waited)} ms", flush=True)
+        for name, pid in sides.pids.items():
+            print(f"{name}: resident {', '.join(map(str, memory_of(pid)))}", flush=True)
 
 
 if __name__ == "__main__":
