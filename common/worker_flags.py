@@ -121,6 +121,16 @@ MAX_CONTEXT_TOKENS = WorkerFlag(
     of_worker="Maximum length of prompt and answer together. Default: the model's.",
     of_serve="Maximum length of prompt and answer together, in tokens.  [default: the model's]",
 )
+MAX_TTFT = WorkerFlag(
+    "--max-ttft-s",
+    FiniteRange(0, min_open=True),
+    of_worker="Refuse requests that would wait longer than this for other requests, also if the router would let them. "
+    "The time for their own prompt does not count.",
+    of_serve="Maximum time that a request waits for others, in seconds.",
+    default=60.0,
+    serve_flag="--max-ttft",
+    of_encoders=True,
+)
 MAX_IMAGES = WorkerFlag(
     "--max-images",
     click.IntRange(0, 1024),
@@ -307,16 +317,7 @@ WORKER_FLAGS = (
         default="u8",
     ),
     MAX_CONTEXT_TOKENS,
-    WorkerFlag(
-        "--max-ttft-s",
-        FiniteRange(0, min_open=True),
-        of_worker="Refuse requests that would wait longer than this for other requests. The time for their own prompt "
-        "does not count.",
-        of_serve="Maximum time that a request waits for others, in seconds.",
-        default=60.0,
-        serve_flag="--max-ttft",
-        of_encoders=True,
-    ),
+    MAX_TTFT,
     WorkerFlag(
         "--stuck-after-s",
         FiniteRange(0, min_open=True),

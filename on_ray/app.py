@@ -15,6 +15,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from headrace.common.version import headrace_version
+from headrace.common.worker_flags import MAX_TTFT
 from headrace.ray.actors import Directory, Front, Worker
 from headrace.ray.llm_config import fleet_of_llm_configs
 from headrace.ray.settings import ROUTER_DRAIN_S, WORKER_DRAIN_S, Fleet, Model, Scaling, fleet_of, name_of, workers_of
@@ -70,14 +71,17 @@ def settings_of_worker(model: Model) -> Model:
 
 def settings_of_gateways(fleet: Fleet) -> Fleet:
     """The settings that concern processes of gateways and routers. Routers take no longer to want fewer workers than it
-    takes until these are stopped, and hold the requests for models that may be without any."""
+    takes until these are stopped, hold the requests for models that may be without any, and let requests wait as long
+    as the most patient workers do."""
     window_s = max(1.0, min(model.scaling.down_delay_s for model in fleet.models))
     window = ("--scaling-window", str(window_s)) if window_s < WINDOW_S else ()
     on_demand = [model for model in fleet.models if model.min_workers == 0]
     idle_s = min((model.scaling.down_delay_s for model in on_demand), default=IDLE_AFTER_S)
     idle = ("--idle-after", str(idle_s)) if idle_s < IDLE_AFTER_S else ()
     named = tuple(part for model in on_demand for part in ("--on-demand", name_of(model)))
-    args = (*window, *idle, *named, *fleet.router_args)
+    most_s = max(float(model.flags.get(MAX_TTFT.option) or MAX_TTFT.default) for model in fleet.models)
+    patience = ("--max-ttft", str(most_s)) if most_s != MAX_TTFT.default else ()
+    args = (*window, *idle, *named, *patience, *fleet.router_args)
     return msgspec.structs.replace(fleet, models=(), gateways=1, worker_drain_s=WORKER_DRAIN_S, router_args=args)
 
 

@@ -279,7 +279,8 @@ def wired(
     "--max-ttft",
     type=FiniteRange(min=0, min_open=True),
     default=60.0,
-    help="Maximum seconds that a request waits for others, here and at its worker. Longer waits are refused.",
+    help="Maximum seconds that a request waits for others, here and at its worker. Longer waits are refused. Workers "
+    "have a bound of their own, --max-ttft-s.",
 )
 @click.option(
     "--max-waiting",

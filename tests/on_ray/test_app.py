@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,12 +81,36 @@ def test_a_model_may_be_without_workers_and_its_routers_hold_requests_for_it() -
     assert (told["on_demand"], told["idle_after"], told["cold_start"]) == (("chat",), 60.0, 600.0)
 
 
-@pytest.mark.parametrize(("flag", "constant"), [("--scaling-window", "WINDOW_S"), ("--idle-after", "IDLE_AFTER_S")])
-def test_the_times_of_routers_are_known(flag: str, constant: str) -> None:
+@pytest.mark.parametrize(
+    ("of_models", "args", "told_s"),
+    [
+        ([{}], (), 60.0),
+        ([{"max_ttft": 5}], (), 5.0),
+        ([{"max_ttft": 5}, {}], (), 60.0),
+        ([{"max_ttft": 5}, {"max_ttft": 300}], (), 300.0),
+        ([{"max_ttft": 300}], ("--max-ttft", "7"), 7.0),
+    ],
+)
+def test_requests_wait_at_routers_as_long_as_at_the_most_patient_workers(
+    of_models: list[dict[str, Any]], args: tuple[str, ...], told_s: float
+) -> None:
+    from headrace.ray.app import build_app
+
+    models = tuple(Model(f"m{number}", flags=flags) for number, flags in enumerate(of_models))
+    of_gateways = deployments(build_app(Fleet(models, router_args=args)))["gateway"].init_args[0]
+    told = router.make_context("router", ["--listen", "127.0.0.1:1", *of_gateways.router_args]).params
+    assert told["max_ttft"] == told_s
+
+
+@pytest.mark.parametrize(
+    ("flag", "default"),
+    [("--scaling-window", "WINDOW_S"), ("--idle-after", "IDLE_AFTER_S"), ("--max-ttft", "MAX_TTFT.default")],
+)
+def test_the_times_of_routers_are_known(flag: str, default: str) -> None:
     from headrace.ray import app
 
     (option,) = (option for option in router.params if flag in option.opts)
-    assert option.default == getattr(app, constant)
+    assert option.default == attrgetter(default)(app)
 
 
 def versions(**changed: Any) -> dict[str, str]:
