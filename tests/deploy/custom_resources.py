@@ -4,6 +4,7 @@ A field that is not here is refused, so that a misspelt one is found; the real A
 
     InferencePool    gateway-api-inference-extension.sigs.k8s.io/reference/spec
     HTTPRoute        gateway-api.sigs.k8s.io/reference/spec, durations as of GEP-2257
+    ScaledObject     keda.sh/docs/2.18/reference/scaledobject-spec
 """
 
 from __future__ import annotations
@@ -95,9 +96,48 @@ _HTTP_ROUTE = _object(
     ),
 )
 
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_SCALING = _object(
+    stabilizationWindowSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
+    selectPolicy={"type": "string", "enum": ["Max", "Min", "Disabled"]},
+    policies=_list(
+        _object(
+            ("type", "value", "periodSeconds"),
+            type={"type": "string", "enum": ["Pods", "Percent"]},
+            value={"type": "integer", "minimum": 1},
+            periodSeconds={"type": "integer", "minimum": 1, "maximum": 1800},
+        ),
+        1,
+        16,
+    ),
+)
+_SCALED_OBJECT = _object(
+    ("scaleTargetRef", "triggers"),
+    scaleTargetRef=_object(("name",), apiVersion=_NAME, kind=_KIND, name=_NAME),
+    pollingInterval=_COUNT,
+    cooldownPeriod=_COUNT,
+    minReplicaCount=_COUNT,
+    maxReplicaCount=_COUNT,
+    advanced=_object(
+        horizontalPodAutoscalerConfig=_object(behavior=_object(scaleUp=_SCALING, scaleDown=_SCALING)),
+    ),
+    triggers=_list(
+        _object(
+            ("type", "metadata"),
+            type=_text(64),
+            # Numbers are texts here, too.
+            metadata={"type": "object", "additionalProperties": {"type": "string"}},
+            metricType={"type": "string", "enum": ["AverageValue", "Value", "Utilization"]},
+        ),
+        1,
+        16,
+    ),
+)
+
 SPECS: Mapping[tuple[str, str], Schema] = {
     ("inference.networking.k8s.io/v1", "InferencePool"): _INFERENCE_POOL,
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): _HTTP_ROUTE,
+    ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
 }
 """The schema of the `spec` of each kind, by API version and kind."""
 

@@ -517,6 +517,8 @@ def test_keda_scales_by_signals_that_routers_serve(tmp_path: Path, monkeypatch: 
     workloads = {identity(workload)[1]: workload for workload in of_kind(resources, *WORKLOADS)}
     scaled = {identity(scaler)[1]: scaler["spec"] for scaler in of_kind(resources, "ScaledObject")}
     assert scaled.keys() == {"headrace-worker", "headrace-gateway"}
+    for scaler in of_kind(resources, "ScaledObject"):
+        custom_resources.check(scaler)
     for name, spec in scaled.items():
         assert spec["scaleTargetRef"]["name"] == name
         assert "replicas" not in workloads[name]["spec"], "applying the manifests would undo what KEDA did"

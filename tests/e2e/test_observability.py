@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.fleet import Fleet, Process, fleet
@@ -287,18 +288,37 @@ def alert_expressions() -> list[str]:
     return [block or line for block, line in found]
 
 
+def autoscaling_expressions() -> list[str]:
+    """What autoscalers ask Prometheus: those of Kubernetes through prometheus-adapter, and those of KEDA."""
+    components = ROOT / "deploy/kubernetes/components"
+    told = yaml.safe_load((components / "autoscaling/prometheus.yaml").read_text())
+    rules = yaml.safe_load(told["data"]["adapter.yaml"])["externalRules"]
+    of_adapter = [rule[query] for rule in rules for query in ("seriesQuery", "metricsQuery")]
+    scaled = yaml.safe_load_all((components / "autoscaling-keda/scaled-objects.yaml").read_text())
+    triggers = [trigger for one in scaled for trigger in one["spec"]["triggers"] if trigger["type"] == "prometheus"]
+    return [
+        *(query.replace("<<.LabelMatchers>>", 'namespace="headrace"') for query in of_adapter),
+        *(trigger["metadata"]["query"] for trigger in triggers),
+    ]
+
+
 def recorded() -> set[str]:
     """The series that rules record."""
     return set(re.findall(r"record: (\S+)", OBJECTIVES.read_text()))
 
 
 @pytest.mark.parametrize(
-    ("what", "expressions"), [("dashboard", dashboard_expressions()), ("alerts", alert_expressions())]
+    ("what", "expressions", "least"),
+    [
+        ("dashboard", dashboard_expressions(), 10),
+        ("alerts", alert_expressions(), 10),
+        ("autoscaling", autoscaling_expressions(), 7),
+    ],
 )
 def test_every_expression_names_only_series_that_there_are(
-    observed: Observed, what: str, expressions: list[str]
+    observed: Observed, what: str, expressions: list[str], least: int
 ) -> None:
-    assert len(expressions) >= 10
+    assert len(expressions) >= least
     known = series_of(all_families(observed)) | NEEDS_MORE | recorded()
     for expression in expressions:
         names = names_in(expression)
@@ -384,10 +404,10 @@ def test_a_slow_bucket_names_a_trace_that_prometheus_keeps(observed: Observed, t
             until(lambda traces=traces: TRACE_ID in traces(), f"{series} has the trace")  # type: ignore[misc]
 
 
-def test_promtool_understands_every_expression_of_the_dashboard(tmp_path: Path) -> None:
+def test_promtool_understands_every_expression(tmp_path: Path) -> None:
     rules = [
         f"      - record: check:{number}\n        expr: {json.dumps(expression)}\n"
-        for number, expression in enumerate(dashboard_expressions())
+        for number, expression in enumerate((*dashboard_expressions(), *autoscaling_expressions()))
     ]
     file = tmp_path / "rules.yml"
     file.write_text("groups:\n  - name: dashboard\n    rules:\n" + "".join(rules))

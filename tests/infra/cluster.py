@@ -53,6 +53,7 @@ _PLURALS = {
     "EndpointSlice": "apis/discovery.k8s.io/v1/endpointslices",
     "InferencePool": "apis/inference.networking.k8s.io/v1/inferencepools",
     "HTTPRoute": "apis/gateway.networking.k8s.io/v1/httproutes",
+    "ScaledObject": "apis/keda.sh/v1alpha1/scaledobjects",
     "CustomResourceDefinition": "apis/apiextensions.k8s.io/v1/customresourcedefinitions",
 }
 _CLUSTER_WIDE = ("Namespace", "CustomResourceDefinition")

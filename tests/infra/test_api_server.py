@@ -96,6 +96,15 @@ def test_the_manifests_and_the_chart_are_accepted(cluster: RealCluster, helm: An
         applied(cluster, f"{way}-{overlay}", objects)
     kinds = {one["kind"] for one in objects}
     assert {"Deployment", "StatefulSet", "Service", "Role", "RoleBinding", "NetworkPolicy"} <= kinds
+    assert ("HorizontalPodAutoscaler" in kinds) == (overlay == "fleet")
+
+
+def test_the_autoscalers_of_keda_are_accepted(cluster: RealCluster, helm: Any) -> None:
+    cluster.make_namespace("keda")
+    objects = rendered(helm, {"components": ["autoscaling-keda"]}, namespace="keda")
+    applied(cluster, "keda", objects)
+    scaled = {one["metadata"]["name"] for one in objects if one["kind"] == "ScaledObject"}
+    assert scaled == {"headrace-worker", "headrace-gateway"}
 
 
 def test_a_field_that_the_server_does_not_know_is_refused(cluster: RealCluster) -> None:
