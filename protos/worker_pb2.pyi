@@ -8,18 +8,29 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class HandoverEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HANDOVER_END_UNSPECIFIED: _ClassVar[HandoverEnd]
+    HANDOVER_END_DONE: _ClassVar[HandoverEnd]
+    HANDOVER_END_NO_TAKERS: _ClassVar[HandoverEnd]
+
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
+HANDOVER_END_UNSPECIFIED: HandoverEnd
+HANDOVER_END_DONE: HandoverEnd
+HANDOVER_END_NO_TAKERS: HandoverEnd
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
 
 class HandOverRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("end",)
+    END_FIELD_NUMBER: _ClassVar[int]
+    end: HandoverEnd
+    def __init__(self, end: _Optional[_Union[HandoverEnd, str]] = ...) -> None: ...
 
 class HandOverResponse(_message.Message):
     __slots__ = ("blocks",)

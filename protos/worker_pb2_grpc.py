@@ -75,7 +75,7 @@ class WorkerStub(object):
                 request_serializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksResponse.FromString,
                 _registered_method=True)
-        self.HandOver = channel.unary_stream(
+        self.HandOver = channel.stream_stream(
                 '/headrace.v1.Worker/HandOver',
                 request_serializer=headrace_dot_protos_dot_worker__pb2.HandOverRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_worker__pb2.HandOverResponse.FromString,
@@ -155,11 +155,12 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def HandOver(self, request, context):
+    def HandOver(self, request_iterator, context):
         """HandOver is for a router that hands the cached blocks of a draining worker over to others. It streams which blocks there
-        are. The worker does not stop before the router ends the call, or the time for it is over. Once for each drain: later
-        calls get QUEUE_FULL, unless the call ended before all blocks were named or while other workers fetched blocks.
-        INVALID_FIELD if the worker does not drain; UNSUPPORTED if it exchanges no blocks.
+        are. The worker does not stop before the router says how the handover ended, or the time for it is over. A call that
+        ends without that has broken off, and another router may hand over what is left. Routers take turns: a call waits until
+        the one before it has ended, and gets QUEUE_FULL if that one was carried through. INVALID_FIELD if the worker does not
+        drain; UNSUPPORTED if it exchanges no blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,7 +218,7 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_worker__pb2.FetchBlocksResponse.SerializeToString,
             ),
-            'HandOver': grpc.unary_stream_rpc_method_handler(
+            'HandOver': grpc.stream_stream_rpc_method_handler(
                     servicer.HandOver,
                     request_deserializer=headrace_dot_protos_dot_worker__pb2.HandOverRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_worker__pb2.HandOverResponse.SerializeToString,
@@ -456,7 +457,7 @@ class Worker(object):
             _registered_method=True)
 
     @staticmethod
-    def HandOver(request,
+    def HandOver(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -466,8 +467,8 @@ class Worker(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/headrace.v1.Worker/HandOver',
             headrace_dot_protos_dot_worker__pb2.HandOverRequest.SerializeToString,

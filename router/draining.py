@@ -2,17 +2,19 @@
 
 The worker names its blocks. This router distributes those that no other worker has, and the other workers fetch them.
 They fetch in small parts: each part can be stopped soon, and none delays requests. If several routers watch the worker,
-the first one to call it does the work. What a worker does not take is distributed over the others. Blocks that no
-worker takes are computed again when they are needed.
+it gives them turns: the first one does the work, and the next one what is left if the first one ends before all is done
+or knows no other worker. What a worker does not take is distributed over the others. Blocks that no worker takes are
+computed again when they are needed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import grpc
 
@@ -25,6 +27,9 @@ from headrace.router.fleet.links import LinkState, WorkerLink
 from headrace.router.placement.block_distribution import Handed, distribute, rooms
 
 log = logging.getLogger(__name__)
+
+# Quoted, because the class is not generic at run time.
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.HandOverRequest, worker_pb2.HandOverResponse]"
 
 # Longer than a worker waits for its handover.
 _MAX_S = 90.0
@@ -119,8 +124,8 @@ class Handovers:
         try:
             async with asyncio.timeout(_MAX_S):
                 await self._hand_over(link)
-        except grpc.aio.AioRpcError as error:  # another router does it
-            log.info("the blocks of %s are not handed over: %s", link.worker_id, error.details())
+        except grpc.aio.AioRpcError as error:  # another router has done it
+            log.info("no blocks of %s are handed over: %s", link.worker_id, error.details())
         except TimeoutError:
             log.warning("the blocks of %s were not handed over in %.0f s", link.worker_id, _MAX_S)
         except Exception:
@@ -129,18 +134,21 @@ class Handovers:
     async def _hand_over(self, link: WorkerLink) -> None:
         assert link.card is not None, "checked before"
         layout = link.card.kv_layout
-        others = [other for other in self._fleet.links() if other.is_ready and other.card is not None]
-        takers = [other for other in others if other.card is not None and other.card.kv_layout == layout]
-        async with _named_blocks(link) as named:
+        async with _handover(link) as handover:
+            named = await handover.named_blocks()
+            # Those that there are now: it may have taken a while until it was this router's turn.
+            others = [other for other in self._fleet.links() if other.is_ready and other.card is not None]
+            takers = [other for other in others if other.card is not None and other.card.kv_layout == layout]
+            if not takers:
+                await handover.end(worker_pb2.HANDOVER_END_NO_TAKERS)
+                return
             blocks = [
                 Handed(block.hash, block.parent_hash, block.is_first, self._holders(block.hash, takers))
-                async for message in named
-                for block in message.blocks
+                for block in named
             ]
-            if not takers:
-                return  # the worker knows of it, and need not wait
             num_missing = sum(not block.holders for block in blocks)
             num_taken = await self._distribute(link, blocks, takers)
+            await handover.end(worker_pb2.HANDOVER_END_DONE)
             self._metrics.handovers.inc()
             self._metrics.blocks_handed_over.inc(num_taken)
             log.info("handed %d of %d KV blocks of %s over", num_taken, num_missing, link.worker_id)
@@ -200,19 +208,37 @@ class Handovers:
         return _Given(num_taken, len(part))
 
 
-@asynccontextmanager
-async def _named_blocks(link: WorkerLink) -> AsyncIterator[AsyncIterator[worker_pb2.HandOverResponse]]:
-    """Context manager: the messages of HandOver. The worker waits until it ends."""
-    call = link.hand_over(worker_pb2.HandOverRequest())
+class _Handover:
+    """A running call of HandOver. Its methods raise AioRpcError if another router has done the work, or the worker is
+    lost."""
 
-    async def messages() -> AsyncIterator[worker_pb2.HandOverResponse]:
-        while (message := await call.read()) is not grpc.aio.EOF:
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    async def named_blocks(self) -> list[worker_pb2.ChainedBlock]:
+        """The worker's blocks, when it is this router's turn."""
+        await self._call.write(worker_pb2.HandOverRequest())
+        blocks: list[worker_pb2.ChainedBlock] = []
+        while (message := await self._call.read()) is not grpc.aio.EOF:
             assert isinstance(message, worker_pb2.HandOverResponse)
             if not message.blocks:
-                return
-            yield message
+                break
+            blocks.extend(message.blocks)
+        return blocks
 
+    async def end(self, how: worker_pb2.HandoverEnd) -> None:
+        """Tell the worker how it ended, and wait until it knows."""
+        with contextlib.suppress(asyncio.InvalidStateError):  # it did not wait any longer
+            await self._call.write(worker_pb2.HandOverRequest(end=how))
+        while await self._call.read() is not grpc.aio.EOF:
+            pass
+
+
+@asynccontextmanager
+async def _handover(link: WorkerLink) -> AsyncIterator[_Handover]:
+    """Context manager: the call. If it ends without a word how, the worker knows that the handover broke off."""
+    call = link.hand_over()
     try:
-        yield messages()
+        yield _Handover(call)
     finally:
         call.cancel()

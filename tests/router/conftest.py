@@ -154,6 +154,7 @@ async def start_router() -> AsyncIterator[StartRouter]:
         policy: Policy = place,
         on_demand: OnDemand = OnDemand(),  # noqa: B008  frozen
         scaling: ScalingConfig = ScalingConfig(),  # noqa: B008  frozen
+        num_ready: int | None = None,
         **admission: Any,
     ) -> RunningRouter:
         bounds = RequestBounds(max_in_flight, max_request_bytes)
@@ -175,7 +176,7 @@ async def start_router() -> AsyncIterator[StartRouter]:
         await router.server.start()
         if router.services is not None:
             router.services.start()
-        await router.until_ready(len(workers))
+        await router.until_ready(len(workers) if num_ready is None else num_ready)
         return router
 
     yield start

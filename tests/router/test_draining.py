@@ -92,6 +92,8 @@ class Exchanging(FakeWorker):
         self.named: list[worker_pb2.ChainedBlock] = []
         self.is_handing_over = False
         self.num_handovers = 0
+        self.ends: list[int] = []  # as routers said
+        self.turn = asyncio.Lock()
         self.taken: list[worker_pb2.TakeBlocksRequest] = []
         self.takes_none = self.is_slow = False
         self.most_taken: int | None = None  # if another one has not refused yet, it refuses after that many blocks
@@ -99,17 +101,21 @@ class Exchanging(FakeWorker):
         self.others: list[Exchanging] = []
         self.has_refused = False
 
-    async def HandOver(self, request: Any, context: Any) -> Any:
-        if self.num_handovers:
-            await abort(context, StatusError(Reason.QUEUE_FULL, "another router does it", retry_after_s=1.0))
-        self.num_handovers += 1
-        self.is_handing_over = True
-        try:
-            yield worker_pb2.HandOverResponse(blocks=self.named)
-            yield worker_pb2.HandOverResponse()
-            await asyncio.Event().wait()
-        finally:
-            self.is_handing_over = False
+    async def HandOver(self, request_iterator: Any, context: Any) -> Any:
+        async with self.turn:
+            if worker_pb2.HANDOVER_END_DONE in self.ends:
+                await abort(context, StatusError(Reason.QUEUE_FULL, "another router has done it", retry_after_s=1.0))
+            self.num_handovers += 1
+            self.is_handing_over = True
+            try:
+                yield worker_pb2.HandOverResponse(blocks=self.named)
+                yield worker_pb2.HandOverResponse()
+                async for request in request_iterator:
+                    if request.end:
+                        self.ends.append(request.end)
+                        return
+            finally:
+                self.is_handing_over = False
 
     async def TakeBlocks(self, request: worker_pb2.TakeBlocksRequest, context: Any) -> Any:
         self.taken.append(request)
@@ -153,7 +159,8 @@ async def test_the_blocks_of_a_draining_worker_go_to_the_others(
     assert [block for request in taker.taken for block in request.blocks] == leaving.named
     assert {(request.source, request.kv_layout) for request in taker.taken} == {(leaving.address, "layout")}
     assert len(taker.taken) > 2, "in parts"
-    assert router.metrics.handovers._value.get() == 1
+    assert leaving.ends == [worker_pb2.HANDOVER_END_DONE]
+    await until(lambda: router.metrics.handovers._value.get() == 1)
     assert router.metrics.blocks_handed_over._value.get() == 200
 
 
@@ -170,6 +177,8 @@ async def test_a_handover_ends_when_nothing_can_be_taken(start_router: StartRout
         worker.report(draining=True)
         await until(lambda found=worker: found.num_handovers == 1 and not found.is_handing_over)
     assert not leaving.taken, "there is nobody left who takes requests"
+    done, no_takers = [worker_pb2.HANDOVER_END_DONE], [worker_pb2.HANDOVER_END_NO_TAKERS]
+    assert [worker.ends for worker in (leaving, *others)] == [done, done, no_takers]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -188,6 +197,7 @@ async def test_what_one_worker_does_not_take_goes_to_another(
     assert [len(request.blocks) for request in first.taken] == [64, 64]
     given = [block for request in second.taken for block in request.blocks]
     assert given == leaving.named, "with the blocks before those that were not taken"
+    await until(lambda: router.metrics.handovers._value.get() == 1)
     assert router.metrics.blocks_handed_over._value.get() == 64 + 200
 
 
@@ -266,6 +276,7 @@ async def test_a_worker_that_takes_requests_again_hands_nothing_over(
     leaving.report(draining=False)
     await until(lambda: not leaving.is_handing_over)
     assert sum(len(worker.taken) for worker in others) == 1
+    assert leaving.ends == [], "it has broken off"
 
 
 async def test_one_of_several_routers_hands_over(start_router: StartRouter, workers: list[Exchanging]) -> None:
@@ -276,6 +287,41 @@ async def test_one_of_several_routers_hands_over(start_router: StartRouter, work
     leaving.report(draining=True)
     await until(lambda: not leaving.is_handing_over and sum(len(worker.taken) for worker in others) == 1)
     assert leaving.num_handovers == 1
+
+
+async def test_another_router_finishes_what_one_has_begun(start_router: StartRouter, workers: list[Exchanging]) -> None:
+    leaving, *others = workers
+    first = await start_router(*workers)
+    leaving.has(range(100, 100 + 200 * BLOCK_SIZE))
+    await until(lambda: len(first.fleet.index) == 200)
+    for worker in others:
+        worker.is_slow = True
+    leaving.report(draining=True)
+    await until(lambda: any(worker.taken for worker in others))
+    second = await start_router(*workers, num_ready=2)
+    await until(lambda: len(second.fleet.index) == 200)
+    assert leaving.num_handovers == 1, "the second one waits for its turn"
+    await first.server.stop(0.0)
+    for worker in others:
+        worker.is_slow = False
+    await until(lambda: leaving.ends == [worker_pb2.HANDOVER_END_DONE])
+    await until(lambda: second.metrics.handovers._value.get() == 1)
+    assert first.metrics.handovers._value.get() == 0
+    assert second.metrics.blocks_handed_over._value.get() == 200
+
+
+async def test_a_router_that_knows_no_other_worker_leaves_the_blocks_to_one_that_does(
+    start_router: StartRouter, workers: list[Exchanging]
+) -> None:
+    """As one that has just started, and has not reached the others yet."""
+    leaving, *others = workers
+    leaving.has(range(100, 100 + 10 * BLOCK_SIZE))
+    await start_router(leaving)
+    leaving.report(draining=True)
+    await until(lambda: leaving.ends == [worker_pb2.HANDOVER_END_NO_TAKERS])
+    await start_router(*workers, num_ready=2)
+    await until(lambda: leaving.ends == [worker_pb2.HANDOVER_END_NO_TAKERS, worker_pb2.HANDOVER_END_DONE])
+    assert [block for worker in others for request in worker.taken for block in request.blocks] == leaving.named
 
 
 async def test_a_worker_without_handover_drains_as_before(start_router: StartRouter, start_worker: StartWorker) -> None:

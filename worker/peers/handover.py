@@ -2,20 +2,22 @@
 hands over.
 
 A router hands the blocks over. It calls HandOver of the worker that drains, which names its blocks, most recently used
-first. The router distributes them and calls TakeBlocks of others, which fetch them. It ends HandOver when all is done.
+first. The router distributes them and calls TakeBlocks of others, which fetch them. Then it says that all is done.
 
-If HandOver ends before all blocks are named, or while others fetch blocks, it has broken off: the router is gone, or it
-believed for a moment that the worker takes requests. Then HandOver may be called again. The router leaves out what
-others have by then.
+All routers call HandOver, and take turns. If the call of one ends without a word, it has broken off: the router is
+gone, or it believed for a moment that the worker takes requests. Then the next one has its turn, or the same one again.
+It leaves out what others have by then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import TypeAlias
 
+from headrace.common.tasks import end_tasks
 from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.kv.cache import KVCache
@@ -26,15 +28,50 @@ from headrace.worker.peers.source import BlockSource
 log = logging.getLogger(__name__)
 
 _Named: TypeAlias = AsyncGenerator[worker_pb2.HandOverResponse, None]
+_End: TypeAlias = "asyncio.Future[worker_pb2.HandoverEnd]"
 
-# A router learns within this time that the worker drains. After that the worker does not wait for a router.
-BEGIN_S = 0.5
+# A router that is alive learns within this time that the worker drains, because it gives up a worker that it has not
+# heard for 2.5 s. After that the worker does not wait for a router.
+BEGIN_S = 3.0
 # The longest time that a worker waits until its blocks are handed over.
 MAX_HANDOVER_S = 60.0
 # The blocks of one TakeBlocks must arrive within this time.
 _TAKE_TIMEOUT_S = 10.0
 _BLOCKS_A_MESSAGE = 4096
 _LOOK_S = 0.02
+
+
+class _Drain:
+    """What routers have done about the blocks since the worker began to drain."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.is_over = asyncio.Event()
+        """The blocks are handed over, or it is too late for it."""
+        self.num_calls = 0
+        """Routers that have or await their turn."""
+        self.has_broken_off = False
+        self.num_without_takers = 0
+        """Routers that knew no worker that could take blocks."""
+
+    def note(self, end: _End, num_sent: int) -> None:
+        """A call has ended with or without the router's word, and others have fetched so many blocks meanwhile."""
+        how = end.result() if end.done() and not end.cancelled() else worker_pb2.HANDOVER_END_UNSPECIFIED
+        if how == worker_pb2.HANDOVER_END_DONE:
+            log.info("%d KV blocks were handed over to other workers", num_sent)
+            self.is_over.set()
+        elif how == worker_pb2.HANDOVER_END_NO_TAKERS:
+            log.info("a router knows no other worker that could take KV blocks")
+            self.num_without_takers += 1
+        else:
+            why = "there was no more time" if self.is_over.is_set() else "the router broke off"
+            log.info("only %d KV blocks were handed over to other workers: %s", num_sent, why)
+            self.has_broken_off = True
+
+    def is_pointless(self, num_routers: int) -> bool:
+        """Whether no router can be expected that has not said yet that it knows no taker. One whose handover broke off
+        may come again, although it does not watch the worker now."""
+        return not self.has_broken_off and self.num_without_takers >= num_routers
 
 
 class Handover:
@@ -52,25 +89,32 @@ class Handover:
         self._takeover = takeover
         self._kv_cache = kv_cache
         self._most = max_bytes // block_bytes
-        self._begun = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._drain = _Drain()
 
     def reset(self) -> None:
-        """A router may hand over once more, because the worker takes requests again or the handover broke off."""
-        self._begun = asyncio.Event()
-        self._ended = asyncio.Event()  # a running handover sets the old ones
+        """The worker takes requests again, so that its blocks may be handed over once more when it drains next."""
+        self._drain = _Drain()  # a running handover has the old one
 
-    async def name_blocks(self, *, draining: bool) -> _Named:
-        """Answer HandOver: name the blocks, most recently used first, then wait until the router has distributed them.
-        StatusError if the worker does not drain, or another router hands its blocks over."""
+    async def name_blocks(self, end: _End, *, draining: bool) -> _Named:
+        """Answer HandOver: wait for the turn, name the blocks, most recently used first, then wait for `end`, the
+        router's word. StatusError if the worker does not drain, or its blocks are handed over already."""
         if not draining:
             problem = "this worker does not drain; hand its blocks over when it does"
             raise StatusError(Reason.INVALID_FIELD, problem)
-        if self._begun.is_set():
-            raise StatusError(Reason.QUEUE_FULL, "another router hands the blocks over", retry_after_s=BEGIN_S)
-        self._begun.set()
-        ended, are_all_named = self._ended, False
+        drain = self._drain
+        drain.num_calls += 1
+        try:
+            async with drain.turn, contextlib.aclosing(self._in_turn(drain, end)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            drain.num_calls -= 1
+
+    async def _in_turn(self, drain: _Drain, end: _End) -> _Named:
+        if drain.is_over.is_set():
+            raise StatusError(Reason.QUEUE_FULL, "another router has handed the blocks over", retry_after_s=BEGIN_S)
         num_before = self.source.num_sent
+        too_late = asyncio.create_task(drain.is_over.wait())
         try:
             named = (await asyncio.to_thread(self._kv_cache.hottest_first))[: self._most]
             for start in range(0, len(named), _BLOCKS_A_MESSAGE):
@@ -85,34 +129,29 @@ class Handover:
                         for content in named[start : start + _BLOCKS_A_MESSAGE]
                     ]
                 )
-            are_all_named = True
             yield worker_pb2.HandOverResponse()  # there are no more blocks
-            await ended.wait()
+            await asyncio.wait((end, too_late), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            log.info("%d KV blocks were handed over to other workers", self.source.num_sent - num_before)
-            if ended is self._ended and not ended.is_set() and (self.source.is_sending or not are_all_named):
-                self.reset()
-            ended.set()
+            drain.note(end, self.source.num_sent - num_before)
             self._takeover.refresh()
+            await end_tasks(too_late)
 
     async def wait(self, num_routers: Callable[[], int], timeout_s: float | None) -> None:
-        """Wait until the blocks are handed over, at most `timeout_s`. Does not wait without routers or blocks. Waits
-        for a router again after a handover that broke off."""
+        """Wait until the blocks are handed over, at most `timeout_s`. Does not wait without blocks, or if none of the
+        routers knows another worker. Waits for a router again after a handover that broke off."""
         if not self._most or not self._kv_cache.num_cached_blocks:
             return
-        most_s = MAX_HANDOVER_S if timeout_s is None else min(timeout_s, MAX_HANDOVER_S)
-        try:
-            async with asyncio.timeout(most_s):
-                while not self._ended.is_set():
-                    async with asyncio.timeout(BEGIN_S):
-                        while not self._begun.is_set():
-                            if not num_routers():
-                                return
-                            await asyncio.sleep(_LOOK_S)
-                    await self._ended.wait()
-        except TimeoutError:
-            self._begun.set()  # too late now
-            self._ended.set()
+        drain, loop = self._drain, asyncio.get_running_loop()
+        end_s = loop.time() + (MAX_HANDOVER_S if timeout_s is None else min(timeout_s, MAX_HANDOVER_S))
+        expected_by_s = loop.time() + BEGIN_S
+        while not drain.is_over.is_set():
+            if drain.num_calls:
+                expected_by_s = loop.time() + BEGIN_S
+            elif drain.is_pointless(num_routers()):
+                return
+            if loop.time() >= min(end_s, expected_by_s):
+                drain.is_over.set()  # too late now
+            await asyncio.sleep(_LOOK_S)
 
     async def take(self, request: worker_pb2.TakeBlocksRequest, is_busy: Callable[[], bool] = lambda: False) -> int:
         """Fetch blocks from a draining worker. Returns how many arrived. `is_busy`: whether the worker has running

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from headrace.common.tasks import end_tasks
 from headrace.protos import worker_pb2, worker_pb2_grpc
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.peers.handover import Handover
@@ -35,14 +37,21 @@ class BlockCalls:
         except StatusError as error:
             await abort(context, error)
 
-    async def hand_over(self, context: Context) -> AsyncIterator[worker_pb2.HandOverResponse]:
+    async def hand_over(
+        self, requests: AsyncIterator[worker_pb2.HandOverRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.HandOverResponse]:
         """See HandOver in the proto."""
+        end: asyncio.Future[worker_pb2.HandoverEnd] = asyncio.get_running_loop().create_future()
+        listening = asyncio.create_task(_listen(requests, end))
         try:
-            async with contextlib.aclosing(self._handover().name_blocks(draining=self._hub.draining)) as responses:
+            named = self._handover().name_blocks(end, draining=self._hub.draining)
+            async with contextlib.aclosing(named) as responses:
                 async for response in responses:
                     yield response
         except StatusError as error:
             await abort(context, error)
+        finally:
+            await end_tasks(listening)
 
     async def take(self, request: worker_pb2.TakeBlocksRequest, context: Context) -> worker_pb2.TakeBlocksResponse:
         """See TakeBlocks in the proto."""
@@ -72,6 +81,16 @@ class BlockCalls:
         return self._found
 
 
+async def _listen(
+    requests: AsyncIterator[worker_pb2.HandOverRequest], end: asyncio.Future[worker_pb2.HandoverEnd]
+) -> None:
+    """Give `end` the router's word how its handover has ended. There may be none."""
+    with contextlib.suppress(grpc.aio.BaseError):  # the call is over
+        async for request in requests:
+            if request.end and not end.done():
+                end.set_result(request.end)
+
+
 class BlockServicer(worker_pb2_grpc.WorkerServicer):
     """The methods of the Worker service with which workers exchange blocks."""
 
@@ -86,10 +105,10 @@ class BlockServicer(worker_pb2_grpc.WorkerServicer):
             yield response
 
     async def HandOver(
-        self, request: worker_pb2.HandOverRequest, context: Context
+        self, request_iterator: AsyncIterator[worker_pb2.HandOverRequest], context: Context
     ) -> AsyncIterator[worker_pb2.HandOverResponse]:
         """See the proto."""
-        async for response in self.blocks.hand_over(context):
+        async for response in self.blocks.hand_over(request_iterator, context):
             yield response
 
     async def TakeBlocks(

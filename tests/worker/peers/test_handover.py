@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -236,15 +236,24 @@ async def test_the_worker_takes_when_it_is_told(takers: tuple[Taker, Taker]) -> 
     loop.end()
 
 
-async def collected(handover: Handover, *, draining: bool = True) -> list[worker_pb2.ChainedBlock]:
-    """What HandOver names before it waits."""
+End: TypeAlias = "asyncio.Future[worker_pb2.HandoverEnd]"
+
+
+def word() -> End:
+    """What a router will say at the end of its handover."""
+    return asyncio.get_running_loop().create_future()
+
+
+async def collected(
+    handover: Handover, *, draining: bool = True, how: worker_pb2.HandoverEnd = worker_pb2.HANDOVER_END_DONE
+) -> list[worker_pb2.ChainedBlock]:
+    """What HandOver names to a router, which then says that the handover has ended."""
     named: list[worker_pb2.ChainedBlock] = []
-    messages = handover.name_blocks(draining=draining)
-    async for message in messages:
-        if not message.blocks:
-            break
+    end = word()
+    async for message in handover.name_blocks(end, draining=draining):
         named.extend(message.blocks)
-    await messages.aclose()
+        if not message.blocks:
+            end.set_result(how)
     return named
 
 
@@ -259,11 +268,11 @@ async def test_a_draining_worker_names_what_fits_once_for_each_drain(takers: tup
     assert refused.value.reason is Reason.QUEUE_FULL
     handover.reset()
     handover._most = 4
-    running = handover.name_blocks(draining=True)
+    running = handover.name_blocks(word(), draining=True)
     assert len((await anext(running)).blocks) == 4
     handover.reset()
     await running.aclose()
-    later = handover.name_blocks(draining=True)
+    later = handover.name_blocks(word(), draining=True)
     assert (await anext(later)).blocks
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
@@ -271,42 +280,48 @@ async def test_a_draining_worker_names_what_fits_once_for_each_drain(takers: tup
     await later.aclose()
 
 
-@pytest.mark.parametrize("is_sending", [True, False])
+@pytest.mark.parametrize("are_all_named", [True, False])
 async def test_a_handover_that_breaks_off_is_begun_again(
-    takers: tuple[Taker, Taker], monkeypatch: pytest.MonkeyPatch, is_sending: bool
+    takers: tuple[Taker, Taker], monkeypatch: pytest.MonkeyPatch, are_all_named: bool
 ) -> None:
-    first = takers[0]
+    handover = takers[0].handover
     monkeypatch.setattr(handover_module, "_BLOCKS_A_MESSAGE", 4)
-    waiting = asyncio.create_task(first.handover.wait(lambda: 1, BOUND_S))
-    messages = first.handover.name_blocks(draining=True)
+    num_routers = 1
+    waiting = asyncio.create_task(handover.wait(lambda: num_routers, BOUND_S))
+    messages = handover.name_blocks(word(), draining=True)
     assert (await anext(messages)).blocks
-    if is_sending:
-        sending = first.source.send(fetch_of(first))
+    if are_all_named:
         while (await anext(messages)).blocks:
             pass
-        await anext(sending)
+    num_routers = 0  # its watch breaks off, too
     await messages.aclose()
-    again = first.handover.name_blocks(draining=True)
-    assert len((await anext(again)).blocks) == 4
-    with pytest.raises(StatusError) as refused:
-        await collected(first.handover)
-    assert refused.value.reason is Reason.QUEUE_FULL
-    if is_sending:
-        await sending.aclose()
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not waiting.done(), "the first one has not ended it"
-    while (await anext(again)).blocks:
-        pass
-    await again.aclose()
+    await asyncio.sleep(3 * handover_module._LOOK_S)
+    assert not waiting.done(), "the router may come again"
+    assert len(await collected(handover)) == 6
     await waiting
     with pytest.raises(StatusError):
-        await collected(first.handover)
+        await collected(handover)
 
 
-def fetch_of(taker: Taker) -> worker_pb2.FetchBlocksRequest:
-    hashes = [content.block_hash or 0 for content in taker.pool.hottest_first()]
-    return worker_pb2.FetchBlocksRequest(kv_layout=LAYOUT, hashes=hashes)
+@pytest.mark.parametrize("how", ["breaks off", "knows no other worker"])
+async def test_the_next_router_has_its_turn_when_one(takers: tuple[Taker, Taker], how: str) -> None:
+    handover = takers[0].handover
+    waiting = asyncio.create_task(handover.wait(lambda: 2, BOUND_S))
+    end = word()
+    first = handover.name_blocks(end, draining=True)
+    while (await anext(first)).blocks:
+        pass
+    second = asyncio.create_task(collected(handover))
+    await asyncio.sleep(3 * handover_module._LOOK_S)
+    assert not second.done(), "it waits for its turn"
+    if how == "breaks off":
+        await first.aclose()
+    else:
+        end.set_result(worker_pb2.HANDOVER_END_NO_TAKERS)
+        with pytest.raises(StopAsyncIteration):
+            await anext(first)
+    assert len(await second) == 6
+    await waiting
 
 
 async def test_a_worker_that_stops_waits_only_for_routers_that_hand_over(
@@ -326,16 +341,22 @@ async def test_a_worker_that_stops_waits_only_for_routers_that_hand_over(
     with pytest.raises(StatusError):
         await collected(first.handover)
     first.handover.reset()
-    messages = first.handover.name_blocks(draining=True)
+    end = word()
+    messages = first.handover.name_blocks(end, draining=True)
     while (await anext(messages)).blocks:
         pass
     waiting = asyncio.create_task(first.handover.wait(lambda: 1, 5.0))
     await asyncio.sleep(0.2)
     assert not waiting.done()
-    await messages.aclose()
+    end.set_result(worker_pb2.HANDOVER_END_DONE)
+    assert [message async for message in messages] == []
     await waiting
     first.handover.reset()
-    messages = first.handover.name_blocks(draining=True)
+    await collected(first.handover, how=worker_pb2.HANDOVER_END_NO_TAKERS)
+    monkeypatch.setattr(handover_module, "BEGIN_S", 30.0)
+    assert await took_s(lambda: first.handover.wait(lambda: 1, 30.0)) < 2.0, "its only router knows no other worker"
+    first.handover.reset()
+    messages = first.handover.name_blocks(word(), draining=True)
     await anext(messages)
     assert 0.2 < await took_s(lambda: first.handover.wait(lambda: 1, 0.3)) < 2.0, "the time is over"
     await messages.aclose()
