@@ -61,10 +61,12 @@ class TakeBlocksRequest(_message.Message):
     def __init__(self, kv_layout: _Optional[str] = ..., source: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[ChainedBlock, _Mapping]]] = ...) -> None: ...
 
 class TakeBlocksResponse(_message.Message):
-    __slots__ = ("num_blocks",)
+    __slots__ = ("num_blocks", "num_present")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PRESENT_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+    num_present: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_present: _Optional[int] = ...) -> None: ...
 
 class FetchBlocksRequest(_message.Message):
     __slots__ = ("kv_layout", "hashes", "host_id", "with_parts")

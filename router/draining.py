@@ -202,7 +202,7 @@ class Handovers:
                 except grpc.aio.AioRpcError as error:
                     log.info("%s takes no blocks of %s: %s", taker.worker_id, link.worker_id, error.details())
                     return _Given(num_taken, start)
-                if not response.num_blocks:
+                if not response.num_present:
                     return _Given(num_taken, start)
                 num_taken += response.num_blocks
         return _Given(num_taken, len(part))

@@ -83,6 +83,9 @@ def test_whatever_is_handed_over_each_block_comes_after_its_predecessor_and_fits
         assert {block.block_hash for part in parts for block in part} >= {b.block_hash for b in blocks if not b.holders}
 
 
+DONE, NO_TAKERS = [worker_pb2.HANDOVER_END_DONE], [worker_pb2.HANDOVER_END_NO_TAKERS]
+
+
 class Exchanging(FakeWorker):
     """A fake worker that names its blocks when it drains, and notes what it is to take."""
 
@@ -94,6 +97,7 @@ class Exchanging(FakeWorker):
         self.num_handovers = 0
         self.ends: list[int] = []  # as routers said
         self.turn = asyncio.Lock()
+        self.known: set[int] = set()  # blocks that it has, and has not reported
         self.taken: list[worker_pb2.TakeBlocksRequest] = []
         self.takes_none = self.is_slow = False
         self.most_taken: int | None = None  # if another one has not refused yet, it refuses after that many blocks
@@ -127,7 +131,10 @@ class Exchanging(FakeWorker):
             if self.fails_to_take:
                 await abort(context, StatusError(Reason.QUEUE_FULL, "no room", retry_after_s=1.0))
             return worker_pb2.TakeBlocksResponse()
-        return worker_pb2.TakeBlocksResponse(num_blocks=0 if self.takes_none else len(request.blocks))
+        num_blocks, num_known = len(request.blocks), sum(block.hash in self.known for block in request.blocks)
+        if self.takes_none:
+            return worker_pb2.TakeBlocksResponse(num_present=num_known)
+        return worker_pb2.TakeBlocksResponse(num_blocks=num_blocks - num_known, num_present=num_blocks)
 
     def has(self, tokens: Sequence[int]) -> None:
         root = root_hash(self.card.fingerprint)
@@ -154,12 +161,11 @@ async def test_the_blocks_of_a_draining_worker_go_to_the_others(
     leaving.has(range(100, 100 + 200 * BLOCK_SIZE))
     await until(lambda: len(router.fleet.index) == 200)
     leaving.report(draining=True)
-    await until(lambda: leaving.num_handovers == 1 and not leaving.is_handing_over)
+    await until(lambda: leaving.ends == DONE)
     (taker,) = [worker for worker in others if worker.taken]
     assert [block for request in taker.taken for block in request.blocks] == leaving.named
     assert {(request.source, request.kv_layout) for request in taker.taken} == {(leaving.address, "layout")}
     assert len(taker.taken) > 2, "in parts"
-    assert leaving.ends == [worker_pb2.HANDOVER_END_DONE]
     await until(lambda: router.metrics.handovers._value.get() == 1)
     assert router.metrics.blocks_handed_over._value.get() == 200
 
@@ -171,14 +177,13 @@ async def test_a_handover_ends_when_nothing_can_be_taken(start_router: StartRout
     for worker in others:
         worker.takes_none = True
     leaving.report(draining=True)
-    await until(lambda: leaving.num_handovers == 1 and not leaving.is_handing_over)
+    await until(lambda: leaving.ends == DONE)
     assert [len(worker.taken) for worker in others] == [1, 1], "each is asked once"
     for worker in others:
         worker.report(draining=True)
-        await until(lambda found=worker: found.num_handovers == 1 and not found.is_handing_over)
+        await until(lambda found=worker: bool(found.ends))
     assert not leaving.taken, "there is nobody left who takes requests"
-    done, no_takers = [worker_pb2.HANDOVER_END_DONE], [worker_pb2.HANDOVER_END_NO_TAKERS]
-    assert [worker.ends for worker in (leaving, *others)] == [done, done, no_takers]
+    assert [worker.ends for worker in (leaving, *others)] == [DONE, DONE, NO_TAKERS]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -192,13 +197,29 @@ async def test_what_one_worker_does_not_take_goes_to_another(
         worker.fails_to_take, worker.most_taken = fails, 64
     others[0].others, others[1].others = [others[1]], [others[0]]
     leaving.report(draining=True)
-    await until(lambda: leaving.num_handovers == 1 and not leaving.is_handing_over)
+    await until(lambda: leaving.ends == DONE)
     first, second = sorted(others, key=lambda worker: len(worker.taken))
     assert [len(request.blocks) for request in first.taken] == [64, 64]
     given = [block for request in second.taken for block in request.blocks]
     assert given == leaving.named, "with the blocks before those that were not taken"
     await until(lambda: router.metrics.handovers._value.get() == 1)
     assert router.metrics.blocks_handed_over._value.get() == 64 + 200
+
+
+async def test_a_worker_that_has_blocks_already_takes_those_behind_them(
+    start_router: StartRouter, workers: list[Exchanging]
+) -> None:
+    """As after a handover that broke off, whose last blocks have not been reported yet."""
+    router, (leaving, taker, other) = await start_router(*workers), workers
+    leaving.has(range(100, 100 + 200 * BLOCK_SIZE))
+    await until(lambda: len(router.fleet.index) == 200)
+    other.report(draining=True)
+    await router.until_ready(2)
+    taker.known = {block.hash for block in leaving.named[:100]}
+    leaving.report(draining=True)
+    await until(lambda: leaving.ends == DONE)
+    assert [block for request in taker.taken for block in request.blocks] == leaving.named
+    await until(lambda: router.metrics.blocks_handed_over._value.get() == 100)
 
 
 class StubLink:
@@ -304,7 +325,7 @@ async def test_another_router_finishes_what_one_has_begun(start_router: StartRou
     await first.server.stop(0.0)
     for worker in others:
         worker.is_slow = False
-    await until(lambda: leaving.ends == [worker_pb2.HANDOVER_END_DONE])
+    await until(lambda: leaving.ends == DONE)
     await until(lambda: second.metrics.handovers._value.get() == 1)
     assert first.metrics.handovers._value.get() == 0
     assert second.metrics.blocks_handed_over._value.get() == 200
@@ -318,9 +339,9 @@ async def test_a_router_that_knows_no_other_worker_leaves_the_blocks_to_one_that
     leaving.has(range(100, 100 + 10 * BLOCK_SIZE))
     await start_router(leaving)
     leaving.report(draining=True)
-    await until(lambda: leaving.ends == [worker_pb2.HANDOVER_END_NO_TAKERS])
+    await until(lambda: leaving.ends == NO_TAKERS)
     await start_router(*workers, num_ready=2)
-    await until(lambda: leaving.ends == [worker_pb2.HANDOVER_END_NO_TAKERS, worker_pb2.HANDOVER_END_DONE])
+    await until(lambda: leaving.ends == NO_TAKERS + DONE)
     assert [block for worker in others for request in worker.taken for block in request.blocks] == leaving.named
 
 

@@ -16,14 +16,21 @@ from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.fetch import ChainedBlock, Fetch, Held, Tier, nobody
 
 
+class Taken(NamedTuple):
+    """What came of an offer: the blocks that arrived, and all of the offered ones that are in the cache now."""
+
+    num_blocks: int
+    num_present: int
+
+
 @dataclass(slots=True, eq=False)
 class Offer:
-    """Blocks that the worker at address `source` has. `ended` gets the number of blocks that arrived."""
+    """Blocks that the worker at address `source` has."""
 
     source: str
     blocks: Sequence[ChainedBlock]
     timeout_s: float
-    ended: Future[int] = field(default_factory=Future)
+    ended: Future[Taken] = field(default_factory=Future)
 
 
 class _Running(NamedTuple):
@@ -76,14 +83,18 @@ class Takeover:
         came = self._kv_cache.bring(fetch, running.held)
         self.num_taken += len(came)
         self.has_news = True
-        running.offer.ended.set_result(len(came))
+        self._end_offer(running.offer, len(came))
         return True
 
     def _begin(self, offer: Offer, count_spare: Callable[[], int]) -> None:
         held, wanted = self._kv_cache.take_offered(offer.blocks, count_spare)
         if not wanted:
-            offer.ended.set_result(0)
+            self._end_offer(offer, 0)
             return
         fetch = Fetch(wanted, offer.source, offer.timeout_s)
         self._running[fetch] = _Running(offer, held)
         self._tier.fetch(fetch)
+
+    def _end_offer(self, offer: Offer, num_blocks: int) -> None:
+        num_present = sum(self._kv_cache.is_findable(block.block_hash) for block in offer.blocks)
+        offer.ended.set_result(Taken(num_blocks, num_present))

@@ -22,7 +22,7 @@ from headrace.protos import worker_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.kv.cache import KVCache
 from headrace.worker.kv.fetch import ChainedBlock
-from headrace.worker.kv.takeover import Offer, Takeover
+from headrace.worker.kv.takeover import Offer, Taken, Takeover
 from headrace.worker.peers.source import BlockSource
 
 log = logging.getLogger(__name__)
@@ -153,9 +153,9 @@ class Handover:
                 drain.is_over.set()  # too late now
             await asyncio.sleep(_LOOK_S)
 
-    async def take(self, request: worker_pb2.TakeBlocksRequest, is_busy: Callable[[], bool] = lambda: False) -> int:
-        """Fetch blocks from a draining worker. Returns how many arrived. `is_busy`: whether the worker has running
-        requests; it then takes blocks for at most half of the time. Raises StatusError."""
+    async def take(self, request: worker_pb2.TakeBlocksRequest, is_busy: Callable[[], bool] = lambda: False) -> Taken:
+        """Fetch blocks from a draining worker. `is_busy`: whether the worker has running requests; it then takes blocks
+        for at most half of the time. Raises StatusError."""
         if request.kv_layout != self.source.layout:
             problem = "the KV blocks of this worker have another layout than the source's"
             raise StatusError(Reason.MODEL_CHANGED, problem, field="kv_layout")
@@ -169,7 +169,7 @@ class Handover:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         self._takeover.offer(offer)
-        num_taken = await asyncio.shield(asyncio.wrap_future(offer.ended))  # the engine ends it
+        taken = await asyncio.shield(asyncio.wrap_future(offer.ended))  # the engine ends it
         if is_busy():
             await asyncio.sleep(loop.time() - start_s)
-        return num_taken
+        return taken

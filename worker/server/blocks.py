@@ -58,7 +58,8 @@ class BlockCalls:
         try:
             if self._hub.draining:
                 raise StatusError(Reason.DRAINING, "the worker is draining itself", retry_after_s=1.0)
-            return worker_pb2.TakeBlocksResponse(num_blocks=await self._handover().take(request, self._is_busy))
+            taken = await self._handover().take(request, self._is_busy)
+            return worker_pb2.TakeBlocksResponse(num_blocks=taken.num_blocks, num_present=taken.num_present)
         except StatusError as error:
             await abort(context, error)
 

@@ -53,7 +53,9 @@ class Taker(Peer):
         self.pool.check()
         assert self.pool.num_free_blocks == self.pool.num_blocks
         assert self.under_test.scheduler.num_fetching == 0
-        return offer.ended.result()
+        taken = offer.ended.result()
+        assert taken.num_present == sum(self.pool.is_findable(block.block_hash) for block in named)
+        return taken.num_blocks
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ def test_blocks_behind_one_that_was_computed_meanwhile_are_evicted_before_it(tak
         second.under_test.step()
     gate.set()
     until(lambda: not second.fetching.take_ready() and offer.ended.done())
-    assert offer.ended.result() == 4
+    assert offer.ended.result() == (4, 6)
     second.pool.check()
     assert second.ask(PROMPT).num_cached_tokens == 6 * BLOCK_SIZE
 
@@ -224,9 +226,9 @@ async def test_the_worker_takes_when_it_is_told(takers: tuple[Taker, Taker]) -> 
         for block in first.pool.hottest_first()
     ]
     request = worker_pb2.TakeBlocksRequest(kv_layout=LAYOUT, source=first.address, blocks=named[:3])
-    assert await second.handover.take(request) == 3
+    assert await second.handover.take(request) == (3, 3)
     request.blocks.extend(named[3:])
-    assert await second.handover.take(request, is_busy=lambda: True) == 3
+    assert await second.handover.take(request, is_busy=lambda: True) == (3, 6)
     for field, value in (("kv_layout", "another"), ("source", "")):
         wrong = worker_pb2.TakeBlocksRequest(kv_layout=LAYOUT, source=first.address, blocks=named)
         setattr(wrong, field, value)
