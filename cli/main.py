@@ -27,7 +27,7 @@ class _Subcommand(NamedTuple):
 _SUBCOMMANDS = {
     "pull": _Subcommand("models.pull:pull", "Fetch a model, convert it if necessary, and store it in the cache."),
     "serve": _Subcommand("serving.serve:serve", "Serve models on this host: workers, router and gateway."),
-    "ovms": _Subcommand("serving.ovms_command:ovms", "Serve with the command line of OpenVINO Model Server."),
+    "ovms": _Subcommand("serving.ovms_command:ovms", "Serve models with the flags of OpenVINO Model Server."),
     "run": _Subcommand("serving.run:run", "Chat with a model; start and stop a server for it if none runs."),
     "models": _Subcommand("hosting.models:models", "List, show and remove cached models; load and unload served ones."),
     "status": _Subcommand("fleet.status:status", "Show the processes that serve on this host, or a fleet's workers."),
@@ -36,25 +36,42 @@ _SUBCOMMANDS = {
     "drain": _Subcommand("fleet.drain:drain", "Let a worker finish its requests and take no new ones."),
     "undrain": _Subcommand("fleet.drain:undrain", "Let a draining worker take requests again."),
     "topology": _Subcommand("serving.machine:topology", "Show this machine's cores, and where workers would run."),
-    "doctor": _Subcommand("serving.doctor:doctor", "Look for what costs speed on this host, and what to change."),
+    "doctor": _Subcommand(
+        "serving.doctor:doctor", "Find settings of this host that cost speed, and say what to change."
+    ),
     "adapters": _Subcommand("fleet.adapters:adapters", "List, load and unload LoRA adapters of a fleet."),
     "explain": _Subcommand("fleet.explain:explain", "Show which worker a prompt would go to, and why."),
     "chat": _Subcommand("chat.command:chat", "Chat with a served model in the terminal."),
-    "batch": _Subcommand("fleet.batch:batch", "Run the requests of a file at the lowest priority."),
+    "batch": _Subcommand("fleet.batch:batch", "Run a file of requests (JSONL) at the lowest priority."),
     "keys": _Subcommand("fleet.keys:keys", "Create, list and revoke API keys."),
     "certs": _Subcommand("fleet.certs:certs", "Create certificates for a fleet."),
     "completion": _Subcommand("completion:completion", "Complete commands, models and workers in bash, zsh or fish."),
-    "worker": _Subcommand("serving.roles:worker", "Run one worker."),
-    "router": _Subcommand("serving.roles:router", "Run one router."),
-    "gateway": _Subcommand("serving.roles:gateway", "Run one gateway."),
-    "bench": _Subcommand(
-        "serving.roles:bench", "Measure a server: latencies, throughput, and whether it answers rightly."
-    ),
+    "worker": _Subcommand("serving.roles:worker", "Run one worker, for fleets of several hosts."),
+    "router": _Subcommand("serving.roles:router", "Run one router, for fleets of several hosts."),
+    "gateway": _Subcommand("serving.roles:gateway", "Run one gateway, for fleets of several hosts."),
+    "bench": _Subcommand("serving.roles:bench", "Measure a server's latency and throughput, and check its answers."),
     "plan": _Subcommand(
-        "serving.roles:plan", "Plan a fleet: workers, hosts and memory for a load, and what breaks first."
+        "serving.roles:plan", "Plan a fleet for a load: hosts, workers, memory, and what breaks first."
     ),
     "ray": _Subcommand("serving.roles:ray", "Start, show and stop a fleet on a Ray cluster."),
-    "sim": _Subcommand("serving.roles:sim", "Compare routing policies on a simulated fleet."),
+    "sim": _Subcommand("serving.roles:sim", "Simulate a fleet, and compare routing policies on it."),
+}
+
+
+# Words of other programs, and where they are here.
+_OTHER_WORDS = {
+    "help": "headrace --help lists the commands",
+    "version": "headrace --version shows the version",
+    "stop": "Ctrl-C or SIGTERM stops headrace serve; headrace models unload unloads a model",
+    **dict.fromkeys(("list", "ls"), "headrace models list shows the models in the cache"),
+    **dict.fromkeys(("show", "info"), "headrace models show shows a model in the cache"),
+    **dict.fromkeys(("rm", "remove", "delete"), "headrace models rm removes a model from the cache"),
+    **dict.fromkeys(("load", "unload"), "headrace models loads and unloads models of a running server"),
+    "ps": "headrace models ps shows the models of a running server, headrace status its processes",
+    **dict.fromkeys(("download", "fetch", "convert", "export"), "headrace pull fetches and converts a model"),
+    **dict.fromkeys(("start", "up", "launch"), "headrace serve starts a server"),
+    **dict.fromkeys(("benchmark", "perf", "measure"), "headrace bench measures a server"),
+    **dict.fromkeys(("calibrate", "study"), "it is a command of headrace bench"),
 }
 
 
@@ -84,9 +101,8 @@ class _LazyGroup(click.Group):
         name = args[0]
         if name not in _SUBCOMMANDS and not name.startswith("-"):
             near = difflib.get_close_matches(name, _SUBCOMMANDS, 1)
-            raise click.UsageError(
-                f"no such command {name[:40]!r}" + (f"; did you mean {near[0]!r}?" if near else ""), ctx
-            )
+            hint = _OTHER_WORDS.get(name) or (f"did you mean {near[0]!r}?" if near else "")
+            raise click.UsageError(f"no such command {name[:40]!r}" + (f"; {hint}" if hint else ""), ctx)
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

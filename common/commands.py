@@ -4,7 +4,7 @@ alike."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import click
@@ -14,6 +14,32 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 # The status that shells use for a process that Ctrl-C has ended.
 EXIT_INTERRUPTED = 130
+_MOST_MEANT = 3
+_OTHER_NAMES: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("max-model-len", "ctx-size", "context-length", "num-ctx", "ctx"), ("max-context-tokens",)),
+    **dict.fromkeys(("tensor-parallel-size", "tp", "tp-size"), ("tensor-parallel",)),
+    **dict.fromkeys(("pipeline-parallel-size", "pp"), ("pipeline",)),
+    **dict.fromkeys(("gpu-memory-utilization", "kv-cache-size", "cache-size"), ("kv-cache-gb",)),
+    **dict.fromkeys(("speculative-model", "draft"), ("draft-model",)),
+    **dict.fromkeys(("kv-cache-dtype", "cache-type-k"), ("kv-precision",)),
+    **dict.fromkeys(("quantization", "quantize", "dtype", "weight-format"), ("weights",)),
+    **dict.fromkeys(("api-key", "key"), ("api-keys",)),
+    **dict.fromkeys(("enable-lora", "lora", "lora-modules"), ("adapter",)),
+    **dict.fromkeys(("ssl-certfile", "cert"), ("tls-cert",)),
+    **dict.fromkeys(("ssl-keyfile",), ("tls-key",)),
+    **dict.fromkeys(("served-model-name",), ("name",)),
+    **dict.fromkeys(("num-threads", "cpu-threads"), ("threads",)),
+    **dict.fromkeys(("batch-size", "max-batch-size", "parallel"), ("max-num-seqs",)),
+    **dict.fromkeys(("concurrency", "parallelism"), ("max-concurrency",)),
+    **dict.fromkeys(("rate", "qps", "rps", "request-rate"), ("request-rate", "rate")),
+    **dict.fromkeys(("requests", "num-requests", "n"), ("num-prompts", "requests")),
+    **dict.fromkeys(("prompt-len", "input-len", "input-tokens", "isl"), ("input-len", "prompt")),
+    **dict.fromkeys(("output-tokens", "output-len", "osl"), ("output-len", "answer")),
+    **dict.fromkeys(("experiments", "experiment"), ("only",)),
+    **dict.fromkeys(("replicas", "num-workers"), ("workers", "hosts")),
+    **dict.fromkeys(("output", "out", "output-file"), ("result-filename", "output", "html")),
+}
+"""Options by the names that they have in other servers and clients: the names here, of which a command has some."""
 
 
 class CommandError(click.ClickException):
@@ -44,6 +70,8 @@ def told(error: Exception) -> int:
             command = error.ctx.command_path if error.ctx is not None else "headrace"
             # click has several forms of this hint.
             said = _HINT.sub(r"; did you mean \1?", error.format_message()).rstrip(".")
+            if isinstance(error, click.NoSuchOption) and (meant := _meant(error)):
+                said = f"{error.message.rstrip('.')}; {meant}"
             mark = "" if said.endswith("?") else ";"
             click.echo(f"error: {said[:1].lower()}{said[1:]}{mark} see {command} --help", err=True)
             return EXIT_REFUSED
@@ -57,6 +85,23 @@ def told(error: Exception) -> int:
         case _:  # UnicodeError: a line of the input, an argument or a variable; rarely, an answer
             click.echo(f"error: a text that was given or would be shown does not fit its encoding: {error}", err=True)
             return EXIT_REFUSED
+
+
+def _meant(error: click.NoSuchOption) -> str:
+    """What a wrong option may mean: an argument, the name that it has here, or options that contain its words. Empty if
+    none is known; click then knows those with a similar spelling."""
+    if error.ctx is None or not error.option_name.startswith("--"):
+        return ""
+    wrong = error.option_name.removeprefix("--").replace("_", "-")
+    params = error.ctx.command.params
+    for argument in params:
+        if isinstance(argument, click.Argument) and argument.name in (wrong, f"{wrong}s"):
+            return f"give {wrong.upper()} without a flag"
+    flags = [flag for param in params if isinstance(param, click.Option) and not param.hidden for flag in param.opts]
+    named = [flag for name in _OTHER_NAMES.get(wrong, ()) if (flag := f"--{name}") in flags]
+    words = set(wrong.split("-"))
+    found = named or [flag for flag in flags if words <= set(flag.removeprefix("--").split("-"))]
+    return f"did you mean {', '.join(map(repr, found[:_MOST_MEANT]))}?" if found else ""
 
 
 def run(command: click.Command, name: str, args: Sequence[str] | None = None) -> int:

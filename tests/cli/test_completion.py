@@ -147,6 +147,22 @@ def test_an_unknown_shell_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
             "error: no such option '--undoo'; did you mean '--undo'? see headrace drain --help\n",
         ),
         (["keys", "creat"], "error: no such command 'creat'; did you mean 'create'? see headrace keys --help\n"),
+        (
+            ["ls"],
+            "error: no such command 'ls'; headrace models list shows the models in the cache; see headrace --help\n",
+        ),
+        (
+            ["serve", "--max-model-len", "9"],
+            "error: no such option '--max-model-len'; did you mean '--max-context-tokens'? see headrace serve --help\n",
+        ),
+        (
+            ["serve", "--model", "m"],
+            "error: no such option '--model'; give MODEL without a flag; see headrace serve --help\n",
+        ),
+        (
+            ["serve", "--speculative_model", "m"],
+            "error: no such option '--speculative_model'; did you mean '--draft-model'? see headrace serve --help\n",
+        ),
     ],
 )
 def test_a_mistyped_word_gets_the_nearest_one_in_one_style(args: list[str], said: str) -> None:
