@@ -24,7 +24,7 @@ from headrace.common.commands import CommandError, run
 def main() -> None:
     """Measure a server of language models: `headrace bench URL`.
 
-    `headrace bench serve --help` lists the options. `serve` may be left out.
+    `headrace bench URL` is short for `headrace bench serve URL`; `headrace bench serve --help` lists its options.
     """
 
 
@@ -33,15 +33,15 @@ main.add_command(study)
 main.add_command(calibrate)
 
 
-@main.command(context_settings={"show_default": True})
+@main.command(short_help="Compare saved results, and write an HTML report.", context_settings={"show_default": True})
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--output", "-o", type=click.Path(path_type=Path), default="report.html", help="File to write.")
 @click.option("--title", default="Benchmark", help="Title of the report.")
 def report(files: tuple[Path, ...], output: Path, title: str) -> None:
-    """Print the results in FILES side by side, and write one HTML report on them, over each other.
+    """Print the results in FILES side by side, and write one HTML report with their charts overlaid.
 
-    FILES are those of --save-result, of this client or of `vllm bench serve`. Those with --save-detailed have more to
-    show. The report needs no other file and no network.
+    FILES are results that `headrace bench --save-result` or `vllm bench serve` has saved. Results of --save-detailed
+    have more charts. The report needs no other file and no network.
     """
     try:
         runs = [run for file in files for run in saved.read(file)]

@@ -17,7 +17,7 @@ Message = Mapping[str, str]
 
 
 class Prompt(NamedTuple):
-    """What a request asks: messages, of which the last is the user's, and the length of the answer in tokens."""
+    """What a request asks: messages, the last one from the user, and the length of the answer in tokens."""
 
     messages: Sequence[Message]
     max_tokens: int

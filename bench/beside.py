@@ -1,4 +1,4 @@
-"""Work that goes on beside a load."""
+"""Work that continues beside a load."""
 
 from __future__ import annotations
 

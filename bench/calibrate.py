@@ -11,24 +11,51 @@ from headrace.bench import calibration
 from headrace.bench.target import key_header
 from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.flags import FiniteRange
+from headrace.common.worker_flags import WORKER_FLAGS
 
 _LARGE_ERROR = 0.12
+_SERVE_FLAGS = frozenset(flag.serve_flag or flag.flag for flag in WORKER_FLAGS)
 
 
-@click.command(context_settings={"show_default": True})
+class _Command(click.Command):
+    """A command that says where flags of `headrace serve` belong."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises UsageError, as click does."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in _SERVE_FLAGS:
+                raise
+            raise click.UsageError(
+                f"{error.option_name} is a flag of headrace serve; write it after --, as in `headrace bench calibrate "
+                f"MODEL -- {error.option_name} ...`",
+                ctx,
+            ) from None
+
+
+@click.command(
+    cls=_Command,
+    short_help="Measure this host and a model, for `headrace plan`.",
+    context_settings={"show_default": True},
+)
 @click.argument("model", required=False)
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
-@click.option("--url", help="Take the costs that the workers of a running fleet have learned; the URL of its gateway.")
-@click.option("--workers", type=click.IntRange(1, 256), help="Workers of this host.  [default: one for each NUMA node]")
+@click.option("--url", help="URL of a running fleet's gateway: take the step costs that its workers have learned.")
+@click.option(
+    "--workers", type=click.IntRange(1, 256), help="Number of workers of this host.  [default: one for each NUMA node]"
+)
 @click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
-@click.option("--seconds", type=FiniteRange(5), default=270.0, help="How long to measure, once the server is ready.")
+@click.option("--seconds", type=FiniteRange(5), default=270.0, help="Seconds to measure, once the server is ready.")
 @click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File to write.  [default: the model's in the cache, which `headrace plan MODEL` reads]",
+    help="File to write.  [default: a file in the cache, where `headrace plan MODEL` finds it]",
 )
-@click.option("--ca-file", type=click.Path(path_type=Path), help="With --url: certificates of the server's authority.")
+@click.option(
+    "--ca-file", type=click.Path(path_type=Path), help="With --url: file with the certificate authority of the server."
+)
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of the file, and exit.")
 def calibrate(
     model: str | None,
@@ -41,13 +68,13 @@ def calibrate(
     ca_file: Path | None,
     schema: bool,
 ) -> None:
-    """Measure what steps of MODEL cost on this host, for `headrace plan`.
+    """Measure what the steps of MODEL cost on this host, for `headrace plan`.
 
-    MODEL is as for `headrace serve`; without it, the demo model is measured. A server is started, put under load of
-    many shapes for five minutes, and stopped, so nothing else should run meanwhile. Flags of `headrace serve` follow
-    behind `--`, such as `-- --kv-cache-gb 8`: give those with which you will serve.
+    MODEL is as for `headrace serve`; without it, the demo model is measured. The command starts a server, puts many
+    kinds of load on it for five minutes, and stops it, so nothing else should run on the host. Put the flags of
+    `headrace serve` with which you will serve after `--`, such as `-- --kv-cache-gb 8`.
 
-    The file is JSON. Files of several hosts can be kept and shared: `headrace plan` compares them.
+    The result is a JSON file. You can keep and share files of several hosts: `headrace plan` compares them.
     """
     if schema:
         click.echo(calibration.schema().decode(), nl=False)

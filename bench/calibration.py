@@ -23,7 +23,7 @@ _REMEDY = "make one with `headrace bench calibrate MODEL`"
 
 
 class CalibrationError(Exception):
-    """A file is no calibration that can be used. The message says why, and what to do."""
+    """A file is not a usable calibration. The message says why, and what to do."""
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the host was serving: its workers, the threads of each (0: unknown), their limits, and `serve_flags`, the
-    flags of `headrace serve` besides workers and threads."""
+    other flags of `headrace serve`."""
 
     workers: int
     threads: int

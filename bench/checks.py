@@ -42,10 +42,10 @@ class Checked:
 
 
 def check(records: Sequence[Record], *, ignores_eos: bool, prompts_are_exact: bool, has_marked_end: bool) -> Checked:
-    """Look at every answer.
+    """Check every answer.
 
-    `ignores_eos`: every answer must have the length asked for. `prompts_are_exact`: the length of each prompt is known,
-    so that the server's count may be held to it. `has_marked_end`: the API marks the end of a stream.
+    `ignores_eos`: every answer must have the requested length. `prompts_are_exact`: the length of each prompt in tokens
+    is known, so the server's count must equal it. `has_marked_end`: the API marks the end of a stream.
     """
     good = [record for record in records if record.succeeded]
     failed = [record for record in records if not record.succeeded]

@@ -64,7 +64,7 @@ class DatasetError(ValueError):
 async def random_prompts(
     writer: Writer, rng: random.Random, count: int, inputs: Lengths, outputs: Lengths, prefix_tokens: int
 ) -> list[Conversation]:
-    """Random words, behind a prefix that all share."""
+    """Random words after a shared prefix."""
     prefix = writer.prompt(rng, prefix_tokens) if prefix_tokens else ""
     lengths = [prefix_tokens + inputs.draw(rng) for _ in range(count)]
     texts = [
@@ -247,7 +247,8 @@ async def burstgpt(writer: Writer, rng: random.Random, path: Path, count: int, i
 async def sonnet(
     writer: Writer, rng: random.Random, path: Path, count: int, input_tokens: int, prefix_tokens: int, outputs: Lengths
 ) -> list[Conversation]:
-    """Random lines of a poem behind its first lines. Prompts have at most `input_tokens`. Raises DatasetError."""
+    """Random lines of a poem after its first lines, which all prompts share. Prompts have at most `input_tokens`.
+    Raises DatasetError."""
     lines = [f"{line}\n" for line in _text(path).splitlines() if line.strip()]
     if not lines:
         raise DatasetError(f"{path} has no lines")

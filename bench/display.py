@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, on standard error: live figures on a terminal, else a line now and then."""
+"""What a run shows on standard error: live figures on a terminal, otherwise a line from time to time."""
 
 from __future__ import annotations
 

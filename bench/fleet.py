@@ -92,7 +92,8 @@ class Fleet(NamedTuple):
 
 
 async def fleet_of(client: Client, model: str | None = None) -> Fleet:
-    """Ask the gateway. Raises ExchangeError if it does not answer, is no headrace of this version, or has no worker."""
+    """Ask the gateway for its fleet. Raises ExchangeError if it does not answer, if it is not a headrace of this
+    version, or if it has no worker."""
     status, raw = await client.call("GET", f"{_PATH}?since=0")
     if status in (401, 403):
         raise ExchangeError(f"HTTP {status}", "the server wants an API key; set OPENAI_API_KEY")

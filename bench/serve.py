@@ -40,7 +40,13 @@ Examples:
 """
 
 
-@click.command(cls=Command, sections=_SECTIONS, epilog=_EXAMPLES, context_settings={"show_default": True})
+@click.command(
+    cls=Command,
+    sections=_SECTIONS,
+    epilog=_EXAMPLES,
+    short_help="Put load on the server at URL, and print its latencies.",
+    context_settings={"show_default": True},
+)
 @server.FLAGS
 @dataset.FLAGS
 @load.FLAGS
@@ -49,13 +55,13 @@ Examples:
 @vllm.FLAGS
 @click.pass_context
 def serve(context: click.Context, /, **flags: Any) -> None:
-    """Put load on the server at URL and print latencies and throughput.
+    """Put load on the server at URL, print its latencies and throughput, and check its answers.
 
-    Options, the text and the JSON are those of `vllm bench serve`. The server may be any with an OpenAI-compatible API,
-    or one with Ollama's, TGI's or KServe's (--backend). OPENAI_API_KEY is sent as a bearer token if it is set.
+    The options, the text and the JSON are those of `vllm bench serve`. The server may have any OpenAI-compatible API,
+    or that of Ollama, TGI or KServe (--backend). If OPENAI_API_KEY is set, it is sent as a bearer token.
 
-    Answers are checked too. If some are wrong, or all requests fail, the exit status is 1. Ctrl-C ends the load; what
-    was finished until then is told and saved, marked as partial, and the exit status is 130.
+    If answers are wrong, or all requests fail, the exit status is 1. Ctrl-C ends the load: the finished requests are
+    reported and saved, marked as partial, and the exit status is 130.
     """
     context.exit(uvloop.run(_serve(flags)))
 

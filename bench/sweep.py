@@ -15,7 +15,7 @@ from headrace.bench.measures import distribution, is_good, values_s
 from headrace.bench.results import Result
 
 BEHIND = 0.05
-"""Share of the arrivals by which answers may stay behind."""
+"""Fraction by which the rate of answers may be lower than that of arrivals."""
 GOOD_SHARE = 0.9
 """Share of the requests that must meet the objectives."""
 _GROWTH = 2.0
@@ -51,8 +51,8 @@ class Sweep:
 
 
 async def sweep(first_rate: float, refinements: int, run: Callable[[float], Awaitable[Result]]) -> Sweep:
-    """Double the rate from `first_rate` until it is not held, then halve the interval `refinements` times. A run that
-    was stopped ends the sweep and is no step."""
+    """Double the rate from `first_rate` until the server cannot sustain it, then halve the interval `refinements`
+    times. A stopped run ends the sweep and does not count."""
     found = Sweep()
 
     async def held(rate: float) -> bool | None:

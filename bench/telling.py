@@ -22,7 +22,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What is written besides the text. `filename` None: one made of the setup; `page` None: no report."""
+    """What is written in addition to the text. `filename` None: one made of the setup; `page` None: no report."""
 
     is_saved: bool
     is_detailed: bool

@@ -1,9 +1,9 @@
 """Texts of a given number of tokens, out of common English words.
 
-A word that is one token behind another word adds one token. So a text of such words has as many tokens as words, and
-its beginning stays the same tokens whatever follows: prefixes that are equal as text are equal as tokens. Random token
-ids lack both: their text often encodes to other tokens. A vocabulary that splits most words gets single letters, which
-are one or two tokens each.
+A word that is one token after another word adds one token. So a text of such words has as many tokens as words, and its
+beginning stays the same tokens whatever follows: prefixes that are equal as text are equal as tokens. Random token ids
+lack both: their text often encodes to other tokens. A vocabulary that splits most words gets single letters, which are
+one or two tokens each.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _MAX_ROUNDS = 6
 
 
 class Writer:
-    """Writes texts of `words`, each of which adds `unit` tokens behind another; `beginnings` are those that may begin
-    one, with `first` tokens each. `around` is the number of tokens that the model expects around a text."""
+    """Writes texts from `words`. Each word adds `unit` tokens after another word. A text starts with one of
+    `beginnings`, which have `first` tokens each. `around` is the number of special tokens that the server adds to a
+    text."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Writer:
         self._unit = unit
 
     def words_of(self, rng: random.Random, num_tokens: int) -> str:
-        """Words that add this many tokens behind others, or as near to it as whole words come; at least one."""
+        """Words that add this many tokens after other words, or as nearly as whole words allow; at least one."""
         return " ".join(rng.choices(self.words, k=max(1, round(num_tokens / self._unit))))
 
     def prompt(self, rng: random.Random, num_tokens: int) -> str:
@@ -118,8 +119,8 @@ async def writer_for(counter: Counter) -> Writer:
 
 
 async def _single_words(counter: Counter, first: str, around: int) -> list[str]:
-    """The words that are one token behind `first`. They are counted in groups, because a server counts each text in a
-    call of its own."""
+    """The words that are one token after `first`. They are counted in groups, because a server needs one call for each
+    text."""
     groups = [_WORDS[at : at + _GROUP] for at in range(0, len(_WORDS), _GROUP)]
     counts = await counter.count([" ".join((first, *group)) for group in groups])
     words: list[str] = []

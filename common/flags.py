@@ -55,7 +55,8 @@ cluster_options = options_of(
         "--kubernetes-api",
         envvar="HEADRACE_KUBERNETES_API",
         metavar="URL",
-        help="API server for addresses kubernetes:///. Default: that of the cluster in which this process runs.",
+        help="Kubernetes API server, for kubernetes:/// addresses. Default: that of the cluster in which this process "
+        "runs.",
     ),
     click.option(
         "--kubernetes-credentials",
@@ -63,7 +64,8 @@ cluster_options = options_of(
         type=click.Path(path_type=Path),
         default=CREDENTIALS,
         metavar="DIR",
-        help="Directory of a service account, with token, ca.crt and namespace. Changed files are read again.",
+        help="Directory of a Kubernetes service account, with token, ca.crt and namespace. Changed files are read "
+        "again.",
     ),
 )
 """The decorator for the API server of Kubernetes, which gateways and routers have."""

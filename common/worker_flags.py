@@ -118,15 +118,15 @@ class WorkerFlag:
 MAX_CONTEXT_TOKENS = WorkerFlag(
     "--max-context-tokens",
     click.IntRange(2),
-    of_worker="Maximum length of prompt and answer together. Default: the model's.",
+    of_worker="Maximum length of prompt and answer together, in tokens. Default: the model's.",
     of_serve="Maximum length of prompt and answer together, in tokens.  [default: the model's]",
 )
 MAX_TTFT = WorkerFlag(
     "--max-ttft-s",
     FiniteRange(0, min_open=True),
-    of_worker="Refuse requests that would wait longer than this for other requests, also if the router would let them. "
-    "The time for their own prompt does not count.",
-    of_serve="Maximum time that a request waits for others, in seconds.",
+    of_worker="Refuse requests that would wait longer than this for other requests, in seconds, even if the router "
+    "would let them wait. The time for their own prompt does not count.",
+    of_serve="Refuse requests that would wait longer than this for others, in seconds.",
     default=60.0,
     serve_flag="--max-ttft",
     of_encoders=True,
@@ -141,17 +141,16 @@ MAX_IMAGES = WorkerFlag(
 IMAGE_CACHE_GB = WorkerFlag(
     "--image-cache-gb",
     FiniteRange(0),
-    of_worker="Memory for what images became when they were encoded, in GiB, so that the same image is not "
-    "encoded again.",
+    of_worker="Memory for encoded images, in GiB, so that the same image is not encoded again.",
     of_serve="Memory of each worker for encoded images, in GiB.",
     default=1.0,
 )
 MAX_ADAPTERS = WorkerFlag(
     "--max-adapters",
     click.IntRange(0, 1024),
-    of_worker="Number of adapters in memory at a time; 0 for none. Adapters take a second copy of the model's "
-    f"weights. Default: as many as --adapter names, at most {DEFAULT_MAX_ADAPTERS}.",
-    of_serve="Maximum adapters in a worker's memory; 0 for none.  [default: the number of --adapter, at most "
+    of_worker="Maximum number of adapters in memory; 0 for none. Adapters take a second copy of the model's weights. "
+    f"Default: as many as --adapter names, at most {DEFAULT_MAX_ADAPTERS}.",
+    of_serve="Maximum number of adapters in a worker's memory; 0 for none.  [default: the number of --adapter, at most "
     f"{DEFAULT_MAX_ADAPTERS}]",
 )
 TENSOR_PARALLEL = WorkerFlag(
@@ -159,16 +158,16 @@ TENSOR_PARALLEL = WorkerFlag(
     _NUM_RANKS,
     of_worker="Divide the model among this many processes, each on a NUMA node of its own among those of the CPUs on "
     "which the worker is started. All of them compute each step together.",
-    of_serve="NUMA nodes of each worker, among which it divides the model, so that a single answer is faster and a "
-    "model may be larger than a node. auto: as few as hold the model and reach --target-tpot-ms.",
+    of_serve="Number of NUMA nodes among which each worker divides the model, for faster single answers or a model "
+    "that is larger than a node. auto: the fewest nodes that hold the model and reach --target-tpot-ms.",
     default=1,
     serve_type=_Ranks(),
 )
 PIPELINE = WorkerFlag(
     "--pipeline",
     _NUM_RANKS,
-    of_worker="Divide the layers of the model among this many stages: this worker, and processes that have joined at "
-    "--await-stages, or that --stage names. Each has the weights and the KV cache of its layers only.",
+    of_worker="Divide the layers of the model among this many stages: this worker, and processes that join at "
+    "--await-stages or that --stage names. Each has the weights and the KV cache of its layers only.",
     of_serve="Divide the layers of the model among this many stages: a worker here, and others on hosts that join with "
     "headrace serve --join, or that --stage names.",
     default=1,
@@ -176,17 +175,18 @@ PIPELINE = WorkerFlag(
 AWAIT_STAGES = WorkerFlag(
     "--await-stages",
     _Text("address"),
-    of_worker="host:port or unix:/path at which the other stages of --pipeline offer themselves (--join), as "
-    f"many as are missing, in the order of their names. Default: {DEFAULT_AWAIT_STAGES}, unless --stage names them.",
-    of_serve="host:port at which hosts join the pipeline of --pipeline (headrace serve --join).  [default: "
+    of_worker="host:port or unix:/path at which the other stages of --pipeline join (--join), in the order of their "
+    f"names. Default: {DEFAULT_AWAIT_STAGES}, unless --stage names them.",
+    of_serve="host:port at which other hosts join the --pipeline (headrace serve --join).  [default: "
     f"{DEFAULT_AWAIT_STAGES}, unless --stage names the stages]",
 )
 STAGE = WorkerFlag(
     "--stage",
     _Text("address"),
-    of_worker="Address of the next stage of a --pipeline, a process that `python -m headrace.worker --serve-stage` has "
-    "started with the same model. May be repeated.",
-    of_serve="host:port of the next stage of --pipeline, which headrace worker --serve-stage serves. May be repeated.",
+    of_worker="Address of a later stage of --pipeline: a process that was started with --serve-stage and the same "
+    "model. Repeat it for each stage, in order.",
+    of_serve="host:port of a later stage of --pipeline, started by headrace worker --serve-stage. Repeat it for each "
+    "stage, in order.",
     is_repeated=True,
 )
 WORKER_FLAGS = (
@@ -197,21 +197,22 @@ WORKER_FLAGS = (
     WorkerFlag(
         "--kv-cache-gb",
         FiniteRange(0, min_open=True),
-        of_worker="Size of the KV cache in GiB.",
-        of_serve="KV cache of each worker, in GiB.",
+        of_worker="Size of the KV cache in GiB. Default: --kv-cache-share of the available memory.",
+        of_serve="Size of each worker's KV cache, in GiB.  [default: 40 % of the available memory, divided among the "
+        "workers]",
     ),
     WorkerFlag(
         "--max-num-seqs",
         click.IntRange(1),
         of_worker="Maximum number of requests in a batch. Default: 128, or fewer if steps are smaller.",
-        of_serve="Largest batch of each worker, in sequences.",
+        of_serve="Maximum number of sequences in a batch of a worker.  [default: 128, or fewer if steps are smaller]",
         of_encoders=True,
     ),
     WorkerFlag(
         "--max-num-batched-tokens",
         click.IntRange(1),
         of_worker="Maximum number of tokens in a step. Default: 1024, or as many as this CPU computes exactly.",
-        of_serve="Maximum number of tokens in a step.",
+        of_serve="Maximum number of tokens in a step.  [default: 1024, or as many as this CPU computes exactly]",
         of_encoders=True,
     ),
     WorkerFlag(
@@ -219,21 +220,21 @@ WORKER_FLAGS = (
         click.IntRange(1),
         of_worker="Maximum number of tokens in a step with both prompts and running streams. Default: "
         "--max-num-batched-tokens.",
-        of_serve="Maximum number of tokens in a step with running streams.",
+        of_serve="Maximum number of tokens in a step with running streams.  [default: --max-num-batched-tokens]",
     ),
     WorkerFlag(
         "--target-tpot-ms",
         FiniteRange(0, min_open=True),
         of_worker="Target time between two tokens of a running stream, while prompts are computed or images wait to be "
         "encoded. Default: 200 ms, or 1.9 times the time of a step without prompts, whichever is longer.",
-        of_serve="Target time between two tokens of a running stream, in milliseconds.  [default: 200, or 1.9 times "
-        "the time of a step without prompts]",
+        of_serve="Target time between two tokens of a running stream while prompts are computed, in milliseconds.  "
+        "[default: 200, or 1.9 times the time of a step without prompts]",
     ),
     WorkerFlag(
         "--execution-mode",
         click.Choice(["performance", "accuracy"]),
-        of_worker="Compute in the fastest precision of this CPU, or in that of the model.",
-        of_serve="Compute in the fastest precision, or in that of the model.",
+        of_worker="Compute in the fastest precision of this CPU (performance), or in that of the model (accuracy).",
+        of_serve="Compute in the fastest precision of this CPU (performance), or in that of the model (accuracy).",
         default="performance",
         of_encoders=True,
     ),
@@ -242,7 +243,8 @@ WORKER_FLAGS = (
         click.Choice(["auto", "on", "off"]),
         of_worker="Keep a second copy of the weights that makes decode steps with few sequences faster. auto: on CPUs "
         "with AMX, if the copy takes at most a tenth of the memory.",
-        of_serve="Keep a second copy of the weights, which speeds up small batches on CPUs with AMX.",
+        of_serve="Keep a second copy of the weights that speeds up small batches on CPUs with AMX. auto: if it takes "
+        "at most a tenth of the memory.",
         default="auto",
     ),
     WorkerFlag(
@@ -250,41 +252,45 @@ WORKER_FLAGS = (
         click.Choice(SPECULATION_KINDS),
         of_worker="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. ngram: "
         "always propose the tokens that followed the same text earlier in prompt or answer. auto: as ngram, but only "
-        "as many tokens as make this worker faster. draft: as auto, and also tokens of --draft-model. eagle3, medusa: "
-        "the same with heads in these formats. mtp: with the layer of a checkpoint that predicts more tokens. All "
-        "propose a request's prediction, and the tokens that its grammar requires.  [default: the kind of "
-        "--draft-model, else auto; off on CPUs with AMX, unless --execution-mode is accuracy]",
-        of_serve="Verify several proposed tokens in a step: when it makes answers faster, never, always, or with "
-        "--draft-model.  [default: what --draft-model names, else auto; off on CPUs with AMX]",
+        "as many tokens as make this worker faster. draft: as auto, and also propose tokens of --draft-model, a "
+        "smaller model. eagle3, medusa: the same with heads in these formats. mtp: the same with a checkpoint's layer "
+        "that predicts further tokens. All except off also propose a request's prediction, and the tokens that its "
+        "grammar requires.  [default: the kind of --draft-model, else auto; off on CPUs with AMX, unless "
+        "--execution-mode is accuracy]",
+        of_serve="Speculative decoding: verify several proposed tokens in a step. Answers stay the same. auto: tokens "
+        "from earlier text, if that is faster; ngram: always; off: never; draft, eagle3, medusa, mtp: also tokens of "
+        "--draft-model, which must be of this kind.  [default: the kind of --draft-model, else auto; off on CPUs with "
+        "AMX]",
     ),
     WorkerFlag(
         "--draft-model",
         click.Path(path_type=Path),
-        of_worker="Directory of a smaller model with the same tokenizer, of heads in the format of EAGLE-3 or Medusa "
-        "for this model, or of its checkpoint with a layer that predicts more tokens, which proposes tokens.",
-        of_serve="Smaller model with the same tokenizer, EAGLE-3 or Medusa heads for this model, or its checkpoint "
-        "with a layer that predicts more tokens, that propose tokens: name in the cache, directory, or OWNER/NAME on a "
-        "hub.",
+        of_worker="Directory with what proposes tokens: a smaller model with the same tokenizer, EAGLE-3 or Medusa "
+        "heads for this model, or its checkpoint with a layer that predicts further tokens (MTP).",
+        of_serve="What proposes tokens: a smaller model with the same tokenizer, EAGLE-3 or Medusa heads for this "
+        "model, or its checkpoint with a layer that predicts further tokens (MTP). A name in the cache, a directory, "
+        "or OWNER/NAME on a hub.  [default: none]",
         serve_type=_Text("name_or_dir"),
     ),
     WorkerFlag(
         "--draft-tree-tokens",
         click.IntRange(2, 64),
-        of_worker="Let EAGLE-3 heads propose trees of up to this many tokens: several tokens for the same place, of "
-        "which a step verifies as many as make this worker faster. Default: one token for each place.",
-        of_serve="Let EAGLE-3 heads propose trees of up to this many tokens, several for the same place.",
+        of_worker="Let EAGLE-3 heads propose trees of up to this many tokens, with several candidates for a position; "
+        "a step verifies as many as make this worker faster. Default: no trees, one candidate for each position.",
+        of_serve="Let EAGLE-3 heads propose trees of up to this many tokens, with several candidates for a position.  "
+        "[default: no trees]",
     ),
     WorkerFlag(
         "--draft-tree-depth",
         click.IntRange(1, 11),
-        of_worker="Tokens on the longest path of a tree. Default: 5.",
-        of_serve="Tokens on the longest path of a tree.  [default: 5]",
+        of_worker="Depth of these trees: the tokens on the longest path. Default: 5.",
+        of_serve="Depth of these trees: the tokens on the longest path.  [default: 5]",
     ),
     WorkerFlag(
         "--draft-tree-top-k",
         click.IntRange(2, 16),
-        of_worker="How many tokens of each depth of a tree are continued, and with how many tokens each. Default: 4.",
-        of_serve="How many tokens of each depth of a tree are continued, each with as many tokens.  [default: 4]",
+        of_worker="How many tokens of each depth are continued, and with how many candidates each. Default: 4.",
+        of_serve="How many tokens of each depth are continued, and with how many candidates each.  [default: 4]",
     ),
     WorkerFlag(
         "--cache-eviction",
@@ -294,7 +300,7 @@ WORKER_FLAGS = (
         "max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS][,aggregation_mode=sum|norm_sum]: all requests "
         "that do not set cache_eviction to false; this many tokens stay.",
         of_serve="Let long requests evict the tokens that they attend to least, so that answers may be longer than the "
-        "KV cache. on-request: requests that ask for it. "
+        "KV cache. Their answers change. on-request: requests that ask for it. "
         "max_cache_size=TOKENS[,start_size=TOKENS][,recent_size=TOKENS][,aggregation_mode=sum|norm_sum]: all requests "
         "that do not set cache_eviction to false.",
         default="off",
@@ -321,8 +327,8 @@ WORKER_FLAGS = (
     WorkerFlag(
         "--stuck-after-s",
         FiniteRange(0, min_open=True),
-        of_worker="Stop serving while there is work and no step has finished for this long. If steps are expected to "
-        "be long, the limit is higher.",
+        of_worker="Stop serving while there is work and no step has finished for this many seconds. If steps are "
+        "expected to be long, the limit is higher.",
         of_serve="Seconds without a step after which a worker that has work counts as failed.",
         default=60.0,
         of_encoders=True,
@@ -345,14 +351,15 @@ WORKER_FLAGS = (
         click.Path(path_type=Path, dir_okay=False),
         of_worker="File with a key of 64 hexadecimal digits that encrypts the files in --kv-disk. Default: no "
         "encryption.",
-        of_serve="Encrypt the files in --kv-disk with the key in this file.",
+        of_serve="Encrypt the files in --kv-disk with the key in this file, 64 hexadecimal digits.  [default: no "
+        "encryption]",
         variable="HEADRACE_WORKER_KV_DISK_KEY",
     ),
     WorkerFlag(
         "--adapter",
         _Text("name=path"),
-        of_worker="LoRA adapter, a directory in PEFT's format or a GGUF file; a model name of its own for requests. "
-        "May be repeated.",
+        of_worker="LoRA adapter: a directory in PEFT's format, or a GGUF file. Requests select it by NAME as their "
+        "model. May be repeated.",
         of_serve="LoRA adapter: a directory in PEFT's format, or a GGUF file. Requests select it by NAME as their "
         "model. May be repeated.",
         is_repeated=True,
@@ -362,16 +369,17 @@ WORKER_FLAGS = (
     WorkerFlag(
         "--max-image-pixels",
         click.IntRange(4096),
-        of_worker="Maximum number of pixels that a model sees of an image, if it takes images in their own size "
-        "(Qwen's, Pixtral's); larger images are made smaller. Its time grows faster than this. Default: 1003520.",
-        of_serve="Maximum pixels that a model sees of an image; larger ones are made smaller.  [default: 1003520]",
+        of_worker="Maximum number of pixels of an image, for models that take images of any size (Qwen's, Pixtral's). "
+        "Larger images are scaled down. The time to encode an image grows faster than its pixels. Default: 1003520.",
+        of_serve="Maximum number of pixels of an image, for models that take images of any size. Larger images are "
+        "scaled down.  [default: 1003520]",
     ),
     WorkerFlag(
         "--image-threads",
         click.IntRange(1),
         of_worker="Number of threads that encode images, in a process of lower priority beside the engine. Default: as "
         "many as --threads.",
-        of_serve="Threads of each worker that encode images, at a lower priority.  [default: as many as compute]",
+        of_serve="Threads of each worker that encode images, at a lower priority.  [default: as many as --threads]",
     ),
     IMAGE_CACHE_GB,
 )

@@ -64,8 +64,8 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     envvar="HEADRACE_GATEWAY_ROUTER",
     callback=lambda context, option, addresses: _checked_addresses(addresses),
     metavar="ADDR",
-    help="Router (or worker) to use, or kubernetes:///SERVICE[.NAMESPACE]:PORT for all pods of a Service; may be "
-    "repeated.",
+    help="Address of a router (or worker): HOST:PORT, unix:/PATH, dns:///NAME:PORT, or "
+    "kubernetes:///SERVICE[.NAMESPACE]:PORT for all pods of a Service. May be repeated.",
 )
 @click.option(
     "--drain-timeout",
@@ -106,16 +106,16 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     envvar="HEADRACE_GATEWAY_CHAT_TEMPLATE",
     callback=lambda context, parameter, values: _chat_templates(values),
     metavar="NAME=FILE",
-    help="A chat template in Jinja, which requests may name in their field chat_template instead of using that of the "
-    "model. They cannot send the text of a template.",
+    help="A Jinja chat template that requests may select with the field chat_template, instead of the model's own. "
+    "Requests cannot send the text of a template. May be repeated.",
 )
 @click.option(
     "--special-tokens-in-text",
     type=click.Choice([where.value for where in SpecialTokensInText]),
     default=SpecialTokensInText.PROMPTS.value,
     callback=lambda context, parameter, value: SpecialTokensInText(value),
-    help="Where the text of a special token in a request becomes the token: in prompts that callers write whole, as "
-    "for /v1/completions; also anywhere in chats; or never.",
+    help="Where the text of a special token, such as <|im_end|>, becomes the token: in prompts that callers write "
+    "whole, as for /v1/completions (prompts); also in chats (anywhere); or never.",
 )
 @click.option(
     "--model-host",
@@ -144,22 +144,22 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
 @click.option(
     "--endpoint-picker",
     metavar="HOST:PORT",
-    help="Tell proxies at this address where to send their requests: an endpoint picker of the Gateway API Inference "
-    "Extension (Envoy's ext_proc).",
+    help="Serve an endpoint picker of the Gateway API Inference Extension (Envoy's ext_proc) at this address: it tells "
+    "proxies where to send requests.",
 )
 @click.option(
     "--endpoint-port",
     type=click.IntRange(1, 65535),
     default=8000,
-    help="Port of the endpoints that --endpoint-picker names, on the hosts of workers.",
+    help="Port of the gateways on the workers' hosts, to which --endpoint-picker sends requests.",
 )
 @click.option(
     "--endpoint-picker-tls",
     type=click.Choice([choice.value for choice in PickerTls]),
     callback=lambda context, parameter, value: None if value is None else PickerTls(value),
-    help="TLS of --endpoint-picker: with the certificate of --tls-dir (fleet); the same, and proxies must show one of "
-    "its authority (mutual); or with a certificate that is made at the start, which proxies cannot check "
-    "(self-signed). Default: fleet with --tls-dir, else none.",
+    help="TLS of --endpoint-picker. fleet: with the certificate of --tls-dir; mutual: the same, and proxies must show "
+    "a certificate of the same authority; self-signed: with a certificate that is created at the start, which proxies "
+    "cannot verify. Default: fleet with --tls-dir, else none.",
 )
 @click.option(
     "--plain-grpc",
@@ -181,7 +181,7 @@ def command(
     shadows: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Serve the OpenAI API for the models that routers know."""
+    """Serve the HTTP APIs, such as OpenAI's, for the models that routers know."""
     configure_logging(log_level, log_format)
     ACCESS.disabled = not access_log
     names = _aliases(aliases, shadows)

@@ -129,7 +129,9 @@ def main() -> None:
 @_address_option
 @serve_options
 def up(models: tuple[str, ...], app: str, address: str | None, wait: bool, **options: Any) -> None:
-    """Start a fleet for MODELS, or change the one that runs: workers are replaced one by one.
+    """Start a fleet for MODELS, or change the running one.
+
+    If settings of workers have changed, the workers are replaced one by one.
 
     Nodes offer NUMA nodes to workers as a resource: `ray start --resources="$(headrace ray resources)"` on each host.
     """
@@ -209,7 +211,10 @@ def _absolute(model: str) -> str:
 @_app_option
 @_address_option
 def status(as_json: bool, app: str, address: str | None) -> None:
-    """Show the gateways and workers of a fleet, where they run, and what scaling sees."""
+    """Show the gateways and workers of a fleet.
+
+    The output has the node of each, and the signals that scaling follows.
+    """
     with _connected(address) as out:
         from headrace.ray.report import as_object, as_tables
 
@@ -226,7 +231,10 @@ def status(as_json: bool, app: str, address: str | None) -> None:
 @_app_option
 @_address_option
 def down(app: str, address: str | None) -> None:
-    """Stop a fleet: its requests finish within their time, then all its processes end."""
+    """Stop a fleet when its requests have finished.
+
+    Requests that take longer than --worker-drain or --gateway-drain of `up` are cut off.
+    """
     with _connected(address):
         from ray import serve
 
@@ -240,7 +248,10 @@ def down(app: str, address: str | None) -> None:
 @main.command()
 @click.option("--resource", default=RESOURCE, show_default=True, help="Name of the resource.")
 def resources(resource: str) -> None:
-    """Print what this host offers to workers, for `ray start --resources`."""
+    """Print this host's NUMA nodes as a Ray resource.
+
+    The output is the value for `ray start --resources`.
+    """
     from headrace.cli.serving.placement import place_workers
     from headrace.cli.serving.topology import read_topology
 

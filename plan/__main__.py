@@ -86,58 +86,99 @@ class Factor(click.ParamType[float]):
     help="File of `headrace bench calibrate`; repeat it to compare kinds of hosts.  [default: MODEL's in the cache]",
 )
 @click.option(
-    "--url", help="Take costs and load from a running fleet: the URL of its gateway. Is it enough for --load?"
+    "--url",
+    help="URL of a running fleet's gateway: take step costs and load from it, and say whether it is enough for --load.",
 )
-@click.option("--users", type=click.IntRange(1), help="Load: so many users, with --think-time or --every.")
-@click.option("--think-time", type=Seconds(), help="Mean time between an answer and a user's next request: 30s.")
-@click.option("--every", type=Seconds(), help="Each user sends a request so often, whether or not answers come: 25s.")
-@click.option("--rate", type=FiniteRange(0, min_open=True), help="Load: so many requests a second, at random.")
+@click.option("--users", type=click.IntRange(1), help="Load: this many users, with --think-time or --every.")
+@click.option(
+    "--think-time",
+    type=Seconds(),
+    help="With --users: mean time between an answer and the user's next request, such as 30s.",
+)
+@click.option(
+    "--every", type=Seconds(), help="With --users: time between two requests of a user, answered or not, such as 25s."
+)
+@click.option("--rate", type=FiniteRange(0, min_open=True), help="Load: this many requests a second, at random times.")
 @click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Load: the requests of a trace in Mooncake's format, at its own times.",
 )
-@click.option("--load", "factor", type=Factor(), default="1x", help="Plan for so many times the load, such as 2x.")
+@click.option("--load", "factor", type=Factor(), default="1x", help="Plan for this multiple of the load, such as 2x.")
 @click.option("--prompt", type=FiniteRange(1), default=512.0, help="Mean tokens of a prompt, without --shared-prefix.")
 @click.option("--answer", type=FiniteRange(1), default=128.0, help="Mean tokens of an answer.")
 @click.option("--prompt-dist", type=click.Choice(SHAPES), default="lognormal", help="Distribution of prompts.")
 @click.option("--answer-dist", type=click.Choice(SHAPES), default="exponential", help="Distribution of answers.")
 @click.option(
-    "--shared-prefix", type=click.IntRange(0), default=0, help="Tokens that prompts share at their beginning."
+    "--shared-prefix", type=click.IntRange(0), default=0, help="Length of the prefix that prompts share, in tokens."
 )
 @click.option(
     "--prefixes",
     type=click.IntRange(1),
     default=1,
-    help="Number of such prefixes, as of shared documents; each prompt has one of them.",
+    help="Number of different shared prefixes, such as documents; each prompt begins with one.",
 )
 @click.option("--turns", type=FiniteRange(1), default=1.0, help="Mean turns of a conversation.")
 @click.option("--ttft", type=LimitType(), help="Objective: time to the first token, such as p95:2s.")
 @click.option("--tpot", type=LimitType(), help="Objective: time of each later token, such as p95:100ms.")
-@click.option("--spare-hosts", type=click.IntRange(0), default=0, help="Hosts that may fail while the rest carry all.")
-@click.option("--max-hosts", type=click.IntRange(1), default=64, help="Most hosts to consider.")
-@click.option("--hosts", type=click.IntRange(1), help="Do not search: say how so many hosts do, without --spare-hosts.")
+@click.option(
+    "--spare-hosts",
+    type=click.IntRange(0),
+    default=0,
+    help="Number of hosts that may fail while the others carry the load.",
+)
+@click.option("--max-hosts", type=click.IntRange(1), default=64, help="Maximum number of hosts to consider.")
+@click.option(
+    "--hosts",
+    type=click.IntRange(1),
+    help="Do not search for the number of hosts: judge this one, without --spare-hosts.",
+)
 @click.option(
     "--cost-per-host",
     "costs",
     multiple=True,
     metavar="[NAME=]NUMBER",
-    help="What a host costs; NAME is that of the calibration's file without .json. Sorts several calibrations.",
+    help="Cost of a host, by which several calibrations are sorted. NAME is the calibration's file name without .json.",
 )
-@click.option("--kv-cache-gb", type=FiniteRange(0, min_open=True), help="KV cache of each worker.  [default: measured]")
-@click.option("--kv-disk-gb", type=FiniteRange(0), default=0.0, help="Disk of each host for prefixes, in GiB; 0: none.")
-@click.option("--disk-gb-per-s", type=FiniteRange(0, min_open=True), default=1.5, help="GB a second it reads.")
+@click.option(
+    "--kv-cache-gb",
+    type=FiniteRange(0, min_open=True),
+    help="KV cache of each worker, in GiB.  [default: that of the calibration]",
+)
+@click.option(
+    "--kv-disk-gb",
+    type=FiniteRange(0),
+    default=0.0,
+    help="Disk space of each host for cached prefixes, in GiB; 0: none.",
+)
+@click.option(
+    "--disk-gb-per-s",
+    type=FiniteRange(0, min_open=True),
+    default=1.5,
+    help="Speed at which this disk reads, in GB a second.",
+)
 @click.option(
     "--peer-gbit-per-s",
     type=FiniteRange(0),
     default=0.0,
-    help="Workers fetch prefixes from each other at so many Gbit a second; 0: never.",
+    help="Speed at which workers fetch cached prefixes from each other, in Gbit a second; 0: never.",
 )
-@click.option("--max-num-seqs", type=click.IntRange(1), help="Largest batch of a worker.  [default: measured]")
 @click.option(
-    "--requests", type=click.IntRange(20), help="Requests to simulate.  [default: two minutes of them, 240 to 600]"
+    "--max-num-seqs",
+    type=click.IntRange(1),
+    help="Maximum number of sequences in a batch of a worker.  [default: that of the calibration]",
 )
-@click.option("--seeds", type=click.IntRange(1, 20), default=2, help="Simulations of each fleet, with other arrivals.")
+@click.option(
+    "--requests",
+    type=click.IntRange(20),
+    help="Number of requests to simulate.  [default: those of two minutes, 240 to 600]",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(1, 20),
+    default=2,
+    help="Number of simulations of each fleet, each with other arrivals.",
+)
 @click.option("--html", "page_file", type=click.Path(path_type=Path), help="Write a page with charts to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--ca-file", type=click.Path(path_type=Path), help="With --url: certificates of the server's authority.")
@@ -145,16 +186,16 @@ class Factor(click.ParamType[float]):
 def main(context: click.Context, /, **flags: Any) -> None:
     """Plan a fleet for MODEL: workers, hosts and memory for a load, what breaks first, and how to start it.
 
-    First run `headrace bench calibrate MODEL` on a host of the kind that you will use. Then say the load and what you
-    want to hold:
+    First run `headrace bench calibrate MODEL` on a host of the kind that you will use. Then describe the load and the
+    objectives, for example:
 
     \b
       headrace plan MODEL --users 50 --every 25s --tpot p95:100ms
       headrace plan MODEL --rate 4 --prompt 1200 --answer 250 --shared-prefix 800 --ttft p95:2s --spare-hosts 1
       headrace plan --url http://127.0.0.1:8000 --load 2x --ttft p95:2s
 
-    The real scheduler, KV cache and router are simulated, with the costs of steps that were measured. Without an
-    objective, p95:5s for the first token and p95:200ms for each later one hold.
+    The plan is found by simulation, with the real scheduler, KV cache and router and the measured step costs. The
+    default objectives are --ttft p95:5s and --tpot p95:200ms.
     """
     given = {
         name
@@ -181,7 +222,7 @@ def check(flags: Mapping[str, Any], given: set[str]) -> None:
     if flags["users"] is not None and (flags["think_time"] is None) == (flags["every"] is None):
         raise CommandError("--users needs either --every (from request to request) or --think-time (after each answer)")
     if flags["users"] is None and flags["every"] is not None:
-        raise CommandError("--every is how often a user asks; say how many there are with --users")
+        raise CommandError("--every is the time between two requests of a user; give the number of users with --users")
     if flags["every"] == 0:
         raise CommandError("--every must be above 0")
     if flags["think_time"] is not None and flags["users"] is None and not (flags["rate"] and flags["turns"] > 1):
@@ -195,7 +236,7 @@ def check(flags: Mapping[str, Any], given: set[str]) -> None:
     if flags["prefixes"] > 1 and not flags["shared_prefix"]:
         raise CommandError("--prefixes needs their length; give it with --shared-prefix")
     if flags["hosts"] and flags["spare_hosts"]:
-        raise CommandError("--hosts asks about a fleet that is there; leave --spare-hosts out")
+        raise CommandError("--hosts judges a given fleet; leave --spare-hosts out")
 
 
 def requests_of(flags: Mapping[str, Any], most: int) -> Requests:
@@ -224,8 +265,8 @@ def of_files(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
     paths = flags["calibrations"] or (files.usual_path(model),)
     if not flags["calibrations"] and not paths[0].exists():
         raise CommandError(
-            f"there is no calibration of {model}: run `headrace bench calibrate {model}` on a host as you will use, or "
-            "name a file with --calibration"
+            f"there is no calibration of {model}: run `headrace bench calibrate {model}` on a host of the kind that "
+            "you will use, or name a file with --calibration"
         )
     kinds = kinds_of(paths, flags["costs"], flags["model"])
     most = min(kind.calibration.model.max_context_tokens for kind in kinds)

@@ -14,7 +14,8 @@ from headrace.plan.search import Search
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to search. With `hosts`, that many are judged instead. `curve` has loads below the knee, as shares of it."""
+    """How to search for a fleet. With `hosts`, a fleet of that many hosts is judged instead. `curve` has the loads to
+    simulate below the highest one, as shares of it."""
 
     seeds: Sequence[int]
     count: int

@@ -219,7 +219,8 @@ def wired(
     "--worker",
     multiple=True,
     metavar="ADDR",
-    help="A worker's address, or kubernetes:///SERVICE[.NAMESPACE]:PORT for all pods of a Service; may be repeated.",
+    help="Address of a worker, or kubernetes:///SERVICE[.NAMESPACE]:PORT for all pods of a Service. May be repeated. "
+    "Workers with --router register themselves.",
 )
 @click.option(
     "--redis",
@@ -249,8 +250,8 @@ def wired(
     "--on-demand",
     multiple=True,
     metavar="MODEL",
-    help="A model that may be without workers, because an autoscaler starts them. Its requests wait for the first one; "
-    "may be repeated.",
+    help="Model that may have no worker, because an autoscaler starts one when needed. Its requests wait for the first "
+    "worker. May be repeated.",
 )
 @click.option(
     "--cold-start",
@@ -268,7 +269,7 @@ def wired(
     "--scaling-window",
     type=FiniteRange(min=1),
     default=WINDOW_S,
-    help="Seconds over which demand is averaged before fewer workers are wanted.",
+    help="Seconds over which demand is averaged before the router wants fewer workers.",
 )
 @click.option(
     "--scaler",
@@ -298,13 +299,13 @@ def wired(
     "tenant_weights",
     multiple=True,
     metavar="NAME=WEIGHT",
-    help="A tenant's share when requests wait; default 1; may be repeated.",
+    help="Share of a tenant when requests wait; 1 for tenants that are not named. May be repeated.",
 )
 @click.option(
     "--max-attempts",
     type=click.IntRange(min=1),
     default=4,
-    help="How many workers one request may lose in a row.",
+    help="Maximum number of workers that a request may lose in a row; then it fails.",
 )
 @click.option(
     "--max-in-flight", type=click.IntRange(min=1), default=4096, help="Maximum number of concurrent requests."
@@ -319,10 +320,14 @@ def wired(
     "--max-workers",
     type=click.IntRange(min=1),
     default=MAX_WORKERS,
-    help="Maximum number of workers. More are refused; more in Redis are ignored with a warning.",
+    help="Maximum number of workers. Further registrations are refused; further workers in Redis are ignored with a "
+    "warning.",
 )
 @click.option(
-    "--max-sessions", type=click.IntRange(min=1), default=65_536, help="Number of sessions whose worker is remembered."
+    "--max-sessions",
+    type=click.IntRange(min=1),
+    default=65_536,
+    help="Maximum number of sessions (prompt_cache_key) whose worker is remembered.",
 )
 @click.option(
     "--max-index-entries",

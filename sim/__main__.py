@@ -284,7 +284,7 @@ def print_table(answer: Answer) -> None:
 @click.option("--load", type=FiniteRange(0, min_open=True), default=0.7, help="Arrivals as a share of capacity.")
 @click.option("--rate", type=FiniteRange(0, min_open=True), help="Arrivals a second, instead of --load.")
 @click.option("--kv-tokens", type=click.IntRange(1), default=600_000, help="Tokens of each worker's KV cache.")
-@click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens of a KV block.")
+@click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens in a KV block.")
 @click.option(
     "--disk-tokens", type=click.IntRange(0), default=0, help="Tokens that fit on each worker's disk; 0: no disk."
 )
@@ -327,12 +327,12 @@ def print_table(answer: Answer) -> None:
     "--encode-workers",
     type=click.IntRange(0),
     default=0,
-    help="Number of workers set aside to encode images for the others; 0: each worker encodes its own.",
+    help="Number of workers that only encode images, for the others; 0: each worker encodes its own.",
 )
 @click.option(
     "--encode-where-first",
     is_flag=True,
-    help="With --encode-workers, the others encode an image themselves if it is expected to be done sooner there.",
+    help="With --encode-workers, the other workers encode an image themselves if they are expected to finish sooner.",
 )
 @click.option("--max-num-seqs", type=click.IntRange(1), default=128, help="Maximum number of sequences in a batch.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=1024, help="Limit for the tokens of a step.")
@@ -347,7 +347,7 @@ def print_table(answer: Answer) -> None:
     "--process-cost",
     "process_cost_file",
     type=click.Path(path_type=Path),
-    help="File with what routers and messages take, from benchmarks/router/real_fleet.py. Default: nothing.",
+    help="File with the costs of routers and messages, from benchmarks/router/real_fleet.py. Default: no costs.",
 )
 @click.option(
     "--step-cost",
@@ -358,7 +358,7 @@ def print_table(answer: Answer) -> None:
 @click.option(
     "--acceptance",
     type=FiniteRange(0, 1),
-    help="Workers speculate, and a draft token is right with this probability. Default: no speculation.",
+    help="Probability that a draft token is accepted. Default: no speculation.",
 )
 @click.option(
     "--draft-step-cost",

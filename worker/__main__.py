@@ -56,7 +56,7 @@ _NEED_DRAFT_MODEL = {
     required=True,
     envvar="HEADRACE_WORKER_MODEL",
     metavar="NAME_OR_DIR",
-    help="Model: its directory, or its name in the cache of `headrace pull`.",
+    help="Directory of the model, or its name in the cache (`headrace models list`).",
 )
 @click.option("--name", help="Name of the model in requests. Default: its name in the cache, or that of its directory.")
 @click.option("--worker-id", help="Stable name of this worker. Default: host name and listen address.")
@@ -70,7 +70,7 @@ _NEED_DRAFT_MODEL = {
     "routers",
     multiple=True,
     envvar="HEADRACE_WORKER_ROUTER",
-    help="Router to register with. May be repeated.",
+    help="Address of a router to register with. May be repeated.",
 )
 @click.option(
     "--redis",
@@ -90,14 +90,14 @@ _NEED_DRAFT_MODEL = {
 @click.option(
     "--serve-stage",
     is_flag=True,
-    help="Be a stage of another worker's --pipeline, which calls --listen, and no worker. Starts again when that "
-    "worker has ended.",
+    help="Be a stage of another worker's --pipeline instead of a worker. That worker calls --listen. When it ends, the "
+    "stage starts again.",
 )
 @click.option(
     "--join",
     metavar="ADDR",
-    help="With --serve-stage: offer it to the worker that has --await-stages at this address. The stage before it "
-    "calls it at --advertise.",
+    help="With --serve-stage: join the worker that has --await-stages at this address. The previous stage calls "
+    "--advertise.",
 )
 @click.option(
     "--kv-cache-share",
@@ -109,14 +109,14 @@ _NEED_DRAFT_MODEL = {
 @click.option(
     "--pooling",
     type=click.Choice([pooling.value for pooling in Pooling]),
-    help="How an embedding model's vectors of tokens become one: that of the first token (cls) or last token, or their "
-    "mean. Default: as its modules.json says.",
+    help="For an embedding model: the vector of a text is that of its first token (cls), that of its last token, or "
+    "the mean of all. Default: as in its modules.json.",
 )
 @click.option(
     "--normalize/--no-normalize",
     "normalizes",
     default=None,
-    help="Whether an embedding model's vectors have length 1. Default: as its modules.json says.",
+    help="For an embedding model: scale vectors to length 1. Default: as in its modules.json.",
 )
 @click.option(
     "--kv-cache-node-share",
@@ -134,8 +134,8 @@ _NEED_DRAFT_MODEL = {
 )
 @click.option(
     "--kv-memory",
-    help="Directory in a tmpfs or hugetlbfs for the KV cache, so that it outlives this process: when the worker is "
-    "started again after a failure, it still has its cached prefixes. Default: private memory.",
+    help="Directory in a tmpfs or hugetlbfs for the KV cache, so that cached prefixes survive a failure of this "
+    "process. Default: private memory.",
 )
 @click.option(
     "--keep-kv-memory",
@@ -151,32 +151,36 @@ _NEED_DRAFT_MODEL = {
     "--kv-handover-gb",
     type=FiniteRange(0),
     default=4.0,
-    help="Size of the cached prefixes that are handed over to other workers when this one drains, in GiB; most "
+    help="Maximum size of the cached prefixes that this worker hands over to others when it drains, in GiB; most "
     "recently used first. 0: none.",
 )
 @click.option(
     "--role",
     type=click.Choice(["both", "prefill", "decode"]),
     default="both",
-    help="Requests that routers send to the worker, if other workers serve the rest: long prompts, whose answers "
-    "continue at another worker (prefill), or everything except long prompts (decode).",
+    help="Requests that routers send to this worker. prefill: only long prompts, whose answers continue at another "
+    "worker; decode: all other requests; both: all. Ignored if no worker has the other role.",
 )
 @click.option(
     "--step-log",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Append the size and time of each step to this file, as lines of JSON. `headrace bench calibrate` reads them.",
+    help="Append the size and time of each step to this file, as JSON lines. `headrace bench calibrate` reads them.",
 )
 @click.option(
-    "--vllm-metrics", is_flag=True, help="Show the metrics under the names of vLLM too, for schedulers that read them."
+    "--vllm-metrics",
+    is_flag=True,
+    help="Publish the metrics under the names of vLLM too, for schedulers that read them.",
 )
 @click.option(
     "--kv-events",
     metavar="ADDR",
-    help="Publish the changes of the prefix cache in the form of vLLM, on this ZeroMQ address, such as tcp://*:5557. "
-    "Needs headrace[kv-events].",
+    help="Publish the changes of the prefix cache in vLLM's format at this ZeroMQ address, such as tcp://*:5557. Needs "
+    "headrace[kv-events].",
 )
 @click.option(
-    "--kv-events-replay", metavar="ADDR", help="Address where subscribers of --kv-events get what they have missed."
+    "--kv-events-replay",
+    metavar="ADDR",
+    help="ZeroMQ address at which subscribers of --kv-events request missed events.",
 )
 @click.option("--kv-events-topic", metavar="TEXT", help="Topic of --kv-events. Default: kv@ADVERTISE@NAME.")
 @membership_options
@@ -301,7 +305,7 @@ def check_pipeline(num_stages: int, stages: Sequence[str], await_stages: str | N
 
 
 def check_join(address: str | None, *, serves_stage: bool) -> None:
-    """ConfigurationError if a process offers itself that is no stage, or to no address."""
+    """ConfigurationError if a process that is not a stage joins a pipeline, or if the address is missing."""
     if address is None:
         return
     if not serves_stage:

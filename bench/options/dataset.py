@@ -38,35 +38,41 @@ FLAGS = Section(
     click.option(
         "--num-prompts", type=click.IntRange(-1), help="Number of requests; 0 or -1: all of a file. Default: 1000."
     ),
-    click.option("--no-oversample", is_flag=True, help="Ask each prompt of a file once at most, even if it has fewer."),
+    click.option(
+        "--no-oversample",
+        is_flag=True,
+        help="Send each prompt of a file at most once, even if it has fewer than --num-prompts.",
+    ),
     click.option("--seed", type=int, default=0, help="Seed of prompts, lengths and arrivals."),
     click.option(
         "--tokenizer",
-        help="Model of the cache, or directory, whose tokenizer counts tokens. Default: the server's /tokenize, if it "
-        "has one.",
+        help="Name of a cached model, or a directory, whose tokenizer counts tokens. Default: the server's /tokenize, "
+        "if it has one.",
     ),
-    click.option("--input-len", type=click.IntRange(1), help="Tokens of prompts of random, sonnet and multi_turn."),
-    click.option("--output-len", type=click.IntRange(1), help="Tokens of answers, of every dataset but timed_trace."),
+    click.option("--input-len", type=click.IntRange(1), help="Tokens of a prompt, for random, sonnet and multi_turn."),
+    click.option(
+        "--output-len", type=click.IntRange(1), help="Tokens of an answer, for every dataset except timed_trace."
+    ),
     click.option(
         "--input-dist",
         type=click.Choice(SHAPES),
-        help="Distribution of prompts of random, prefix_repetition (suffixes) and multi_turn. The length is the "
-        "median of lognormal and the mean of exponential. Default: uniform with --random-range-ratio, else fixed; "
-        "lognormal for multi_turn.",
+        help="Distribution of prompt lengths, for random, prefix_repetition (its suffixes) and multi_turn. The given "
+        "length is the median of lognormal and the mean of exponential. Default: uniform with --random-range-ratio, "
+        "else fixed; lognormal for multi_turn.",
     ),
     click.option(
         "--output-dist",
         type=click.Choice(SHAPES),
-        help="Distribution of answers of the same datasets and of custom. Default: as for prompts; exponential for "
-        "multi_turn.",
+        help="Distribution of answer lengths, for the same datasets and custom. Default: as for prompts; exponential "
+        "for multi_turn.",
     ),
     click.option("--lognormal-sigma", type=FiniteRange(0), default=1.0, help="Sigma of lognormal lengths."),
     click.option(
         "--max-total-len",
         type=click.IntRange(2),
         default=32768,
-        help="Most tokens of prompt and answer. Longer requests of a trace are left out; drawn lengths are at most "
-        "half of it, and conversations end before it.",
+        help="Maximum tokens of prompt and answer together. Longer requests of a trace are left out, drawn lengths are "
+        "at most half of it, and conversations end before it.",
     ),
     click.option("--random-input-len", type=click.IntRange(1), default=1024, help="random: tokens of a prompt."),
     click.option("--random-output-len", type=click.IntRange(1), default=128, help="random: tokens of an answer."),
@@ -81,7 +87,7 @@ FLAGS = Section(
         "--random-prefix-len",
         type=click.IntRange(0),
         default=0,
-        help="random: tokens before each that all prompts share.",
+        help="random: length of the prefix that all prompts share, in tokens.",
     ),
     click.option(
         "--sharegpt-output-len", type=click.IntRange(1), help="sharegpt: tokens of answers. Default: as in the file."
@@ -89,13 +95,14 @@ FLAGS = Section(
     click.option(
         "--custom-output-len",
         type=click.IntRange(-1),
-        help="custom: tokens of an answer. -1: `output_tokens` of each line. Default: these, else 256.",
+        help="custom: tokens of an answer. -1: the `output_tokens` of each line. Default: `output_tokens` if a line "
+        "has it, else 256.",
     ),
     click.option(
         "--spec-bench-output-len", type=click.IntRange(1), default=256, help="spec_bench: tokens of an answer."
     ),
-    click.option("--spec-bench-category", help="spec_bench: the category to ask. Default: all."),
-    click.option("--sonnet-input-len", type=click.IntRange(1), default=550, help="sonnet: most tokens of a prompt."),
+    click.option("--spec-bench-category", help="spec_bench: category of questions to send. Default: all."),
+    click.option("--sonnet-input-len", type=click.IntRange(1), default=550, help="sonnet: maximum tokens of a prompt."),
     click.option("--sonnet-output-len", type=click.IntRange(1), default=150, help="sonnet: tokens of an answer."),
     click.option(
         "--sonnet-prefix-len", type=click.IntRange(0), default=200, help="sonnet: tokens that all prompts share."
@@ -110,7 +117,7 @@ FLAGS = Section(
         "--prefix-repetition-suffix-len",
         type=click.IntRange(1),
         default=256,
-        help="prefix_repetition: tokens behind it.",
+        help="prefix_repetition: tokens after the prefix.",
     ),
     click.option(
         "--prefix-repetition-num-prefixes",
@@ -128,12 +135,13 @@ FLAGS = Section(
         "--timed-trace-sec-multiplier",
         type=FiniteRange(0, min_open=True),
         default=0.001,
-        help="timed_trace: seconds in a unit of the timestamps. Mooncake's are milliseconds; 0.0005 is twice as fast.",
+        help="timed_trace: seconds in one unit of the timestamps. Mooncake's are milliseconds; 0.0005 replays twice as "
+        "fast.",
     ),
     click.option(
         "--timed-trace-chunk-hash-size",
         type=click.IntRange(1),
-        help="timed_trace: tokens of a block in hash_ids. Default: as the lengths say, 512 for Mooncake's.",
+        help="timed_trace: tokens of a block in hash_ids. Default: derived from the lengths; 512 for Mooncake's.",
     ),
     *(
         click.option(
@@ -142,7 +150,9 @@ FLAGS = Section(
         for name, what in _TRACE_FIELDS.items()
     ),
     click.option(
-        "--self-timed/--no-self-timed", default=None, help="timed_trace: send at the trace's times. Default: yes."
+        "--self-timed/--no-self-timed",
+        default=None,
+        help="timed_trace: send requests at the trace's times. Default: yes.",
     ),
     click.option(
         "--multi-turn-turns", type=FiniteRange(1), default=5.0, help="multi_turn: mean turns of a conversation."
@@ -157,8 +167,8 @@ FLAGS = Section(
         "--multi-turn-users",
         type=click.IntRange(1),
         default=8,
-        help="multi_turn: users, who have one conversation after the other. With --request-rate, conversations begin "
-        "at that rate instead.",
+        help="multi_turn: number of users, each with one conversation after the other. With --request-rate, "
+        "conversations begin at that rate instead.",
     ),
     click.option(
         "--multi-turn-system-len", type=click.IntRange(0), default=512, help="multi_turn: tokens of the system prompt."
@@ -166,7 +176,7 @@ FLAGS = Section(
     click.option(
         "--multi-turn-num-systems", type=click.IntRange(1), default=1, help="multi_turn: number of system prompts."
     ),
-    click.option("--disable-shuffle", is_flag=True, help="Take the entries of a file in their order."),
+    click.option("--disable-shuffle", is_flag=True, help="Use the entries of a file in their order."),
 )
 
 
@@ -185,7 +195,10 @@ def workload(flags: Mapping[str, Any]) -> Workload:
         names = ", ".join(sorted(OF_FILES))
         raise CommandError(f"--dataset-name {name} reads no file; name one of {names} for --dataset-path")
     if name not in OF_FILES and flags["num_prompts"] is not None and flags["num_prompts"] < 1:
-        raise CommandError(f"--num-prompts {flags['num_prompts']}: {name} has no end; give a number of requests")
+        raise CommandError(
+            f"--num-prompts {flags['num_prompts']} sends all prompts of a file, and {name} reads none; give a "
+            "number of requests"
+        )
     sigma = flags["lognormal_sigma"]
     input_ratio, output_ratio = flags["random_range_ratio"] if name == "random" else (0.0, 0.0)
     custom_len = flags["custom_output_len"]

@@ -16,17 +16,17 @@ from headrace.common.flags import FiniteRange
 
 FLAGS = Section(
     "When it is asked",
-    click.option(
-        "--request-rate", type=PositiveOrInf(), default="inf", help="Requests per second. inf: all at the beginning."
-    ),
+    click.option("--request-rate", type=PositiveOrInf(), default="inf", help="Requests per second. inf: all at once."),
     click.option(
         "--burstiness",
         type=PositiveOrInf(),
         default="1.0",
-        help="1: a Poisson process; less: more bursts; more: more even arrivals; inf: even ones.",
+        help="Shape of arrivals. 1: a Poisson process; below 1: more bursts; above 1: more even; inf: evenly spaced.",
     ),
     click.option(
-        "--max-concurrency", type=click.IntRange(1), help="Most requests in flight. Others wait in the client."
+        "--max-concurrency",
+        type=click.IntRange(1),
+        help="Maximum number of requests in flight. Others wait in the client.",
     ),
     click.option(
         "--ramp-up-strategy",
@@ -34,22 +34,24 @@ FLAGS = Section(
         help="Raise the rate from request to request.",
     ),
     click.option("--ramp-up-start-rps", type=FiniteRange(0), help="Requests per second at the beginning of the ramp."),
-    click.option("--ramp-up-end-rps", type=FiniteRange(0), help="Requests per second at its end."),
+    click.option("--ramp-up-end-rps", type=FiniteRange(0), help="Requests per second at the end of the ramp."),
     click.option(
         "--probe-request-rate",
         type=FiniteRange(0),
         default=0.0,
-        help="Requests of one token per second beside the load, whose latency has a section of its own. 0: none.",
+        help="Additional requests of one token, per second; their latency has a section of its own. 0: none.",
     ),
-    click.option("--num-warmups", type=click.IntRange(0), default=0, help="Requests before the first that counts."),
+    click.option(
+        "--num-warmups", type=click.IntRange(0), default=0, help="Number of warm-up requests, which are not counted."
+    ),
     click.option(
         "--ready-check-timeout-sec",
         type=FiniteRange(0),
         default=0.0,
-        help="Wait so long for a first answer before the load begins. 0: do not wait.",
+        help="Maximum seconds to wait for a first answer before the load begins. 0: do not wait.",
     ),
     click.option(
-        "--sweep", "is_sweep", is_flag=True, help="Try rising rates and find the highest that the server holds."
+        "--sweep", "is_sweep", is_flag=True, help="Try rising rates to find the highest that the server sustains."
     ),
     click.option(
         "--sweep-seconds",
@@ -61,7 +63,7 @@ FLAGS = Section(
         "--sweep-refinements",
         type=click.IntRange(0),
         default=2,
-        help="Rates that --sweep tries between held and not held.",
+        help="Number of rates that --sweep tries between a sustained and a too high rate.",
     ),
 )
 

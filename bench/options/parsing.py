@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import click
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+# A word without any of these is no URL, and no address that lacks only its scheme.
+_MARKS_OF_ADDRESSES = frozenset(".:/")
 
 # What may follow a flag as a further value. A URL is none: it names the server.
 _FURTHER = {
@@ -20,7 +22,7 @@ _FURTHER = {
 
 
 def spelled_out(args: Sequence[str]) -> list[str]:
-    """The arguments with each value behind a flag of its own, and hyphens for underscores in names of flags."""
+    """The arguments with a flag before each value, and with hyphens instead of underscores in the names of flags."""
     found: list[str] = []
     flag = ""
     is_value = False
@@ -70,8 +72,15 @@ class Group(click.Group):
     default = "serve"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Name the command if the arguments begin with none."""
+        """Name the command if the arguments begin with none. Raises UsageError for a word that is neither a command nor
+        an address."""
         if args and args[0] not in (*self.commands, "--help", "-h"):
+            if not args[0].startswith("-") and not _MARKS_OF_ADDRESSES & set(args[0]) and args[0] != "localhost":
+                raise click.UsageError(
+                    f"{args[0][:40]!r} is neither a command ({', '.join(sorted(self.commands))}) nor the URL of a "
+                    "server, such as http://127.0.0.1:8000",
+                    ctx,
+                )
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 

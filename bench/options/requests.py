@@ -21,29 +21,30 @@ FLAGS = Section(
     click.option(
         "--ignore-eos/--no-ignore-eos",
         default=None,
-        help="Answers do not end before their length. Default: for random and timed_trace, where the API can.",
+        help="Answers have the requested length, even if the model would end them. Default: for random and "
+        "timed_trace, if the API can.",
     ),
     click.option(
-        "--extra-body", type=JsonObject(), default="{}", help="JSON object of further fields of each request."
+        "--extra-body", type=JsonObject(), default="{}", help="JSON object with further fields of each request."
     ),
-    click.option("--logprobs", type=click.IntRange(0), help="Ask for so many log-probabilities of each token."),
+    click.option("--logprobs", type=click.IntRange(0), help="Request this many log-probabilities for each token."),
     click.option(
         "--lora-modules",
         multiple=True,
-        help="Adapter to ask for instead of the model; may be repeated.",
+        help="LoRA adapter to request instead of the model; may be repeated.",
     ),
     click.option(
         "--lora-assignment",
         type=click.Choice(("random", "round-robin")),
         default="random",
-        help="Which of --lora-modules a conversation asks.",
+        help="How conversations are assigned to --lora-modules.",
     ),
-    click.option("--request-id-prefix", default="", help="Send x-request-id with this and a number."),
+    click.option("--request-id-prefix", default="", help="Send the header x-request-id: this prefix and a number."),
     *(
         click.option(
             f"--{name.replace('_', '-')}",
             type=int if name == "top_k" else FiniteRange(),
-            help="Of sampling; sent if given.",
+            help="Sampling parameter, as the API has it. Sent only if given.",
         )
         for name in SAMPLING
     ),
@@ -51,12 +52,12 @@ FLAGS = Section(
         "--chat-template-kwargs",
         type=JsonObject(),
         default="{}",
-        help='JSON object of variables of the chat template, such as {"enable_thinking": false}; for openai-chat.',
+        help='JSON object with variables of the chat template, such as {"enable_thinking": false}; for openai-chat.',
     ),
     click.option(
         "--profile",
         is_flag=True,
-        help="Start the server's profiler before the load, and stop it afterwards, as vLLM's.",
+        help="Start the server's profiler before the load and stop it afterwards, as in vLLM (POST /start_profile).",
     ),
 )
 

@@ -20,8 +20,12 @@ FLAGS = Section(
     "The server",
     click.argument("url", required=False),
     click.option("--base-url", help="URL of the server, instead of URL."),
-    click.option("--host", help="Host of the server, instead of URL. Default: 127.0.0.1, with --port."),
-    click.option("--port", type=click.IntRange(1, 65535), help="Port of the server, with --host. Default: 8000."),
+    click.option("--host", help="Host of the server, instead of URL. Default: 127.0.0.1, if --port is given."),
+    click.option(
+        "--port",
+        type=click.IntRange(1, 65535),
+        help="Port of the server, instead of URL. Default: 8000, if --host is given.",
+    ),
     click.option(
         "--backend",
         "--endpoint-type",
@@ -32,18 +36,27 @@ FLAGS = Section(
         "openai-responses: POST /v1/responses; vllm: as openai. --endpoint-type is its older name.",
     ),
     click.option(
-        "--endpoint", help="Path of the API, if it is not the usual one. One of chats makes the API openai-chat."
+        "--endpoint",
+        help="Path of the API, if it is not the usual one. The path of a chat API selects --backend openai-chat.",
     ),
-    click.option("--model", help="Model to ask for. Default: the first that the server lists."),
-    click.option("--served-model-name", help="Model to ask for, if the server has another name for --model."),
-    click.option("--header", "headers", type=Pair(), multiple=True, help="Header of every request; may be repeated."),
-    click.option("--ca-file", type=click.Path(path_type=Path), help="Certificates of the server's authority."),
-    click.option("--insecure", is_flag=True, help="Accept any certificate."),
+    click.option("--model", help="Model to request. Default: the first that the server lists."),
+    click.option("--served-model-name", help="Name of --model on the server, if it differs."),
+    click.option(
+        "--header",
+        "headers",
+        type=Pair(),
+        multiple=True,
+        help="Header of every request, such as X-Team=search; may be repeated.",
+    ),
+    click.option(
+        "--ca-file", type=click.Path(path_type=Path), help="File with the certificate authority of the server."
+    ),
+    click.option("--insecure", is_flag=True, help="Do not verify the server's certificate."),
     click.option(
         "--request-timeout",
         type=FiniteRange(0, min_open=True),
         default=600.0,
-        help="Seconds until a request has failed.",
+        help="Seconds after which a request counts as failed.",
     ),
 )
 
@@ -55,7 +68,7 @@ def target(flags: Mapping[str, Any]) -> Target:
         raise CommandError("the server is named twice; give either URL, or --base-url, or --host and --port")
     if url is None:
         if flags["host"] is None and flags["port"] is None:
-            raise CommandError("which server? Give its URL, such as http://127.0.0.1:8000")
+            raise CommandError("name the server by its URL, such as http://127.0.0.1:8000")
         host = flags["host"] or "127.0.0.1"
         url = f"http://{f'[{host}]' if ':' in host else host}:{flags['port'] or 8000}"
     headers = dict(flags["headers"])

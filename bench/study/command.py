@@ -67,14 +67,16 @@ class Names(click.ParamType[tuple[str, ...]]):
         return names
 
 
-@click.command("study", context_settings={"show_default": True})
+@click.command(
+    "study", short_help="Compare servers on this host in five experiments.", context_settings={"show_default": True}
+)
 @click.option(
     "--model",
     "models",
     multiple=True,
     default=(recipes.DEMO_MODEL,),
-    help="Model of the cache, or directory; may be repeated. Experiment 5 compares them all, the others take the "
-    "first.",
+    help="Name of a model in the cache, or a directory; may be repeated. Experiment 5 compares all of them; the others "
+    "use the first.",
 )
 @click.option(
     "--only",
@@ -88,19 +90,21 @@ class Names(click.ParamType[tuple[str, ...]]):
     default=",".join(PEERS),
     help=f"Servers beside headrace, with commas: {', '.join(PEERS)}; or none.",
 )
-@click.option("--quick", is_flag=True, help="One short run at few points: the shape of the results in a few minutes.")
+@click.option(
+    "--quick", is_flag=True, help="One short run at few points, in a few minutes: shows what the results look like."
+)
 @click.option("--seed", type=click.IntRange(0, 1_000_000), default=0, help="Seed of prompts, lengths and arrivals.")
 @click.option(
     "--directory",
     "-d",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("headrace-study"),
-    help="Where runs and the summary go. A study that is there is continued.",
+    help="Directory for runs and the summary. A study that it contains is continued.",
 )
 @click.option(
     "--sharegpt",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="File with ShareGPT's conversations to take the requests from. Default: conversations are made up.",
+    help="File with ShareGPT's conversations, from which the requests are taken. Default: generated conversations.",
 )
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the servers. Default: any free one.")
 @click.option(
@@ -108,30 +112,30 @@ class Names(click.ParamType[tuple[str, ...]]):
     "environments",
     type=Named(),
     multiple=True,
-    help="PEER=DIRECTORY of the virtual environment in which a peer is installed; may be repeated.",
+    help="PEER=DIRECTORY: the virtual environment in which a peer is installed; may be repeated.",
 )
 @click.option(
     "--gguf",
     "ggufs",
     type=Named(),
     multiple=True,
-    help="MODEL=FILE: the model as llama.cpp reads it; may be repeated. That of the demo model is found.",
+    help="MODEL=FILE: the model as a GGUF file, for llama.cpp; may be repeated. Not needed for the demo model.",
 )
 @click.option(
     "--checkpoint",
     "checkpoints",
     type=Named(),
     multiple=True,
-    help="MODEL=DIRECTORY: the model as vLLM reads it; may be repeated.",
+    help="MODEL=DIRECTORY: the model as safetensors, for vLLM; may be repeated.",
 )
 @click.option("--install/--no-install", default=True, help="Install missing peers below --directory.")
-@click.option("--summary", "is_summary", is_flag=True, help="Run nothing; write the summary of what there is.")
+@click.option("--summary", "is_summary", is_flag=True, help="Run nothing; write the summary of the finished runs.")
 def study(**flags: Any) -> None:
-    """Run five experiments and the table of rates on this host, and write what they say.
+    """Run five experiments and a table of fixed rates on this host, and write a summary with tables and charts.
 
-    Experiments: 1 throughput by rate and batch, 2 preemptions by batch, 3 servers side by side, 4 throughput by KV
-    memory, 5 throughput by model size; rates is a table of fixed rates. Servers are started one at a time, with
-    repetitions in turn. After Ctrl-C, the same command goes on with the next run.
+    The experiments: 1 throughput by rate and batch, 2 preemptions by batch, 3 servers side by side, 4 throughput by KV
+    memory, 5 throughput by model size; `rates` is the table. The command starts the servers itself, one at a time, and
+    takes up to two hours with the demo model. After Ctrl-C, the same command continues with the next run.
     """
     for name in ("environments", "ggufs", "checkpoints"):
         for _, path in flags[name]:
@@ -164,18 +168,20 @@ def study(**flags: Any) -> None:
     except ServerError as error:
         raise CommandFailed(str(error)) from None
     except KeyboardInterrupt:
-        _say(f"stopped; the same command goes on with the next run, from {directory.path}")
+        _say(f"stopped; the same command continues with the next run, from {directory.path}")
         raise
     if num_wrong:
         raise CommandFailed(f"in {num_wrong} runs answers were wrong or requests failed; they are marked in the tables")
 
 
 def _fetched(name: str) -> StudiedModel:
-    """The model, pulled first if it is neither in the cache nor a path. Raises ModelError."""
+    """The model, which is pulled if it is not in the cache and not a path. Raises ModelError, or Exit if that fails."""
     directory, _ = find_directory(name)
     if not directory.exists() and not name.startswith((".", "/", "~")):
         _say(f"fetching {name}")
-        subprocess.run([sys.executable, "-m", "headrace.cli", "pull", name], stdout=sys.stderr, check=False)
+        pulled = subprocess.run([sys.executable, "-m", "headrace.cli", "pull", name], stdout=sys.stderr, check=False)
+        if pulled.returncode:  # it has said why
+            raise click.exceptions.Exit(pulled.returncode)
     return read_model(name)
 
 

@@ -1,4 +1,4 @@
-"""Conducts a study: starts a server, puts a load on it, keeps what came of it, and goes on with the next run."""
+"""Conducts a study: starts a server, puts a load on it, stores the result, and continues with the next run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Study:
-    """Runs of experiments, of which those that are in `directory` are not run again."""
+    """The runs of experiments. A run whose result is in `directory` is not repeated."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ _FINISHED = {genai.GenerationFinishReason.STOP: "stop", genai.GenerationFinishRe
 
 @dataclass
 class Text:
-    """The text of an answer, of which only the last tokens, `tail`, are decoded again: `said` of it has been sent."""
+    """The text of an answer. Only its last tokens, `tail`, are decoded again; `said` of their text has been sent."""
 
     tail: list[int] = field(default_factory=list)
     said: str = ""

@@ -52,7 +52,7 @@ class Kind(Protocol):
         """How it is started for a run. Raises MissingError if it cannot serve this model."""
 
     def memory_bytes(self, run: Run, model: StudiedModel) -> int:
-        """Memory that it takes, about."""
+        """The memory that the server takes, in bytes, approximately."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Headrace:
         return Command([sys.executable, "-m", "headrace.cli", "serve", str(model.directory), *_spelled(flags)], {})
 
     def memory_bytes(self, run: Run, model: StudiedModel) -> int:
-        """As the README says."""
+        """The estimate of the README."""
         return int(1.65 * model.weight_bytes) + model.kv_bytes(run.kv_tokens) + _GIB // 2
 
 
@@ -161,7 +161,7 @@ class LlamaCpp:
         return Command([self.environment.python, _LLAMA_SERVER, str(self._gguf(model)), *_spelled(flags)], {})
 
     def memory_bytes(self, run: Run, model: StudiedModel) -> int:
-        """Weights, a cache of 16 bits, and what computes."""
+        """Weights, a KV cache of 16 bits, and half a GiB for the process."""
         return model.weight_bytes + model.kv_bytes(run.kv_tokens, 16) + _GIB // 2
 
     def _gguf(self, model: StudiedModel) -> Path:
@@ -221,7 +221,7 @@ class Vllm:
         return Command([*entry, *_spelled(flags)], environment)
 
     def memory_bytes(self, run: Run, model: StudiedModel) -> int:
-        """16 bits a weight, of which four or eight were counted, and PyTorch."""
+        """Memory for weights of 16 bits, of which the model counts four or eight, and for PyTorch."""
         return 4 * model.weight_bytes + max(_GIB, model.kv_bytes(run.kv_tokens, 16)) + 2 * _GIB
 
 
@@ -295,7 +295,7 @@ def _spelled(flags: Mapping[str, object]) -> list[str]:
 
 
 def _physical_cores() -> int:
-    """Cores of which this process may use a thread."""
+    """The number of physical cores on which this process may run."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -120,7 +120,7 @@ def _start(name: str, command: Command, log_path: Path) -> subprocess.Popen[byte
 
 
 def end_left_over(file: Path) -> None:
-    """End the server that a study left behind which was killed; `file` says which process it was."""
+    """End the server that a killed study left running; `file` identifies its process."""
     try:
         pid, began = map(int, file.read_text().split())
     except (OSError, ValueError):

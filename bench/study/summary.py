@@ -71,7 +71,7 @@ class Table:
 
 
 def tables(finished: Sequence[Finished]) -> list[Table]:
-    """The tables of the experiments of which there are runs."""
+    """The tables of the experiments that have runs."""
     found = []
     for experiment in EXPERIMENTS:
         own = [each for each in finished if each.run.experiment == experiment.name]

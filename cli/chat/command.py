@@ -72,10 +72,12 @@ def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def chat(url: str | None, model: str | None, options: ChatOptions, access: ApiAccess) -> None:
     """Chat with a served model.
 
-    /? shows the commands, among them /set for the fields of sampling and the system message, /file and /image for what
-    goes with the next question, /save and /load. A text between triple quotes may have several lines. /exit or Ctrl-D
-    leaves, Ctrl-C stops an answer. With a pipe as input, each line is a question and gets its answer. Reasoning and
-    figures go to standard error.
+    In the conversation, /? shows the commands, such as /set for sampling fields and the system message, /file and
+    /image for attachments of the next question, /save and /load. A question between triple quotes may have several
+    lines. Ctrl-C stops an answer; /exit or Ctrl-D leaves.
+
+    If standard input is a pipe, each line is a question. Answers go to standard output, reasoning and figures to
+    standard error. For a single answer, use `headrace run MODEL PROMPT`.
     """
     talk(ChatClient(url or default_url(), model, access), options)
 

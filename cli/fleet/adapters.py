@@ -34,7 +34,7 @@ def adapters() -> None:
 @_router_option
 @access_options
 def list_command(router: str | None, tls_dir: Path | None, join_token_file: Path | None) -> None:
-    """Show all adapters, and the number of workers that have them in memory."""
+    """Show all adapters, and how many workers have each in memory."""
     answer = _call(router, tls_dir, join_token_file, "ListModels", router_pb2.ListModelsRequest(), _LIST_TIMEOUT_S)
     if not answer.adapters:
         click.echo("no adapters")
@@ -66,7 +66,10 @@ def load(
     tls_dir: Path | None,
     join_token_file: Path | None,
 ) -> None:
-    """Load the adapter at PATH on the workers' hosts, a directory or a GGUF file, under NAME."""
+    """Load the adapter at PATH under NAME.
+
+    PATH is a directory or a GGUF file on the workers' hosts.
+    """
     request = router_pb2.RouterLoadAdapterRequest(name=name, path=str(path.absolute()), in_place=in_place, model=model)
     served = _call(router, tls_dir, join_token_file, "LoadAdapter", request, _LOAD_TIMEOUT_S).adapter
     click.echo(

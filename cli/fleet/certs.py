@@ -43,10 +43,11 @@ def certs() -> None:
     help="Days for which the certificate is valid.",
 )
 def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, days: int) -> None:
-    """Make ca.pem, cert.pem and key.pem in DIRECTORY for --tls-dir, and secrets as `certs secrets` makes them.
+    """Make the certificate of a host in DIRECTORY.
 
-    With the same directory again, it renews certificate and key; running processes use them within seconds. Only
-    signing needs ca-key.pem: keep it off the hosts that serve.
+    DIRECTORY, which is for --tls-dir, gets ca.pem, cert.pem and key.pem, and the secrets of `certs secrets`. Run the
+    command again to renew certificate and key; running processes use them within seconds. ca-key.pem is only needed to
+    sign: keep it off the hosts that serve.
     """
     from headrace.common.transport.channels import FLEET_NAME, TransportError, read_identity
 
@@ -76,7 +77,9 @@ def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, d
     "--readable", is_flag=True, help="Make the files readable for every user, such as Redis in its own container."
 )
 def make_secrets(directory: Path, readable: bool) -> None:
-    """Make the secrets of a fleet without certificates, if DIRECTORY lacks them.
+    """Make the secrets of a fleet in DIRECTORY.
+
+    The command makes those that DIRECTORY lacks, and no certificates.
 
     join-token is for --join-token-file; redis-password for HEADRACE_REDIS_PASSWORD_FILE; redis.conf has the same
     password for redis-server.

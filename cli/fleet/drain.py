@@ -93,8 +93,8 @@ def _undrain(
 
 
 def _drained(client: FleetClient, worker: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> int:
-    """Drain a worker through its gateway. Returns the requests that are left after the time; on a terminal, tells of
-    them meanwhile."""
+    """Drain a worker through its gateway. Returns the number of requests that are left after the timeout. On a
+    terminal, shows this number while it waits."""
     until_s = clock() + timeout_s
     while True:
         begun_s = clock()

@@ -75,7 +75,7 @@ class FleetClient:
     """A client of one gateway for operators. Every failure is a CommandError with the reason. A context manager."""
 
     def __init__(self, url: str, access: ApiAccess, *, timeout_s: float = _TIMEOUT_S) -> None:
-        """`timeout_s` bounds each request, besides the time for which it is to wait."""
+        """`timeout_s` limits each request, in addition to the time that the request itself may wait."""
         self.url = server_url(url)
         self._timeout_s = timeout_s
         self._http = access.client(self.url, timeout_s)
@@ -136,7 +136,9 @@ class FleetClient:
             if (problem := tls_problem(error)) is not None:
                 raise CommandFailed(f"{self.url}: {problem}") from None
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                raise CommandFailed(f"no gateway at {self.url}; name one with --url") from None
+                raise CommandFailed(
+                    f"no gateway at {self.url}; start one with headrace serve, or name another with --url"
+                ) from None
             raise CommandFailed(f"{self.url} did not answer: {str(error) or type(error).__name__}") from None
         try:
             answer = response.json()

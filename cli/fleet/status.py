@@ -248,9 +248,9 @@ def status(
     watch_s: float | None,
     access: ApiAccess,
 ) -> None:
-    """Show the processes that serve on this host, or with --url the workers of a fleet, whoever has started them.
+    """Show the processes that serve on this host, or with --url all workers of a fleet.
 
-    With --json and --watch, each look is one line. The exit status is 1 when there is nothing that serves.
+    With --json and --watch, each update is one line. The exit status is 1 if nothing is serving.
     """
     if url is None:
         if model is not None:

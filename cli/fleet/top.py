@@ -275,9 +275,9 @@ def top(
 ) -> None:
     """Watch the workers of a fleet: load, KV cache, cache hits, tokens per second, time of a step.
 
-    hits and step ms are those since the last look, in the first picture those since the worker's start. Keys: q quits,
-    m shows models or workers, s and S choose the column to sort by, r reverses, f filters by model, p pauses, arrows
-    and space scroll. If the output is no terminal, pictures are printed one after another.
+    "hits" and "step ms" cover the time since the last update; in the first picture, the time since the worker's start.
+    Keys: q quits, m shows models or workers, s and S choose the column to sort by, r reverses, f filters by model, p
+    pauses, arrows and space scroll. If the output is not a terminal, each update is printed after the last.
     """
     view = "models" if by_model else "workers"
     if sort is not None and sort.lower() not in _SORTS[view]:

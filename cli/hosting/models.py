@@ -178,7 +178,9 @@ for _command in (ps, load, unload, alias):
 @models.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def catalogue(as_json: bool) -> None:
-    """List the models with short names: source, licence, size and memory.
+    """List the models with short names.
+
+    The table shows source, licence, size and memory.
 
     Sizes are approximate. Memory is that of one worker with one context of 8192 and of 32768 tokens; "-" if the model's
     context is shorter. Tests run smollm2-135m. Of the others they check the architecture or the reader of GGUF files
@@ -234,7 +236,10 @@ def _catalogue_cells(row: dict[str, Any]) -> list[str]:
 @models.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_models(as_json: bool) -> None:
-    """List the models in the cache with their size, what they take, and their source."""
+    """List the models in the cache.
+
+    The table shows their size, what they take (text, images), and their source.
+    """
     found = [cached_model(name) for name in cached_names()]
     if as_json:
         click.echo(json.dumps([_row(model) for model in found], indent=2))
@@ -343,7 +348,9 @@ def _settle_downloads(model: CachedModel, held: int, *, remove: bool) -> None:
 @models.command()
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 def prune(dry_run: bool) -> None:
-    """Remove leftovers of interrupted pulls, and names whose directory no longer exists.
+    """Remove what interrupted pulls have left.
+
+    Names whose directory no longer exists are removed too.
 
     Models that can be served stay. The next pull of an interrupted model starts from the beginning.
     """

@@ -40,7 +40,7 @@ _WIDTH_OF_A_PIPE = 160
 @watch_option
 @operator_options
 def ps(as_json: bool, port: int | None, url: str | None, watch_s: float | None, access: ApiAccess) -> None:
-    """Show the models of the running server, and which of them are loaded.
+    """Show the running server's models and their states.
 
     With --url those of a fleet, with the sums of their workers.
     """
@@ -86,7 +86,9 @@ def show_fleet_models(url: str, access: ApiAccess, *, as_json: bool, watch_s: fl
 @_url_option
 @operator_options
 def load(name: str, model: str | None, port: int | None, url: str | None, access: ApiAccess) -> None:
-    """Load the model NAME of the running server, and wait until it is loaded.
+    """Load the model NAME, and wait until it is loaded.
+
+    NAME is a model of the running server.
 
     With MODEL, a server that has no NAME gets it: a name in the cache or the catalogue, OWNER/NAME on a hub, a
     directory or a GGUF file. Such a model gives way to others if memory is short, and requests load it again.
@@ -111,7 +113,9 @@ def load(name: str, model: str | None, port: int | None, url: str | None, access
 @_url_option
 @operator_options
 def unload(name: str, port: int | None, url: str | None, access: ApiAccess) -> None:
-    """Unload the model NAME of the running server, and wait until its memory is free. Its requests end first.
+    """Unload the model NAME, and wait until it is unloaded.
+
+    NAME is a model of the running server. Its requests end first.
 
     A model that is loaded on demand is loaded again for the next request. Others stay unloaded until headrace models
     load. With --url it is unloaded on the gateway's host, which needs the admin key.
@@ -134,10 +138,10 @@ def unload(name: str, port: int | None, url: str | None, access: ApiAccess) -> N
 )
 @_port_option
 def alias(alias: str, models: str | None, shadow: str, port: int | None) -> None:
-    """Let ALIAS stand for MODELS of the running server from now on, or for nothing without MODELS.
+    """Let ALIAS stand for MODELS of the running server.
 
-    MODELS is a model, or several with weights, such as a:90,b:10. Running answers end with the model that began them.
-    The next start of the server has what its file says.
+    Without MODELS, the alias is removed. MODELS is a model, or several with weights, such as a:90,b:10. A running
+    answer stays with its model. The change lasts until the server stops.
     """
     from headrace.protos import host_pb2
 

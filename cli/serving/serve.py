@@ -73,12 +73,12 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "--config",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Configuration of OpenVINO Model Server (config.json) that names the models, instead of MODEL. POST "
-    "/v1/config/reload reads it again.",
+    "/v1/config/reload reloads it.",
 )
 @click.option(
     "--config-poll-s",
     type=FiniteRange(0),
-    help="Also read --config again when it changes; look every so many seconds. 0: never.  [default: 0]",
+    help="Check --config for changes every this many seconds, and reload it. 0: never.  [default: 0]",
 )
 @click.option("--on-demand", is_flag=True, help="Load each MODEL when a request needs it, not at the start.")
 @click.option(
@@ -89,22 +89,30 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--memory-gb",
     type=FiniteRange(0, min_open=True),
-    help="Memory of all models together, in GiB. Models that are loaded on demand are unloaded to make room for "
-    "others.  [default: 80 % of the available memory if models are loaded on demand, else no limit]",
+    help="Memory limit of all models together, in GiB. Models on demand are unloaded to make room for others.  "
+    "[default: 80 % of the available memory if models are loaded on demand, else no limit]",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="HTTP port; 0 for any.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="HTTP port; 0 for any free one."
+)
 @click.option(
     "--grpc-port", type=click.IntRange(0, 65535), help="Port of the gRPC API; 0 for none.  [default: port + 1 if free]"
 )
 @click.option("--workers", type=click.IntRange(1, 256), help="Number of workers.  [default: one for each NUMA node]")
-@click.option("--threads", type=click.IntRange(1), help="Threads of each worker.  [default: its physical cores]")
+@click.option(
+    "--threads", type=click.IntRange(1), help="Threads of each worker.  [default: the physical cores of its node]"
+)
 @serve_options
 @click.option("--name", help="Name of the model in requests.  [default: the model's own]")
 @click.option(
-    "--tool-parser", help="Format of the model's tool calls; see headrace gateway --help.  [default: detected]"
+    "--tool-parser",
+    help="Format of the model's tool calls; see headrace gateway --help.  [default: detected from the chat template]",
 )
-@click.option("--reasoning-parser", help="Format of the model's reasoning.  [default: detected]")
+@click.option(
+    "--reasoning-parser",
+    help="Format of the model's reasoning; see headrace gateway --help.  [default: detected from the chat template]",
+)
 @click.option(
     "--chat-template",
     "chat_templates",
@@ -115,8 +123,8 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--special-tokens-in-text",
     type=click.Choice(("never", "prompts", "anywhere")),
-    help="Where the text of a special token in a request becomes the token.  [default: prompts that callers write "
-    "whole, as for /v1/completions]",
+    help="Where the text of a special token, such as <|im_end|>, becomes the token: never, in prompts that callers "
+    "write whole, as for /v1/completions, or also anywhere in chats.  [default: prompts]",
 )
 @click.option(
     "--allowed-media-domains",
@@ -141,13 +149,14 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "--mcp-headers",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Headers for these servers, such as their keys.  [default: none]",
+    help="JSON file with HTTP headers for the MCP servers, such as their keys.  [default: none]",
 )
 @click.option(
     "--mcp-config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="MCP servers in the JSON that agents have, also programs that the gateway starts.  [default: none]",
+    help="Further MCP servers, in the JSON format that agents use; also programs that the gateway starts.  [default: "
+    "none]",
 )
 @click.option(
     "--ollama-manage",
@@ -158,7 +167,8 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     "--ollama-blobs",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Also let them create models from GGUF files, which they upload into this directory.  [default: none]",
+    help="With --ollama-manage, let clients create models from GGUF files, which they upload into this directory.  "
+    "[default: none]",
 )
 @click.option(
     "--cors-origin",
@@ -169,14 +179,14 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--batch-store",
     metavar="DIR|URL",
-    help="Where files and batches are kept: a directory, a bucket (s3://, gs://, az://), or none.  [default: "
-    "~/.local/share/headrace/batches/PORT]",
+    help="Where files and batches of the Batch API are kept: a directory, a bucket (s3://, gs://, az://), or none.  "
+    "[default: ~/.local/share/headrace/batches/PORT]",
 )
 @click.option("--redis", "redis_url", help="Redis for rate limits, shared with the gateways of other hosts.")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="Minimum level of log lines, for all processes.",
+    help="Minimum level of log lines, for all processes.  [default: info]",
 )
 @click.option(
     "--log-format",
@@ -184,7 +194,10 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
     envvar="HEADRACE_LOG_FORMAT",
     help="Format of log lines, for all processes.  [default: text]",
 )
-@click.option("--otlp-endpoint", help="Send the traces of all processes there by OTLP, for example http://HOST:4317.")
+@click.option(
+    "--otlp-endpoint",
+    help="Send traces of all processes by OTLP to this endpoint, such as http://HOST:4317. Needs headrace[otel].",
+)
 @click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535 - 256),
@@ -193,7 +206,7 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @click.option(
     "--plain-grpc",
     is_flag=True,
-    help="Use one RPC for each request to router and workers, for proxies that balance or observe RPCs.",
+    help="Call router and workers with one RPC for each request, for proxies that balance or observe RPCs.",
 )
 @click.option(
     "--warm-restart/--no-warm-restart",
@@ -211,28 +224,33 @@ def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[...,
 @_file_option("--api-keys", "Require an API key from this file; see headrace keys.", "HEADRACE_GATEWAY_API_KEYS")
 @_file_option(
     "--admin-key-file",
-    "Key for loading models and LoRA adapters and draining workers over HTTP.",
+    "File with the admin key, which callers need to load models and LoRA adapters and to drain workers over HTTP.  "
+    "[default: none, nobody may]",
     "HEADRACE_ADMIN_KEY_FILE",
 )
 @_file_option("--tls-cert", "Serve HTTPS, and gRPC over TLS, with this certificate chain.", "HEADRACE_GATEWAY_TLS_CERT")
 @_file_option("--tls-key", "Private key of --tls-cert.", "HEADRACE_GATEWAY_TLS_KEY")
-@_file_option("--tls-dir", "Mutual TLS between processes, with ca.pem, cert.pem and key.pem there.", "HEADRACE_TLS_DIR")
 @_file_option(
-    "--join-token-file", "File with the secret that the processes present to one another.", "HEADRACE_JOIN_TOKEN_FILE"
+    "--tls-dir",
+    "Use mutual TLS between processes, with ca.pem, cert.pem and key.pem in this directory.",
+    "HEADRACE_TLS_DIR",
+)
+@_file_option(
+    "--join-token-file", "File with the secret that processes must present to one another.", "HEADRACE_JOIN_TOKEN_FILE"
 )
 @click.option(
     "--join",
     metavar="ADDR",
-    help="Instead of serving MODEL here, compute some of its layers for the server that has headrace serve --pipeline "
-    "with --await-stages at this host:port.",
+    help="Instead of serving MODEL, compute some of its layers for the headrace serve --pipeline that has "
+    "--await-stages at this host:port.",
 )
 @click.option(
     "--stage-listen",
     metavar="ADDR",
-    help="With --join: host:port at which the stage before this one calls it.  [default: 0.0.0.0:50071]",
+    help="With --join: host:port at which this stage listens for the previous one.  [default: 0.0.0.0:50071]",
 )
 @offline_option
-@click.option("--dry-run", is_flag=True, help="Print the cores that each worker would get, and exit.")
+@click.option("--dry-run", is_flag=True, help="Print the cores that each worker would use, and exit.")
 @click.pass_context
 def serve(
     context: click.Context,

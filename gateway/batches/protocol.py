@@ -95,7 +95,7 @@ PROTOCOL = Protocol(
             ["--batch-lines"],
             default=DEFAULT_LINES,
             type=click.IntRange(min=1, max=4096),
-            help="Lines of batches that this gateway runs at a time.",
+            help="Number of batch lines that this gateway runs at a time.",
         ),
         click.Option(
             ["--batch-max-lines"],
@@ -113,13 +113,13 @@ PROTOCOL = Protocol(
             ["--batch-tenant-mb"],
             default=_DEFAULT.max_tenant_bytes // MIB,
             type=click.IntRange(min=1),
-            help="MiB of files of each tenant, above which it cannot upload more.",
+            help="Maximum MiB of files of each tenant; further uploads are refused.",
         ),
         click.Option(
             ["--batch-tenant-max"],
             default=_DEFAULT.max_tenant_batches,
             type=click.IntRange(min=1),
-            help="Batches of each tenant that have not ended.",
+            help="Maximum number of batches of each tenant that have not ended.",
         ),
         click.Option(
             ["--batch-retention-days"],
@@ -131,7 +131,7 @@ PROTOCOL = Protocol(
             ["--batch-lease", "batch_lease_s"],
             default=LEASE_S,
             type=FiniteRange(min=1, max=600),
-            help="Seconds after which other gateways of the store run the lines of one that has died.",
+            help="Seconds after which other gateways of the same store take over the lines of one that died.",
         ),
     ),
 )

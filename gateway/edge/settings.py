@@ -52,11 +52,11 @@ class EdgeSettings:
         metavar="URL",
         help="Redis that gateways share: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../SERVICE.",
     )
-    open_metrics: bool = _flag(default=False, is_flag=True, help="Serve metrics without a key.")
+    open_metrics: bool = _flag(default=False, is_flag=True, help="Serve /metrics without a key.")
     vllm_metrics: bool = _flag(
         default=False,
         is_flag=True,
-        help="Show the metrics of models under the names of vLLM too, for other schedulers.",
+        help="Publish the metrics of models under the names of vLLM too, for schedulers that read them.",
     )
     tls_cert: Path | None = _flag(
         type=_FILE, metavar="FILE", help="Serve HTTPS, and gRPC over TLS, with this certificate chain."
@@ -72,7 +72,10 @@ class EdgeSettings:
         help="Mutual TLS with routers: directory with ca.pem, cert.pem, key.pem, read again when they change.",
     )
     join_token_file: Path | None = _flag(
-        type=_FILE, envvar="HEADRACE_JOIN_TOKEN_FILE", metavar="FILE", help="Secret to present to routers."
+        type=_FILE,
+        envvar="HEADRACE_JOIN_TOKEN_FILE",
+        metavar="FILE",
+        help="File with the secret to present to routers.",
     )
     cors_origins: tuple[str, ...] = _flag(
         "--cors-origin",
@@ -91,7 +94,7 @@ class EdgeSettings:
     early_headers: float | None = _flag(
         type=FiniteRange(min=0, min_open=True),
         help="Begin the response to a streaming request after this many seconds even without a token, for proxies that "
-        "close silent connections. Later errors are events. Default: never; earlier errors are statuses.",
+        "close silent connections. Errors after that are events, not statuses. Default: never.",
     )
     max_connections: int = _flag(default=10_000, type=click.IntRange(min=1), help="Maximum number of HTTP connections.")
     head_timeout: float = _flag(
@@ -116,7 +119,7 @@ class EdgeSettings:
     send_timeout: float = _flag(
         default=60.0,
         type=FiniteRange(min=0.001, max=2_000_000),
-        help="Maximum seconds for which a client reads nothing of an answer; then its connection ends.",
+        help="Seconds after which the connection of a client that reads nothing of its answer is closed.",
     )
 
 

@@ -154,6 +154,7 @@ def test_workers_that_have_learned_nothing_are_named_with_the_remedy() -> None:
         (["--seconds", "3"], 2, "is not in the range x>=5"),
         (["--url", "http://127.0.0.1:9", "--workers", "2"], 2, "--url measures nothing here"),
         (["--url", "localhost:9"], 2, "did you mean http://localhost:9?"),
+        (["m", "--kv-cache-gb", "4"], 2, "--kv-cache-gb is a flag of headrace serve; write it after --"),
         (["--url", "http://127.0.0.1:9"], 1, "cannot connect to http://127.0.0.1:9"),
         (["no-such-model", "--seconds", "20"], 1, "no-such-model"),
         (["--", "--no-such-flag"], 1, "no such option"),

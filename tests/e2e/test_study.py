@@ -41,7 +41,7 @@ def test_a_study_that_is_stopped_goes_on_with_the_next_run(tmp_path: Path) -> No
     study.send_signal(signal.SIGTERM)
     _, words = study.communicate(timeout=PATIENCE_S)
     assert study.returncode == 130, words
-    assert "stopped; the same command goes on with the next run" in words
+    assert "stopped; the same command continues with the next run" in words
     assert not (tmp_path / "logs/server.pid").exists()  # the server has been stopped, too
     before = runs(tmp_path)
 

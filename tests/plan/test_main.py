@@ -109,7 +109,7 @@ def test_the_calibration_of_the_model_in_the_cache_is_used(tmp_path: Path, monke
         (["--rate", "2", "--users", "5"], "--users and --rate are several loads"),
         (["--users", "5"], "--users needs either --every"),
         (["--users", "5", "--every", "2s", "--think-time", "3s"], "--users needs either --every"),
-        (["--rate", "2", "--every", "5s"], "say how many there are with --users"),
+        (["--rate", "2", "--every", "5s"], "give the number of users with --users"),
         (["--users", "2", "--every", "0"], "--every must be above 0"),
         (["--rate", "2", "--think-time", "5s"], "--think-time is for --users"),
         (["--rate", "nan"], "not a finite number"),
