@@ -26,7 +26,7 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
 
 
 def quietly(find: Callable[[click.Context], Iterable[str]]) -> Completer:
-    """A completer that offers nothing where the names cannot be found: a Tab is no place for errors."""
+    """A completer that offers nothing if the names cannot be found, because completion must not print errors."""
 
     def complete(ctx: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
         try:

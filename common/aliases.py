@@ -57,7 +57,7 @@ class Aliases:
         return name in self._splits
 
     def model_of(self, name: str, key: str) -> str:
-        """The model that a name stands for; the name itself if it is no alias."""
+        """The model that a name stands for; the name itself if it is not an alias."""
         split = self._splits.get(name)
         if split is None:
             return name

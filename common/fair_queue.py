@@ -221,7 +221,7 @@ class FairQueue(Generic[T]):
         return entry.item
 
     def in_order(self) -> Iterator[Entry[T]]:
-        """The entries in the order in which `pop` would return them. The queue must not change meanwhile."""
+        """The entries in the order in which `pop` would return them. The queue must not change while they are read."""
         for priority in reversed(self._priorities):
             yield from self._levels[priority].in_order()
 

@@ -18,7 +18,7 @@ class OpensslError(RuntimeError):
 
 
 class NoOpensslError(OpensslError):
-    """There is no such command."""
+    """The openssl command is not installed."""
 
 
 def openssl(arguments: Sequence[str]) -> None:

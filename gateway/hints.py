@@ -46,8 +46,8 @@ hints_var: ContextVar[Hints | None] = ContextVar("hints", default=None)
 
 def ignored(name: str, why: str, *, value: str = "", is_known: bool = True) -> None:
     """Note that the current request asks for something that has no effect. `why` is a clause for the log. `value` is
-    shown behind the name, but not in the log, because each request may have another one. Names that are not known are
-    the caller's, and only the first of them are logged."""
+    shown after the name, but not in the log, because it may differ in each request. Unknown names come from the caller,
+    and only the first few are logged."""
     hints = hints_var.get()
     if hints is not None:
         name = hints.rename(name)

@@ -193,7 +193,7 @@ def services_behind(
     images: ImageLoader | None = None,
     vllm_metrics: bool = False,
 ) -> Services:
-    """The services of a gateway, connected with each other."""
+    """The services that endpoints use, connected with each other."""
     metrics = Metrics(vllm=vllm_metrics)
     in_use = Counter[str]()
     host = ModelHost(model_host, transport, in_use=in_use, is_awaited=await_model_host)

@@ -303,8 +303,8 @@ class Front:
 
 
 class Awakening:
-    """Calls for the first worker of each model that has none and is asked for. Serve's own scaling starts one for a
-    call that waits, and requests wait at the router meanwhile. For one event loop."""
+    """Calls for the first worker of each model that has none and is asked for. Serve's own scaling starts a worker for
+    a waiting call; until then, requests wait at the router. For one event loop."""
 
     def __init__(self, workers: Mapping[str, Any]) -> None:
         """`workers`: the handle of each deployment of workers, by its name."""

@@ -239,7 +239,7 @@ class RouterService:
     async def pick(
         self, request_iterator: AsyncIterator[router_pb2.PickRequest], context: _Context
     ) -> AsyncIterator[router_pb2.PickResponse]:
-        """Choose workers for a request that somebody else sends."""
+        """Choose workers for a request that a proxy sends."""
         try:
             async for response in self._picking.answers(request_iterator):
                 yield response

@@ -16,8 +16,8 @@ from headrace.sim.router import SimulatedRouter
 
 
 class SimulatedAdmission:
-    """The queue of one router, in which no request waits for longer than `max_wait_s`. `place` places a request that
-    may go on, and `refuse` ends one; both get its number."""
+    """The queue of one router. No request waits for longer than `max_wait_s`. `place` places a request whose turn has
+    come, and `refuse` ends one; both get its number."""
 
     def __init__(
         self, router: SimulatedRouter, max_wait_s: float, place: Callable[[int], None], refuse: Callable[[int], None]

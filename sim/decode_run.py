@@ -133,7 +133,7 @@ class DecodeRun:
         return self._decode_step_ms[num_steps]
 
     def reported_ms(self, report: int) -> float:
-        """The time of a decode step in a report, the first of which is 0."""
+        """The time of a decode step in a report; 0 in the first report."""
         return self._decode_step_ms[self.reported[report] + 1]
 
     def reported_s(self, report: int) -> float:

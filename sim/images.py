@@ -174,7 +174,7 @@ class BesideEngine(_Encoder):
             self._queue.remove(job)
 
     def expected_s(self, job: EncodeJob) -> float:
-        """When an image that comes now would be done, if the engine goes on as it is."""
+        """When an image that arrives now would be encoded, in seconds, if the engine's load does not change."""
         left = self._left_core_s - (self._events.clock() - self._progress_s) * self._cores if self._queue else 0.0
         others = sum(self._settings.core_s(other.num_tokens) for other in list(self._queue)[1:])
         return self._events.clock() + (max(left, 0.0) + others + self._settings.core_s(job.num_tokens)) / self._cores

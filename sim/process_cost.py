@@ -52,7 +52,7 @@ class RouterTime:
 
     @property
     def background(self) -> float:
-        """The share of its time that reports and tokens took recently."""
+        """The fraction of the process's time that reports and tokens took recently."""
         return self._background
 
     def tokens(self, count: int) -> None:

@@ -217,7 +217,7 @@ class SimulatedRouter:
         return any(view.load(worker).has_room(own.num_pending) for worker, own in enumerate(view.bookings))
 
     def predicted_wait_s(self, num_ahead: int, now_s: float) -> float:
-        """How long a request would wait for room behind `num_ahead` others."""
+        """The predicted wait for room after `num_ahead` other requests, in seconds."""
         self.view.reported.advance(now_s)
         priors = self._answer_lengths.priors("")
         return predicted_wait_ms(num_ahead, self.view.candidates(), priors) / 1000

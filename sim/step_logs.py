@@ -18,7 +18,7 @@ from headrace.worker.engine.step_cost import StepShape
 DECODE_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT_KNOTS = (8, 16, 48, 128, 256, 512, 1024, 2048, 4096)
 LEAST_STEPS = 30
-"""Fewer steps of a kind are no ground for a fit."""
+"""The minimum number of steps of a kind for a fit."""
 _TEST_SHARE = 0.25
 _MOST_SLOWDOWN, _SLOWDOWN_STEP = 3.0, 0.05
 # A longer gap means that the worker had nothing to do.
@@ -65,7 +65,7 @@ class LoggedStep(msgspec.Struct, frozen=True):
 
 class Timed(NamedTuple):
     """A step with the time until the worker could begin the next one, and the mean number of other workers that
-    computed meanwhile."""
+    computed during it."""
 
     shape: StepShape
     ms: float
@@ -186,7 +186,7 @@ def _of_kind(steps: Sequence[Timed], knots: tuple[int, ...], slowdown: float, mo
 
 
 def _undisturbed(samples: list[Sample], knots: tuple[int, ...]) -> list[Sample]:
-    """The samples without those that took a multiple of what the others say: something else ran meanwhile."""
+    """The samples without outliers, which took a multiple of the time of similar steps because another program ran."""
     first = fitted(samples, _knots(samples, knots))
     kept = [
         sample

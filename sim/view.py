@@ -106,7 +106,7 @@ class Policy(Protocol):
         ...
 
     def observe(self, worker: int, report: Report) -> None:
-        """Learn from the `report` of a worker, of which the fleet's index knows the blocks already."""
+        """Learn from the `report` of a worker. The fleet's index already has its blocks."""
         ...
 
     def ended(self, job: Job) -> None:

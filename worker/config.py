@@ -30,7 +30,7 @@ class WorkerConfig:
     pipeline: int
     """Among how many stages the layers of the model are divided; 1: all are here."""
     stages: tuple[str, ...]
-    """The addresses of the stages besides this process; none if they offer themselves."""
+    """The addresses of the other stages; empty if they join."""
     await_stages: str | None
     """Where stages offer themselves; None if `stages` has them, or if there are none."""
     serves_stage: bool

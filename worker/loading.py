@@ -416,7 +416,7 @@ def compile_model(
 def compile_ranks(
     config: WorkerConfig, threads: int, max_context_tokens: int, *, speculates: bool
 ) -> OpenVINOModelRunner:
-    """Read and compile the model, divided among the ranks, of which the others get processes of their own."""
+    """Read and compile the model, divided among the ranks. Each rank except this one gets its own process."""
     from headrace.worker.ranks.group import GroupRunner
 
     return GroupRunner(

@@ -1,5 +1,5 @@
-"""Names what the bytes of KV blocks depend on besides the model. Only blocks with the same name are taken back from
-memory or a disk, and exchanged with other workers."""
+"""Names everything except the model that the bytes of KV blocks depend on. Only blocks with the same name are taken
+back from memory or a disk, and exchanged with other workers."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class TextFile:
 
 
 def image_url(path: str) -> str:
-    """An image file as a data URL. Raises CommandError if it cannot be read, or is no image that servers take."""
+    """An image file as a data URL. Raises CommandError if it cannot be read, or is not an image in a format that
+    servers accept."""
     if not path:
         raise CommandError("/image needs the name of an image file, such as /image photo.jpg")
     data = _content(path, "image")
@@ -112,7 +113,7 @@ def _content(path: str, kind: str) -> bytes:
 
 
 def _data_url(data: bytes) -> str:
-    """Raises ImageError if it is no image."""
+    """Raises ImageError if it is not an image."""
     return f"data:image/{read_header(data).format.lower()};base64,{base64.b64encode(data).decode()}"
 
 

@@ -30,7 +30,7 @@ _OF_SCREEN = {"verbose": "Show the figures of each answer", "quiet": "Show no fi
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is taken for a command, known or not."""
+    """Whether a line has the form of a command, known or not."""
     return _LIKE_A_COMMAND.match(line) is not None
 
 
@@ -47,7 +47,7 @@ def statistics(num_tokens: int | None, asked_s: float, first_s: float | None, la
 
 
 def note(text: str) -> None:
-    """Tell the user something that is no part of an answer."""
+    """Show the user a message that is not part of an answer."""
     click.secho(f"[{text}]", dim=True, err=True)
 
 
@@ -277,7 +277,7 @@ def _nothing(_session: Session, _argument: str) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class SlashCommand:
-    """A command of a chat. `argument` shows what stands behind it; empty: nothing may."""
+    """A command of a chat. `argument` describes its argument; empty if it takes none."""
 
     name: str
     argument: str

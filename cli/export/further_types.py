@@ -160,7 +160,7 @@ def scaled_attention(
     cache_position: torch.Tensor | None = None,
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The method `forward` of the layers of Llama 4 without rotation. The positions are behind the rotary factors."""
+    """The method `forward` of the layers of Llama 4 without rotation. The positions follow the rotary factors."""
     batch, length = hidden_states.shape[:2]
     steps = torch.floor((position_embeddings[2].float() + 1.0) / self.floor_scale)
     scales = torch.log1p(steps) * self.attn_scale + 1.0

@@ -63,8 +63,8 @@ def exported_weights(
     scale_estimation: bool = False,
     dataset: str | None = None,
 ) -> ExportedWeights | None:
-    """What the flags ask for; None without any. Raises CommandError if they contradict each other, or if there is no
-    data set."""
+    """The weights that the flags ask for; None without flags. Raises CommandError if they contradict each other, or if
+    there is no data set."""
     given = {
         "--group-size": group_size is not None,
         "--ratio": ratio is not None,

@@ -1,7 +1,7 @@
 """Rerankers that are causal language models, such as Qwen3-Reranker. The exporter loads this file; it imports nothing
 of headrace.
 
-The score of a query and a document is the logit of one token ("yes") behind a prompt with both, less that of another
+The score of a query and a document is the logit of one token ("yes") after a prompt with both, minus that of another
 ("no"). Such a checkpoint is written as a classifier whose classes are these two tokens: its rows of weights are theirs
 in the output layer. The graph then gets the difference. So it has no row for any other token, and gives no logits but
 those of the last position.
@@ -172,7 +172,7 @@ def prompt_parts(tokenizer: Any, prompt: str) -> dict[str, Any]:
 
 
 def _last_special(tokenizer: Any, text: str) -> tuple[list[int], str]:
-    """The tokens up to the last special one, and the text behind it."""
+    """The tokens up to the last special one, and the text after it."""
     tokens = _tokens(tokenizer, text)
     places = [number for number, (token, _) in enumerate(tokens) if token in tokenizer.added_tokens_decoder]
     if not places:

@@ -160,7 +160,7 @@ def _centred(integers: _Array, middle: int) -> _Array:
 
 
 def _with_minimum(integers: _Array, scales: _Array, minima: _Array, *, is_4_bit: bool) -> Groups:
-    """Weights of the form `scale * q + minimum`, with q without a sign; scales and minima f32 [groups, 1]."""
+    """Weights of the form `scale * q + minimum`, with unsigned q; scales and minima are f32 [groups, 1]."""
     middle = 8 if is_4_bit else 16
     return Groups(_centred(integers, middle), scales, minima + middle * scales, is_4_bit)
 

@@ -145,7 +145,7 @@ def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of_shape(shape: Shape) -> dict[str, Any]:
-    """What config.json has besides, for layers with a window and for two sets of rotary factors."""
+    """Further entries of config.json, for layers with a sliding window and for two sets of rotary factors."""
     found: dict[str, Any] = {}
     if shape.window:
         kinds = ("full_attention", "sliding_attention")

@@ -1,6 +1,6 @@
 """`headrace serve --join`: offers this host as stages of a pipeline whose worker is on another one, until stopped.
 
-Each NUMA node is a stage, as each would be a worker. There is no gateway and no router: these are where the worker is.
+Each NUMA node is a stage, as otherwise each would be a worker. Gateway and router run only on the worker's host.
 """
 
 from __future__ import annotations

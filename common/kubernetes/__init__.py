@@ -1,4 +1,4 @@
-"""Membership by the EndpointSlices of Kubernetes: which pods are behind a Service, and whether they take requests."""
+"""Membership by the EndpointSlices of Kubernetes: which pods belong to a Service, and whether they take requests."""
 
 from pathlib import Path
 

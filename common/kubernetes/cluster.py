@@ -80,8 +80,8 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def lines(self, path: str, parameters: Mapping[str, str]) -> AsyncIterator[AsyncIterator[list[bytes]]]:
-        """Context manager: the lines of an answer that goes on, in lists of those that arrived together. Raises
-        CallError when it is entered, and while it is read."""
+        """Context manager: the lines of a streamed answer, in lists of those that arrived together. Raises CallError on
+        entry, and while the answer is read."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):

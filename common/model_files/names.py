@@ -10,7 +10,7 @@ NAMED_TEMPLATE_FILES = {
 }
 """Chat templates for some requests only, by name. Transformers saves them in files of their own."""
 TEMPLATES = (*TEMPLATE_FILES, *NAMED_TEMPLATE_FILES.values(), "chat_template.json")
-"""All files that may have chat templates, besides tokenizer_config.json."""
+"""All files other than tokenizer_config.json that may have chat templates."""
 BUNDLE_FILES = (
     *TEMPLATES,
     "config.json",

@@ -58,7 +58,7 @@ def load_metrics(
     loads: Sequence[Labelled], labels: Sequence[str], gauges: Iterable[str], counters: Iterable[str]
 ) -> Iterator[Metric]:
     """The metrics of these loads, which have these `labels`: the fields `gauges`, the `counters`, and where threads and
-    memory are. Families of which no load has anything have no samples."""
+    memory are. A metric for which no load has a value has no samples."""
     for field in gauges:
         gauge = worker_gauge(*_GAUGES[field], *labels)
         for values, load in loads:

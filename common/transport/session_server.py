@@ -138,7 +138,7 @@ class SessionServer:
 
 
 def whole(wire: WireRequest) -> GenerateRequest:
-    """Decode a request with all of its parts. DecodeError if it is no message."""
+    """Decode a request with all of its parts. DecodeError if it is not a message."""
     return GenerateRequest.FromString(wire.joined())
 
 

@@ -89,7 +89,8 @@ class ImageFamily(Protocol):
 
     @property
     def text_around(self) -> str:
-        """What the gateway writes before and behind a placeholder in the rendered text, before it is tokenized."""
+        """The texts that the gateway writes before and after a placeholder in the rendered text, before it is
+        tokenized."""
 
     @property
     def reserved_token_ids(self) -> frozenset[int]:
@@ -104,8 +105,8 @@ class ImageFamily(Protocol):
         """Whether white, not black, is under transparent pixels."""
 
     def settings(self, detail: Detail) -> bytes:
-        """All that layouts and pixels depend on besides the image: a part of its identity. Equal for all details if
-        the model reads images in one way only."""
+        """Everything except the image that layouts and pixels depend on: part of the image's identity. Equal for all
+        details if the model reads images in one way only."""
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
         """The layout of an image of this size in pixels, after its orientation is applied. Raises `ImageError` if the

@@ -110,7 +110,7 @@ def _png(data: bytes) -> ImageHeader:
 
 
 def _international_text(text: bytes) -> bytes:
-    """The text of an iTXt chunk, behind its keyword."""
+    """The text of an iTXt chunk, after its keyword."""
     parts = text[2:].split(b"\0", 2)
     if len(parts) < 3:
         return b""

@@ -18,7 +18,8 @@ FIRST_PSEUDO_TOKEN = 1 << 31
 
 
 def digest(data: bytes, family: ImageFamily, detail: Detail) -> bytes:
-    """SHA-256 of all that an image's states depend on besides the weights: the file, the settings and the detail."""
+    """SHA-256 of everything that an image's states depend on, except the weights: the file, the settings and the
+    detail."""
     settings = family.settings(detail)
     found = hashlib.sha256(b"image\0%d\0" % len(settings))
     found.update(settings)

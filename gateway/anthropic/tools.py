@@ -94,7 +94,7 @@ class _Tool:
 
 
 class Catalogue:
-    """The tools of a request, some of which its conversation loads or withdraws."""
+    """The tools of a request. The conversation may load and withdraw some of them."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Raises `StatusError` for a malformed tool or an unknown type."""

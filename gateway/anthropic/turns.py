@@ -196,7 +196,7 @@ class _Reader:
 
     def _result(self, where: str, content: Any) -> list[tuple[str, str | GivenImage]]:
         """The texts and images of a tool's result, with their places. Other blocks become notes, so that the chat can
-        go on without them."""
+        continue without them."""
         if isinstance(content, str):
             return [(where, content)]
         if not isinstance(content, list):

@@ -237,7 +237,7 @@ def _query(exchange: Exchange, known: Sequence[str]) -> Mapping[str, str]:
 
 
 def _after(ids: list[str], after: str | None) -> list[str]:
-    """The ids behind `after`. Raises `StatusError`."""
+    """The ids after `after`. Raises `StatusError`."""
     if after is None:
         return ids
     if after not in ids:

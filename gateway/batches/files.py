@@ -103,7 +103,7 @@ class Files:
         return sorted(found, key=lambda file: (file.created_at, file.id))
 
     def content(self, tenant: str, file_id: str) -> AsyncGenerator[bytes, None]:
-        """The bytes of a file that was found, in pieces. Raises FileNotFoundError if it is deleted meanwhile."""
+        """The bytes of a file that was found, in pieces. Raises FileNotFoundError if it is deleted while it is read."""
         return self._store.stream(f"{self._folder(tenant, file_id)}/content")
 
     async def part(self, tenant: str, file_id: str, start: int, length: int) -> bytes:

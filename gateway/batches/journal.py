@@ -44,7 +44,7 @@ from headrace.protos.status import Reason, StatusError
 PART_LINES = 32
 """Lines of a part."""
 LEASE_S = 20.0
-"""A gateway without a heartbeat for this long is taken for dead."""
+"""A gateway without a heartbeat for this long counts as dead."""
 _MAX_SHOWN_CHARS = 64
 PLAN = "plan"
 END = "end"
@@ -313,8 +313,8 @@ class Journal:
         await self._store.create(f"{batch.path}/lines/{part:06d}/{number:09d}.{kind}", row)
 
     async def end_part(self, batch: OpenBatch, part: int, num_lines: int) -> None:
-        """Put all answers of a part, whose `num_lines` lines all have one, into one object. If another gateway has done
-        so meanwhile, its lines are gone, and what is left of them is not the part."""
+        """Put all answers of a part, whose `num_lines` lines all have one, into one object. If another gateway has
+        already done so, its lines are deleted, and the remaining ones are not the whole part."""
         rows = await self._rows(batch, part)
         if len(rows) == num_lines:
             num_ok = sum(is_ok for _, is_ok, _ in rows)

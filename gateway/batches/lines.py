@@ -1,9 +1,9 @@
 """The lines of an input file: checked, and put in an order in which the prefix cache serves most of them (pure).
 
-Lines that share the beginning of their prompt should run one after another, or their blocks are evicted in between.
-Sorting needs all prompts at once, and a file may be larger than memory should be for it. So each line has a few hashes,
-of ever longer beginnings of its prompt, and lines are grouped by the shortest, within these by the next, and so on.
-Groups, and lines within a group, stay in the order of the file.
+Lines whose prompts share a prefix should run one after another; otherwise their blocks are evicted in between. Sorting
+needs all prompts at once, and a file may be larger than memory should be for it. So each line has a few hashes, of ever
+longer prefixes of its prompt, and lines are grouped by the shortest, within these by the next, and so on. Groups, and
+lines within a group, stay in the order of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.gateway.batches.records import LineError
 MAX_SHOWN_ERRORS = 100
 MAX_CUSTOM_ID_CHARS = 512
 _LENGTHS = (128, 512, 2048, 8192, 32768)
-"""Characters of the beginnings of prompts that are compared."""
+"""Lengths of the prompt prefixes that are compared, in characters."""
 _SHOWN_CHARS = 100
 _NOT_HERE = {
     "stream": "stream does not go with a batch, whose answers are read from a file; leave it out",
@@ -103,7 +103,7 @@ def parse_line(content: bytes) -> BatchLine:
 
 
 class _Groups:
-    """The groups of lines by the beginnings of their prompts. Each is named by the number of its first line."""
+    """Groups of lines by the prefixes of their prompts. Each group is named by the number of its first line."""
 
     def __init__(self) -> None:
         self._firsts: dict[bytes, int] = {}

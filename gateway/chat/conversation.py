@@ -37,7 +37,7 @@ _KIMI = "<|tool_call_argument_begin|>"
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """What a model reads besides text."""
+    """Inputs other than text that a model reads."""
 
     placeholder: str = ""
     """What its template writes for an image; empty if it reads no images."""
@@ -54,8 +54,8 @@ def conversation_of(
 ) -> Conversation:
     """The conversation of a request, in the shape that this template takes. Raises `StatusError`.
 
-    `reasons`: whether the model's format of reasoning is known. `reader`: what the model reads besides text; by default
-    nothing.
+    `reasons`: whether the model's format of reasoning is known. `reader`: inputs other than text that the model reads;
+    by default none.
     """
     reader = reader or Reader()
     if not request.messages:
@@ -270,8 +270,8 @@ def note_of(kind: str, place: str = "messages.content") -> str:
 
 
 def _with_images_of_tools_behind(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with images of results in a turn of the user behind the results, for templates that have no place
-    for them in a result."""
+    """The messages, with the images of tool results moved to a user turn after the results, for templates that have no
+    place for images in a result."""
     found: list[dict[str, Any]] = []
     waiting: list[ImagePlace] = []
     for message in messages:

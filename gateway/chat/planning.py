@@ -179,7 +179,7 @@ class Chats:
             return model, form, use, conversation, await self._prompts.of_conversation(model, conversation)
 
     def _reader(self, model: Model) -> Reader:
-        """What a model reads besides text."""
+        """Inputs other than text that a model reads."""
         if model.images is not None:
             return Reader(model.images.placeholder)
         others = ", ".join(f"'{name}'" for name in self._models.readers_of_images[:_MAX_NAMED])

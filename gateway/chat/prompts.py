@@ -98,7 +98,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The text behind a prompt, when the model writes what is between them."""
+    """The text after a gap: the model writes the text between the prompt and this one."""
 
     suffix: str
     files: Sequence[tuple[str, str]] = ()

@@ -192,7 +192,7 @@ class _Writer:
         return f"{self.until(opening)} {calls} | {self.answer(text)}"
 
     def answer(self, text: str) -> str:
-        """An answer that is no call, with the tokens that the model may write around it."""
+        """An answer without a call, with the tokens that the model may write around it."""
         reasoning = self.form.output.reasoning
         for opening, closing in () if reasoning is None else reasoning.around_answer:
             if self.has_token(opening):
@@ -378,7 +378,7 @@ def _python_calls(writer: _Writer) -> list[tuple[str, str]]:
 
 def _entries(writer: _Writer, number: str, entries: Sequence[tuple[str, str, bool]], comma: str, end: str) -> str:
     """The rule for entries, each a head, the rule of its value and whether it is required; with the `comma` between
-    and the `end` behind them."""
+    them and the `end` after them."""
     # From the last entry to the first one: each rule is that of an entry and all behind it, with and without a comma
     # in front.
     after = {True: literal(end), False: literal(end)}
@@ -566,8 +566,8 @@ def _parameter(
     start: str = "",
     never: str = "",
 ) -> str:
-    """A value in front of its end tag, and the tag with the texts `before` and `after` it. Texts are raw, other values
-    JSON. Texts are behind the text `start`; free ones do not begin with `never`."""
+    """A value before its end tag, and the tag with the texts `before` and `after` it. Strings are raw, other values
+    JSON. Strings follow the text `start`; free ones do not begin with `never`."""
     kinds = types_of(schema)
     own = schema.keys() - _NOTES - {"definitions", "components"}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)

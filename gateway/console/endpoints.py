@@ -56,7 +56,7 @@ _FILE_HEADERS = (
 )
 _COUNTS = ("max_tokens", "min_tokens")
 _LISTS = ("stop", "samplers", "dry_sequence_breakers")
-"""Sampling fields that are no numbers: of these the page sends lists of texts."""
+"""Sampling fields that are not numbers: the page sends lists of texts for them."""
 _SWITCHES = ("ignore_eos",)
 _LOCAL_HOSTS = frozenset({"", "localhost", "127.0.0.1", "::1"})
 _MINUTE = int(60 / INTERVAL_S)

@@ -21,7 +21,7 @@ Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What the OpenAPI document says of an endpoint, besides its method, path and errors."""
+    """What the OpenAPI document says about an endpoint, in addition to its method, path and errors."""
 
     summary: str
     answer: Any = None

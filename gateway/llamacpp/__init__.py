@@ -1,1 +1,1 @@
-"""The API of llama.cpp's server, besides what it shares with OpenAI's: completions, infills, templates, properties."""
+"""The endpoints of llama.cpp's server that OpenAI's API does not have: completions, infills, templates, properties."""

@@ -121,7 +121,7 @@ class _Llama:
         await exchange.respond(encode(props))
 
     async def slots(self, exchange: Exchange) -> None:
-        """GET /slots: of each worker as many as its batch takes, of which the running requests come first."""
+        """GET /slots: for each worker, the places in its batch, those of running requests first."""
         model = await self._services.models.find(query_of(exchange).get("model", ""), loads=False)
         await exchange.respond(encode(await self._slots(model)))
 

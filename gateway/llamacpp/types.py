@@ -131,7 +131,7 @@ def gap_of(request: LlamaInfill) -> tuple[str, Gap]:
 
 
 def _biases(given: Any) -> dict[int, float] | None:
-    """Pairs of a token and its bias, of which false forbids the token. Raises `StatusError`."""
+    """Pairs of a token and its bias; a bias of false forbids the token. Raises `StatusError`."""
     if given is None:
         return None
     pairs = list(given.items()) if isinstance(given, Mapping) else given

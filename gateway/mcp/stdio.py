@@ -35,7 +35,7 @@ STEADY_S = 60.0
 END_S = 2.0
 """Time to end after its input is closed, and again after SIGTERM."""
 MAX_STRAY_LINES = 1000
-"""Lines of one process on standard output that are no messages."""
+"""Lines on a process's standard output that are not messages."""
 _MAX_LOGGED_CHARS = 500
 _LOG = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class StdioExchange:
         self.result = server.result
 
     def close(self) -> None:
-        """See `session.Exchange`. The process goes on."""
+        """See `session.Exchange`. The process keeps running."""
 
 
 class _Pipes:

@@ -106,7 +106,7 @@ class Blobs:
             yield links / min(names.values())
 
     def forget(self, files: Mapping[str, str]) -> None:
-        """Remove files of which a model was made."""
+        """Remove files from which a model was made."""
         for digest in files.values():
             self._path(digest, "files").unlink(missing_ok=True)
 

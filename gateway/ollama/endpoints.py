@@ -77,7 +77,7 @@ API_VERSION = "0.13.4"
 """The version of Ollama whose API is served. Clients compare it with the minimum that they need."""
 _NEVER = "9999-12-31T23:59:59Z"
 _SILENT_S = 1.0
-"""A create of files that takes longer says that it goes on."""
+"""A request to create a model that takes longer than this sends a progress message."""
 _MOST_IDLE_MS = 1000 * 366 * 24 * 3600 * 1000
 # Default of the card -> name of Ollama's parameter.
 _PARAMETERS = {

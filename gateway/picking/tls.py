@@ -35,7 +35,7 @@ class PickerTls(StrEnum):
 
 
 class PickerTlsError(ValueError):
-    """There is no certificate for it. The message is a sentence with the remedy."""
+    """The picker has no certificate. The message is a sentence with the remedy."""
 
 
 def picker_bind(tls: PickerTls | None, transport: Transport) -> Bind:

@@ -1,4 +1,4 @@
-"""Compaction: the model sums up a conversation, and the conversation goes on from the summary.
+"""Compaction: the model summarises a conversation, and the conversation continues from the summary.
 
     messages of user, system and developer, and all else   ->   these messages, and an item `compaction`
 

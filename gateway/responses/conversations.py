@@ -1,7 +1,7 @@
 """Conversations of the Conversations API: items that are kept under an id, to which responses add theirs.
 
 A conversation is one value in the store of responses. Requests change it at the same time, so each change reads it and
-swaps it for the changed one, and begins again if it was changed meanwhile. Each change renews its time to live.
+swaps it for the changed one, and begins again if another request has changed it. Each change renews its time to live.
 """
 
 from __future__ import annotations

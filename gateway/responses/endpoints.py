@@ -278,8 +278,8 @@ class _Responses:
         return compaction, plan, names
 
     async def _continue_conversation(self, planned: _Planned) -> None:
-        """Add the input and the output to the conversation, if there is one. Raises `StatusError`: the caller would go
-        on from a conversation that lacks both."""
+        """Add the input and the output to the conversation, if there is one. Raises `StatusError`: otherwise the caller
+        would continue a conversation that lacks both."""
         conversation_id = planned.request.conversation_id
         if conversation_id is not None:
             new = [*planned.new_items, *planned.answer.response.output_values()]

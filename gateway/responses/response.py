@@ -53,7 +53,7 @@ class ResponseUsage(Shape):
 
 
 class ResponseReasoning(Shape):
-    """How the model reasoned. There are no summaries, because reasoning is shown in full."""
+    """The reasoning of the model. It has no summary, because the reasoning is shown in full."""
 
     effort: str | None
     summary: None = None

@@ -1,4 +1,5 @@
-"""A response whose model may call tools of MCP servers: the gateway calls them, and the model goes on with the results.
+"""A response whose model may call tools of MCP servers: the gateway calls them, and the model continues with the
+results.
 
     lists of tools, calls that the caller has approved,
     { the model writes; its calls of MCP tools are made } until it calls none of them
@@ -49,7 +50,7 @@ class PlanNext(Protocol):
     def __call__(
         self, output: Sequence[dict[str, Any]], offer: Offer, max_output_tokens: int | None
     ) -> Awaitable[ChatPlan]:
-        """The plan behind this output so far. Raises `StatusError`."""
+        """The plan for the next round, whose prompt includes the output so far. Raises `StatusError`."""
 
 
 class McpUse:

@@ -1,4 +1,4 @@
-"""Stored responses and conversations: to go on from, to be retrieved, and while they run in the background.
+"""Stored responses and conversations: callers continue and retrieve them, also while they run in the background.
 
 A store maps keys to bytes for a limited time. Without Redis it is bounded memory of this process.
 """

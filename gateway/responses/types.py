@@ -34,7 +34,7 @@ _SUMMARIES = ("auto", "concise", "detailed")
 
 
 class ReasoningFields(msgspec.Struct, kw_only=True):
-    """How to reason. There are no summaries, because reasoning is shown in full."""
+    """How the model should reason. Summaries are not supported, because the reasoning is shown in full."""
 
     effort: str | None = None
     max_tokens: int | None = None

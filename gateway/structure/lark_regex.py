@@ -290,7 +290,7 @@ class _Grammar:
         return f"(?:{found})?" if token.text == "[" else f"(?:{found})"
 
     def _lexeme(self, expression: str) -> str:
-        """The expression of a terminal within a rule, with what is ignored behind it."""
+        """The expression of a terminal within a rule, followed by what the grammar ignores."""
         if self._in_terminal or not self._ignored:
             return expression
         self._in_terminal = True

@@ -139,7 +139,7 @@ class Metrics:
         self.recent.request_ended(endpoint, outcome)
 
     def parted(self, model: str, position: int, num_repeated_tokens: int) -> None:
-        """Observe a prompt that repeats tokens of a recent one behind a difference at this position."""
+        """Observe a prompt that repeats tokens of a recent one after a difference at this position."""
         self._parting.labels(model).observe(position)
         self._repeated.labels(model).inc(num_repeated_tokens)
 

@@ -1,7 +1,6 @@
-"""Notices prompts that repeat much of a recent one, but behind a difference, where no cache can help.
-
-A cache finds the longest common beginning of two prompts. A date, a session's id or a checksum in the first line of a
-long prompt makes all of it new in each request:
+"""Notices prompts that repeat much of a recent one, but after a difference, so that the prefix cache cannot help. The
+cache finds the longest common prefix of two prompts. A date, a session's id or a checksum in the first line of a long
+prompt makes all of it new in each request:
 
     [checksum 1] [2,500 tokens of instructions] [question]
     [checksum 2] [2,500 tokens of instructions] [another question]
@@ -33,8 +32,8 @@ class Partings:
     """Compares each prompt with the recent ones of its model and cache scope."""
 
     def __init__(self, observe: Callable[[str, int, int], None]) -> None:
-        """`observe` gets the model, the number of tokens before the first difference, and about how many tokens behind
-        it are repeated."""
+        """`observe` gets the model, the number of tokens before the first difference, and the approximate number of
+        repeated tokens after it."""
         self._observe = observe
         self._recent: OrderedDict[tuple[str, str], deque[array[int]]] = OrderedDict()
         self._told: dict[tuple[str, str], None] = {}
@@ -70,8 +69,9 @@ class Partings:
 
 
 def parting_of(tokens: array[int], recent: Sequence[array[int]]) -> tuple[int, int] | None:
-    """The number of tokens that a prompt has in common with the beginning of a recent one, and about how many more
-    tokens of it are also in one of them, behind a difference; None if these are few, or fewer than those in common."""
+    """The length of the longest common prefix with a recent prompt, in tokens, and the approximate number of further
+    tokens that a recent prompt also has, after a difference. None if these are few, or fewer than those of the prefix.
+    """
     common = max((num_common(tokens, other) for other in recent), default=0)
     num_left = len(tokens) - common
     if num_left < max(MIN_REPEATED_TOKENS, common):

@@ -1,7 +1,6 @@
-"""Finds the tokens that contain a text, or begin one that the next tokens complete: the breakers of DRY (pure).
-
-As in llama.cpp: a token with the whole text is a breaker by itself. A token that ends with the beginning of the text is
-one together with the tokens of the rest.
+"""Finds the sequence breakers of DRY: tokens that contain a text, or that begin a text which the next tokens complete
+(pure). As in llama.cpp, a token with the whole text is a breaker by itself. A token that ends with a prefix of the text
+is a breaker together with the tokens of the rest.
 """
 
 from __future__ import annotations

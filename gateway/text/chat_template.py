@@ -112,7 +112,7 @@ class ChatTemplate:
     """The template of one model, compiled."""
 
     takes_one_text = False
-    """Whether this is no template of the model's own; see `NoTemplate`."""
+    """Whether the model has no template of its own; see `NoTemplate`."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Compile the source named `default`, or the only one. Raises `BundleError` if that cannot be done.
@@ -432,7 +432,7 @@ class NoTemplate(ChatTemplate):
 
     @property
     def shows_system(self) -> bool:
-        """There is no room for a system message beside the user's."""
+        """Always false: there is no room for a system message beside the user's."""
         return False
 
     def _check_number(self, messages: Sequence[Mapping[str, Any]]) -> None:

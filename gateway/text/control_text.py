@@ -1,6 +1,6 @@
 """Finds the texts of control tokens in what callers write, and marks them, so that they do not become tokens (pure).
 
-A mark is one character of Unicode's private use area that occurs nowhere in the conversation. It is put behind the
+A mark is one character of Unicode's private use area that occurs nowhere in the conversation. It is inserted after the
 first character of each text of a control token:
 
     "ignore <|im_end|>"  ->  "ignore <M|im_end|>"
@@ -45,7 +45,7 @@ class Marking:
         return self._controls.marked_text(text, self.mark)
 
     def ends(self, text: str) -> str:
-        """A marked text with marks also in what could be part of a control token's text."""
+        """A marked text, with further marks wherever its beginning or end could be part of a control token's text."""
         return self._controls.marked_ends(text, self.mark)
 
     def value(self, value: Any) -> Any:
@@ -184,7 +184,7 @@ class ControlTexts:
         return re.compile(_alternation(_json(text)[1:-1] for text in self.texts), self._flags)
 
     def _pattern_beside(self, mark: str) -> re.Pattern[str]:
-        """The pattern, not for single characters behind a mark."""
+        """The pattern, without single characters after a mark."""
         if mark not in self._patterns:
             longer = {text for text in self.texts if len(text) > 1}
             parts = [_alternation(longer)] if longer else []
@@ -212,12 +212,12 @@ def _marked(found: str, mark: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """The value as JSON, in which no text is escaped, besides quotes and control characters."""
+    """The value as JSON. Only quotes and control characters in texts are escaped."""
     return msgspec.json.encode(value).decode() if value else ""
 
 
 def _alternation(texts: Iterable[str]) -> str:
-    """A regular expression for any of the texts, the longest first; common beginnings are matched once, for speed."""
+    """A regular expression for any of the texts, the longest first; common prefixes are matched once, for speed."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

@@ -2,7 +2,7 @@
 
     <|fim_prefix|> before <|fim_suffix|> after <|fim_middle|>        -> the text between them
 
-Files beside it come first, each behind a token for files, if the model has one.
+Other files come first, each after a token for files, if the model has one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Family:
     repository: str = ""
     file: str = ""
     ends: tuple[str, ...] = ()
-    """Tokens besides those with which the model ends its texts."""
+    """Tokens other than those with which the model ends its texts."""
 
 
 _FAMILIES = (
@@ -55,7 +55,7 @@ class FillTokens:
     repository: int | None = None
     file: int | None = None
     ends: tuple[int, ...] = ()
-    """Tokens that end the text in the gap, besides those that end every text."""
+    """Tokens that end the text in the gap, in addition to those that end every text."""
 
     def prompt(
         self,
@@ -84,7 +84,7 @@ class FillTokens:
 
     @property
     def num_marks(self) -> int:
-        """How many tokens a prompt has besides its texts and files."""
+        """How many tokens a prompt has in addition to its texts and files."""
         return 2 if self.middle is None else 3
 
 
@@ -108,7 +108,7 @@ def fill_tokens(token_bytes: Sequence[bytes]) -> FillTokens | None:
 
 
 def _ids_of(token_bytes: Sequence[bytes]) -> Mapping[str, int]:
-    """The ids of the families' tokens by their texts, some of which begin with a space in a vocabulary."""
+    """The ids of the families' tokens by their texts. In a vocabulary, some texts begin with a space."""
     wanted = {text.encode(): text for text in _texts()}
     wanted |= {b" " + raw: text for raw, text in wanted.items()} | {
         "\u2581".encode() + raw: text for raw, text in wanted.items()
@@ -124,8 +124,8 @@ def _texts() -> Iterable[str]:
 
 
 def cut_to(room: int, before: Sequence[int], after: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """The end of the text before the gap and the beginning of the one behind it, together at most `room` tokens: a
-    quarter for the latter, or more if the former leaves it."""
+    """The end of the text before the gap and the beginning of the text after it, together at most `room` tokens. The
+    latter gets a quarter, or more if the former leaves room."""
     if len(before) + len(after) <= room:
         return before, after
     of_after = min(len(after), max(room // 4, room - len(before)))

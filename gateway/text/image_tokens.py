@@ -96,8 +96,8 @@ class ImageTokens:
 
 
 def with_images(token_ids: Sequence[int], placeholder_id: int, images: Iterable[PromptImage]) -> array[int]:
-    """The tokens of a prompt with those of its images in place of the placeholders, of which there are as many as
-    images. One pass."""
+    """The tokens of a prompt, with the tokens of its images in place of the placeholders, in one pass. There must be
+    one placeholder for each image."""
     found = array("I")
     start = 0
     for image in images:

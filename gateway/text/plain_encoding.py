@@ -152,7 +152,7 @@ class PlainEncoding:
         return found
 
     def _in_clean_parts(self, texts: Sequence[str]) -> list[list[str]]:
-        """The texts in parts of which none becomes a control token, as far as they can be cut."""
+        """The texts, cut as far as possible into parts that cannot become control tokens."""
         parts = [[text] for text in texts]
         num_cuts = 0
         while True:

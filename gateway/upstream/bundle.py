@@ -36,7 +36,7 @@ class BundleError(Exception):
 
 
 def read_bundle(raw: bytes) -> dict[str, bytes]:
-    """Content of the bundle's known files, by name. Raises `BundleError` if it is no tar archive or too large."""
+    """Content of the bundle's known files, by name. Raises `BundleError` if it is not a tar archive, or too large."""
     if len(raw) > MAX_BUNDLE_BYTES:
         raise BundleError(f"the tokenizer bundle has {len(raw)} bytes; the maximum is {MAX_BUNDLE_BYTES}")
     files: dict[str, bytes] = {}

@@ -258,8 +258,8 @@ class Upstream:
                 return
 
     async def pick(self, request: PickRequest) -> tuple[PickCall, PickResponse]:
-        """Let a router choose workers for a request that somebody else sends. The booking lasts until the call is
-        ended. Raises `StatusError`."""
+        """Let a router choose workers for a request that a proxy sends. The booking lasts until the call is ended.
+        Raises `StatusError`."""
 
         async def ask(endpoint: Address) -> tuple[PickCall, PickResponse]:
             call = endpoint.router.Pick()
@@ -476,7 +476,7 @@ class Upstream:
             self._retire(endpoint)
 
     def _avoid(self, endpoint: Address, failure: StatusError) -> None:
-        """Prefer other addresses for a while. The log gets one line for all requests that fail meanwhile."""
+        """Prefer other addresses for a while. All requests that fail during this time share one log line."""
         now_s = time.monotonic()
         if endpoint.avoided_until_s + LOG_AGAIN_S < now_s:
             _LOG.warning("%s fails; its requests use another address or wait: %s", endpoint.address, failure.message)

@@ -122,7 +122,8 @@ class Admission:
         return list(self._waiting)
 
     def check_room(self, num_held: int) -> None:
-        """Raise StatusError (QUEUE_FULL) if no other request may wait, with `num_held` requests that wait besides."""
+        """Raise StatusError (QUEUE_FULL) if no other request may wait. `num_held` further requests wait elsewhere in
+        the router."""
         if self.num_waiting + num_held >= self._config.max_waiting:
             raise queue_full(self.num_waiting + num_held, self._holding.on_demand.cold_start_s)
 

@@ -37,8 +37,8 @@ class Generation:
         max_attempts: int,
         metadata: Metadata = (),
     ) -> None:
-        """`write` sends the client a message, `remaining_s` is the time to its deadline or None. `metadata` goes along
-        to workers. The answer may lose `max_attempts` workers in a row without a token from any.
+        """`write` sends the client a message, `remaining_s` is the time to its deadline or None. `metadata` is passed
+        on to workers. The answer may lose `max_attempts` workers in a row without a token from any.
 
         Raises StatusError (INVALID_FIELD) for bytes that are not a GenerateRequest.
         """

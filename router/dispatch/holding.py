@@ -1,7 +1,7 @@
 """Models whose workers are started on demand, and the requests that are held until one is there.
 
 An autoscaler may take the last worker of such a model away. The router still knows the model's name. It holds requests
-for it, for at most `cold_start_s`, and says that a worker is wanted. The requests go on when a worker joins.
+for it, for at most `cold_start_s`, and says that a worker is wanted. The requests continue when a worker joins.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ScalingSignal(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Totals:
-    """Sums of the workers' counters, of which each restarts at 0 with its worker."""
+    """Sums of the workers' counters. Each counter restarts at 0 with its worker."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int, int]] = {}  # by address: epoch, prompt tokens, requests
@@ -147,7 +147,7 @@ class Scaling:
             await end_tasks(self._ticker)
 
     def refused(self, model: str, reason: Reason) -> None:
-        """Count a request for a model that was refused, if that was for lack of room or workers."""
+        """Count a refused request of a model, if it was refused for lack of room or workers."""
         if reason not in _LACKS_ROOM:
             return
         try:
@@ -192,7 +192,8 @@ class Scaling:
             await asyncio.sleep(_TICK_S)
 
     def _held(self, model: str) -> None:
-        """A request waits for a model without a worker: whoever follows the signals learns of it at once."""
+        """Called when a request begins to wait for a model without a worker: notifies the followers of the signals at
+        once."""
         self._tell()
 
     def _tell(self) -> None:
@@ -259,7 +260,8 @@ class Scaling:
     def _queue_wait_ms(
         self, candidates: Candidates, num_waiting: int, oldest_ms: float, now_s: float, priors: Priors
     ) -> float:
-        """How long a request waits that arrives now. Without a worker, as long as the first one has waited so far."""
+        """The expected wait of a request that arrives now, in milliseconds. Without a worker, the time that the first
+        request has waited so far."""
         if not len(candidates):
             return oldest_ms
         here_ms = predicted_wait_ms(num_waiting, candidates, priors) if num_waiting else 0.0

@@ -12,7 +12,7 @@ All costs are in milliseconds of expected time, so that a cached prefix, a queue
             + pressure_ms   missing blocks: another request is preempted and computed again
             + adapter_ms    time to read the request's LoRA adapter into memory
             + transfer_ms   time to fetch cached blocks from the disk or another worker, where that saves computation
-            + image_ms      time to encode the images of the uncached part of this prompt, behind those that wait there
+            + image_ms      time to encode the images of the uncached part of this prompt, after those that wait there
 
 The trade-off between cache affinity and balance is made for each request; there is no global switch. A worker with
 unknown rates is assumed to be as fast as the best of the others, because it must get requests before its rates can be
@@ -352,7 +352,8 @@ def _weigh(
 
 
 def _image_ms(places: Places, held_tokens: Values, columns: Columns[Values], priors: Priors) -> Values:
-    """The time to encode the images behind the tokens that each candidate holds, after those that wait there."""
+    """The time to encode the images after the tokens that each candidate has cached, in addition to images that wait
+    there."""
     num_tokens = len(places) - np.searchsorted(places, held_tokens)
     rates = columns.image_tokens_per_s
     rates = np.where(rates > 0.0, rates, rates.max() or priors.image_tokens_per_s)
@@ -369,7 +370,7 @@ def _weigh_blocks(
     step_ms: Values,
     priors: Priors,
 ) -> None:
-    """Add the cost of making room in the KV cache for the new tokens, of which `answer` belong to the answer. Tokens
+    """Add the cost of making room in the KV cache for the new tokens; `answer` of them belong to the answer. Tokens
     copied from another worker also stay there."""
     size = columns.block_size
     blocks = columns.blocks

@@ -62,8 +62,8 @@ class Prompt:
         return np.flatnonzero(np.frombuffer(self.tokens, np.uint32) >= FIRST_PSEUDO_TOKEN)
 
     def hashes(self, root: int, block_size: int, behind: Sequence[int] = ()) -> list[int]:
-        """The hashes of the full blocks of the prompt and of the tokens `behind` it. The caller must not change the
-        list."""
+        """The hashes of the full blocks of the prompt and of the tokens that follow it, `behind`. The caller must not
+        change the list."""
         _exhaust(self._hash(root, block_size))
         hashes = self._hashes[root, block_size]
         if not behind:

@@ -46,7 +46,7 @@ class Runner(Protocol):
 
 
 class _NoRoomError(Exception):
-    """There is no memory for an adapter. The text says what to do."""
+    """There is not enough memory for an adapter. The text says what to do."""
 
 
 @dataclass(slots=True, eq=False)

@@ -52,7 +52,7 @@ class Batcher:
         return [entry.item for entry in self._queue.in_order()]
 
     def add(self, request: Request) -> None:
-        """Add a text to those that wait, behind those of its rank."""
+        """Add a text to those that wait, after those of the same rank."""
         charge = request.num_tokens
         self._entries[request] = self._queue.push(
             request, tenant=request.tenant, priority=request.priority, charge=charge

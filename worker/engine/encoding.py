@@ -1,8 +1,8 @@
 """Requests that wait for the states of their images before they are scheduled.
 
-A request needs states of those images of which tokens are not in the KV cache. It waits here until it has all of them,
-and holds no blocks meanwhile. So after cached prefixes it needs no encoding, and after a preemption states are asked
-for again only where blocks were lost.
+A request needs the states of an image if some of the image's tokens are not in the KV cache. It waits here until it has
+all states that it needs, and holds no blocks while it waits. So a cached prefix needs no encoding, and after a
+preemption only images whose blocks were lost are encoded again.
 
     arrived --> waits for room in the store --> waits for its images to be encoded --> scheduled
                  in order of rank                equal images are encoded once
@@ -57,7 +57,7 @@ class _Use(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The place after the last token that needs them."""
+        """The position after the last token that needs them."""
         return max(image.end for image in self.images)
 
 
@@ -217,7 +217,7 @@ class Encoding:
         return digest in self._store and self._store.states_of(digest) is not None
 
     def _take(self, request: Request, images: Sequence[PlacedImage]) -> bool:
-        """Give a request states that are all there already."""
+        """Give a request its states, which are all in the store."""
         if not all(self._is_here(image.digest) for image in images) or self._hold(request, images) is None:
             return False
         return self._give(request)
@@ -234,8 +234,8 @@ class Encoding:
             del self._queue[self._queue.index(request, first_of_rank)]
 
     def _ask(self) -> None:
-        """Have images encoded for requests in order of rank, as long as the store has room for all of a request's, and
-        the encoder has little to do."""
+        """Send images to the encoder, for requests in order of rank, while the store has room for all images of a
+        request and the encoder has little to do."""
         while self._queue:
             request = self._queue[0]
             held = self._held[request]
@@ -275,7 +275,7 @@ class Encoding:
         return True
 
     def _end(self, job: EncodeJob) -> None:
-        """An image was encoded, or could not be: then the requests that wait for it end."""
+        """Handle the end of an encoding. If it failed, the requests that wait for the image end."""
         current = self._jobs.get(job.digest)
         if job.states is not None:
             # Whoever asked for it may be gone, and somebody else may have asked again.
@@ -348,5 +348,6 @@ class Encoding:
 
 
 def _lacking(request: Request, num_computed: int) -> list[PlacedImage]:
-    """The images without states of which tokens are not computed."""
+    """The images of the request that still need states: some of their tokens are not computed, and the states are
+    missing."""
     return [image for image in request.images if image.states is None and image.end > num_computed]

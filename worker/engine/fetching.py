@@ -348,7 +348,7 @@ class Fetching:
             yield self.peers, cache.num_fetchable(request, end, self._parts_of(self.peers))
 
     def _is_near(self, block_hash: int) -> bool:
-        """Whether a block is on the disk or in the cache, perhaps without its part for layers with a window."""
+        """Whether a block is on the disk or in the cache, possibly without its part for layers with a window."""
         assert self.disk is not None
         return self.disk.has(block_hash) or self._scheduler.kv_cache.is_findable(block_hash)
 
@@ -362,7 +362,7 @@ class Fetching:
         return max(0, self._scheduler.kv_cache.num_free_blocks - num_needed)
 
     def _num_needed(self, request: Request) -> int:
-        """Blocks that a running request may need meanwhile."""
+        """Blocks that running requests may need while a fetch runs."""
         longest = request.num_prompt_tokens + request.sampling.max_tokens
         num_tokens = min(longest, request.num_tokens + _TOKENS_MEANWHILE)
         return max(0, self._scheduler.kv_cache.num_blocks_of(request, num_tokens) - len(request.block_table))

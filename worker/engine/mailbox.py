@@ -53,7 +53,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     disk_changes: dict[int, bool] = {}
     """Hashes that were added to the disk (True) or removed from it."""
     state_changes: dict[int, bool] = {}
-    """Hashes of blocks behind which a state was saved (True) or lost."""
+    """Hashes of blocks after which a state was saved (True) or lost."""
 
 
 class Command(NamedTuple):

@@ -100,7 +100,7 @@ class Overlap:
         self.seal()
 
     def seal(self) -> None:
-        """Record the content of new blocks. No block may be taken meanwhile."""
+        """Record the content of new blocks. No block may be taken while this runs."""
         if self._kv_cache.has_unsealed:
             self._kv_cache.seal()
 

@@ -1,7 +1,7 @@
 """Pauses between the decode steps of running streams, while images wait to be encoded beside the engine.
 
 Without pauses the streams take most of the cores, until they have ended: each then decodes nearly alone, although a
-step of many streams takes little longer than a step of one, and the images behind them come late.
+step of many streams takes little longer than a step of one, and the images are encoded late.
 
     engine    |- step -|            |- step -|            |- step -|
     encoder    - slow -|-- fast ----| - slow -|-- fast ----|
@@ -39,8 +39,8 @@ class Pacing:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the next step should begin; 0 if it should at once, as when a prompt has come meanwhile
-        or no image waits any more."""
+        """Seconds until the next step should begin; 0 if it should begin at once, for example because a prompt has
+        arrived or no image waits any more."""
         if not self._until_s or not self._num_waiting or not self._scheduler.is_decoding:
             return 0.0
         return max(0.0, self._until_s - self._clock())

@@ -67,7 +67,7 @@ class VocabularyError(Exception):
 
 
 class Vocabulary(NamedTuple):
-    """`token_bytes[id]` are the bytes of a token, not always whole UTF-8 sequences. Tokens in `special_ids` are no
+    """`token_bytes[id]` are the bytes of a token, not always whole UTF-8 sequences. Tokens in `special_ids` have no
     text."""
 
     token_bytes: list[bytes]

@@ -114,7 +114,8 @@ def prefer_for(address: int, size_bytes: int, node: int) -> None:
 
 
 def prefer_if_possible(address: int, size_bytes: int, node: int, what: str) -> None:
-    """The same where there are several nodes. Logs a warning about `what` is in the mapping if the kernel refuses."""
+    """As `prefer_for`, if the host has several nodes. If the kernel refuses, logs a warning that names
+    `what`, the content of the mapping."""
     if len(memory_nodes()) > 1:
         try:
             prefer_for(address, size_bytes, node)

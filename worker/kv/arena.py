@@ -62,7 +62,8 @@ class KVArena:
 
     @property
     def taken_bytes(self) -> int:
-        """The bytes that were taken so far. Whoever takes as many from an arena of the same memory continues behind."""
+        """The number of bytes taken so far. Another arena over the same memory continues after them if it first takes
+        as many."""
         return self._offset - self.offset
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:

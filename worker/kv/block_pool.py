@@ -85,7 +85,7 @@ class BlockPool:
 
     @property
     def num_partial_blocks(self) -> int:
-        """Number of blocks of which only a beginning can be found, referenced or not."""
+        """Number of blocks whose first tokens can be found but which are not full, referenced or not."""
         return len(self._content) - len(self._block_of_hash)
 
     @property
@@ -122,7 +122,7 @@ class BlockPool:
 
     def hottest_first(self) -> list[Content]:
         """The full findable blocks, most recently used first, and each after its predecessor. Any thread may call it;
-        blocks that change meanwhile may be missing."""
+        blocks that change while this runs may be missing."""
         contents = dict(self._content)
         recent = [block for block in contents if self._ref_count[block]]
         block = self.num_blocks

@@ -44,7 +44,7 @@ class GroupBudget(Protocol):
     """What the memory has for a group of layers, in units of the group."""
 
     def make(self, pool: BlockPool, persistence: Persistence) -> CacheGroup | EvictingAttention:
-        """The group, over the blocks of `pool`. `persistence` is for what it has besides blocks."""
+        """The group, over the blocks of `pool`. `persistence` keeps what the group has in addition to blocks."""
         ...
 
 
@@ -174,7 +174,7 @@ class KVCache:
         return self.pool.locate(block_hash)
 
     def is_findable(self, block_hash: int) -> bool:
-        """Whether some block has this hash, perhaps without its part for layers with a window."""
+        """Whether some block has this hash, possibly without its part for layers with a window."""
         return self.pool.is_findable(block_hash)
 
     def slot_of(self, block: int) -> int | None:
@@ -184,7 +184,7 @@ class KVCache:
 
     def hottest_first(self) -> list[Content]:
         """The full findable blocks, most recently used first, and each after its predecessor. Any thread may call it;
-        blocks that change meanwhile may be missing."""
+        blocks that change while this runs may be missing."""
         return self.pool.hottest_first()
 
     def restore(
@@ -210,8 +210,8 @@ class KVCache:
         return any(journal.has_unsealed for journal in self._journals)
 
     def seal(self) -> None:
-        """Record the content of new blocks for the next process. Reads their bytes, so none of them may be taken
-        meanwhile."""
+        """Record the content of new blocks for the next process. Reads their bytes, so none of them may be taken while
+        this runs."""
         for journal in self._journals:
             journal.seal()
 

@@ -26,8 +26,8 @@ _PART_BYTES = 256 << 10
 
 class BlockCipher:
     """Encrypts and authenticates the blocks of one store. Hashes of blocks are replaced by keyed ones, because a plain
-    hash would reveal whether somebody sent a given prompt. `identity` is that of the store, so that no two stores have
-    the same keys."""
+    hash would reveal whether a given prompt was sent. `identity` is that of the store, so that no two stores have the
+    same keys."""
 
     OVERHEAD_BYTES = _NONCE_BYTES + _TAG_BYTES
 
@@ -84,7 +84,7 @@ class BlockCipher:
 
 def read_key(path: Path) -> bytes:
     """The key in a file: 64 hexadecimal digits. Raises ConfigurationError. If others can read the file, the log warns.
-    Secrets of containers often look like this, so it is no error."""
+    This is not an error, because secrets of containers often have such permissions."""
     try:
         text = path.read_text(encoding="ascii").strip()
         mode = stat.S_IMODE(path.stat().st_mode)

@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
 
 class Property(NamedTuple):
-    """What a model has besides groups of layers."""
+    """A property of a model other than its groups of layers."""
 
     name: str
 

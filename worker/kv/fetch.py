@@ -113,7 +113,7 @@ class LearnedTime:
 
 
 def nobody() -> None:
-    """Does nothing: the place of a function that wakes somebody."""
+    """Does nothing: stands for a function that wakes a thread."""
 
 
 class Bell:

@@ -88,7 +88,7 @@ class BlockJournal:
             self._used[block] = now_ns
 
     def seal(self) -> None:
-        """Record the noted blocks. Reads their bytes, so none of them may be taken meanwhile."""
+        """Record the noted blocks. Reads their bytes, so none of them may be taken while this runs."""
         size = self._record.size
         for block, content in self._unsealed.items():
             num_tokens = len(content.token_bytes) // TOKEN_BYTES

@@ -81,7 +81,7 @@ def _by_structure(model: ov.Model, products: Sequence[ov.Node]) -> Iterator[tupl
 
 
 def _mlp(products: Sequence[ov.Node]) -> list[ov.Node] | None:
-    """The products of an MLP in the order gate, up, down; None if there is no gate."""
+    """The products of an MLP in the order gate, up, down; None if it has no gate."""
     first, second, down = products
     gated = [node for node in (first, second) if _users(node) & _ACTIVATIONS]
     if len(gated) != 1 or source_of(first) != source_of(second):

@@ -36,8 +36,8 @@ def add_adapters(
     model: ov.Model, linears: Sequence[Linear], *, is_bfloat16: bool, part: AdapterPart = UNDIVIDED[0]
 ) -> list[AdaptedGroup]:
     """Give the graph inputs for adapters of these layers, of which it has this `part`. Their products may be fused. A
-    and B are bfloat16 if the model computes in it, else float32. Where a rank has some of the inputs of a layer, what
-    the adapter adds is a part of a sum like the product itself, and the sum over the ranks behind it adds both up."""
+    and B are bfloat16 if the model computes in it, else float32. If a rank has only some of the inputs of a layer, the
+    adapter's product is a partial sum like that of the layer, and the following sum over the ranks adds up both."""
     nodes = {node.get_friendly_name(): node for node in model.get_ordered_ops()}
     ends = _ends(nodes)
     kind = ov.Type.bf16 if is_bfloat16 else ov.Type.f32
@@ -57,7 +57,7 @@ def add_adapters(
 
 
 class _End(NamedTuple):
-    """A product, perhaps fused, and the output that has the result of one linear layer."""
+    """A product, which may be fused, and the output that has the result of one linear layer."""
 
     product: ov.Node
     output: ov.Output

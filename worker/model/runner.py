@@ -311,7 +311,7 @@ class OpenVINOModelRunner:
         """Called once, when all that happens seldom has happened, such as copies of weights."""
 
     def most_blocks(self, _node_share: float, _kept_bytes: int = 0) -> int | None:
-        """The most KV blocks besides what a single NUMA node has room for; None for no limit."""
+        """The maximum number of KV blocks, apart from the room of a single NUMA node; None for no limit."""
         return None
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:

@@ -76,8 +76,8 @@ def marked(model: ov.Model, shaped: ov.Output, typed: ov.Output) -> ov.Output:
 
 
 def with_more_rows(model: ov.Model, taken: ov.Node) -> ov.Output:
-    """What replaces an input `[layers, tokens of images, hidden]` of which graphs read a row for tokens of text too,
-    without using it: the new input, and a row of zeros."""
+    """Replaces an input `[layers, tokens of images, hidden]`: the new input, followed by a row of zeros. The graph
+    reads this row for text tokens, and does not use it."""
     size = int(taken.get_partial_shape()[2].get_length())
     given = new_input(model, DEEPSTACK, [-1, -1, size], np.float32)
     nothing, one = opset13.constant(np.zeros(3, np.int64)), opset13.constant(np.array([0, 1, 0]))

@@ -177,7 +177,7 @@ def _zeros_like(shaped: ov.Output, typed: ov.Output) -> ov.Output:
 
 
 def _source(value: ov.Output) -> str:
-    """The name of the node that gives a value, in another type perhaps."""
+    """The name of the node that computes a value, skipping conversions of its type."""
     node = value.get_node()
     while node.get_type_name() == "Convert":
         node = node.input_value(0).get_node()

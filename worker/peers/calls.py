@@ -126,7 +126,7 @@ class Channels:
 
     @contextmanager
     def using(self, source: str) -> Iterator[grpc.Channel]:
-        """Context manager: a channel to `source`, which is not closed meanwhile, except by `close`. Raises ValueError
+        """Context manager: a channel to `source`, which stays open inside, unless `close` is called. Raises ValueError
         if the address cannot be used, or after `close`."""
         key = source, self._transport.version
         with self._lock:

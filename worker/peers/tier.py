@@ -184,7 +184,7 @@ class PeerTier:
         foreign: _ForeignBlocks | None,
         buffer: _Buffer,
     ) -> bool:
-        """Fill blocks from a message. `buffer` has room for one. Returns whether to go on."""
+        """Fill blocks from a message. `buffer` has room for one. Returns whether to continue."""
         parts = zip(response.parts, response.part_checksums, strict=True)
         for number, checksum in enumerate(response.checksums):
             if fetch.is_given_up or fetch.num_read == len(fetch.wanted):

@@ -80,8 +80,8 @@ class StatesRequest:
 
 
 class FirstEnd:
-    """The end of stage 0: hidden states of all tokens go on, and logits are computed in a second graph, `head`, of
-    those that come back. `usual` is the end of that graph."""
+    """The end of stage 0: the hidden states of all tokens pass to the next stage, and a second graph, `head`, computes
+    the logits of those that return. `usual` is the end of that graph."""
 
     def __init__(self, head: ov.Model, usual: GraphEnd) -> None:
         self.vocab_size = 0
@@ -125,7 +125,7 @@ class FirstRequest:
         self._layers.run()
 
     def states(self) -> FloatArray:
-        """The hidden states that go on: `[tokens, numbers]`."""
+        """The hidden states for the next stage: `[tokens, numbers]`."""
         return self._layers.states()
 
     def compute_logits(self, states: FloatArray, inverse_temperatures: FloatArray, sums: Sums, *, least: int) -> None:

@@ -31,7 +31,7 @@ _WAITS_FOR = (Reason.WORKER_LOST, Reason.QUEUE_FULL)
 
 
 class StageLostError(Exception):
-    """A stage has ended, or is silent. The pipeline cannot go on."""
+    """A stage has ended, or is silent, so the pipeline cannot continue."""
 
 
 def failure_of(error: grpc.RpcError) -> StatusError:
@@ -69,7 +69,7 @@ def waiting_for_stage(address: str) -> Waiting:
 
 
 class Others(Protocol):
-    """The stages besides the worker's own."""
+    """The stages other than the worker's own."""
 
     def addresses(self) -> Sequence[str]:
         """Where they are, in order. Waits until all are known."""

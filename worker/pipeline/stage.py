@@ -1,4 +1,4 @@
-"""The layers of one stage besides the first, and the call in which it computes them.
+"""The layers of one stage after the first, and the call in which it computes them.
 
 the stage before                         this process
 the worker's settings         -------->  asks the stages after it, measures itself
@@ -80,8 +80,8 @@ class StageRunner(OpenVINOModelRunner):
         return Part(None, make_end=lambda _usual: end)
 
     def compute(self, batch: Batch, states: FloatArray, least_rows: int) -> FloatArray:
-        """Compute a step whose tokens have these hidden states. Returns those that go on, as a view that the next step
-        overwrites: `[tokens or rows, numbers]`."""
+        """Compute a step whose tokens have these hidden states. Returns the hidden states for the next stage, as a view
+        that the next step overwrites: `[tokens or rows, numbers]`."""
         self.bind(batch, keeps_logits=False)
         slot, request = self._slot, self._slot.head
         assert isinstance(request, StatesRequest)

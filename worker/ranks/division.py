@@ -308,7 +308,7 @@ class _Region:
 
     @contextmanager
     def attempt(self) -> Iterator[Sequence[Added]]:
-        """Gives what is added meanwhile, which is taken back after an error."""
+        """Context manager: the list of what is added inside. After a DivisionError, all of it is removed again."""
         self._added.clear()
         try:
             yield self._added
@@ -490,7 +490,7 @@ class _Region:
             self._gather(source, axis)
 
     def _gather(self, source: ov.Output, axis: int) -> None:
-        """Divide a value of which all users take parts, once these are known."""
+        """Divide a value once all of its users are known and each takes a part."""
         owners = np.zeros(_length(source, axis), np.int64)
         for port in source.get_target_inputs():
             user = port.get_node()
@@ -711,7 +711,7 @@ def _sliced(node: ov.Node) -> tuple[int, list[npt.NDArray[np.int64]]]:
 
 
 def _kept_axis(node: ov.Node, axis: int, removed: int | None, *, is_output: bool = False) -> int:
-    """The place of an axis behind (or with `is_output`, before) an operation that may remove one."""
+    """The index of an axis after (or with `is_output`, before) an operation that may remove one."""
     has_fewer = len(node.output(0).get_partial_shape()) < len(node.input_value(0).get_partial_shape())
     if not has_fewer or removed is None:
         return axis

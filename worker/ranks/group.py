@@ -292,7 +292,8 @@ class GroupRunner(OpenVINOModelRunner):
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """After a failure of this rank in a step that the others compute, nothing can go on."""
+        """Context manager: calls `on_lost` if this rank fails in a step that the other ranks compute, because the
+        group cannot continue."""
         try:
             yield
         except BaseException as error:

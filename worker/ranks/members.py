@@ -1,4 +1,4 @@
-"""The processes of the ranks besides the first: how they start, and what happens when one ends."""
+"""The processes of the ranks after the first: how they start, and what happens when one ends."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class SharedLogits:
                 array[: len(of_rank), first : first + of_rank.shape[1]] = of_rank
 
     def whole(self, place: int, own: Logits) -> Logits:
-        """The logits of all ranks, of which `own` are one's, as views."""
+        """The logits of all ranks, as views; `own` are those of this rank."""
         values, *runs = self._arrays(place, own.values.dtype, own.values.shape[0])
         maxima, sums, model_sums = (
             None if of_rank is None else array[: len(of_rank), : None if of_rank.shape[1] else 0]

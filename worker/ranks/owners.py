@@ -23,8 +23,7 @@ class Share(NamedTuple):
 
 
 class HeadOwners(NamedTuple):
-    """The owners of query heads, each of which has one, and of KV heads, which have several where there are fewer than
-    ranks."""
+    """The owners of heads: each query head has one; a KV head has several if there are fewer KV heads than ranks."""
 
     queries: Owners
     keys: Owners

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where the caches of a rank are in a file: `own_bytes` behind the first `skipped_bytes` of the arena at `offset`,
+    """Where the caches of a rank are in a file: `own_bytes` after the first `skipped_bytes` of the arena at `offset`,
     which has room for `arena_bytes`."""
 
     offset: int

@@ -181,7 +181,7 @@ class BeamSearch:
         del self._best[self.width :]
 
     def _may_improve(self, length: int) -> bool:
-        """Whether a beam, all of which have `length` tokens, may become a hypothesis that is kept."""
+        """Whether a beam may become a hypothesis that is kept. All beams have `length` tokens."""
         stopping = self._params.early_stopping
         if stopping is EarlyStopping.ALWAYS:
             return False

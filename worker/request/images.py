@@ -45,11 +45,11 @@ class ImageStates(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The rows and columns in which an image's tokens lie, for models whose positions count them.
+    """The rows and columns of an image's tokens, for models whose positions are two-dimensional inside an image.
 
-    Such a model gives each token three positions: time, height and width. Those of a text's token are equal. An image's
-    tokens have the position that a text's token would have in the place of the first one; to it their row is added for
-    the height, and their column for the width. What follows continues behind the largest position:
+    Such a model gives each token three positions: time, height and width. A text token has three equal positions. The
+    tokens of an image start at the position that a text token would have in the place of the first one. A token's row
+    is added to the height, and its column to the width. The next token continues after the largest position:
 
         tokens    a  b  i  i  i  i  i  i  c      an image of 2 rows and 3 columns
         time      0  1  2  2  2  2  2  2  5

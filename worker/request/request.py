@@ -207,7 +207,7 @@ class Request:
     replaced: Replaced | None = None
     """The block that the last accepted branch has replaced."""
     beam_tails: list[array[int]] = field(default_factory=list)
-    """Of each beam but the first, the blocks behind the full ones of the prompt, which all beams share."""
+    """For each beam except the first, its blocks after the full blocks of the prompt, which all beams share."""
     num_drafted: int = 0
     """Draft tokens that steps have verified."""
     num_accepted: int = 0

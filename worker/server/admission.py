@@ -159,7 +159,7 @@ class ReadPart:
     )
 
     def __init__(self, raw: bytes) -> None:
-        """DecodeError if the bytes are no message."""
+        """DecodeError if the bytes are not a message."""
         self.head = inference_pb2.GenerateRequest.FromString(raw)
         self.token_ids = array("I", self.head.token_ids[:])
         self.highest = max(self.token_ids, default=0)
@@ -216,7 +216,7 @@ def _has_large(sampling: inference_pb2.SamplingParams) -> bool:
 
 
 def decode(wire: WireRequest) -> DecodedRequest:
-    """Decode a request. DecodeError if it is no message."""
+    """Decode a request. DecodeError if it is not a message."""
     parts = [part.kept(ReadPart) for part in wire.shared]
     own = inference_pb2.GenerateRequest.FromString(wire.own)
     prompts = [part for part in parts if part.token_ids]

@@ -49,7 +49,7 @@ _NO_ZMQ = "--kv-events needs pyzmq: install headrace[kv-events]"
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks of one chain that can be found now, each behind the one before it. `token_ids` are those of all of
+    """Blocks of one chain that have become findable, each after its predecessor. `token_ids` are the tokens of all of
     them."""
 
     block_hashes: list[int]

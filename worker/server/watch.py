@@ -59,7 +59,7 @@ class _Changes:
 
 
 class _Watcher:
-    """The unsent changes of one watcher, in order. A hash that was stored and evicted meanwhile is in neither set."""
+    """The unsent changes of one watcher, in order. A hash that was stored and then evicted is in neither set."""
 
     def __init__(
         self,

@@ -56,9 +56,9 @@ class MedusaHeads(Protocol):
 
 
 class MedusaModel(DraftModel):
-    """The heads, for the requests of one scheduler. They have no keys and values, and are never behind. Head h gives
-    token h of a draft, drawn as if the tokens before it were part of the answer. A branch begins with the second token
-    of the first head, and continues as the draft does."""
+    """The heads, for the requests of one scheduler. They have no keys and values, so they never have to catch up. Head
+    h gives token h of a draft, drawn as if the tokens before it were part of the answer. A branch begins with the
+    second token of the first head, and continues as the draft does."""
 
     source: ClassVar[Source] = Source.MEDUSA
     has_branches: ClassVar[bool] = True
@@ -85,7 +85,7 @@ class MedusaModel(DraftModel):
         return 1
 
     def catch_up(self, request: Request, num_tokens: int) -> None:
-        """Does nothing, because it is never behind."""
+        """Does nothing, because the heads never have to catch up."""
 
     def propose(self, asked: Sequence[Asked]) -> list[Proposal]:
         """See `DraftModel.propose`."""

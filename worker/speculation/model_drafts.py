@@ -1,4 +1,4 @@
-"""Chooses the requests that a smaller model drafts for, and handles the cases that it is behind, lacks blocks or
+"""Chooses the requests that a smaller model drafts for, and handles the cases that it has to catch up, lacks blocks or
 fails."""
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class UnsupportedModelError(Exception):
 
 
 class BadImageError(Exception):
-    """A file is no image that can be encoded. Its text may be sent to the client."""
+    """A file is not an image that can be encoded. The text of the error may be sent to the client."""
 
 
 class ImageFile(NamedTuple):

@@ -30,7 +30,7 @@ _Head = TypeVar("_Head")
 
 
 class BrokenFrameError(OSError):
-    """The other process has ended, or sent what is no frame."""
+    """The other process has ended, or has sent something that is not a frame."""
 
 
 class Opened(msgspec.Struct, frozen=True):

@@ -69,7 +69,7 @@ def _parts(node: ov.Node) -> tuple[ov.Output, ov.Output | None] | None:
 
 
 def _converts_behind(multiply: ov.Node) -> list[ov.Node]:
-    """The nodes that convert the decompressed weights to float32; none if another node reads the weights."""
+    """The nodes that convert the decompressed weights to float32; empty if another node reads the weights."""
     users = [port.get_node() for port in multiply.output(0).get_target_inputs()]
     if len(users) == 1 and users[0].get_type_name() == "Reshape":
         users = [port.get_node() for port in users[0].output(0).get_target_inputs()]

@@ -1,7 +1,7 @@
 """Idefics3 and SmolVLM: an image is scaled to one length and cut into square tiles; the whole image is one more tile.
 
-Each tile has the same number of tokens, behind marks that tell its row and column. At low detail there is only the
-tile of the whole image.
+Each tile has the same number of tokens, after marks that name its row and column. At low detail there is only the tile
+of the whole image.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class LlavaNext(UsualFamily):
     tile: int
     """Pixels of a side of a tile."""
     tile_side: int
-    """Patches of a side of a tile, each of which is one token."""
+    """Number of patches on a side of a tile. Each patch is one token."""
     sizes: tuple[tuple[int, int], ...]
     """Heights and widths that images are scaled to fit."""
     resample: Image.Resampling

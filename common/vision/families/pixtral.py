@@ -1,4 +1,4 @@
-"""Mistral 3 and Pixtral: images keep their ratio; their tokens stand in rows, with a mark behind each row."""
+"""Mistral 3 and Pixtral: images keep their ratio; their tokens are in rows, with a mark after each row."""
 
 from __future__ import annotations
 

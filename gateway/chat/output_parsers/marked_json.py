@@ -40,7 +40,7 @@ class MarkedJson:
     call_end: str
     separator: str
     prefix: str = ""
-    """Text in front of a name, which has a number behind it then."""
+    """Text before a name that is followed by a number."""
 
     @property
     def markers(self) -> tuple[str, ...]:

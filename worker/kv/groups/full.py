@@ -78,11 +78,11 @@ class FullAttention:
         request.num_findable_blocks = len(request.block_table)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """How many blocks the request has to take, besides those in its table, to hold `num_tokens` tokens."""
+        """How many blocks the request has to take, in addition to those in its table, to hold `num_tokens` tokens."""
         return max(0, self.num_blocks_for(num_tokens) - len(request.block_table))
 
     def reserve(self, request: Request, num_tokens: int) -> list[int]:
-        """Extend the block table to hold `num_tokens` tokens. Returns the new blocks, of which enough must be free."""
+        """Extend the block table to hold `num_tokens` tokens. Returns the new blocks; enough blocks must be free."""
         taken = self.pool.take(self.num_missing(request, num_tokens))
         request.block_table.extend(taken)
         return taken

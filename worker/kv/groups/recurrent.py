@@ -98,7 +98,8 @@ class _Progress:
 
 
 class RecurrentStates:
-    """The states of requests. It saves them about every `interval` tokens, a multiple of the block size."""
+    """The states of recurrent layers, as a group of the KV cache. The state of a request is saved about every
+    `interval` tokens, a multiple of the block size."""
 
     def __init__(self, pool: BlockPool, slots: StateSlots, interval: int) -> None:
         self.slots = slots

@@ -93,7 +93,7 @@ class WindowParts:
 
     @property
     def num_detached(self) -> int:
-        """Slots that were taken for parts that a tier brings."""
+        """Number of slots that were taken for parts that a tier will fill."""
         return len(self._detached)
 
     def take_slot(self) -> int:

@@ -26,8 +26,7 @@ from headrace.worker.request.images import ImageStates
 
 
 class Places:
-    """Embeddings of places, of which the model has a table of `side` times `side`, over which each image is
-    stretched."""
+    """Position embeddings: a table of `side` times `side`, which is interpolated to the size of each image."""
 
     def __init__(self, table: Network, side: int) -> None:
         self._table, self._side = table, side

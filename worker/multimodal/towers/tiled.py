@@ -46,7 +46,7 @@ class Tiled:
 
 
 class PlacesInTile:
-    """Gives the patches of tiles `[tiles, 3, height, width]` their places, which SmolVLM and Idefics 3 take besides.
+    """Gives the patches of tiles `[tiles, 3, height, width]` their places, a further input of SmolVLM and Idefics 3.
     Every tile is full, so every patch counts and has its own place in reading order. `patch` is the side of a patch in
     pixels."""
 
