@@ -14,10 +14,14 @@ for little. States stay in the store while a request has to compute with them, a
 from __future__ import annotations
 
 import itertools
+import math
 import time
+import weakref
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import msgspec
@@ -41,12 +45,20 @@ _GUESSED_TOKENS_PER_S = 100.0
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits for the states of these images since `since_s`. It `is_asking` once the store has promised
-    them."""
+    """A request that waits for the states of these images since `since_s`, and for those of others until `bound_s`. It
+    `is_asking` once the store has promised them."""
 
     images: list[PlacedImage]
     since_s: float
+    bound_s: float
     is_asking: bool = False
+
+
+class _Asked(NamedTuple):
+    """What the encoder has to do, and the requests that asked for it. They may be held no longer."""
+
+    job: EncodeJob
+    requests: list[Request]
 
 
 class _Use(NamedTuple):
@@ -79,12 +91,21 @@ class Encoding:
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._held: dict[Request, _Held] = {}
+        self._num_of_priority: Counter[int] = Counter()
+        """The number of held requests."""
         self._queue: list[Request] = []
         """Those held requests that are not asking yet, in order of rank."""
-        self._jobs: dict[bytes, EncodeJob] = {}
-        """What the encoder has to do, by digest."""
+        self._bounds: list[tuple[float, int, weakref.ref[Request]]] = []
+        """A heap of the held requests that may wait too long, by the end of their wait. They may be held no longer."""
+        self._numbers = itertools.count()
+        self._jobs: dict[bytes, _Asked] = {}
+        """By digest."""
+        self._complete: list[Request] = []
+        """Requests whose states are all there. They may be held no longer."""
         self._using: dict[Request, list[_Use]] = {}
         """What is held in the store for requests that wait for it, or compute with it."""
+        self._computing: dict[Request, None] = {}
+        """Those that have been given their states."""
         self._failed: list[RequestOutput] = []
 
     @property
@@ -96,14 +117,14 @@ class Encoding:
         """See `Stage`: those that wait while images are encoded."""
         if not self._jobs:
             return 0
-        return sum(request.priority >= priority for request in self._held)
+        return sum(count for each, count in self._num_of_priority.items() if each >= priority)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Image tokens of held requests that are not encoded yet, equal images counted once."""
-        waiting = {image.digest: len(image.places) for held in self._held.values() for image in held.images}
-        jobs = {digest: job.num_tokens for digest, job in self._jobs.items()}
-        return sum((jobs | {digest: n for digest, n in waiting.items() if digest not in self._store}).values())
+        queued = {image.digest: len(image.places) for request in self._queue for image in self._held[request].images}
+        waiting = sum(count for digest, count in queued.items() if digest not in self._store)
+        return waiting + sum(asked.job.num_tokens for asked in self._jobs.values())
 
     def begin(self, request: Request) -> bool:
         """See `Stage`."""
@@ -140,17 +161,20 @@ class Encoding:
         return True
 
     def take_ready(self) -> list[Request]:
-        """See `Stage`. Also lets go of states that requests have computed with, and asks for others."""
-        for request in [request for request in self._using if request not in self._held]:
+        """See `Stage`. Also lets go of states that requests have computed with, and asks for others. Looks at no
+        request that goes on waiting."""
+        for request in list(self._computing):
             self._let_go_computed(request)
         for job in self._encoder.take_ended():
             self._end(job)
         self._give_back_overdue()
         self._ask()
-        ready = [request for request, held in self._held.items() if held.is_asking and self._give(request)]
+        complete, self._complete = self._complete, []
+        ready = [request for request in complete if request in self._held]
         for request in ready:
+            self._give(request)
             request.images_ready_s = self._clock()
-            request.image_wait_s += request.images_ready_s - self._held.pop(request).since_s
+            request.image_wait_s += request.images_ready_s - self._remove(request).since_s
         return ready
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -212,6 +236,10 @@ class Encoding:
         assert set(self._jobs) <= {use.digest for use in uses}, "an image is encoded for nobody"
         assert all(request.state is RequestState.WAITING and not request.block_table for request in self._held)
         assert self._queue == sorted((one for one, held in self._held.items() if not held.is_asking), key=rank)
+        assert self._num_of_priority == Counter(request.priority for request in self._held)
+        assert self._computing.keys() == self._using.keys() - self._held.keys()
+        lacking = {one for one, held in self._held.items() if held.is_asking and not self._has_all(one)}
+        assert lacking == {one for asked in self._jobs.values() for one in asked.requests} & self._held.keys()
 
     def _is_here(self, digest: bytes) -> bool:
         return digest in self._store and self._store.states_of(digest) is not None
@@ -220,18 +248,28 @@ class Encoding:
         """Give a request its states, which are all in the store."""
         if not all(self._is_here(image.digest) for image in images) or self._hold(request, images) is None:
             return False
-        return self._give(request)
+        self._give(request)
+        return True
 
     def _wait(self, request: Request, images: list[PlacedImage]) -> None:
-        self._held[request] = _Held(images, self._clock())
+        now_s = self._clock()
+        is_patient = request.scheduled_s or request.is_resumed
+        bound_s = math.inf if is_patient else now_s + min(self._max_wait_s, request.max_wait_s)
+        if bound_s < math.inf:
+            heappush(self._bounds, (bound_s, next(self._numbers), weakref.ref(request)))
+        self._held[request] = _Held(images, now_s, bound_s)
+        self._num_of_priority[request.priority] += 1
         insort(self._queue, request, key=rank)
         self._ask()
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: Request) -> _Held:
         """Hold a request no longer."""
-        if not self._held.pop(request).is_asking:
+        held = self._held.pop(request)
+        self._num_of_priority -= Counter([request.priority])
+        if not held.is_asking:
             first_of_rank = bisect_left(self._queue, rank(request), key=rank)
             del self._queue[self._queue.index(request, first_of_rank)]
+        return held
 
     def _ask(self) -> None:
         """Send images to the encoder, for requests in order of rank, while the store has room for all images of a
@@ -247,8 +285,14 @@ class Encoding:
             held.is_asking = True
             del self._queue[0]
             for image in new:
-                job = self._jobs[image.digest] = EncodeJob(image.digest, image.data, image.detail, len(image.places))
+                job = EncodeJob(image.digest, image.data, image.detail, len(image.places))
+                self._jobs[image.digest] = _Asked(job, [])
                 self._encoder.encode(job)
+            lacking = {image.digest for image in held.images if not self._is_here(image.digest)}
+            for digest in lacking:
+                self._jobs[digest].requests.append(request)
+            if not lacking:
+                self._complete.append(request)
 
     def _hold(self, request: Request, images: Sequence[PlacedImage]) -> list[PlacedImage] | None:
         """Hold the states of images in the store for a request. Returns those that are to be encoded; None, with
@@ -263,34 +307,34 @@ class Encoding:
         self._using.setdefault(request, []).extend(itertools.starmap(_Use, by_digest.items()))
         return [by_digest[digest][0] for digest in new]
 
-    def _give(self, request: Request) -> bool:
-        """Give a request its states, if all of them are there."""
-        uses = self._using[request]
-        found = [self._store.states_of(use.digest) for use in uses]
-        if any(states is None for states in found):
-            return False
-        for use, states in zip(uses, found, strict=True):
+    def _has_all(self, request: Request) -> bool:
+        return all(self._is_here(use.digest) for use in self._using[request])
+
+    def _give(self, request: Request) -> None:
+        """Give a request its states, which are all there."""
+        self._computing[request] = None
+        for use in self._using[request]:
             for image in use.images:
-                image.states = states
-        return True
+                image.states = self._store.states_of(use.digest)
 
     def _end(self, job: EncodeJob) -> None:
         """Handle the end of an encoding. If it failed, the requests that wait for the image end."""
-        current = self._jobs.get(job.digest)
-        if job.states is not None:
-            # Whoever asked for it may be gone, and somebody else may have asked again.
-            self._store.put(job.digest, job.states)
-            if self._jobs.pop(job.digest, job) is not job and current is not None:
-                self._encoder.drop(current)
+        asked = self._jobs.get(job.digest)
+        if job.states is None and (asked is None or asked.job is not job):
             return
-        if current is not job:
-            return
-        for request, held in list(self._held.items()):
-            if held.is_asking and any(image.digest == job.digest for image in held.images):
+        self._jobs.pop(job.digest, None)
+        requests = [] if asked is None else [request for request in asked.requests if request in self._held]
+        if job.states is None:
+            for request in requests:
                 self._fail(request, job)
+            return
+        # Whoever asked for it may be gone, and somebody else may have asked again.
+        self._store.put(job.digest, job.states)
+        if asked is not None and asked.job is not job:
+            self._encoder.drop(asked.job)
+        self._complete += filter(self._has_all, requests)
 
     def _fail(self, request: Request, job: EncodeJob) -> None:
-        self._jobs.pop(job.digest, None)
         number = next(number for number, image in enumerate(request.images) if image.digest == job.digest)
         self._remove(request)
         self._let_go(request)
@@ -304,20 +348,21 @@ class Encoding:
     def _give_back_overdue(self) -> None:
         """End requests whose images have waited too long for those of others."""
         now_s = self._clock()
-        for request, held in list(self._held.items()):
-            waited_s = now_s - held.since_s
-            has_begun = held.is_asking and all(self._has_begun(image.digest) for image in held.images)
-            bound_s = min(self._max_wait_s, request.max_wait_s)
-            if waited_s < bound_s or has_begun or request.scheduled_s or request.is_resumed:
+        while self._bounds and self._bounds[0][0] <= now_s:
+            request = heappop(self._bounds)[2]()
+            held = None if request is None else self._held.get(request)
+            if request is None or held is None or held.bound_s > now_s:
+                continue
+            if held.is_asking and all(self._has_begun(image.digest) for image in held.images):
                 continue
             self._remove(request)
             self._let_go(request)
             self._scheduler.add(request)
-            self._failed.append(self._scheduler.give_back(request, has_waited_too_long(waited_s)))
+            self._failed.append(self._scheduler.give_back(request, has_waited_too_long(now_s - held.since_s)))
 
     def _has_begun(self, digest: bytes) -> bool:
-        job = self._jobs.get(digest)
-        return job is None or job.begun_s > 0.0
+        asked = self._jobs.get(digest)
+        return asked is None or asked.job.begun_s > 0.0
 
     def _let_go_computed(self, request: Request) -> None:
         """Let go of the states of images whose tokens a request has computed, and of all if it has ended."""
@@ -332,9 +377,10 @@ class Encoding:
                 self._release(use)
         self._using[request] = left
         if not left:
-            del self._using[request]
+            self._let_go(request)
 
     def _let_go(self, request: Request) -> None:
+        self._computing.pop(request, None)
         for use in self._using.pop(request, ()):
             self._release(use)
 
@@ -342,9 +388,9 @@ class Encoding:
         for image in use.images:
             image.states = None
         if self._store.release(use.digest):
-            job = self._jobs.pop(use.digest, None)
-            if job is not None:
-                self._encoder.drop(job)
+            asked = self._jobs.pop(use.digest, None)
+            if asked is not None:
+                self._encoder.drop(asked.job)
 
 
 def _lacking(request: Request, num_computed: int) -> list[PlacedImage]:

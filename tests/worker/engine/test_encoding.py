@@ -4,7 +4,10 @@ ends a request frees what it held."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -316,6 +319,37 @@ def test_a_request_that_waits_too_long_for_the_images_of_others_is_given_back(se
     assert setup.errors[late][0] is Reason.QUEUE_FULL
     assert resumed not in setup.errors
     assert len(setup.errors) == 1 + 3, "the first has begun, and the resumed one is never refused"
+
+
+def test_a_turn_costs_what_is_ready_however_many_requests_wait() -> None:
+    def cost(count: int) -> int:
+        setup = Setup(budget_tokens=CAT.num_tokens)
+        for number in range(count):
+            setup.request(prompt_of([1], CAT, [2, 3]))
+            setup.request(prompt_of([1], Picture(9 + number, 8), [2, 3]))
+        assert setup.encoding.num_held == 2 * count
+        return num_instructions(lambda: (setup.encoding.take_ready(), setup.encoding.num_sharing(0)))
+
+    assert cost(2) == cost(100)
+
+
+def num_instructions(call: Callable[[], object]) -> int:
+    """How many instructions of Python a call takes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def test_waits_are_forecast_and_reported(setup: Setup) -> None:
