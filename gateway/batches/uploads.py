@@ -41,7 +41,8 @@ async def upload_of(exchange: Exchange, max_bytes: int) -> AsyncIterator[Upload]
     with tempfile.NamedTemporaryFile(prefix="headrace-upload-") as file:
         upload = Upload(Path(file.name))
         form = _Form(upload, file, max_bytes, exchange.header("content-type"))
-        too_large = HttpError(413, "file_too_large", f"the file is larger than {max_bytes} bytes; divide it")
+        problem = f"the file is larger than {max_bytes} bytes; divide it"
+        too_large = HttpError(413, "file_too_large", problem, [(b"connection", b"close")])
         async for piece in exchange.body_pieces(max_bytes + _MAX_FIELDS * _MAX_FIELD_BYTES, too_large):
             form.feed(piece)
         form.end()

@@ -193,7 +193,6 @@ class Exchange:
             if num_in_time >= self._bodies.max_bytes:
                 num_in_time, until_s = 0, time.monotonic() + self._bodies.timeout_s
             if num_bytes > max_bytes:
-                too_large.headers.append((b"connection", b"close"))
                 raise too_large
             yield piece
 

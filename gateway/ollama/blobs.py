@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from headrace.gateway.edge.failures import HttpError
 from headrace.protos.status import Reason, StatusError
 
 KEPT_S = 24 * 3600.0
+# A file that arrives grows at least this often. One that did not is of a gateway that has ended.
+_GROWS_S = 3600.0
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}\.gguf")
 _PIECE = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -36,15 +39,13 @@ _SPARE_BYTES = 1 << 30
 
 
 class Blobs:
-    """The uploads of one gateway, in a folder that its model host can read. `max_bytes` is the most that they may have
-    together."""
+    """The uploads of all gateways that have this folder, which their model host can read. `max_bytes` is the most that
+    they may have together, those that arrive included."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Makes the folder. Raises OSError."""
         self._folder = folder
         self._max_bytes = max_bytes
-        self._num_arriving = 0
-        """Bytes of uploads that are not complete."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def has(self, digest: str) -> bool:
@@ -54,29 +55,29 @@ class Blobs:
     @property
     def num_free_bytes(self) -> int:
         """How many more bytes may be uploaded now."""
-        used = sum(path.stat().st_size for path in self._folder.glob("sha256-*"))
-        left = self._max_bytes - used - self._num_arriving
+        left = self._max_bytes - sum(found.st_size for _, found in self._files())
         return max(min(left, shutil.disk_usage(self._folder).free - _SPARE_BYTES), 0)
 
     async def take(self, digest: str, pieces: AsyncIterator[bytes]) -> None:
-        """Keep a file. Raises `StatusError` if it has another digest, and what `pieces` raises."""
+        """Keep a file. Raises `StatusError` if it has another digest, `HttpError` if there is no room for it, and what
+        `pieces` raises."""
         path = self._path(digest, "digest")
         self._remove_old()
         found, arriving = hashlib.sha256(), self._folder / f".{secrets.token_hex(16)}"
-        num_bytes = 0
         held = bytearray()
 
         def write() -> None:
+            if len(held) > (num_free := self.num_free_bytes):
+                raise too_many_bytes(num_free)
             found.update(held)
             file.write(held)
+            file.flush()
             held.clear()
 
         try:
             with arriving.open("xb") as file:
                 async for piece in pieces:
                     held += piece
-                    num_bytes += len(piece)
-                    self._num_arriving += len(piece)
                     if len(held) >= _WRITE_BYTES:
                         await asyncio.to_thread(write)
                 write()
@@ -84,7 +85,6 @@ class Blobs:
                 raise invalid("digest", f"digest: the file has the digest sha256:{found.hexdigest()}; send it again")
             arriving.rename(path)
         finally:
-            self._num_arriving -= num_bytes
             arriving.unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -111,11 +111,18 @@ class Blobs:
             self._path(digest, "files").unlink(missing_ok=True)
 
     def _remove_old(self) -> None:
-        oldest_s = time.time() - KEPT_S
+        for path, found in self._files():
+            kept_s = _GROWS_S if path.name.startswith(".") else KEPT_S
+            if found.st_mtime < time.time() - kept_s:
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """All uploads. Other gateways may rename and remove theirs at any time."""
         for path in self._folder.iterdir():
-            with contextlib.suppress(OSError):
-                if path.is_file() and path.stat().st_mtime < oldest_s:
-                    path.unlink()
+            with contextlib.suppress(FileNotFoundError):
+                found = path.stat()
+                if stat.S_ISREG(found.st_mode):
+                    yield path, found
 
     def _path(self, digest: str, field: str) -> Path:
         matched = _DIGEST.fullmatch(digest)
@@ -127,7 +134,8 @@ class Blobs:
 def too_many_bytes(num_bytes: int) -> HttpError:
     """An upload is over the bound."""
     remedy = "ask the operator for headrace models load FILE, or for a larger --ollama-blobs-gb"
-    return HttpError(413, "file_too_large", f"there is room for {num_bytes} bytes of uploads here; {remedy}")
+    problem = f"there is room for {num_bytes} bytes of uploads here; {remedy}"
+    return HttpError(413, "file_too_large", problem, [(b"connection", b"close")])
 
 
 def _safe(name: str, where: Mapping[str, Path]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from headrace.gateway.edge.failures import HttpError
 from headrace.gateway.ollama import blobs as module
 from headrace.gateway.ollama import endpoints
 from headrace.gateway.ollama.blobs import Blobs
@@ -195,8 +197,43 @@ async def test_old_files_are_removed_and_late_pieces_written(tmp_path: Path, mon
     (path,) = tmp_path.iterdir()
     assert path.read_bytes() == GGUF
     os.utime(path, (1, 1))
+    arriving, abandoned = tmp_path / ".1", tmp_path / ".2"
+    arriving.touch()
+    abandoned.touch()
+    os.utime(abandoned, (time.time() - 3700,) * 2)
     await kept.take(digest_of(b"GGUF"), pieces(b"GGUF"))
     assert (kept.has(digest_of(GGUF)), kept.has(digest_of(b"GGUF"))) == (False, True)
+    assert (arriving.exists(), abandoned.exists()) == (True, False)
+
+
+async def test_uploads_of_several_gateways_count_together_while_they_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WRITE_BYTES", 1000)
+    first, second = (Blobs(tmp_path, 10_000) for _ in range(2))
+    has_arrived, may_end = asyncio.Event(), asyncio.Event()
+    large = bytes(6000)
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield large[:5000]
+        has_arrived.set()
+        await may_end.wait()
+        yield large[5000:]
+
+    async def at_once(content: bytes) -> AsyncIterator[bytes]:
+        yield content
+
+    arriving = asyncio.create_task(first.take(digest_of(large), slowly()))
+    await has_arrived.wait()
+    assert second.num_free_bytes == 5000
+    with pytest.raises(HttpError, match="room for 5000 bytes"):
+        await second.take(digest_of(GGUF), at_once(GGUF + GGUF))
+    await second.take(digest_of(GGUF[:4500]), at_once(GGUF[:4500]))
+    may_end.set()
+    with pytest.raises(HttpError, match="room for 500 bytes"):
+        await arriving
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [4500]
+    assert first.num_free_bytes == 5500
 
 
 @pytest.mark.parametrize("flags", [{"ollama_manage": True}, {"ollama_blobs_gb": 1.0}])
