@@ -17,7 +17,7 @@ from headrace.common.stores.redis_link import connect
 from headrace.common.telemetry.logs import without_secrets
 from headrace.common.telemetry.scrapes import serve_scrapes
 from headrace.common.threads import in_thread
-from headrace.common.transport.channels import SERVER_OPTIONS, SILENCE_OPTIONS, Options, Transport
+from headrace.common.transport.channels import SERVER_OPTIONS, Transport
 from headrace.common.transport.introspection import add_introspection, set_serving, start_probe
 from headrace.common.transport.session_server import SessionServer
 from headrace.protos import inference_pb2_grpc, stage_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -143,8 +143,7 @@ async def served_offers(
         return None, None
     from headrace.worker.pipeline.joining import StageOffers, StagesService
 
-    options = (*SERVER_OPTIONS, *SILENCE_OPTIONS)
-    server = bound_server(config, transport, options, config.await_stages, "--await-stages")
+    server = bound_server(config, transport, config.await_stages, "--await-stages")
     await asyncio.to_thread(read_model_dir, config.model_dir)
     outline = await asyncio.to_thread(outline_of, config.model_dir)
     worker, num_stages = name_on_host(config.worker_id), config.pipeline - 1
@@ -195,16 +194,12 @@ def stop_signal() -> asyncio.Event:
 
 
 def bound_server(
-    config: WorkerConfig,
-    transport: Transport,
-    options: Options = SERVER_OPTIONS,
-    listen: str | None = None,
-    flag: str = "--listen",
+    config: WorkerConfig, transport: Transport, listen: str | None = None, flag: str = "--listen"
 ) -> grpc.aio.Server:
     """A server that has bound its port but does not answer yet: that of --listen, or of another `flag`."""
     listen = listen or config.listen
     transport.refuse_strangers(listen, config.insecure)
-    server = grpc.aio.server(interceptors=transport.interceptors(), options=options)
+    server = grpc.aio.server(interceptors=transport.interceptors(), options=SERVER_OPTIONS)
     try:
         transport.bind(server, listen)
     except RuntimeError as error:

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from headrace.common.tasks import end_tasks
-from headrace.common.transport.channels import SERVER_OPTIONS, SILENCE_OPTIONS, Transport
+from headrace.common.transport.channels import Transport
 from headrace.common.transport.introspection import add_introspection, set_serving
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import JoinRequest
@@ -34,8 +34,7 @@ async def serve_stage(config: WorkerConfig) -> bool:
 
     stop = stop_signal()
     transport = Transport(config.tls_dir, config.join_token_file)
-    # A worker whose host is cut off must not keep the stage.
-    server = bound_server(config, transport, (*SERVER_OPTIONS, *SILENCE_OPTIONS))
+    server = bound_server(config, transport)
     read_model_dir(config.model_dir)
     service = StageService(config, transport, num_threads_for(config.threads))
     stage_pb2_grpc.add_StageServicer_to_server(service, server)

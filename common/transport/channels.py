@@ -48,11 +48,14 @@ COMMON_OPTIONS: Options = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # gRPC starts no timer for the keepalive's timeout alone. A ping has its own, which is a minute unless it is set.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""Of every channel and every server."""
+"""Of every channel and every server. A connection ends after 20 s of silence: 10 s until a ping, and 10 s for its
+answer. What stands still for less than 10 s loses nothing."""
 
 
 def channel_options(longest_pause_ms: int = 1_000) -> Options:
@@ -75,14 +78,6 @@ SERVER_OPTIONS: Options = (
     # Callers ping every 10 s, with and without calls. Do not treat that as abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
-
-SILENCE_OPTIONS: Options = (
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC starts no timer for the keepalive's timeout alone. A ping has its own, which is a minute unless it is set.
-    ("grpc.http2.ping_timeout_ms", 10_000),
-)
-"""More options of channels and servers whose connections end after 20 s of silence: 10 s until a ping, and 10 s for its
-answer. Without them it takes 70 s. What stands still for less than 10 s loses nothing."""
 
 _FILES = ("ca.pem", "cert.pem", "key.pem")
 _MAX_FLIGHTS = 4  # for messages in both directions, until a handshake is done
@@ -230,12 +225,13 @@ class Transport:
             channel = grpc.aio.secure_channel(address, self._channel_credentials(), options=self._named(options))
         return cast("grpc.aio.Channel", _Presenting(channel, self)) if self._token_file is not None else channel
 
-    def blocking_channel(self, address: str, options: Options = CHANNEL_OPTIONS) -> grpc.Channel:
+    def blocking_channel(self, address: str) -> grpc.Channel:
         """A channel to another process, for code without asyncio. Close it, or use it in a `with`."""
         if self._tls_dir is None:
-            channel = grpc.insecure_channel(address, options=options)
+            channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
-            channel = grpc.secure_channel(address, self._channel_credentials(), options=self._named(options))
+            options = self._named(CHANNEL_OPTIONS)
+            channel = grpc.secure_channel(address, self._channel_credentials(), options=options)
         return cast("grpc.Channel", _Presenting(channel, self)) if self._token_file is not None else channel
 
     def _channel_credentials(self) -> grpc.ChannelCredentials:

@@ -25,7 +25,7 @@ from headrace.common.transport.channels import Transport
 from headrace.protos import stage_pb2_grpc
 from headrace.protos.stage_pb2 import JoinRequest, JoinResponse
 from headrace.protos.status import Reason, StatusError, abort
-from headrace.worker.pipeline.link import RETRY_S, STAGE_OPTIONS, TELL_EVERY_S, Waiting, failure_of
+from headrace.worker.pipeline.link import RETRY_S, TELL_EVERY_S, Waiting, failure_of
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[JoinRequest, JoinResponse]
@@ -198,7 +198,7 @@ class Joining:
         waiting = Waiting(f"the worker at {self._address}", f"--join {self._address}")
         while not self._taken:
             version = self._transport.version
-            async with self._transport.channel(self._address, STAGE_OPTIONS) as channel:
+            async with self._transport.channel(self._address) as channel:
                 stub = stage_pb2_grpc.StagesStub(channel)
                 # A channel keeps the certificates with which it was made.
                 while not self._taken and self._transport.version == version:

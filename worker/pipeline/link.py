@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from headrace.common.transport.channels import CHANNEL_OPTIONS, SILENCE_OPTIONS, Transport
+from headrace.common.transport.channels import Transport
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
 from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
@@ -21,8 +21,6 @@ from headrace.worker.sampling.reduction import FloatArray
 
 log = logging.getLogger("headrace.worker.pipeline")
 
-# Of channels between stages. A process that does not answer, as on a host that is cut off, is lost after a while.
-STAGE_OPTIONS = (*CHANNEL_OPTIONS, *SILENCE_OPTIONS)
 # Between two attempts to reach a process, and between two lines of the log about it.
 RETRY_S = 1.0
 TELL_EVERY_S = 30.0
@@ -141,7 +139,7 @@ class StageLink:
         if self._channel is None or addresses[0] != self.addresses[0]:
             if self._channel is not None:
                 self._channel.close()
-            self._channel = self._transport.blocking_channel(addresses[0], STAGE_OPTIONS)
+            self._channel = self._transport.blocking_channel(addresses[0])
             self._waiting = waiting_for_stage(addresses[0])
         self.addresses = addresses
         return stage_pb2_grpc.StageStub(self._channel)

@@ -43,7 +43,7 @@ from headrace.worker.model.runner import OpenVINOModelRunner, Part
 from headrace.worker.pipeline.cutting import STATES, find_cuts, keep_layers, take_head
 from headrace.worker.pipeline.ends import StatesEnd, StatesRequest
 from headrace.worker.pipeline.joining import Taken
-from headrace.worker.pipeline.link import RETRY_S, STAGE_OPTIONS, failure_of, lost_stage, waiting_for_stage
+from headrace.worker.pipeline.link import RETRY_S, failure_of, lost_stage, waiting_for_stage
 from headrace.worker.pipeline.messages import batch_of, pieces_of, states_of
 from headrace.worker.pipeline.speed import bytes_per_s
 from headrace.worker.sampling.reduction import FloatArray
@@ -171,7 +171,7 @@ class StageCall:
         of_later.later_stages.extend(rest)
         self._later_address = address
         waiting = waiting_for_stage(address)
-        stub = stage_pb2_grpc.StageStub(self._transport.channel(address, STAGE_OPTIONS))
+        stub = stage_pb2_grpc.StageStub(self._transport.channel(address))
         while True:
             call = stub.Compute()
             try:

@@ -43,7 +43,7 @@ from tests.worker.pipeline.stages import Stage, stages
 from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed, assert_exact, whole
 
 MODEL = TinyModel("qwen2", Kind.Q4_1, layers=4, heads=6, kv_heads=3, spare_tokens=25)
-# Silence of a connection after which it ends (`SILENCE_OPTIONS`), and time for machines that are late.
+# Silence of a connection after which it ends (`COMMON_OPTIONS`), and time for machines that are late.
 SILENCE_S, LATE_S = 20.0, 20.0
 Script = Callable[[AsyncIterator[ComputeRequest], Any], Awaitable[None]]
 Code = grpc.StatusCode
