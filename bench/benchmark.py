@@ -17,11 +17,10 @@ import msgspec
 from headrace.bench import checks, tokens
 from headrace.bench.apis import Api, Options, Prompt, error_text
 from headrace.bench.arrivals import Arrivals
-from headrace.bench.beside import beside
 from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.datasets import Conversation
 from headrace.bench.display import Display
-from headrace.bench.load import Load, each_at_once
+from headrace.bench.load import Load, beside, each_at_once
 from headrace.bench.probes import Probes
 from headrace.bench.record import Record
 from headrace.bench.results import Result, Setup

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace.bench.apis import Message, Prompt
-from headrace.bench.beside import beside
 from headrace.bench.datasets import Conversation
 from headrace.bench.record import Record
 
@@ -274,3 +274,17 @@ async def each_at_once(count: int, at_once: int, one: Callable[[], Awaitable[Non
             await one()
 
     await asyncio.gather(*(some() for _ in range(min(count, at_once))))
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None] | None) -> AsyncIterator[None]:
+    """Run `work`, if there is any, while the context is open. Then it is cancelled."""
+    if work is None:
+        yield
+        return
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

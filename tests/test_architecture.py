@@ -201,7 +201,7 @@ TIERS = {
         ("__main__",),
     ),
     "bench": (
-        ("beside", "process_tree"),
+        ("process_tree",),
         ("record", "lengths", "arrivals", "target", "apis", "calibration", "serving"),
         ("connection", "stream", "checks"),
         ("tokens", "sender", "fleet"),

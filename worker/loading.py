@@ -31,7 +31,7 @@ from headrace.worker.engine.fetching import Fetching, without_images
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.stages import Stages
 from headrace.worker.engine.step_cost import ONE_STREAM, WARM_UP_TOKENS
-from headrace.worker.engine.step_log import StepLog
+from headrace.worker.engine.step_meter import StepLog
 from headrace.worker.engine.thread import EngineThread
 from headrace.worker.engine.watchdog import end_process
 from headrace.worker.host.advertise import name_on_host

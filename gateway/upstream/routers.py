@@ -37,7 +37,6 @@ from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.gateway.telemetry.spans import begin_attempt
 from headrace.gateway.upstream.address import Address, best_of, connect, fallback_of
 from headrace.gateway.upstream.bundle import MAX_BUNDLE_BYTES, BundleError
-from headrace.gateway.upstream.fleet_calls import drain_worker, explain
 from headrace.gateway.upstream.served_adapters import (
     AdapterCards,
     list_adapters,
@@ -63,7 +62,7 @@ from headrace.protos.router_pb2 import (
     ServedAdapter,
     WorkerInfo,
 )
-from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
+from headrace.protos.status import Reason, StatusError, details_of, error_of, is_peer_lost
 from headrace.protos.worker_pb2 import GetModelCardRequest, GetTokenizerRequest, ModelCard
 
 # A generation fails after this many lost attempts in a row without a token.
@@ -72,6 +71,9 @@ FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.5
 LIST_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
+EXPLAIN_TIMEOUT_S = 10.0
+# Added to the time that a worker may take to drain, so that its answer arrives.
+_DRAIN_SLACK_S = 2.0
 # The longest attempt. A generation that takes longer is resumed, until its own time limit.
 ATTEMPT_TIMEOUT_S = 3600.0
 # An address that failed is skipped for this time, unless no other one is left.
@@ -290,11 +292,16 @@ class Upstream:
     async def drain_worker(self, request: DrainWorkerRequest, wait_s: float) -> DrainWorkerResponse:
         """Drain a worker, or let it take requests again. Waits for its requests for at most `wait_s`. Raises
         `StatusError`."""
-        return await self._first_that_works(lambda endpoint: drain_worker(endpoint, request, wait_s))
+        timeout_s = wait_s + _DRAIN_SLACK_S
+        return await self._first_that_works(
+            lambda endpoint: _of_router(endpoint, endpoint.router.DrainWorker(request, timeout=timeout_s))
+        )
 
     async def explain(self, request: ExplainRequest) -> ExplainResponse:
         """Where the next router would place a request now. Raises `StatusError`."""
-        return await self._first_that_works(lambda endpoint: explain(endpoint, request))
+        return await self._first_that_works(
+            lambda endpoint: _of_router(endpoint, endpoint.router.Explain(request, timeout=EXPLAIN_TIMEOUT_S))
+        )
 
     async def list_workers(self) -> list[WorkerInfo]:
         """All workers that the router knows; none when there is no router. Raises `StatusError`."""
@@ -502,6 +509,18 @@ def _noted(span: Span, failure: StatusError) -> StatusError:
     """Record a failure in the span of its attempt. Returns it."""
     span.fail(failure.reason.name.lower(), failure.message)
     return failure
+
+
+async def _of_router(endpoint: Address, call: Awaitable[_T]) -> _T:
+    """The answer of a call that workers do not have. Raises grpc.aio.AioRpcError, or `StatusError` (UNSUPPORTED) if
+    there is no router at the address."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED or details_of(error) is not None:
+            raise
+        problem = f"{endpoint.address} is a worker or an older router; this needs a router of this version"
+        raise StatusError(Reason.UNSUPPORTED, problem) from None
 
 
 async def _joined(call: Any) -> bytes:

@@ -14,7 +14,7 @@ from headrace.worker.engine.engine import Engine, ModelRunner
 from headrace.worker.engine.pipelined import PipelinedEngine
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.step_cost import StepCostModel, StepCosts, StepShape
-from headrace.worker.engine.step_log import StepLog
+from headrace.worker.engine.step_meter import StepLog
 from headrace.worker.kv.cache import GroupBudget, KVCache
 from headrace.worker.kv.fetch import NOT_PERSISTENT, Persistence
 from headrace.worker.model.step_limits import StepLimits, max_logits_rows

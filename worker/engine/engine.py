@@ -18,8 +18,7 @@ from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.isolation import IsolatedSampler
 from headrace.worker.engine.overlap import Deliver, Overlap
 from headrace.worker.engine.scheduler import FetchFirst, Scheduler, SchedulerOutput, SchedulerStats
-from headrace.worker.engine.step_log import StepLog
-from headrace.worker.engine.step_meter import StepMeter, StepSize
+from headrace.worker.engine.step_meter import StepLog, StepMeter, StepSize
 from headrace.worker.model.batch import Batch, build_batch, graph_of, padded
 from headrace.worker.request.request import Request, StepNote
 from headrace.worker.request.step import NOTHING_SEARCHED, RequestOutput, Sampled, Searched

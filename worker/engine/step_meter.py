@@ -6,8 +6,10 @@ speculation, a decode step is padded to two (docs/decisions/speculation.md#verif
 
 from __future__ import annotations
 
+import json
 import math
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TextIO
 
 from headrace.worker.engine.scheduler import Scheduler, SchedulerOutput
 from headrace.worker.engine.step_cost import StepCosts, StepRates, StepShape
@@ -84,3 +86,24 @@ class StepMeter:
         """Forget everything that depends on the steps so far, except the cost of steps and which kernels are built."""
         self.costs.rates = StepRates()
         self.longest_expected_step_s = self._longest_step_s = 0.0
+
+
+class StepLog:
+    """A log for those who measure the machine: a line of JSON for each step. Appends to a file, which several workers
+    may share. Raises OSError if it cannot be written."""
+
+    def __init__(self, path: Path, worker_id: str) -> None:
+        self._worker_id = worker_id
+        # A line is written at once, so that those of several workers do not mix.
+        self._file: TextIO = path.open("a", buffering=1, encoding="utf-8")
+
+    def note(self, size: StepSize, start_s: float, step_s: float) -> None:
+        """Write a step of this size that began at `start_s`, on the clock of `time.perf_counter`, and took `step_s`."""
+        line = {
+            "worker": self._worker_id,
+            "start_s": round(start_s, 6),
+            "ms": round(1000 * step_s, 4),
+            "graph": size.graph.name.lower(),
+            **size.shape._asdict(),
+        }
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")

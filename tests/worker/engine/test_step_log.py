@@ -9,7 +9,7 @@ import pytest
 
 from headrace.sim.step_logs import read
 from headrace.worker.config import ConfigurationError
-from headrace.worker.engine.step_log import StepLog
+from headrace.worker.engine.step_meter import StepLog
 from headrace.worker.loading import opened_step_log
 from tests.worker.configs import worker_config
 from tests.worker.conftest import make_engine
