@@ -26,6 +26,7 @@ from headrace.gateway.chat.output_parsers.xml_calls import CDATA, CDATA_END, Xml
 from headrace.gateway.chat.tools import ToolUse
 from headrace.gateway.checks import invalid, json_of, unsupported
 from headrace.gateway.structure.fields import Structure
+from headrace.gateway.structure.tags import between_slashes
 from headrace.protos.inference_pb2 import Constraint
 from headrace.protos.status import StatusError
 
@@ -34,10 +35,6 @@ _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 
 # The spacing of content without tools: docs/decisions/structured-output.md#compact-json.
 _CONTENT_OPTIONS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
-# An escape of an expression, which stays unchanged; or characters that have a meaning between the slashes around an
-# expression in Lark.
-_DELIMITER = re.compile(r"\\.|/|\n", re.DOTALL)
-_ESCAPED = {"/": r"\/", "\n": r"\n"}
 
 _T = TypeVar("_T")
 _Answer: TypeAlias = Callable[["_Writer"], str]
@@ -226,7 +223,7 @@ def _content(structure: Structure) -> str:
     constraint = structure.constraint
     kind = constraint.WhichOneof("kind")
     if kind == "regex":
-        return "/" + _DELIMITER.sub(lambda found: _ESCAPED.get(found[0], found[0]), constraint.regex) + "/"
+        return f"/{between_slashes(constraint.regex)}/"
     if kind == "choice":
         return " | ".join(literal(text) for text in constraint.choice.texts)
     if kind == "grammar":
@@ -599,7 +596,7 @@ def _parameter(
         if least or most != "":
             parts.append(rf"/{begin}(?s:.{{{least},{most}}}){end}/")
         if "pattern" in schema:
-            parts.append(rf"/{begin}{_in_lark(_whole_pattern(writer, name, str(schema['pattern'])))}{end}/")
+            parts.append(rf"/{begin}{between_slashes(_whole_pattern(writer, name, str(schema['pattern'])))}{end}/")
     elif not _may_be_any_text(schema, own):
         raise _not_held(writer, name, "a restricted text beside other types")
     if never:
@@ -629,11 +626,6 @@ def _whole_pattern(writer: _Writer, name: str, pattern: str) -> str:
     if re.search(r"[|^$]", pattern):
         raise _not_held(writer, name, f"the pattern '{pattern[:64]}'")
     return rf"(?s:.*)(?:{pattern})(?s:.*)"
-
-
-def _in_lark(expression: str) -> str:
-    """An expression as Lark writes it between slashes."""
-    return _DELIMITER.sub(lambda found: _ESCAPED.get(found[0], found[0]), expression)
 
 
 _SHARED = ("$defs", "definitions", "components")

@@ -24,6 +24,11 @@ _DELIMITER = re.compile(r"\\.|/|\n", re.DOTALL)
 _ESCAPED = {"/": r"\/", "\n": r"\n"}
 
 
+def between_slashes(expression: str) -> str:
+    """A regular expression as Lark writes it between slashes."""
+    return _DELIMITER.sub(lambda found: _ESCAPED.get(found[0], found[0]), expression)
+
+
 def lark_of_tags(value: Mapping[str, Any], field: str) -> str:
     """The grammar of a structural tag. Raises `StatusError` for one that is malformed or cannot be expressed."""
     writer = _Writer()
@@ -77,8 +82,7 @@ class _Writer:
 
     def _regex(self, value: Mapping[str, Any], field: str, depth: int) -> str:
         pattern = _text_of(value, "pattern", field)
-        escaped = _DELIMITER.sub(lambda found: _ESCAPED.get(found[0], found[0]), pattern)
-        return self._rule(f"/{escaped}/")
+        return self._rule(f"/{between_slashes(pattern)}/")
 
     def _any_text(self, value: Mapping[str, Any], field: str, depth: int) -> str:
         return self._rule("/(?s:.*)/")
@@ -155,14 +159,10 @@ class _Writer:
                 parts.append(f"{before} ({' | '.join(rests)})")
         tagged = self._rule(" | ".join(parts))
         pattern = "|".join(re.escape(trigger) for trigger in triggers)
-        free = self._rule(f"/(?s:.*)/ & ~/(?s:.*){self._slashed(f'({pattern})')}(?s:.*)/", is_terminal=True)
+        free = self._rule(f"/(?s:.*)/ & ~/(?s:.*){between_slashes(f'({pattern})')}(?s:.*)/", is_terminal=True)
         if ends_after_one:
             return tagged if needs_one else f"{tagged} | {free}"
         return f"{tagged}{'+' if needs_one else '*'} {free}"
-
-    @staticmethod
-    def _slashed(pattern: str) -> str:
-        return _DELIMITER.sub(lambda found: _ESCAPED.get(found[0], found[0]), pattern)
 
     def _after(self, tag: Mapping[str, Any], begin: str, field: str, depth: int) -> str:
         """A tag from this rest of its beginning on."""
