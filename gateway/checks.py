@@ -14,6 +14,8 @@ from headrace.protos.status import Reason, StatusError
 MAX_NESTING = 256
 """Levels of arrays and objects in the JSON of a request. Code that follows a value recursively needs fewer than three
 frames for a level, and Python has 1,000."""
+MAX_ECHO_CHARS = 64
+"""How much of a caller's own words an error repeats."""
 _STEPS = tuple(1 if byte in b"[{" else -1 if byte in b"]}" else 0 for byte in range(256))
 _NO_MARKS = bytes(byte for byte in range(256) if not _STEPS[byte] and byte != ord('"'))
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.gateway.chat.tools import LoadedTool
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, unsupported
 from headrace.gateway.hints import ignored
 
-_MAX_ECHO_CHARS = 64
 _DATED = re.compile(r"(?P<family>[a-z_]+?)(?:_(?P<date>\d{8}))?")
 _TOOL_SEARCH = ("tool_search_tool_regex", "tool_search_tool_bm25")
 _UNDATED = ("mcp_toolset", *_TOOL_SEARCH)
@@ -144,7 +143,7 @@ class Catalogue:
     def name(self, name: str) -> None:
         """The caller's choice is this tool. Raises `StatusError` if it was left out."""
         if name in self._left_out:
-            problem = f"tool_choice.name: the tool '{name[:_MAX_ECHO_CHARS]}' is not available here, because the server"
+            problem = f"tool_choice.name: the tool '{name[:MAX_ECHO_CHARS]}' is not available here, because the server"
             raise unsupported("tool_choice.name", f"{problem} runs no hosted tools; choose another one")
         tool = self._find(name)
         if tool is not None and not tool.is_offered:
@@ -184,7 +183,7 @@ def _function(place: str, tool: Mapping[str, Any]) -> dict[str, Any] | None:
         return _described(place, tool, description, schema)
     found = _DATED.fullmatch(kind) if isinstance(kind, str) else None
     if found is None or (found["date"] is None and kind not in _UNDATED):
-        named = f"'{kind[:_MAX_ECHO_CHARS]}'" if isinstance(kind, str) else "no name"
+        named = f"'{kind[:MAX_ECHO_CHARS]}'" if isinstance(kind, str) else "no name"
         raise unsupported(f"{place}.type", f"{place}.type: there is no tool of type {named}; use custom")
     if found["family"] in _OF_CALLERS:
         return _described(place, tool, *_OF_CALLERS[found["family"]](found["date"]))

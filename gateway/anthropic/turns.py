@@ -19,7 +19,7 @@ import msgspec
 from headrace.gateway.anthropic.tools import Catalogue
 from headrace.gateway.chat.billing import is_billing
 from headrace.gateway.chat.request import ChatMessage
-from headrace.gateway.checks import invalid, optional_text_in, text_in, unsupported
+from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, optional_text_in, text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import GivenImage, image_of_base64, image_of_url, part_of
 from headrace.gateway.text.seals import REASONING
@@ -28,7 +28,6 @@ from headrace.protos.status import StatusError
 INVALID_JSON = "INVALID_JSON"
 """The key for the text of an input that was cut off."""
 _ROLES = ("user", "assistant", "system")
-_MAX_ECHO_CHARS = 64
 _SKIPPED = "the model gets the texts, thoughts and calls of earlier answers"
 _UNTIL_NEXT_USER = "next_user_message"
 _OVERSIZED = "oversized_image"
@@ -181,7 +180,7 @@ class _Reader:
         if call_id not in self._call_ids:
             field = f"{where}.tool_use_id"
             # Clients find the cause by these words of the provider.
-            problem = f"{field}: unexpected `tool_use_id` found in `tool_result` blocks: {call_id[:_MAX_ECHO_CHARS]}"
+            problem = f"{field}: unexpected `tool_use_id` found in `tool_result` blocks: {call_id[:MAX_ECHO_CHARS]}"
             raise invalid(field, f"{problem}; there is no `tool_use` of this id before")
         content = block.get("content")
         is_error = block.get("is_error")
@@ -217,7 +216,7 @@ class _Reader:
                 pieces.append((place, _READABLE[kind](place, block)))
             else:
                 ignored(f"tool_result.{kind}", "the model cannot read it, and gets a note instead", is_known=False)
-                note = f"[The tool returned a block of type {kind[:_MAX_ECHO_CHARS]}, which cannot be shown.]"
+                note = f"[The tool returned a block of type {kind[:MAX_ECHO_CHARS]}, which cannot be shown.]"
                 pieces.append((place, note))
         return pieces
 
@@ -265,7 +264,7 @@ def _refuses_reduced(where: str, transformations: object) -> bool:
         raise invalid(where, f"{where} must be an object")
     for name in transformations:
         if name != _OVERSIZED:
-            field = f"{where}.{str(name)[:_MAX_ECHO_CHARS]}"
+            field = f"{where}.{str(name)[:MAX_ECHO_CHARS]}"
             raise unsupported(field, f"{field} is not supported; there is {_OVERSIZED}")
     chosen = transformations.get(_OVERSIZED)
     if chosen not in (None, "downsize", "error"):
@@ -284,7 +283,7 @@ def _image_of_source(where: str, block: Mapping[str, Any]) -> GivenImage:
         return image_of_base64(f"{where}.source.data", source.get("data"))
     if isinstance(source, dict) and kind == "url":
         return image_of_url(f"{where}.source.url", source.get("url"))
-    named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
+    named = f"of type {kind[:MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
     problem = f"{where}.source: a source {named} is not supported; send the image as base64 or as a url"
     raise unsupported(f"{where}.source.type", problem)
 
@@ -339,7 +338,7 @@ def _document(where: str, block: Mapping[str, Any]) -> str:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(source, dict) or kind not in ("text", "content"):
-        named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
+        named = f"of type {kind[:MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
         problem = f"{where}.source: a block of type document with a source {named} is not supported"
         raise unsupported(f"{where}.source", f"{problem}: the model reads only text; send its text")
     if kind == "text":
@@ -386,5 +385,5 @@ def _text(where: str, content: Any) -> str:
 
 
 def _not_supported(where: str, kind: object, known: str) -> StatusError:
-    named = f"of type {kind[:_MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
+    named = f"of type {kind[:MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
     return unsupported(f"{where}.type", f"{where}: a block {named} is not supported; only {known} may be here")

@@ -13,7 +13,7 @@ from headrace.gateway.chat.plain_tools import as_text, takes_tools, with_block
 from headrace.gateway.chat.prompts import Conversation
 from headrace.gateway.chat.request import Chat, ChatMessage, Tokenization
 from headrace.gateway.chat.tools import ToolUse, tool_use_of
-from headrace.gateway.checks import invalid, json_of, optional_text_in, unsupported
+from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, json_of, optional_text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import IMAGE, GivenImage
 from headrace.gateway.images.refusal import ImageRefusal, Why
@@ -30,7 +30,6 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 # Parts of reasoning in turns of the assistant, and their text.
 _THOUGHTS = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text"}
 _IMAGE_BEHIND = "[image: in the next message]"
-_MAX_ECHO_CHARS = 64
 # Templates with this token write the id of a call in place of its name.
 _KIMI = "<|tool_call_argument_begin|>"
 
@@ -265,7 +264,7 @@ def _content_of(
 def note_of(kind: str, place: str = "messages.content") -> str:
     """What the model reads in place of a part of a tool's result that it cannot read, such as `input_audio`."""
     ignored(f"{place}.{kind}", "the model cannot read it, and finds a note in place of it", is_known=False)
-    what = kind.removeprefix("input_").removesuffix("_url")[:_MAX_ECHO_CHARS]
+    what = kind.removeprefix("input_").removesuffix("_url")[:MAX_ECHO_CHARS]
     return f"[{what}: omitted, because this model cannot read it]"
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 from headrace.gateway.chat.output_parsers.output import CUSTOM_INPUT, Tools
 from headrace.gateway.chat.request import Chat
-from headrace.gateway.checks import invalid, optional_text_in, unsupported
+from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, optional_text_in, unsupported
 from headrace.gateway.structure.lark_regex import regex_of_lark
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-_MAX_ECHO_CHARS = 64
 _KINDS = ("function", "custom")
 _NAMED = {
     "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"]}},
@@ -239,7 +238,7 @@ def _chosen(choice: str | dict[str, Any] | None, schemas: Mapping[str, Any]) -> 
     if name is None:
         raise invalid("tool_choice", 'tool_choice must be like {"type": "function", "function": {"name": ...}}')
     if name not in schemas:
-        raise invalid("tool_choice", f"tool_choice: there is no tool named '{name[:_MAX_ECHO_CHARS]}'")
+        raise invalid("tool_choice", f"tool_choice: there is no tool named '{name[:MAX_ECHO_CHARS]}'")
     return _Choice([name], required=True, named=True)
 
 

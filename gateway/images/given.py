@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.common.vision.family import Detail
-from headrace.gateway.checks import invalid, unsupported
+from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, unsupported
 
 _DETAILS = {"low": Detail.LOW, "high": Detail.HIGH, "auto": Detail.AUTO, "original": Detail.HIGH}
 # Of a data URL: a type and parameters are short, so a prefix is enough to find the comma.
 _MAX_HEAD_CHARS = 256
 _DATA = "data:"
-_MAX_ECHO_CHARS = 64
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _REMOTE = ("http", "https")
 _LOCAL = "file"
@@ -53,7 +52,7 @@ def image_of_url(name: str, url: object, detail: Detail = Detail.AUTO) -> GivenI
     found = _SCHEME.match(url)
     scheme = found[1].lower() if found else ""
     if scheme not in (*_REMOTE, _LOCAL):
-        named = f"has the scheme {scheme[:_MAX_ECHO_CHARS]}" if scheme else "has no scheme"
+        named = f"has the scheme {scheme[:MAX_ECHO_CHARS]}" if scheme else "has no scheme"
         raise invalid(name, f"{name} {named}; send the image as data:image/png;base64,..., or as an https URL")
     return GivenImage(url=url, detail=detail)
 
@@ -65,7 +64,7 @@ def image_of_base64(name: str, text: object) -> GivenImage:
     if text[: len(_DATA)].lower() == _DATA:
         return GivenImage(base64=_base64_of(name, text))
     if (found := _SCHEME.match(text)) is not None:
-        problem = f"{name} must be the file of an image as base64, not a URL ({found[1][:_MAX_ECHO_CHARS]}:)"
+        problem = f"{name} must be the file of an image as base64, not a URL ({found[1][:MAX_ECHO_CHARS]}:)"
         raise invalid(name, problem)
     return GivenImage(base64=text)
 
@@ -96,5 +95,5 @@ def _base64_of(name: str, url: str) -> str:
     kind = media_type.strip().partition("/")[0]
     # Whether the file is an image is read from the file itself. Clients that do not know its type send another.
     if kind in ("audio", "video", "text") or media_type.strip() == "application/pdf":
-        raise unsupported(name, f"{name}: a file of the type {media_type.strip()[:_MAX_ECHO_CHARS]} is no image")
+        raise unsupported(name, f"{name}: a file of the type {media_type.strip()[:MAX_ECHO_CHARS]} is no image")
     return url[end + 1 :]

@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.gateway.chat.conversation import note_of
 from headrace.gateway.chat.request import ChatMessage
-from headrace.gateway.checks import invalid, optional_text_in, text_in, unsupported
+from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, optional_text_in, text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import IMAGE, GivenImage, detail_of, image_of_url, part_of, refuse_file
 from headrace.gateway.responses.tools import CallName
@@ -28,7 +28,6 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 IMAGE_PART = "input_image"
 _PLACE = "input.content"
-_MAX_ECHO_CHARS = 64
 APPROVAL = "mcp_approval_response"
 DENIED = "The user did not approve this call."
 """The result of a call that was not approved, for the model."""
@@ -367,7 +366,7 @@ def _item(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
         return {**item, "id": _id(where, item, "item"), "type": kind}
     if not isinstance(kind, str):
         raise invalid(f"{where}.type", f"{where}.type must be a text")
-    raise unsupported(f"{where}.type", f"{where}.type: {kind[:_MAX_ECHO_CHARS]} is not supported")
+    raise unsupported(f"{where}.type", f"{where}.type: {kind[:MAX_ECHO_CHARS]} is not supported")
 
 
 def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,7 +408,7 @@ def _parts(where: str, content: Any, kind: str) -> list[dict[str, Any]]:
             why = "the model cannot read such a part of its own earlier turns"
             ignored(f"input.content.{kind_of_part}", why, is_known=False)
         else:
-            found = f"{kind_of_part[:_MAX_ECHO_CHARS]} is not supported"
+            found = f"{kind_of_part[:MAX_ECHO_CHARS]} is not supported"
             known = "input_text, input_image, output_text and refusal"
             raise unsupported(f"{place}.type", f"{place}.type: {found}; only {known} are")
     return parts
@@ -485,6 +484,6 @@ def _id(where: str, item: Mapping[str, Any], kind: str) -> str:
     value = item.get("id")
     if value is None:
         return new_id(kind)
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_ECHO_CHARS * 2:
-        raise invalid(f"{where}.id", f"{where}.id must be a text of 1 to {_MAX_ECHO_CHARS * 2} characters")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ECHO_CHARS * 2:
+        raise invalid(f"{where}.id", f"{where}.id must be a text of 1 to {MAX_ECHO_CHARS * 2} characters")
     return value

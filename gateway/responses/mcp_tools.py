@@ -12,13 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.gateway.checks import invalid, text_in, unsupported
+from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.mcp.values import McpTool
 from headrace.gateway.responses.tools import MCP, CallName
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-_MAX_ECHO_CHARS = 64
 # Fields of the caller by which other servers find or enter an MCP server.
 _OF_OPERATOR = {
     "server_url": "the server calls only MCP servers that its operator has named with --mcp-server",
@@ -105,7 +104,7 @@ def _offer(where: str, tool: Mapping[str, Any], servers: Collection[str]) -> Mcp
     label = text_in(where, tool, "server_label")
     if label not in servers:
         field = f"{where}.server_label"
-        echo = label[:_MAX_ECHO_CHARS]
+        echo = label[:MAX_ECHO_CHARS]
         remedy = f"give one of {named}" if servers else "offer functions, or have the server named with --mcp-server"
         raise unsupported(field, f"{field}: the operator has named no MCP server '{echo}'; {remedy}")
     if tool.get("defer_loading"):

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.gateway.checks import invalid, text_in, unsupported
+from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.mcp.values import McpTool
 
@@ -40,7 +40,6 @@ _KNOWN = {
     "custom": ("name", "description"),
 }
 _BRINGS_TOOLS = ("additional_tools", "tool_search_output")
-_MAX_ECHO_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ def _add(
     elif kind in _KINDS:
         _add_own(offer, where, CallName(None, str(tool.get("name"))), tool, skips_known)
     elif isinstance(kind, str) and (kind == MCP or is_hosted(kind)):
-        left_out.append((f"{where}.type", kind[:_MAX_ECHO_CHARS]))
+        left_out.append((f"{where}.type", kind[:MAX_ECHO_CHARS]))
     elif isinstance(kind, str):
         known = ", ".join((*_KINDS, "namespace", MCP, *HOSTED))
         raise invalid(f"{where}.type", f"{where}.type must be one of {known}")
@@ -215,7 +214,7 @@ def _choice(choice: str | Mapping[str, Any] | None, offer: Offer) -> str | dict[
         tools = _of_server("tool_choice", choice, offer)
         return {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
     if isinstance(kind, str) and is_hosted(kind):
-        echo = kind[:_MAX_ECHO_CHARS]
+        echo = kind[:MAX_ECHO_CHARS]
         raise unsupported("tool_choice", f"tool_choice: there is no built-in '{echo}' here; offer a function for it")
     raise invalid("tool_choice", "tool_choice must be none, auto, required, allowed_tools, or name a tool")
 
