@@ -27,7 +27,6 @@ from headrace.protos.cache_scope import cache_scope, scoped_salt
 from headrace.protos.status import error_of
 
 _TIMEOUT_S = 10.0
-_WIDTH_OF_A_PIPE = 160
 # How much of two prompts is shown around their first difference.
 _TOKENS_BEFORE = 12
 _TOKENS_BEHIND = 12
@@ -188,7 +187,7 @@ def _print(explained: router_pb2.ExplainResponse) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows_of(explained):
         table.add_row(*row)
-    console_for(table, _WIDTH_OF_A_PIPE).print(table)
+    console_for(table).print(table)
     chosen = f"{explained.worker_id}: " if explained.worker_id else ""
     click.echo(f"{chosen}{_REASONS[explained.reason]}")
 

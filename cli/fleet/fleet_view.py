@@ -17,7 +17,6 @@ from headrace.protos.worker_pb2 import Counters
 if TYPE_CHECKING:
     from rich.table import Table
 
-_WIDTH_OF_A_PIPE = 200
 STATE_COLOURS = {"ready": "green", "draining": "yellow"}
 Row = Mapping[str, Any]
 
@@ -235,7 +234,7 @@ def _cell(column: Column, row: Row) -> Any:
 
 def print_fleet(picture: FleetPicture, rows: Sequence[Row]) -> None:
     """Print the gateway, its routers and the workers."""
-    console = console_for(table := table_of(WORKER_COLUMNS, rows), _WIDTH_OF_A_PIPE)
+    console = console_for(table := table_of(WORKER_COLUMNS, rows))
     console.print(headline(picture, rows), soft_wrap=True)
     if rows:
         console.print(table)

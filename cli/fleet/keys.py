@@ -16,8 +16,6 @@ from headrace.cli.fleet.tables import console_for
 from headrace.common.commands import CommandError
 from headrace.common.stores.api_keys import MAX_CONCURRENT, MAX_PER_MINUTE, ApiKey, new_id, new_secret, sha256_of
 
-_WIDTH_OF_A_PIPE = 200
-
 
 @click.group()
 def keys() -> None:
@@ -125,7 +123,7 @@ def _print(found: Sequence[ApiKey]) -> None:
         made = time.strftime("%Y-%m-%d", time.gmtime(key.created_s))
         models = ", ".join(key.models) or "all"
         table.add_row(key.id, key.name, key.tenant, made, *cells, str(key.max_priority), models)
-    console_for(table, _WIDTH_OF_A_PIPE).print(table)
+    console_for(table).print(table)
 
 
 @keys.command()

@@ -19,7 +19,7 @@ from headrace.cli.fleet.fleet_view import Rates, print_fleet, worker_rows
 from headrace.cli.fleet.gateway_access import FleetClient, operator_options
 from headrace.cli.fleet.http_probe import http_status
 from headrace.cli.fleet.run_state import ProcessRecord, ServeRecord, is_stopped, running_serves
-from headrace.cli.fleet.tables import width_of
+from headrace.cli.fleet.tables import WIDTH_OF_A_PIPE, width_of
 from headrace.cli.fleet.watching import watch_option, watched
 from headrace.cli.fleet.worker_columns import LOST_STATES, WORKER_STATES, worker_columns
 from headrace.common.commands import EXIT_FAILED, duration
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _ASK_TIMEOUT_S = 2.0
-_WIDTH_OF_A_PIPE = 200
 _COLOURS = {"ready": "green"} | dict.fromkeys(("failed", "suspect", "stopped", "unreachable", "not answering"), "red")
 
 
@@ -139,7 +138,7 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_PIPE, highlight=False)
     for record in records:
         title = escape(f"{', '.join(record.models)} on {record.url}/v1 (serve: pid {record.pid})")
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
@@ -151,7 +150,7 @@ def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any
             if row["serve_pid"] == record.pid:
                 table.add_row(*_cells(row))
         if not sys.stdout.isatty():
-            console.width = max(_WIDTH_OF_A_PIPE, width_of(table))
+            console.width = max(WIDTH_OF_A_PIPE, width_of(table))
         if width_of(table) <= console.width:
             console.print(table)
         else:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+WIDTH_OF_A_PIPE = 200
 _LONGEST_LINE = 1000
 
 
@@ -24,12 +25,12 @@ def width_of(table: Table) -> int:
     return Measurement.get(console, console.options, table).maximum
 
 
-def console_for(table: Table, width_of_a_pipe: int) -> Console:
+def console_for(table: Table) -> Console:
     """A console in which every column of the table is whole. In a narrower terminal, long lines continue in the next
     line."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else width_of_a_pipe, highlight=False, markup=False)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_PIPE, highlight=False, markup=False)
     console.width = max(console.width, width_of(table))
     return console
 

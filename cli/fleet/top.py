@@ -44,7 +44,6 @@ _ESCAPES = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[5~": "page up", "\x1b[6~": "
 _TICK_S = 0.1
 # Lines around the rows: two of the head, a blank one, the titles, and two of the foot.
 _LINES_AROUND = 6
-_WIDTH_OF_A_PIPE = 200
 
 
 @dataclass(slots=True)
@@ -238,7 +237,7 @@ def _printed(fleet: Fleet, screen: Screen, interval_s: float, iterations: int | 
             raise CommandFailed(fleet.problem)
         rows = screen.rows(fleet.workers if screen.view == "workers" else fleet.models)
         table = table_of(_VIEWS[screen.view], rows, _SORTS[screen.view][screen.sort].title)
-        console = console_for(table, _WIDTH_OF_A_PIPE)
+        console = console_for(table)
         for line in (*fleet.lines(), fleet.problem):
             if line:
                 console.print(line, soft_wrap=True)

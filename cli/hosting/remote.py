@@ -30,7 +30,6 @@ _TITLES = ("NAME", "STATE", "MEMORY", "WORKERS", "LOADED", "LAST USED", "UNTIL",
 
 _port_option = click.option("--port", type=click.IntRange(1, 65535), help="Only the server on this port.")
 _url_option = click.option("--url", help="Gateway to ask instead of the server that runs here, from anywhere.")
-_WIDTH_OF_A_PIPE = 160
 
 
 @click.command()
@@ -73,7 +72,7 @@ def show_fleet_models(url: str, access: ApiAccess, *, as_json: bool, watch_s: fl
                 click.echo(json.dumps(rows, indent=2 if watch_s is None else None))
             else:
                 table = table_of(MODEL_COLUMNS, rows)
-                console_for(table, _WIDTH_OF_A_PIPE).print(table)
+                console_for(table).print(table)
             return True
 
         watched(show, watch_s)

@@ -277,7 +277,7 @@ def test_a_table_is_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     for number in range(12):
         table.add_column(f"column {number}", no_wrap=True)
     table.add_row(*(f"value-{number}" for number in range(12)))
-    console_for(table, 100).print(table)
+    console_for(table).print(table)
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [[f"value-{n}" for n in range(12)]]
 
 
