@@ -24,7 +24,7 @@ from headrace.common.commands import CommandError, CommandFailed
 
 _PIECE_BYTES = 1 << 18
 _CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-_RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MAX_RETRY_AFTER_S = 30.0
 
 
@@ -172,7 +172,7 @@ def _refuse_failure(response: httpx.Response, url: str) -> None:
     status = response.status_code
     if status in (200, 206):
         return
-    if status in _RETRIED_STATUS:
+    if status in RETRIED_STATUS:
         asked = response.headers.get("Retry-After", "")
         raise _TryAgain(f"the server answered {status}", float(asked) if asked.isdecimal() else None)
     raise DownloadError(f"{url} could not be downloaded: the server answered {status}", status)

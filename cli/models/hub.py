@@ -18,7 +18,7 @@ from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.models.download import RetryRule, hub_client, named_authorities
+from headrace.cli.models.download import RETRIED_STATUS, RetryRule, hub_client, named_authorities
 from headrace.cli.models.model_cache import sha256_of
 from headrace.cli.models.progress import Progress, progress_for, say, stages
 from headrace.cli.models.reference import HubReference
@@ -35,7 +35,6 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 _MOST_BYTES = 1 << 50
 _LIST_TIMEOUT_S = 30.0
 _WATCH_INTERVAL_S = 0.5
-_RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 # It takes seconds to read a larger file.
 _LONG_TO_READ_BYTES = 1 << 30
 _HTTP_LIBRARIES = frozenset({"requests", "urllib3"})
@@ -385,7 +384,7 @@ def _is_of_transport(error: BaseException) -> bool:
 
 def _may_pass(error: BaseException) -> bool:
     status, _code = _status_of(error)
-    return status in _RETRIED_STATUS if status is not None else _is_of_transport(error)
+    return status in RETRIED_STATUS if status is not None else _is_of_transport(error)
 
 
 def _failure(reference: HubReference, listing: HubListing, file: HubFile, error: Exception) -> CommandError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.cli.ovms.graphs import Calculator
-from headrace.cli.ovms.options import DEVICE, Fate, Option, OptionError
+from headrace.cli.ovms.options import CLASSIC, DEVICE, Fate, Option, OptionError
 from headrace.protos.inference_pb2 import TASK_EMBED, TASK_RANK, TASK_UNSPECIFIED, Task
 
 
@@ -51,7 +51,6 @@ def _refused(name: str, kind: str, what: str) -> Flag:
     return Flag(name, kind, Fate.REFUSED, what)
 
 
-_CLASSIC = "it is for models with tensors as inputs, which headrace does not serve; leave it out, or use OVMS for it"
 _IMAGES = "headrace generates no images or speech; leave it out, or use OVMS for it"
 _GRPC = "the gRPC API shares the gateway's process and its limits"
 _CORS = "pages of allowed origins may use the methods and headers of the API"
@@ -108,7 +107,7 @@ FLAGS: tuple[Flag, ...] = (
     _named("model_version_policy", "text", "a model has one version, its files"),
     _refused("cpu_extension", "text", "layers of other libraries are not loaded; leave it out"),
     *(
-        _refused(name, "text", _CLASSIC)
+        _refused(name, "text", CLASSIC)
         for name in ("batch_size", "shape", "layout", "mean", "scale", "color_format", "precision")
     ),
     *(

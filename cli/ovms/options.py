@@ -480,7 +480,7 @@ RERANK: tuple[Option, ...] = (
 
 # -- config.json ----------------------------------------------------------------------------------------------------
 
-_CLASSIC = "it is for models with tensors as inputs, which headrace does not serve; leave it out, or use OVMS for it"
+CLASSIC = "it is for models with tensors as inputs, which headrace does not serve; leave it out, or use OVMS for it"
 GRAPH_ENTRY: tuple[Option, ...] = (
     _applied("name", "string", "the model's name in requests", _elsewhere, is_required=True),
     _applied("base_path", "string", "the graph's directory, relative to the file; by default `name`", _elsewhere),
@@ -500,7 +500,7 @@ MODEL_ENTRY: tuple[Option, ...] = (
     _named("allow_cache", "bool", _AT_START, (False,)),
     _named("model_version_policy", "object", "a model has one version, its files"),
     *(
-        _refused(name, "object", _CLASSIC)
+        _refused(name, "object", CLASSIC)
         for name in (
             "batch_size",
             "shape",

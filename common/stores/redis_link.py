@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 PROBE_KEY = "headrace:probe"
 """A key that processes write to find out whether Redis accepts writes."""
 
+WORKERS_KEY = "headrace:workers"
+"""The set of ids of workers with leases."""
+WORKER_KEY = "headrace:worker:"
+"""The beginning of the key of a lease. The worker's id follows."""
+
 RedisClient: TypeAlias = "Redis"
 """The type, for modules that use a client without importing it."""
 

@@ -14,7 +14,7 @@ import grpc
 
 from headrace.common.transport import sessions
 from headrace.common.transport.sessions import Call, Metadata, Turns
-from headrace.common.transport.silence import Peer, Silences
+from headrace.common.transport.silence import LOST_HEARTBEATS, Peer, Silences
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos.inference_pb2 import BeginCall, CallPart, SessionRequest, SessionResponse
 from headrace.protos.status import DETAILS_KEY, Reason, details_of, error_of, is_peer_lost
@@ -31,8 +31,6 @@ LARGE_BYTES = 256 << 10
 # How long calls are separate RPCs: if the peer has no sessions, and if one of its calls may have broken a session.
 _WITHOUT_S = 60.0
 _BROKEN_S = 5.0
-# After this many missing heartbeats, a server counts as hanging.
-_LOST_HEARTBEATS = 5
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -235,7 +233,7 @@ class ClientSession:
     @property
     def _bound_s(self) -> float:
         """The allowed silence of the server in seconds; 0 if it has promised no heartbeats."""
-        return _LOST_HEARTBEATS * self._client.heartbeat_s
+        return LOST_HEARTBEATS * self._client.heartbeat_s
 
     def _arm(self, delay_s: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)

@@ -20,6 +20,8 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable
 
+LOST_HEARTBEATS = 5
+"""After this many missing heartbeats, a peer counts as hanging."""
 # Seconds between two checks of the event loop, while there are peers.
 TICK_S = 0.1
 # A longer delay of a check is a standstill; for the grace time after it, no peer is given up.

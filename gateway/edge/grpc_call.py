@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
-from headrace.common.telemetry.logs import request_id_var
+from headrace.common.telemetry.logs import request_id_of, request_id_var
 from headrace.common.telemetry.tracing import serving_span
 from headrace.gateway.access.caller import Caller, authorization_var
 from headrace.gateway.edge.failures import draining, spread
@@ -20,7 +19,6 @@ from headrace.gateway.hints import Hints, hints_var
 from headrace.gateway.telemetry.metrics import Metrics, outcome_of
 from headrace.protos.status import Reason, StatusError, abort
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LOG = logging.getLogger(__name__)
 
 _M = TypeVar("_M")
@@ -104,9 +102,7 @@ class GrpcCalls:
 def caller_of(context: Context) -> Caller:
     """The caller of a call, from its metadata and deadline."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    request_id = metadata.get("x-request-id", "")
-    if not _REQUEST_ID.fullmatch(request_id):
-        request_id = f"req_{secrets.token_hex(16)}"
+    request_id = request_id_of(context.invocation_metadata()) or f"req_{secrets.token_hex(16)}"
     now_s = time.monotonic()
     remaining_s = context.time_remaining()
     deadline_s = None if remaining_s is None else now_s + remaining_s

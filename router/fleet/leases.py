@@ -18,15 +18,13 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
-from headrace.common.stores.redis_link import PROBE_KEY, connect, failures
+from headrace.common.stores.redis_link import PROBE_KEY, WORKER_KEY, WORKERS_KEY, connect, failures
 from headrace.common.tasks import end_tasks
 from headrace.protos.router_pb2 import REDIS_STATE_OK, REDIS_STATE_UNREACHABLE, REDIS_STATE_UNWRITABLE, RedisState
 from headrace.router.fleet.registry import MAX_WORKERS
 
 log = logging.getLogger(__name__)
 
-WORKERS_KEY = "headrace:workers"
-WORKER_KEY = "headrace:worker:"
 READ_INTERVAL_S = 0.5
 _WRITE_EVERY = 10  # reads
 _TIMEOUT_S = 1.0

@@ -30,7 +30,7 @@ import grpc
 from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport, channel_options
 from headrace.common.transport.session_client import SessionClient
-from headrace.common.transport.silence import Peer, Silences
+from headrace.common.transport.silence import LOST_HEARTBEATS, Peer, Silences
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
 from headrace.router.fleet.reported_load import ReportedLoad, ReportPace
 from headrace.router.fleet.worker_adapters import WorkerAdapters
@@ -43,9 +43,8 @@ log = logging.getLogger(__name__)
 _CHANNEL_OPTIONS = (*channel_options(longest_pause_ms=100), ("grpc.use_local_subchannel_pool", 1))
 
 HEARTBEAT_MS = 500
-# After this many silent heartbeats, a worker gets no new requests. After more of them, its running requests move.
+# After this many silent heartbeats, a worker gets no new requests. After `LOST_HEARTBEATS`, its running requests move.
 _SUSPECT_HEARTBEATS = 3
-_LOST_HEARTBEATS = 5
 _CARD_TIMEOUT_S = 2.0
 _MIN_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
@@ -397,7 +396,7 @@ class WorkerLink:
                     watcher_id=self.watcher_id,
                 )
             )
-            peer = self._silences.watch(self.address, _LOST_HEARTBEATS * self._heartbeat_ms / 1000)
+            peer = self._silences.watch(self.address, LOST_HEARTBEATS * self._heartbeat_ms / 1000)
             silence = _SilenceTimer(peer, self._suspect_after_s, self._judge_silence, watch.cancel)
             try:
                 await self._follow(watch, silence)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from headrace.common.stores.redis_link import WORKER_KEY, WORKERS_KEY
 from headrace.router.dispatch.metrics import RouterMetrics
 from headrace.router.fleet import leases
 from headrace.router.fleet.fleet import Fleet, FleetConfig
-from headrace.router.fleet.leases import WORKER_KEY, WORKERS_KEY, LeaseReader, parse_lease
+from headrace.router.fleet.leases import LeaseReader, parse_lease
 from headrace.router.fleet.registry import Registry, SharedLeases
 from tests.odd_redis import ODD_ANSWERS, odd_redis
 from tests.redis_server import RedisServer, RedisWithSentinel

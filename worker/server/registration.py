@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import grpc
 
-from headrace.common.stores.redis_link import connect
+from headrace.common.stores.redis_link import WORKER_KEY, WORKERS_KEY, connect
 from headrace.common.stores.redis_link import failures as redis_failures
 from headrace.common.tasks import end_tasks
 from headrace.common.transport.channels import PLAIN, Transport
@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 2.0
 RETRY_S = (0.1, 0.2, 0.5, 1.0)
 
-WORKERS_KEY = "headrace:workers"
-WORKER_KEY = "headrace:worker:"
 LEASE_S = 6.0
 REDIS_TIMEOUT_S = 1.0
 

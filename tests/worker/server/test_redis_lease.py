@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace.worker.server.registration import LEASE_S, WORKER_KEY, WORKERS_KEY, RedisLease
+from headrace.common.stores.redis_link import WORKER_KEY, WORKERS_KEY
+from headrace.worker.server.registration import LEASE_S, RedisLease
 from tests.patience import patience
 from tests.redis_server import RedisServer
 
