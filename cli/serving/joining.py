@@ -23,7 +23,6 @@ from headrace.cli.serving.topology import read_topology
 from headrace.common.commands import CommandError
 
 DEFAULT_LISTEN = "0.0.0.0:50071"
-_LOG_FLUSH_S = 1.0
 # What a stage has no use for is an error: the worker decides it.
 _OF_A_STAGE = {
     *("models", "join", "stage_listen", "workers", "threads", "kv_cache_gb", "offline", "dry_run"),
@@ -71,7 +70,7 @@ def join(
         )
         _run(stage_specs(options, places, sys.executable), log)
     finally:
-        log.close(_LOG_FLUSH_S)
+        log.close()
 
 
 def _run(specs: Sequence[ProcessSpec], log: LogSink) -> NoReturn:

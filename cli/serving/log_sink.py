@@ -46,7 +46,7 @@ class LogSink:
         except queue.Full:
             self._num_dropped += 1
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         """Write the queued lines, for at most `timeout_s`."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)

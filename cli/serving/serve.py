@@ -39,8 +39,6 @@ from headrace.common.flags import FiniteRange
 from headrace.common.ports import check_port, chosen_port, is_free
 from headrace.common.worker_flags import WORKER_FLAGS, serve_options
 
-_LOG_FLUSH_S = 1.0
-
 
 def choose_grpc_port(host: str, port: int, wanted: int | None, log: LogSink) -> int:
     """The port of the gRPC API; 0 for none. Raises CommandError if the requested port is not free."""
@@ -386,7 +384,7 @@ class Run:
             serving = Serving(options, plans, sizing, log, self.begun_s, ranks, file=self.file)
             sys.exit(asyncio.run(serving.run()))
         finally:
-            log.close(_LOG_FLUSH_S)
+            log.close()
 
 
 def batch_store_of(given: str | None, port: int) -> str | None:

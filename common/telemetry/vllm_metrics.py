@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from headrace.protos.load_report import kv_use
 from headrace.protos.worker_pb2 import Load
 
-_WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class ModelFigures(NamedTuple):
@@ -129,7 +129,7 @@ class Waits:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"vllm:{name}_seconds", text, ["model_name"], buckets=_WAIT_BUCKETS, registry=registry)
+            return Histogram(f"vllm:{name}_seconds", text, ["model_name"], buckets=WAIT_BUCKETS, registry=registry)
 
         self._first_token = histogram("time_to_first_token", "Arrival of a request to its first token.")
         self._queue = histogram("request_queue_time", "Arrival of a request to its first step.")

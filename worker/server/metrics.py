@@ -9,7 +9,7 @@ from prometheus_client import Counter, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from headrace.common.telemetry.vllm_metrics import ModelFigures, Waits, families
+from headrace.common.telemetry.vllm_metrics import WAIT_BUCKETS, ModelFigures, Waits, families
 from headrace.common.telemetry.worker_metrics import GAUGES, load_metrics
 from headrace.protos.status import Reason
 from headrace.worker.request.request import Request
@@ -18,7 +18,6 @@ from headrace.worker.server.watch import WatchHub
 # The start time of each series would be that of the process.
 prometheus_client.disable_created_metrics()
 
-_WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _DECODE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
 
@@ -68,9 +67,9 @@ class RequestMetrics:
         self._registry = registry
         self._model = model
         self._waits = waits
-        self._queue = self._histogram("queue", "Time from the arrival of a request to its first step.", _WAIT_BUCKETS)
+        self._queue = self._histogram("queue", "Time from the arrival of a request to its first step.", WAIT_BUCKETS)
         self._prefill = self._histogram(
-            "prefill", "Time from the first step of a request to its first token.", _WAIT_BUCKETS
+            "prefill", "Time from the first step of a request to its first token.", WAIT_BUCKETS
         )
         self._decode = self._histogram("decode", "Time from the first token of a request to its end.", _DECODE_BUCKETS)
         self._per_token = self._histogram(
@@ -87,7 +86,7 @@ class RequestMetrics:
             registry=registry,
         )
         self._images = self._histogram(
-            "image_wait", "Time that a request waited for its images to be encoded.", _WAIT_BUCKETS
+            "image_wait", "Time that a request waited for its images to be encoded.", WAIT_BUCKETS
         )
 
     def image_refused(self, label: str) -> None:
