@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.common.kernel_files import parse_list
+from headrace.common.kernel_files import parse_list, read_text
 from headrace.worker.host.numa import memory_node_of
 
 MIN_INTERVAL_S = 10.0
@@ -83,7 +83,7 @@ def read_binding(kv_cache: Region, root: Path = Path("/")) -> Binding:
     """Read the binding of this process. `root` is "/" except in tests."""
     process = root / "proc/self"
     cpus, num_threads = _cpus_of_threads(process)
-    pages = _numa_maps(_lines(process / "numa_maps"), kv_cache)
+    pages = _numa_maps(read_text(process / "numa_maps").splitlines(), kv_cache)
     return Binding(
         numa_node=memory_node_of(cpus, root),
         cpus=tuple(sorted(cpus)),
@@ -92,7 +92,7 @@ def read_binding(kv_cache: Region, root: Path = Path("/")) -> Binding:
         resident_bytes=pages.resident_bytes,
         anonymous_bytes=pages.anonymous_bytes,
         kv_bytes=pages.kv_bytes,
-        kv_huge_bytes=_huge_bytes(_lines(process / "smaps"), kv_cache),
+        kv_huge_bytes=_huge_bytes(read_text(process / "smaps").splitlines(), kv_cache),
     )
 
 
@@ -111,7 +111,7 @@ def _cpus_of_threads(process: Path) -> tuple[frozenset[int], int]:
     cpus: frozenset[int] = frozenset()
     num_threads = 0
     for thread in (process / "task").glob("*/status"):
-        for line in _lines(thread):
+        for line in read_text(thread).splitlines():
             if line.startswith("Cpus_allowed_list:"):
                 cpus |= parse_list(line.partition(":")[2])
                 num_threads += 1
@@ -161,11 +161,3 @@ def _huge_bytes(lines: Iterable[str], kv_cache: Region) -> int:
         elif inside and name in _HUGE:
             total += int(value.split()[0]) * 1024
     return total
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        # A thread that has ended, or a kernel without NUMA.
-        return []
