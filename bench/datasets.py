@@ -25,7 +25,6 @@ _SHAREGPT_MAX_PROMPT = 1024
 _SHAREGPT_MAX_TOTAL = 2048
 _SHAREGPT_AT_ONCE = 64
 _SONNET_TASK = "Pick as many lines as you can from these poem lines:\n"
-_MAX_TURNS = 100
 _MAX_TRIES = 100
 
 

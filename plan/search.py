@@ -119,11 +119,6 @@ class Search:
         self._told = told
         self._trials: dict[tuple[Fleet, float], Trial] = {}
 
-    @property
-    def trials(self) -> list[Trial]:
-        """All so far, in their order."""
-        return list(self._trials.values())
-
     def trial(self, fleet: Fleet, factor: float = 1.0) -> Trial:
         """Simulate a fleet under so many times the load."""
         known = self._trials.get((fleet, factor))

@@ -230,8 +230,3 @@ PRE_TOKENIZERS = {
     ),
 }
 """What the names mean. Names of encoders are among them, as they are names of the same expressions."""
-
-
-def character_classes() -> dict[str, str]:
-    """Expressions for a character of each class, by the class."""
-    return {name: _any(_class(name)) for name in _LATER} | {"spaces": _SPACE}

@@ -141,11 +141,6 @@ class LocalLimits:
         if account is not None:
             account.inside.discard(request)
 
-    def num_inside(self, key: KeyLimits) -> int:
-        """Admitted requests of a key that have not ended."""
-        account = self._accounts.get(key.key_id)
-        return 0 if account is None else len(account.inside)
-
     def retain(self, key_ids: Collection[str]) -> None:
         """Forget all other keys without running requests."""
         for key_id in [one for one, account in self._accounts.items() if one not in key_ids and not account.inside]:

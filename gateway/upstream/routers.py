@@ -335,11 +335,6 @@ class Upstream:
             raise BundleError(f"the tokenizer bundle for {sha256} has another hash")
         return raw
 
-    @property
-    def models_in_use(self) -> list[str]:
-        """The models that running generations need."""
-        return list(self._in_use)
-
     async def generate(
         self,
         request: GenerateRequest,

@@ -165,10 +165,6 @@ class Fleet:
             )
         self._tell_waiters()
 
-    def is_leased(self, address: str) -> bool:
-        """Whether the address is in the fixed list or has a lease, whether or not its worker can be reached."""
-        return address in self._registry.members()
-
     def leases_lost(self) -> None:
         """Note that the shared store could not be read. Known workers stay."""
         self._registry.shared.lost()

@@ -109,10 +109,6 @@ class PrefixIndex:
         holding = self._holdings.get(worker_id)
         return 0 if holding is None else len(holding)
 
-    def bit_of(self, worker_id: str) -> int:
-        """The bit of a known worker in masks and predictions."""
-        return self._holdings[worker_id].bit
-
     def digest_of(self, worker_id: str) -> int:
         """The exclusive or of all hashes of a worker, regardless of order; 0 if the worker is unknown. Takes constant
         time."""

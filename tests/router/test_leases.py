@@ -185,7 +185,7 @@ async def test_a_full_redis_takes_no_worker_away_that_is_heard(tmp_path: Path, s
             publish(full, "heard", heard.address)
         for worker in (heard, gone):
             full.client().delete(WORKER_KEY + worker.name)  # as it ends when nobody can renew it
-        await until(lambda: not fleet.is_leased(heard.address))
+        await until(lambda: heard.address not in fleet._registry.members())
         await until(lambda: not reader.is_writable, 20)
         assert [link.is_ready for link in fleet.links()] == [True, True]
         # Who is heard no more is forgotten, as ever.
@@ -211,11 +211,11 @@ async def test_workers_that_alone_lose_redis_stay(start_worker: StartWorker, red
         await until(lambda: fleet.num_ready == 1)
         incarnations = [link.incarnation for link in fleet.links()]
         redis_server.client().delete(WORKER_KEY + "w")
-        await until(lambda: not fleet.is_leased(worker.address))
+        await until(lambda: worker.address not in fleet._registry.members())
         assert fleet.num_ready == 1
         # Its lease is there again: nothing happens.
         publish(redis_server, "w", worker.address)
-        await until(lambda: fleet.is_leased(worker.address))
+        await until(lambda: worker.address in fleet._registry.members())
         assert [link.incarnation for link in fleet.links()] == incarnations
     finally:
         await reader.close()
@@ -236,7 +236,7 @@ async def test_a_worker_that_hangs_is_shown_longer_than_its_lease_and_one_that_i
         worker.is_silent = True
         redis_server.client().delete(WORKER_KEY + "w")
         await until(lambda: [link.silent_s > 1.0 for link in fleet.links()] == [True])
-        assert not fleet.is_leased(worker.address)
+        assert worker.address not in fleet._registry.members()
         metrics = RouterMetrics()
         metrics.observe(fleet)
         found = metrics.registry.get_sample_value

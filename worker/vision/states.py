@@ -47,11 +47,6 @@ class StateStore:
         return self._num_bytes
 
     @property
-    def num_held_bytes(self) -> int:
-        """Memory of those that requests hold."""
-        return self._num_held_bytes
-
-    @property
     def num_holders(self) -> int:
         """How often images are held, in all."""
         return sum(entry.num_holders for entry in self._entries.values())

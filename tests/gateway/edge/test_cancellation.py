@@ -98,7 +98,7 @@ class Books:
             "admitted": self.controls.admission._num_admitted,
             "bodies": self.controls.bodies.num_bytes,
             "of the key": sum(len(one.inside) for one in self._accounts.values()),
-            "models": self.gateway.upstream.models_in_use,
+            "models": dict(self.gateway.upstream._in_use),
             "at the router": self.num_at_router,
         }
         return {name: value for name, value in found.items() if value}
