@@ -283,12 +283,10 @@ def _wrong_file(listing: HubListing, file: HubFile) -> CommandFailed:
     return CommandFailed(f"{url} is not the expected file ({expected}); nothing was kept")
 
 
-def _downloaded(
-    reference: HubReference, listing: HubListing, file: HubFile, *, again: bool, retry: RetryRule | None = None
-) -> Path:
+def _downloaded(reference: HubReference, listing: HubListing, file: HubFile, *, again: bool) -> Path:
     """The file in the Hub's cache, downloaded if it is missing, or in any case if `again`. Failures that may pass are
     tried again, as long as some attempts bring bytes. Raises CommandError."""
-    rule = retry if retry is not None else RetryRule()
+    rule = RetryRule()
     folder = _repository_folder(listing.repository)
     fruitless, furthest = 0, _incomplete_bytes(folder, file)
     while True:

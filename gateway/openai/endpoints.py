@@ -48,8 +48,8 @@ from headrace.gateway.openai.types import (
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
+    check_body,
     check_chat_body,
-    check_completion_body,
     take_images,
 )
 from headrace.gateway.services import Services
@@ -119,7 +119,7 @@ class Plans:
             return (await self._services.chats.plan(request, is_trial=True)).plan
         if path.endswith("/completions"):
             completion = decode_body(body, CompletionRequest)
-            check_completion_body(completion)
+            check_body(completion)
             return (await self._services.chats.plan_completion(completion)).plans[0]
         return None
 
@@ -154,7 +154,7 @@ class _Generations:
 
     async def completions(self, exchange: Exchange) -> None:
         request = await request_of(exchange, CompletionRequest, COMPLETION)
-        check_completion_body(request)
+        check_body(request)
         exchange.name_request(request.request_id)
         completion = await self._services.chats.plan_completion(request)
         model = completion.model

@@ -105,7 +105,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 def check_chat_body(request: ChatRequest) -> None:
     """Raise `StatusError` for contradictory fields of this protocol. A switch for the template becomes one of its
     variables."""
-    _check_body(request)
+    check_body(request)
     request.thinking_token_budget = one_budget(
         {
             **{name: getattr(request, name) for name in (FIELD, *ALIASES)},
@@ -144,12 +144,8 @@ def _apply_reasoning(request: ChatRequest, reasoning: ChatReasoning) -> None:
         request.include_reasoning = False
 
 
-def check_completion_body(request: CompletionRequest) -> None:
-    """Raise `StatusError` for contradictory fields of this protocol."""
-    _check_body(request)
-
-
-def _check_body(request: ChatRequest | CompletionRequest) -> None:
+def check_body(request: ChatRequest | CompletionRequest) -> None:
+    """Raise `StatusError` for contradictory fields that both kinds of requests have."""
     options = request.stream_options
     if options is None:
         return
