@@ -62,12 +62,15 @@ async def test_each_input_has_its_vector_in_order(gateway: Any, router: Any, kit
 
 async def test_many_texts_are_sent_longest_first_and_a_bounded_number_at_a_time(gateway: Any, router: Any) -> None:
     num_running = most_running = 0
+    are_most = asyncio.Event()
 
     async def slow(fake: Any, stream: Any, send: Any) -> None:
         nonlocal num_running, most_running
         num_running += 1
         most_running = max(most_running, num_running)
-        await asyncio.sleep(0.02)
+        if num_running == MAX_CALLS:
+            are_most.set()
+        await are_most.wait()
         num_running -= 1
         await encode(fake, stream, send)
 
