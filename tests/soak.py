@@ -61,9 +61,10 @@ SOAKS = {
         ("-n", "0", "-k", "real or test_api_server"),
     ),
     "rolling-update": Soak(
-        "an upgrade of the chart on a real API server replaces four workers, two routers and two gateways under load",
-        ("tests/infra/test_rolling_update.py",),
-        ("-n", "0", "-k", "whole"),
+        "an upgrade of the chart on a real API server replaces four workers, two routers and two gateways under load; "
+        "and a machine is drained",
+        ("tests/infra/test_rolling_update.py", "tests/infra/test_node_drain.py"),
+        ("-n", "0", "-k", "whole or drained"),
     ),
     "models": Soak(
         "ten minutes of three models in memory for two, and kills",

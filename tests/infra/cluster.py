@@ -38,6 +38,8 @@ _START_S = 60.0
 
 _PLURALS = {
     "Namespace": "api/v1/namespaces",
+    "Node": "api/v1/nodes",
+    "Pod": "api/v1/pods",
     "ConfigMap": "api/v1/configmaps",
     "Secret": "api/v1/secrets",
     "Service": "api/v1/services",
@@ -56,7 +58,7 @@ _PLURALS = {
     "ScaledObject": "apis/keda.sh/v1alpha1/scaledobjects",
     "CustomResourceDefinition": "apis/apiextensions.k8s.io/v1/customresourcedefinitions",
 }
-_CLUSTER_WIDE = ("Namespace", "CustomResourceDefinition")
+_CLUSTER_WIDE = ("Namespace", "Node", "CustomResourceDefinition")
 # Fields of our objects that came after 1.20, by kind and path.
 _NEWER = {
     "PodDisruptionBudget": (("spec", "unhealthyPodEvictionPolicy"),),
@@ -211,6 +213,16 @@ class RealCluster:
             return False
 
     # -- objects --------------------------------------------------------------------------------------------------
+
+    def client(self) -> httpx.AsyncClient:
+        """A client of the server, for an event loop."""
+        return httpx.AsyncClient(
+            base_url=self.http.base_url,
+            verify=ssl.create_default_context(cafile=str(self.ca)),
+            headers=self.http.headers,
+            timeout=patience(30),
+            trust_env=False,
+        )
 
     def apply(self, resource: Object) -> Object:
         """Make an object, or change it to be so, as `kubectl apply --server-side` does. The server refuses fields that
@@ -438,13 +450,7 @@ class SliceWriter:
     def __init__(self, cluster: RealCluster, namespace: str) -> None:
         self._namespace = namespace
         self._known: set[str] = set()
-        self._http = httpx.AsyncClient(
-            base_url=cluster.http.base_url,
-            verify=ssl.create_default_context(cafile=str(cluster.ca)),
-            headers=cluster.http.headers,
-            timeout=patience(30),
-            trust_env=False,
-        )
+        self._http = cluster.client()
 
     async def put(self, name: str, service: str, endpoints: Sequence[Object], port: int) -> None:
         """Make a slice, or change it."""

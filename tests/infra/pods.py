@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import signal
-import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -360,13 +359,7 @@ class Pods:
         self.failures: list[str] = []
         self.http = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
         self._objects: dict[str, list[Object]] = {"Deployment": [], "StatefulSet": [], "Service": []}
-        self._api = httpx.AsyncClient(
-            base_url=cluster.http.base_url,
-            verify=ssl.create_default_context(cafile=str(cluster.ca)),
-            headers=cluster.http.headers,
-            timeout=patience(30),
-            trust_env=False,
-        )
+        self._api = cluster.client()
         self._writer = SliceWriter(cluster, namespace)
         self._written: dict[str, list[Object]] = {}
         self._routes: dict[str, list[tuple[float, list[str]]]] = {}  # service -> since when, addresses
@@ -397,6 +390,11 @@ class Pods:
                 return [claim["metadata"]["name"] for claim in one["spec"].get("volumeClaimTemplates", ())]
         return []
 
+    @property
+    def workloads(self) -> list[Object]:
+        """The Deployments and StatefulSets that there should be."""
+        return [*self._objects["Deployment"], *self._objects["StatefulSet"]]
+
     def of(self, owner: str) -> list[Pod]:
         """The pods of a workload."""
         return [pod for pod in self.pods if pod.owner == owner]
@@ -410,11 +408,10 @@ class Pods:
     def is_rolled_out(self) -> bool:
         """Whether there are the pods that there should be, all available, and no others."""
         assert not self.failures, self.failures
-        workloads = [*self._objects["Deployment"], *self._objects["StatefulSet"]]
-        return bool(workloads) and all(
+        return bool(self.workloads) and all(
             len(pods := self.of(one["metadata"]["name"])) == one["spec"]["replicas"]
             and all(_is_current(pod, one) and pod.is_available(_min_ready_s(one)) for pod in pods)
-            for one in workloads
+            for one in self.workloads
         )
 
     async def until_rolled_out(self, image: str, bound_s: float) -> None:
