@@ -219,9 +219,6 @@ class Session:
     def _again(self, _argument: str) -> None:
         self._answer(self.conversation.take_back())
 
-    def _file(self, argument: str) -> None:
-        self.attach(argument)
-
     def _image(self, argument: str) -> None:
         self.conversation.attach(image_url(argument))
         self._tell_attachments()
@@ -311,7 +308,7 @@ COMMANDS: Sequence[SlashCommand] = (
         "/file",
         "PATH",
         "Send a text or image file along with the next question",
-        Session._file,
+        Session.attach,
         ("/read",),
         lambda _session, argument: _paths(argument),
     ),

@@ -74,8 +74,7 @@ def load_metrics(
             counter.add_metric(values, getattr(load.counters, name))
         yield counter
     yield from _binding_metrics(loads, labels)
-    yield from _rank_metrics(loads, labels)
-    yield from _stage_metrics(loads, labels)
+    yield from _part_metrics(loads, labels)
 
 
 def worker_gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
@@ -119,32 +118,24 @@ def _binding_metrics(loads: Sequence[Labelled], labels: Sequence[str]) -> Iterat
     yield from (info, resident, anonymous, kv_resident, kv_huge)
 
 
-def _rank_metrics(loads: Sequence[Labelled], labels: Sequence[str]) -> Iterator[Metric]:
-    steps = _counter("rank_step_seconds", "Time of the steps of each rank of a divided model.", *labels, "rank")
-    waits = _counter(
-        "rank_wait_seconds",
-        "Part of it in which the rank waited for slower ones. The slowest waits least.",
-        *labels,
-        "rank",
-    )
-    for values, load in loads:
-        for number, rank in enumerate(load.ranks):
-            steps.add_metric([*values, str(number)], rank.step_seconds)
-            waits.add_metric([*values, str(number)], rank.wait_seconds)
-    yield from (steps, waits)
-
-
-def _stage_metrics(loads: Sequence[Labelled], labels: Sequence[str]) -> Iterator[Metric]:
-    computes = _counter("stage_compute_seconds", "Time that each stage of a pipeline has computed.", *labels, "stage")
-    waits = _counter(
-        "stage_wait_seconds",
+# Of each rank of a divided model, and of each stage of a pipeline.
+_TIMES_OF_PARTS = (
+    ("rank", "step", "Time of the steps of each rank of a divided model."),
+    ("rank", "wait", "Part of it in which the rank waited for slower ones. The slowest waits least."),
+    ("stage", "compute", "Time that each stage of a pipeline has computed."),
+    (
+        "stage",
+        "wait",
         "Time in which steps were on their way and the stage did not compute: it waited for other stages or for the "
         "network. The slowest waits least.",
-        *labels,
-        "stage",
-    )
-    for values, load in loads:
-        for number, stage in enumerate(load.stages):
-            computes.add_metric([*values, str(number)], stage.compute_seconds)
-            waits.add_metric([*values, str(number)], stage.wait_seconds)
-    yield from (computes, waits)
+    ),
+)
+
+
+def _part_metrics(loads: Sequence[Labelled], labels: Sequence[str]) -> Iterator[Metric]:
+    for part, what, text in _TIMES_OF_PARTS:
+        times = _counter(f"{part}_{what}_seconds", text, *labels, part)
+        for values, load in loads:
+            for number, one in enumerate(getattr(load, f"{part}s")):
+                times.add_metric([*values, str(number)], getattr(one, f"{what}_seconds"))
+        yield times
