@@ -156,10 +156,10 @@ MAX_ADAPTERS = WorkerFlag(
 TENSOR_PARALLEL = WorkerFlag(
     "--tensor-parallel",
     _NUM_RANKS,
-    of_worker="Divide the model among this many processes, each on a NUMA node of its own among those of the CPUs on "
-    "which the worker is started. All of them compute each step together.",
-    of_serve="Number of NUMA nodes among which each worker divides the model, for faster single answers or a model "
-    "that is larger than a node. auto: the fewest nodes that hold the model and reach --target-tpot-ms.",
+    of_worker="Divide the model, or the layers of a stage, among this many processes, each on a NUMA node of its own "
+    "among those of the CPUs on which the worker is started. All of them compute each step together.",
+    of_serve="Number of NUMA nodes among which each worker or stage divides the model, for faster single answers or a "
+    "model that is larger than a node. auto: the fewest nodes that hold the model and reach --target-tpot-ms.",
     default=1,
     serve_type=_Ranks(),
 )

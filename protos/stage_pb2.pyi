@@ -1,3 +1,4 @@
+from headrace.protos import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -79,14 +80,16 @@ class StageOffer(_message.Message):
     def __init__(self, stages: _Optional[_Iterable[_Union[StageHost, _Mapping]]] = ...) -> None: ...
 
 class StageHost(_message.Message):
-    __slots__ = ("address", "threads", "speed")
+    __slots__ = ("address", "threads", "speed", "num_ranks")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
     SPEED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     address: str
     threads: int
     speed: float
-    def __init__(self, address: _Optional[str] = ..., threads: _Optional[int] = ..., speed: _Optional[float] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, address: _Optional[str] = ..., threads: _Optional[int] = ..., speed: _Optional[float] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class StageLayers(_message.Message):
     __slots__ = ("first_layers",)
@@ -147,14 +150,22 @@ class StageStep(_message.Message):
     def __init__(self, input_ids: _Optional[bytes] = ..., position_ids: _Optional[bytes] = ..., past_lens: _Optional[bytes] = ..., subsequence_begins: _Optional[bytes] = ..., block_indices: _Optional[bytes] = ..., block_indices_begins: _Optional[bytes] = ..., max_context_len: _Optional[int] = ..., rows: _Optional[bytes] = ..., copies: _Optional[bytes] = ..., least_rows: _Optional[int] = ...) -> None: ...
 
 class StageResult(_message.Message):
-    __slots__ = ("states", "is_last", "busy_s")
+    __slots__ = ("states", "is_last", "busy_s", "stages")
     STATES_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     states: bytes
     is_last: bool
     busy_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, states: _Optional[bytes] = ..., is_last: bool = ..., busy_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    stages: _containers.RepeatedCompositeFieldContainer[StageRanks]
+    def __init__(self, states: _Optional[bytes] = ..., is_last: bool = ..., busy_s: _Optional[_Iterable[float]] = ..., stages: _Optional[_Iterable[_Union[StageRanks, _Mapping]]] = ...) -> None: ...
+
+class StageRanks(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[_worker_pb2.Rank]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[_worker_pb2.Rank, _Mapping]]] = ...) -> None: ...
 
 class StageEndWarmUp(_message.Message):
     __slots__ = ()

@@ -431,18 +431,20 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., draining: bool = ..., numa_node: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., binding: _Optional[_Union[Binding, _Mapping]] = ..., num_arrived: _Optional[int] = ..., arrived_tokens: _Optional[int] = ..., arrived_blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., version: _Optional[int] = ..., num_disk_slots: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., transfer_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_saved_states: _Optional[int] = ..., num_partial_blocks: _Optional[int] = ..., num_window_slots: _Optional[int] = ..., num_held_window_slots: _Optional[int] = ..., num_fetching: _Optional[int] = ..., num_encoding: _Optional[int] = ..., encoding_tokens: _Optional[int] = ..., image_tokens_per_s: _Optional[float] = ..., num_cached_images: _Optional[int] = ..., image_cache_bytes: _Optional[int] = ..., prompt_steps: _Optional[_Union[StepCost, _Mapping]] = ..., decode_steps: _Optional[_Union[StepCost, _Mapping]] = ..., num_running_background: _Optional[int] = ..., num_waiting_background: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[PipelineStage, _Mapping]]] = ...) -> None: ...
 
 class PipelineStage(_message.Message):
-    __slots__ = ("address", "first_layer", "num_layers", "compute_seconds", "wait_seconds")
+    __slots__ = ("address", "first_layer", "num_layers", "compute_seconds", "wait_seconds", "ranks")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     address: str
     first_layer: int
     num_layers: int
     compute_seconds: float
     wait_seconds: float
-    def __init__(self, address: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[Rank]
+    def __init__(self, address: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("numa_node", "cpus", "step_seconds", "wait_seconds")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from headrace.protos.status import StatusError
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.encoder.pooling import Pooling
 from headrace.worker.host.advertise import advertised_address, fleet_address
+from headrace.worker.host.children import end_children
 from headrace.worker.host.numa import bind_memory, usable_cpus
 from headrace.worker.host.pinning import warn_if_not_pinned
 from headrace.worker.ranks.places import places_of
@@ -191,6 +192,7 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     try:
         config = config_of(options)
         warn_if_not_pinned()
+        cpus = usable_cpus()
         # Threads inherit the affinity and the memory policy, so these are set before any other thread exists.
         config = placed(config)
         node = bind_memory(config.memory_node)
@@ -199,7 +201,7 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
         start_tracing("worker", otlp_endpoint)
         if config.serves_stage:
             if uvloop.run(serve_stage(config)):
-                start_again()
+                start_again(cpus)
         else:
             uvloop.run(serve(config))
     except (ConfigurationError, TracingUnavailableError, ValueError) as error:
@@ -212,8 +214,11 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     os._exit(0)
 
 
-def start_again() -> NoReturn:
-    """Become a new process with the same arguments and the same number: what was loaded is gone."""
+def start_again(cpus: Collection[int]) -> NoReturn:
+    """Become a new process with the same arguments and the same number on these CPUs: what was loaded is gone, and with
+    it the ranks of a divided stage."""
+    end_children()
+    os.sched_setaffinity(0, cpus)
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.common.host_memory import GIB, available_bytes
 from headrace.common.load_stages import LoadStage, line_of
@@ -298,7 +298,7 @@ def wait_for_fingerprint(found: Found, runner: OpenVINOModelRunner) -> str:
     if runner.depends_on_context:
         fingerprint = for_context(fingerprint, found.longest)
     if runner.num_stages > 1:
-        return for_stages(fingerprint, runner.num_stages)
+        return for_stages(fingerprint, runner.ranks_of_stages)
     return for_ranks(fingerprint, runner.num_ranks) if runner.num_ranks > 1 else fingerprint
 
 
@@ -437,21 +437,27 @@ def compile_ranks(
 def compile_pipeline(
     config: WorkerConfig, found: Found, transport: Transport, offers: Others | None, *, speculates: bool
 ) -> OpenVINOModelRunner:
-    """Read and compile the model, whose layers are divided among this process and those of other stages."""
+    """Read and compile the model, whose layers are divided among this process, or its ranks, and those of other
+    stages."""
     from headrace.worker.pipeline.link import NamedStages, StageLink
     from headrace.worker.pipeline.runner import PipelineRunner
+    from headrace.worker.ranks.staged import StagedGroupRunner
 
-    return PipelineRunner(
-        config.model_dir,
-        config.pipeline,
-        StageLink(offers or NamedStages(config.stages), transport, end_process, name_on_host(config.worker_id)),
-        threads=found.threads,
-        kv_precision=config.kv_precision,
-        execution_mode=config.execution_mode,
-        max_context_tokens=found.longest,
-        speculates=speculates,
-        fingerprint=found.hashing,
-        on_lost=end_process,
+    link = StageLink(offers or NamedStages(config.stages), transport, end_process, name_on_host(config.worker_id))
+    asked: dict[str, Any] = {
+        "threads": found.threads,
+        "kv_precision": config.kv_precision,
+        "execution_mode": config.execution_mode,
+        "max_context_tokens": found.longest,
+        "speculates": speculates,
+        "fingerprint": found.hashing,
+        "on_lost": end_process,
+    }
+    if not config.rank_cpus:
+        return PipelineRunner(config.model_dir, config.pipeline, link, **asked)
+    most_tokens = config.max_num_batched_tokens or DEFAULT_TOKENS
+    return StagedGroupRunner(
+        config.model_dir, config.pipeline, link, config.rank_cpus, most_tokens=most_tokens, **asked
     )
 
 

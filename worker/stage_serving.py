@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.common.tasks import end_tasks
@@ -13,11 +15,16 @@ from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import JoinRequest
 from headrace.worker.config import WorkerConfig
 from headrace.worker.host.numa import num_threads_for
+from headrace.worker.kv.exclusions import refuse_flags
 from headrace.worker.model.directory import read_model_dir
 from headrace.worker.model.fingerprint import outline_of
+from headrace.worker.model.step_limits import DEFAULT_TOKENS
 from headrace.worker.serving import answer_probes, bound_server, stop_signal
 
 if TYPE_CHECKING:
+    import openvino as ov
+
+    from headrace.worker.model.runner import Layers, OpenVINOModelRunner, Part
     from headrace.worker.pipeline.joining import Joining
 
 log = logging.getLogger("headrace.worker")
@@ -27,16 +34,18 @@ STAGE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
 
 async def serve_stage(config: WorkerConfig) -> bool:
     """Serve until SIGTERM or SIGINT, or until a worker that has called has ended. Returns whether it is that: the
-    process should then start again. ConfigurationError if the address or the model cannot be used."""
+    process should then start again. ConfigurationError if the flags, the address or the model cannot be used."""
     # OpenVINO starts threads, which inherit the memory policy: the command sets that after its imports.
     from headrace.worker.pipeline.joining import Joining
     from headrace.worker.pipeline.stage import StageService
 
+    refuse_flags(config)
     stop = stop_signal()
     transport = Transport(config.tls_dir, config.join_token_file)
     server = bound_server(config, transport)
     read_model_dir(config.model_dir)
-    service = StageService(config, transport, num_threads_for(config.threads))
+    threads = num_threads_for(config.threads)
+    service = StageService(config, transport, threads, partial(compile_stage, config, threads))
     stage_pb2_grpc.add_StageServicer_to_server(service, server)
     health = add_introspection(server, [STAGE])
     await server.start()
@@ -61,3 +70,31 @@ async def _joined(joining: Joining, ended: asyncio.Event) -> None:
     """Offer the stage, and wait for the end of the worker that takes it. ConfigurationError if none ever does."""
     await joining.run()
     await ended.wait()
+
+
+def compile_stage(
+    config: WorkerConfig,
+    threads: int,
+    setup: stage_pb2.StageSetup,
+    layers: Layers,
+    on_lost: Callable[[str], None],
+) -> OpenVINOModelRunner:
+    """Read the model and compile some of its layers, divided among ranks if the flags say so; see `MakeRunner`."""
+    from headrace.worker.model.runner import OpenVINOModelRunner
+    from headrace.worker.pipeline.cutting import cut_stage, find_cuts
+    from headrace.worker.ranks.group import GroupRunner
+
+    def divide(model: ov.Model) -> Part:
+        return cut_stage(model, find_cuts(model), layers)
+
+    asked: dict[str, Any] = {
+        "threads": threads,
+        "kv_precision": setup.kv_precision,
+        "execution_mode": setup.execution_mode,
+        "max_context_tokens": setup.max_context_tokens,
+        "speculates": setup.speculates,
+        "divide": divide,
+    }
+    if not config.rank_cpus:
+        return OpenVINOModelRunner(config.model_dir, **asked)
+    return GroupRunner(config.model_dir, config.rank_cpus, most_tokens=DEFAULT_TOKENS, on_lost=on_lost, **asked)

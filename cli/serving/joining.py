@@ -1,6 +1,7 @@
 """`headrace serve --join`: offers this host as stages of a pipeline whose worker is on another one, until stopped.
 
-Each NUMA node is a stage, as otherwise each would be a worker. Gateway and router run only on the worker's host.
+Each NUMA node is a stage, as otherwise each would be a worker, or several nodes are one that divides its layers among
+them. Gateway and router run only on the worker's host.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from headrace.cli.serving.plan import ProcessSpec, SecurityFiles, StageOptions, 
 from headrace.cli.serving.supervisor import StopSignals, Supervisor
 from headrace.cli.serving.topology import read_topology
 from headrace.common.commands import CommandError
+from headrace.common.worker_flags import AUTO_RANKS
 
 DEFAULT_LISTEN = "0.0.0.0:50071"
 # What a stage has no use for is an error: the worker decides it.
 _OF_A_STAGE = {
-    *("models", "join", "stage_listen", "workers", "threads", "kv_cache_gb", "offline", "dry_run"),
+    *("models", "join", "stage_listen", "workers", "threads", "tensor_parallel", "kv_cache_gb", "offline", "dry_run"),
     *("log_level", "log_format", "otlp_endpoint", "tls_dir", "join_token_file"),
 }
 
@@ -49,7 +51,13 @@ def join(
     --dry-run, print where stages would run. Raises CommandError."""
     if len(models) != 1:
         raise CommandError("--join needs one MODEL, the same as the server that has the first stage")
-    places = place_workers(read_topology(), given["workers"], given["threads"])
+    num_ranks = given["tensor_parallel"] or 1
+    if num_ranks == AUTO_RANKS:
+        raise CommandError(
+            "--tensor-parallel auto chooses by the weights, and only the server that has the first stage knows which "
+            "of them are for this host; give a number beside --join"
+        )
+    places = place_workers(read_topology(), given["workers"], given["threads"], num_ranks)
     if given["dry_run"]:
         click.echo(describe_plan(places, "stage"))
         return

@@ -207,7 +207,9 @@ def _stage(
     listen = _address_after(options.listen, index)
     argv = [python, "-m", "headrace.worker", "--serve-stage", "--model", str(options.directory), "--name", options.name]
     argv += ["--listen", listen, "--join", options.join]
-    argv += ["--threads", str(place.num_threads), "--memory-node", str(place.node)]
+    argv += ["--threads", str(place.num_threads)]
+    # Each rank takes the memory of its own node.
+    argv += ["--memory-node", str(place.node)] if place.num_ranks == 1 else ["--tensor-parallel", str(place.num_ranks)]
     if options.kv_cache_gb is not None:
         argv += ["--kv-cache-gb", str(options.kv_cache_gb)]
     elif len(places) > 1:

@@ -16,6 +16,7 @@ from headrace.cli.hosting.finding import find_model
 from headrace.cli.hosting.settings import ModelSettings
 from headrace.cli.models.requirements import worker_bytes
 from headrace.cli.serving.placement import nodes_with_cores
+from headrace.cli.serving.plan import num_stages
 from headrace.cli.serving.topology import Topology
 from headrace.common.commands import CommandError
 from headrace.common.host_memory import GIB
@@ -39,12 +40,14 @@ class Choice(NamedTuple):
 @dataclass(frozen=True)
 class Ranks:
     """Among how many ranks each model of a host is divided. `given` is the flag of all models: a number, "auto", or
-    None for whole models. `tell` gets the reason of each choice, for which a model is fetched if it is missing."""
+    None for whole models. `tell` gets the reason of each choice, for which a model is fetched if it is missing. The
+    layers of models are divided among `pipeline` stages, of which one is here; None: all are here."""
 
     given: int | str | None = None
     target_ms: float | None = None
     offline: bool = False
     tell: Callable[[str], None] = lambda _: None
+    pipeline: int | None = None
 
     def of(self, model: ModelSettings, machine: Topology) -> int:
         """The number for a model on this machine: its own if it has one. CommandError if the model is unknown."""
@@ -55,7 +58,8 @@ class Ranks:
         name = model.name or found_name
         if task_of(directory):
             return 1
-        num_bytes = sum(file.stat().st_size for file in weights_in(directory))
+        stages = num_stages(model.options.worker, {"pipeline": self.pipeline})
+        num_bytes = sum(file.stat().st_size for file in weights_in(directory)) // stages
         choice = chosen(machine, num_bytes, token_ms=_token_ms(found_name, machine), target_ms=self.target_ms)
         self.tell(f"{name}: --tensor-parallel {choice.num_ranks}, because {choice.why}")
         return choice.num_ranks

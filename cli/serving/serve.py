@@ -334,7 +334,8 @@ class Run:
 
     def ranks(self, tell: Callable[[str], None]) -> Ranks:
         """Among how many ranks models are divided. `tell` gets the reason of a choice."""
-        return Ranks(self.given["tensor_parallel"], self.given["target_tpot_ms"], self.offline, tell)
+        given = self.given
+        return Ranks(given["tensor_parallel"], given["target_tpot_ms"], self.offline, tell, given["pipeline"])
 
     def places(self, ranks: Ranks) -> list[tuple[WorkerPlace, ...]]:
         """The places of each model's workers. Raises CommandError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from headrace.worker.pipeline.cutting import find_cuts
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import FAMILIES, VOCABULARY
 from tests.architectures.test_ranks import ALL, EVERY, SHORT, undivided
+from tests.architectures.test_ranks import REFUSED as OF_RANKS
 from tests.worker.pipeline.local import staged
 from tests.worker.ranks.exactness import assert_exact
 
@@ -29,6 +31,8 @@ REFUSED = {
     # Its later layers read keys of earlier ones.
     **({"gemma3n_text": "reads more than the hidden states of the layer before it"} if ALL else {}),
 }
+# Those that can be divided both ways; test_staged.py has one for every run.
+DIVIDED = [name for name in NAMES if ALL and name not in REFUSED and OF_RANKS.get(name, (2, ""))[0] > 1]
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
@@ -45,6 +49,14 @@ def test_a_pipeline_has_the_log_probabilities_of_the_whole(name: str) -> None:
     of_stages, _ = staged(directory_of(name), 2)
     tokens = np.random.default_rng(7).integers(4, VOCABULARY, 2000).tolist()
     assert_exact(undivided(directory_of(name)), of_stages, [tokens[:20], tokens[:300], *([tokens] if ALL else [])])
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_stages_of_ranks_have_the_log_probabilities_of_the_whole(name: str) -> None:
+    of_stages, runner = staged(directory_of(name), 2, 2)
+    with closing(runner):
+        tokens = np.random.default_rng(7).integers(4, VOCABULARY, 300).tolist()
+        assert_exact(undivided(directory_of(name)), of_stages, [tokens[:20], tokens])
 
 
 @pytest.mark.skipif(not REFUSED, reason="HEADRACE_ARCHITECTURES=1 exports models that are refused")

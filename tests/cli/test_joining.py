@@ -8,10 +8,13 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.cli.main import cli
+from headrace.cli.serving import joining
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import SecurityFiles, StageOptions, stage_specs
+from headrace.cli.serving.topology import Core, Node, Topology
 from headrace.common.host_memory import GIB
 from headrace.worker.__main__ import config_of_arguments
+from headrace.worker.kv.exclusions import refuse_flags
 
 TWO_PLACES = (WorkerPlace(0, (0, 1), 2), WorkerPlace(1, (2, 3), 2))
 
@@ -41,9 +44,28 @@ def test_a_socket_of_a_further_stage_has_a_number() -> None:
     assert config_of_arguments(first.argv[3:]).kv_cache_bytes == 3 * GIB
 
 
+def test_several_numa_nodes_are_a_stage_that_divides_its_layers() -> None:
+    options = StageOptions("m", Path("/models/m"), "127.0.0.1:50070", "0.0.0.0:50071")
+    (spec,) = stage_specs(options, [WorkerPlace(0, (0, 1, 2, 3), 2, 2, (1,))], "python")
+    assert spec.cpus == (0, 1, 2, 3)
+    config = config_of_arguments(spec.argv[3:])
+    assert (config.tensor_parallel, config.threads, config.memory_node) == (2, 2, None)
+    refuse_flags(config)
+
+
+def test_the_plan_of_a_stage_says_among_how_many_ranks_it_divides_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = tuple(Core((cpu,), 0, cpu // 2, cpu) for cpu in range(4))
+    machine = Topology(cores, tuple(Node(number, GIB, {}) for number in range(2)), None)
+    monkeypatch.setattr(joining, "read_topology", lambda: machine)
+    result = CliRunner().invoke(cli, ["serve", "m", "--join", "a:1", "--dry-run", "--tensor-parallel", "2"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "stage-0  node 0-1  CPUs 0-3  computes with 2 in each of 2 ranks\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
+        (("m", "--join", "a:1", "--tensor-parallel", "auto"), "which of them are for this host; give a number"),
         (("m", "--join", "a:1", "--port", "9"), "--port is for the server that has the first stage; leave it out"),
         (("m", "--join", "a:1", "--pipeline", "2"), "--pipeline is for the server that has the first stage"),
         (("m", "n", "--join", "a:1"), "--join needs one MODEL, the same as the server that has the first stage"),

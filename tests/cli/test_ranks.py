@@ -99,6 +99,16 @@ def test_a_calibration_of_this_machine_says_how_long_a_token_takes(model: Path) 
     assert ranks.of(asked, machine(2)) == 1
 
 
+def test_a_stage_of_a_pipeline_has_its_part_of_the_weights(model: Path) -> None:
+    weights, settings = model / "openvino_model.bin", ModelSettings(str(model))
+    with weights.open("wb") as file:
+        file.truncate(20 * GIB)
+    assert Ranks("auto").of(settings, machine(2)) == 2
+    assert Ranks("auto", pipeline=2).of(settings, machine(2)) == 1
+    own = replace(settings, options=replace(settings.options, worker={"pipeline": 2}))
+    assert Ranks("auto").of(own, machine(2)) == 1
+
+
 def files_with(found: files.Calibration, *, cpu: str) -> files.Calibration:
     """The calibration of another CPU."""
     return msgspec.structs.replace(found, host=msgspec.structs.replace(found.host, cpu=cpu))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.common.kernel_files import parse_list, read_text
+from headrace.common.kernel_files import format_list, parse_list, read_text
+from headrace.protos import worker_pb2
 from headrace.worker.host.numa import memory_node_of
 
 MIN_INTERVAL_S = 10.0
@@ -56,16 +57,30 @@ class RankReport(NamedTuple):
     waited_s: float
 
 
+def rank_message(rank: RankReport) -> worker_pb2.Rank:
+    """The message that tells others of a rank."""
+    return worker_pb2.Rank(
+        numa_node=rank.numa_node, cpus=format_list(rank.cpus), step_seconds=rank.step_s, wait_seconds=rank.waited_s
+    )
+
+
+def rank_of(message: worker_pb2.Rank) -> RankReport:
+    """The rank of which a message tells."""
+    node = message.numa_node if message.HasField("numa_node") else None
+    return RankReport(parse_list(message.cpus), node, message.step_seconds, message.wait_seconds)
+
+
 class StageReport(NamedTuple):
     """A stage of a pipeline: where it is reached (empty for the worker's own), its layers, and the seconds since the
     start in which it has computed, and in which it has waited for other stages or the network while steps were on their
-    way."""
+    way; and its ranks, if it divides its layers."""
 
     address: str
     first_layer: int
     num_layers: int
     computed_s: float
     waited_s: float
+    ranks: Sequence[RankReport] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,11 @@ class Batch:
     """The slot of each block's part for layers with a window, `[blocks + 1]`; see `StepPlan`."""
     images: StepImages | None = None
     """The tokens of images; None if the step has none."""
+    hidden: FloatArray | None = None
+    """Hidden states `[tokens or rows, numbers]` that a stage of a pipeline gets from another one; None where the step
+    begins."""
+    least_rows: int = 0
+    """The fewest rows to compute if there are any; 0: as many as a step of its kind needs."""
 
     @property
     def is_decode(self) -> bool:
@@ -108,11 +113,13 @@ class Sums(enum.Enum):
 
 
 class Graph(enum.Enum):
-    """Which compiled graph computes a step: the main one, that of small decode steps, or that with adapters."""
+    """Which compiled graph computes a step: the main one, that of small decode steps, that with adapters, or the
+    vocabulary's product of the first stage of a pipeline."""
 
     MAIN = enum.auto()
     SMALL_DECODE = enum.auto()
     ADAPTERS = enum.auto()
+    HEAD = enum.auto()
 
 
 class StateInputs(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -60,10 +61,11 @@ def for_ranks(fingerprint: str, num_ranks: int) -> str:
     return sha256(f"{fingerprint}\nranks {num_ranks}".encode()).hexdigest()
 
 
-def for_stages(fingerprint: str, num_stages: int) -> str:
+def for_stages(fingerprint: str, ranks: Sequence[int]) -> str:
     """The fingerprint, in hex, of a model whose layers are divided among the stages of a pipeline, whose CPUs may have
-    other kernels."""
-    return sha256(f"{fingerprint}\nstages {num_stages}".encode()).hexdigest()
+    other kernels, and those of each stage among so many ranks."""
+    of_ranks = f" ranks {' '.join(map(str, ranks))}" if max(ranks) > 1 else ""
+    return sha256(f"{fingerprint}\nstages {len(ranks)}{of_ranks}".encode()).hexdigest()
 
 
 def _hash_piece(descriptor: int, start: int) -> bytes:

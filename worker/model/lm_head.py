@@ -18,7 +18,6 @@ product to make its logits, there are only logits. docs/decisions/sampling.md#re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -146,8 +145,8 @@ class GraphEnd(Protocol):
         """Give the model this end. ConfigurationError if its own is not of a known form."""
         ...
 
-    def prepare(self, compiled: ov.CompiledModel, compile_other: Callable[[ov.Model], ov.CompiledModel], /) -> None:
-        """Read what the compiled model says. `compile_other` compiles other models like it."""
+    def prepare(self, compiled: ov.CompiledModel, /) -> None:
+        """Read what the compiled model says."""
         ...
 
     def open(self, request: ov.InferRequest) -> EndRequest:
@@ -169,7 +168,7 @@ class VocabularyHead:
         """See `replace_head`."""
         self._has_runs = replace_head(model, is_bfloat16=is_bfloat16, run=self._run)
 
-    def prepare(self, compiled: ov.CompiledModel, _compile_other: Callable[[ov.Model], ov.CompiledModel], /) -> None:
+    def prepare(self, compiled: ov.CompiledModel) -> None:
         """See `GraphEnd`."""
         logits = compiled.output("logits")
         self.vocab_size = int(logits.partial_shape[2].get_length())

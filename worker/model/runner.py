@@ -11,6 +11,7 @@ Decode steps of few sequences may use a separate graph, compiled for other kerne
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,6 +50,8 @@ from headrace.worker.weights.scales import widen_scales
 IntArray = npt.NDArray[np.int32]
 KV_PRECISIONS = {"u8": ov.Type.u8, "u4": ov.Type.u4, "bf16": ov.Type.bf16, "f32": ov.Type.f32}
 _UNQUANTISED = {"bf16", "f32"}
+# The input of graphs that begin with hidden states.
+HIDDEN_STATES = "hidden_states"
 # With this, products in the graph of small decode steps quantise their inputs to 8 bits in groups.
 _FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}
 
@@ -72,17 +75,27 @@ class StateReader(Protocol):
 class Part(NamedTuple):
     """What a graph needs that is a part of a divided model: what must live as long as it; the length of the runs in its
     part of the vocabulary, 0 for none, and None if it has the whole vocabulary. `adapters` says what a rank has of
-    adapters, and after that, what other ranks have whose adapters it writes. `others` are graphs that are compiled
-    beside it, and `make_end` makes its end of the usual one, if it has another."""
+    adapters, and after that, what other ranks have whose adapters it writes.
+
+    That of a stage of a pipeline has these `layers`, and ends with hidden states, as `end` makes it. The first stage
+    also has `head`, the graph that makes logits of those that come back."""
 
     keeps: object
     run: int | None = None
     adapters: Sequence[AdapterPart] = UNDIVIDED
-    others: Sequence[ov.Model] = ()
-    make_end: Callable[[GraphEnd], GraphEnd] = lambda usual: usual
+    layers: Layers | None = None
+    end: GraphEnd | None = None
+    head: ov.Model | None = None
 
 
-_WHOLE = Part(None)
+class Layers(NamedTuple):
+    """The layers of a stage: from `first` to before `end`, or with None all that follow."""
+
+    first: int
+    end: int | None
+
+
+WHOLE = Part(None)
 
 
 class OpenVINOModelRunner:
@@ -129,13 +142,15 @@ class OpenVINOModelRunner:
         model, self.depends_on_context, self.image_inputs = paged
         # As adapters know them: whole, and not fused.
         self.linears: Sequence[Linear] = find_linears(model) if max_adapters else []
-        self._part = _WHOLE if divide is None else divide(model)
+        self._part = WHOLE if divide is None else divide(model)
+        head = self._part.head
         has_parts = has_parts and not has_states(model)
         self.windows = add_window_tables(model) if has_parts else window_layers(model)
         self._in_slots: Collection[int] = self.windows.layers if has_parts else ()
         memory = FileMemory()
         fuse_projections(model, memory)
-        for each in (model, *self._part.others):
+        computed = [model] if head is None else [model, head]
+        for each in computed:
             widen_scales(each, memory)
         # Its states would have another precision.
         of_decode = model.clone() if decode_graph and not has_states(model) else None
@@ -146,10 +161,13 @@ class OpenVINOModelRunner:
         # In accuracy mode it is "dynamic": that of the model, float32.
         is_bfloat16 = not needs_float32 and core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
         _check_cache(asked, "bf16" if is_bfloat16 else "f32")
-        self.exact_rows = min(exact_rows(core, each, asked.properties) for each in (model, *self._part.others))
+        self.exact_rows = min(exact_rows(core, each, asked.properties) for each in computed)
         self._states = states
-        main = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=states, part=self._part)
+        end = self._part.end
+        main = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=states, part=self._part, end=end)
         self._graphs = {Graph.MAIN: main}
+        if head is not None:
+            self._graphs[Graph.HEAD] = _Graph(core, head, asked, is_bfloat16=is_bfloat16, states=None, part=self._part)
         if of_decode is not None:
             decode = _Graph(
                 core, of_decode, asked, is_bfloat16=False, states=states, part=self._part, properties=_FLOAT32
@@ -166,7 +184,7 @@ class OpenVINOModelRunner:
     def _describe(self, core: ov.Core, main: _Graph, execution_mode: str, *, evicts: bool) -> None:
         """Read the shapes and types of the KV cache, which has no memory yet."""
         self._evicts = evicts
-        self._slot = main.slots[0]
+        self._graph, self._slot = main, main.slots[0]
         self.infer_s = 0.0
         self._cache_tensors: list[ov.Tensor] = []
         self._cache_views: list[npt.NDArray[np.uint8]] = []
@@ -174,7 +192,7 @@ class OpenVINOModelRunner:
         self._divided_views: tuple[list[npt.NDArray[np.uint8]], ...] = ([], [])
         caches = self._caches = main.caches
         self.state_tables = main.state_tables
-        self.vocab_size = main.vocab_size
+        self.vocab_size = self._graphs.get(Graph.HEAD, main).vocab_size
         self._check_layouts()
         self._num_layers = 1 + max(map(layer_of, caches))
         key = next(port for port in caches if port.any_name.startswith("key_cache."))
@@ -280,7 +298,7 @@ class OpenVINOModelRunner:
         for count, port in zip(counts, self._caches, strict=True):
             piece = arena.take(count * bytes_of(port))
             tensor = ov.Tensor(piece, ov.Shape([count, *dims_of(port)]), port.element_type)
-            for slot in (slot for graph in self._graphs.values() for slot in graph.slots):
+            for slot in (slot for graph in self._graphs.values() if graph.caches for slot in graph.slots):
                 slot.request.set_tensor(port.any_name, tensor)
             self._cache_tensors.append(tensor)
             # They own the memory that the tensors refer to.
@@ -293,6 +311,23 @@ class OpenVINOModelRunner:
         milliseconds for huge ones. Existing content stays, because it may come from the previous process."""
         for cache in self._cache_views:
             cache[0, 0] = cache[0, 0]
+
+    @property
+    def hidden_width(self) -> int:
+        """How many numbers the hidden states of a token have that come from another stage of a pipeline; 0 without
+        any."""
+        shapes = (graph.hidden_shape for graph in self._graphs.values())
+        return next((math.prod(shape) for shape in shapes if shape is not None), 0)
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether the step that was bound last gives logits, and not hidden states for another stage of a pipeline."""
+        return self._graph.vocab_size > 0
+
+    @property
+    def ranks_of_stages(self) -> Sequence[int]:
+        """Among how many ranks each stage of a pipeline divides its layers; one number for a model without stages."""
+        return (self.num_ranks,)
 
     @property
     def has_whole_blocks(self) -> bool:
@@ -314,6 +349,9 @@ class OpenVINOModelRunner:
         """The maximum number of KV blocks, apart from the room of a single NUMA node; None for no limit."""
         return None
 
+    def close(self) -> None:
+        """End what other processes compute of the model."""
+
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Set the inputs of the next step. With `keeps_logits`, the logits of the last step stay valid while it runs.
         This alternates two inference requests, and costs 2 % of a step of one sequence."""
@@ -324,7 +362,7 @@ class OpenVINOModelRunner:
         for sources, destinations in batch.moves:
             for port, cache in zip(self._caches, self._cache_views, strict=True):
                 cache[destinations] = cache[sources[layer_of(port)]]
-        graph = self._graphs[graph_of(batch, self.small_decode)]
+        graph = self._graph = self._graph_for(batch)
         if keeps_logits:
             graph.slots.rotate()
         slot = self._slot = graph.slots[0]
@@ -340,14 +378,27 @@ class OpenVINOModelRunner:
         if batch.states is not None:
             for name, values in zip(STATE_INPUTS, batch.states, strict=True):
                 slot.inputs.set(name, values)
+        if batch.hidden is not None:
+            assert graph.hidden_shape is not None, "the graph begins with tokens"
+            slot.inputs.set(HIDDEN_STATES, batch.hidden.reshape(len(batch.hidden), *graph.hidden_shape))
         if batch.adapter_slots is not None:
             self._bind_adapters(slot, batch.adapter_slots)
         if self.image_inputs is not None and (batch.images is not None or slot.has_images):
             for name, array in arrays_of(batch.images, self.image_inputs).items():
                 slot.inputs.set(name, array)
             slot.has_images = batch.images is not None
-        least = self.least_decode if batch.is_decode else MIN_PROMPT_STEP
+        least = self.least_rows(batch)
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
+
+    def least_rows(self, batch: Batch) -> int:
+        """The fewest rows that are computed of a step with any."""
+        return batch.least_rows or (self.least_decode if batch.is_decode else MIN_PROMPT_STEP)
+
+    def _graph_for(self, batch: Batch) -> _Graph:
+        if batch.hidden is None:
+            return self._graphs[graph_of(batch, self.small_decode)]
+        # They come back to the first stage from the last one, and to others from the one before.
+        return self._graphs.get(Graph.HEAD, self._graphs[Graph.MAIN])
 
     def _make_adapters(
         self, core: ov.Core, model: ov.Model, asked: _Asked, max_adapters: int, *, is_bfloat16: bool
@@ -377,8 +428,9 @@ class OpenVINOModelRunner:
         slot.inputs.set(PLACES, found.places)
 
     def run(self) -> Logits:
-        """Compute the step. Returns logits `[rows, vocab_size]` for the rows of the batch. They are views that the next
-        run overwrites, or the run after that if the next step keeps them. Releases the GIL."""
+        """Compute the step. Returns logits `[rows, vocab_size]` for the rows of the batch, or in their place the hidden
+        states `[tokens or rows, numbers]` for another stage of a pipeline. They are views that the next run overwrites,
+        or the run after that if the next step keeps them. Releases the GIL."""
         head = self._slot.head
         start_s = time.perf_counter()
         head.run()
@@ -415,8 +467,9 @@ class _Asked(NamedTuple):
 
 
 class _Graph:
-    """A compiled model with a new end, and its `slots`, which alternate. `part` says what it is if it is a part;
-    `properties` add to the requested ones."""
+    """A compiled model with a new `end`, by default the usual one, and its `slots`, which alternate. `part` says what
+    it is if it is a part; `properties` add to the requested ones. `hidden_shape` is that of the hidden states of a
+    token with which it begins; None if it begins with tokens."""
 
     def __init__(
         self,
@@ -426,21 +479,24 @@ class _Graph:
         *,
         is_bfloat16: bool,
         states: StateReader | None,
-        part: Part = _WHOLE,
+        part: Part = WHOLE,
+        end: GraphEnd | None = None,
         properties: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        usual = VocabularyHead(asked.threads, run=part.run, same_sums=asked.execution_mode == "accuracy")
-        end = part.make_end(usual)
+        if end is None:
+            end = VocabularyHead(asked.threads, run=part.run, same_sums=asked.execution_mode == "accuracy")
         if states is not None:
             states.prepare(model)
         end.replace(model, is_bfloat16=is_bfloat16)
         if states is not None:
             states.add_outputs(model)
         compiled = _compile(core, model, asked, properties)
-        end.prepare(compiled, lambda other: _compile(core, other, asked, properties))
+        end.prepare(compiled)
         self.caches = [port for port in compiled.inputs if "_cache." in port.any_name]
         self.state_tables = StateTables(compiled) if has_states(model) else None
         self.vocab_size = end.vocab_size
+        hidden = next((port for port in compiled.inputs if HIDDEN_STATES in port.get_names()), None)
+        self.hidden_shape = None if hidden is None else lengths_of(hidden)[1:]
         names = frozenset().union(*(port.get_names() for port in compiled.inputs))
         self.step_inputs = [name for name in STEP_INPUTS if name in names]
         self.slots = deque(_Slot(compiled.create_infer_request(), end) for _ in range(2))
@@ -459,6 +515,11 @@ class _Slot:
         self.num_adapters = 0
         # Whether the inputs for images have to be emptied before a step without any.
         self.has_images = True
+
+
+def lengths_of(port: ov.Output) -> list[int]:
+    """The lengths of a port's axes, with 1 for those that vary."""
+    return [1 if length.is_dynamic else length.get_length() for length in port.get_partial_shape()]
 
 
 def _layout(caches: Sequence[ov.Output]) -> list[tuple[str, str, list[int]]]:

@@ -22,9 +22,10 @@ from openvino import opset13
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.fused_projections import is_constant
+from headrace.worker.model.runner import HIDDEN_STATES, Layers, Part
 from headrace.worker.model.window_tables import attentions
+from headrace.worker.pipeline.ends import StatesEnd
 
-STATES = "hidden_states"
 Key = tuple[str, int]
 
 
@@ -131,6 +132,14 @@ def divide(costs: Sequence[float], head_cost: float, speeds: Sequence[float]) ->
     return chosen[::-1]
 
 
+def cut_stage(model: ov.Model, cuts: Cuts, layers: Layers) -> Part:
+    """Make of a whole model what the stage with these layers computes."""
+    head = take_head(model)
+    keep_layers(model, cuts, layers.first, cuts.num_layers if layers.end is None else layers.end)
+    end = StatesEnd(of_rows=layers.end is None)
+    return Part(None, layers=layers, end=end, head=head if layers.first == 0 else None)
+
+
 def take_head(model: ov.Model) -> ov.Model:
     """Take the vocabulary's product, and what follows it, from a whole model. It becomes a model whose input are hidden
     states; those of all tokens are what is left as the result."""
@@ -163,8 +172,8 @@ def keep_layers(model: ov.Model, cuts: Cuts, first: int, end: int) -> None:
 
 def _input_like(value: ov.Output) -> ov.Node:
     shape = value.get_partial_shape()
-    parameter = opset13.parameter(shape, value.get_element_type(), STATES)
-    parameter.output(0).get_tensor().set_names({STATES})
+    parameter = opset13.parameter(shape, value.get_element_type(), HIDDEN_STATES)
+    parameter.output(0).get_tensor().set_names({HIDDEN_STATES})
     return parameter
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,8 @@ import openvino as ov
 from openvino import opset13
 
 from headrace.worker.model.batch import Sums
-from headrace.worker.model.lm_head import EndRequest, GraphEnd, InputTensors
+from headrace.worker.model.lm_head import InputTensors
 from headrace.worker.model.sampled_rows import states_of_rows
-from headrace.worker.pipeline.cutting import STATES
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.reduction import FloatArray
 
@@ -40,7 +38,7 @@ class StatesEnd:
             result.input(0).replace_source_output(states)
             model.validate_nodes_and_infer_types()
 
-    def prepare(self, _compiled: ov.CompiledModel, _compile_other: Callable[[ov.Model], ov.CompiledModel], /) -> None:
+    def prepare(self, _compiled: ov.CompiledModel, /) -> None:
         """See `GraphEnd`."""
 
     def open(self, request: ov.InferRequest) -> StatesRequest:
@@ -69,73 +67,7 @@ class StatesRequest:
         self._request.infer()
 
     def logits(self) -> Logits:
-        """The hidden states of the last run: `[tokens or rows, numbers]`."""
-        return Logits(self.states())
-
-    def states(self) -> FloatArray:
         """The hidden states of the last run, as a view that the next run overwrites: `[tokens or rows, numbers]`."""
         values: Any = self._request.get_output_tensor(0).data
         flat: FloatArray = values.reshape(len(values), math.prod(values.shape[1:]))
-        return flat[: self._num_rows] if self._of_rows else flat
-
-
-class FirstEnd:
-    """The end of stage 0: the hidden states of all tokens pass to the next stage, and a second graph, `head`, computes
-    the logits of those that return. `usual` is the end of that graph."""
-
-    def __init__(self, head: ov.Model, usual: GraphEnd) -> None:
-        self.vocab_size = 0
-        self._head, self._usual = head, usual
-        self._states = StatesEnd(of_rows=False)
-        self._compiled: ov.CompiledModel
-
-    def replace(self, model: ov.Model, *, is_bfloat16: bool) -> None:
-        """See `GraphEnd`."""
-        self._states.replace(model, is_bfloat16=is_bfloat16)
-        self._usual.replace(self._head, is_bfloat16=is_bfloat16)
-
-    def prepare(self, _compiled: ov.CompiledModel, compile_other: Callable[[ov.Model], ov.CompiledModel], /) -> None:
-        """See `GraphEnd`."""
-        self._compiled = compile_other(self._head)
-        self._usual.prepare(self._compiled, compile_other)
-        self.vocab_size = self._usual.vocab_size
-
-    def open(self, request: ov.InferRequest) -> FirstRequest:
-        """See `GraphEnd`."""
-        head = self._compiled.create_infer_request()
-        return FirstRequest(self._states.open(request), head, self._usual.open(head))
-
-
-class FirstRequest:
-    """A request of stage 0, and of the graph that computes logits."""
-
-    def __init__(self, layers: StatesRequest, head: ov.InferRequest, end: EndRequest) -> None:
-        self._layers, self._head, self._end = layers, head, end
-        port = next(port for port in head.model_inputs if STATES in port.get_names())
-        self._shape = [1 if length.is_dynamic else length.get_length() for length in port.partial_shape]
-        self.width = math.prod(self._shape[1:])
-        """Numbers of the hidden states of a token."""
-        self._kept: ov.Tensor | None = None
-
-    def bind(self, _rows: LongArray, _inverse_temperatures: FloatArray, _sums: Sums, *, least: int = 0) -> None:
-        """See `EndRequest`: rows are bound with the states that come back."""
-
-    def run(self) -> None:
-        """Compute the layers of this stage."""
-        self._layers.run()
-
-    def states(self) -> FloatArray:
-        """The hidden states for the next stage: `[tokens, numbers]`."""
-        return self._layers.states()
-
-    def compute_logits(self, states: FloatArray, inverse_temperatures: FloatArray, sums: Sums, *, least: int) -> None:
-        """Compute the logits of rows whose hidden states have come back: `[rows, numbers]`."""
-        shaped = np.ascontiguousarray(states).reshape(len(states), *self._shape[1:])
-        self._kept = ov.Tensor(shaped, shared_memory=True)
-        self._head.set_tensor(STATES, self._kept)
-        self._end.bind(np.arange(len(states)), inverse_temperatures, sums, least=least)
-        self._end.run()
-
-    def logits(self) -> Logits:
-        """The logits that were computed last."""
-        return self._end.logits()
+        return Logits(flat[: self._num_rows] if self._of_rows else flat)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -18,8 +18,8 @@ PIECE_BYTES = 4 << 20
 _Number = TypeVar("_Number", np.int32, np.int64)
 
 
-def message_of(batch: Batch, least_rows: int) -> stage_pb2.StageStep:
-    """A step as a message."""
+def message_of(batch: Batch) -> stage_pb2.StageStep:
+    """A step as a message, without its hidden states."""
     copies = np.array([(copy.source, copy.destination) for copy in batch.copies], np.int32)
     return stage_pb2.StageStep(
         input_ids=batch.input_ids.tobytes(),
@@ -31,15 +31,16 @@ def message_of(batch: Batch, least_rows: int) -> stage_pb2.StageStep:
         max_context_len=int(batch.max_context_len),
         rows=batch.sampled_tokens_indices.tobytes(),
         copies=copies.tobytes(),
-        least_rows=least_rows,
+        least_rows=batch.least_rows,
     )
 
 
-def batch_of(step: stage_pb2.StageStep) -> Batch:
-    """The step of a message, with all that a stage needs of it."""
+def batch_of(step: stage_pb2.StageStep, pieces: Sequence[bytes]) -> Batch:
+    """The step of a message, with all that a stage needs of it, and the hidden states of its tokens in pieces."""
     copies = _numbers(step.copies, np.int32).reshape(-1, 2).tolist()
+    input_ids = _numbers(step.input_ids, np.int64)
     return Batch(
-        input_ids=_numbers(step.input_ids, np.int64),
+        input_ids=input_ids,
         position_ids=_numbers(step.position_ids, np.int64),
         past_lens=_numbers(step.past_lens, np.int32),
         subsequence_begins=_numbers(step.subsequence_begins, np.int32),
@@ -55,6 +56,8 @@ def batch_of(step: stage_pb2.StageStep) -> Batch:
         prompts=(),
         sums=Sums.NONE,
         inverse_temperatures=np.zeros(0, np.float32),
+        hidden=states_of(pieces, len(input_ids)),
+        least_rows=step.least_rows,
     )
 
 
@@ -65,7 +68,7 @@ def pieces_of(states: FloatArray) -> Iterator[bytes]:
         yield flat[start : start + PIECE_BYTES].tobytes()
 
 
-def states_of(pieces: list[bytes], num_rows: int) -> FloatArray:
+def states_of(pieces: Sequence[bytes], num_rows: int) -> FloatArray:
     """Hidden states of so many tokens or rows: `[rows, numbers]`."""
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     return np.frombuffer(data, np.float32).reshape(num_rows, -1) if num_rows else np.zeros((0, 0), np.float32)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import openvino as ov
@@ -26,19 +27,16 @@ import openvino as ov
 from headrace.protos import stage_pb2
 from headrace.protos.stage_pb2 import ComputeRequest
 from headrace.worker.config import ConfigurationError
-from headrace.worker.host.binding import StageReport
+from headrace.worker.host.binding import StageReport, rank_of
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.exclusions import IMAGES, PIPELINE, impossible
-from headrace.worker.model.batch import Batch, Graph
-from headrace.worker.model.lm_head import GraphEnd
-from headrace.worker.model.runner import OpenVINOModelRunner, Part
-from headrace.worker.model.step_limits import MIN_PROMPT_STEP
+from headrace.worker.model.batch import Batch
+from headrace.worker.model.runner import Layers, OpenVINOModelRunner, Part
 from headrace.worker.pipeline import parts
-from headrace.worker.pipeline.cutting import divide, find_cuts, keep_layers, take_head
-from headrace.worker.pipeline.ends import FirstEnd, FirstRequest
+from headrace.worker.pipeline.cutting import cut_stage, divide, find_cuts
 from headrace.worker.pipeline.messages import message_of, states_of
 from headrace.worker.pipeline.speed import bytes_per_s
-from headrace.worker.sampling.logits import Logits
+from headrace.worker.sampling.logits import Logits, floats_of
 from headrace.worker.sampling.reduction import FloatArray
 
 
@@ -105,7 +103,8 @@ class PipelineRunner(OpenVINOModelRunner):
     """The model with its first layers, and the vocabulary's product, in this process. The others are in those to which
     `link` leads; all together are `num_stages`. `fingerprint` gives the hash of the model's files, as all stages must
     have them. Blocks of `block_bytes` bytes are this stage's parts, and `exact_rows` are the fewest of any stage. The
-    pipeline has no second graph, adapters, eviction, or windows in slots.
+    pipeline has no second graph, adapters, eviction, or windows in slots. What this stage computes, the base class
+    does; `of_base` is what only that has to know.
 
     If a stage is lost, or if this one fails in a step, the others cannot go on: `on_lost` is called with the reason,
     which should end the process. That may be in any thread.
@@ -124,6 +123,7 @@ class PipelineRunner(OpenVINOModelRunner):
         speculates: bool,
         fingerprint: Future[str],
         on_lost: Callable[[str], None],
+        of_base: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Waits until all stages answer. ConfigurationError if the model cannot be divided so."""
         self.num_stages = num_stages
@@ -135,6 +135,7 @@ class PipelineRunner(OpenVINOModelRunner):
         self._awaited: deque[_Awaited] = deque()
         self.busy_s: Sequence[float] = (0.0,) * (num_stages - 1)
         """Seconds that each other stage has computed."""
+        self._ranks_of_others: Sequence[stage_pb2.StageRanks] = [stage_pb2.StageRanks()] * (num_stages - 1)
         self.first_layers: Sequence[int] = ()
         """The first layer of each other stage."""
         self._total_layers = 0
@@ -158,9 +159,8 @@ class PipelineRunner(OpenVINOModelRunner):
             max_context_tokens=max_context_tokens,
             speculates=speculates,
             divide=self._divide,
+            **of_base,
         )
-        ends = [slot.head for slot in self._graphs[Graph.MAIN].slots]
-        self._heads = deque(end for end in ends if isinstance(end, FirstRequest))
         compiled = self._link.receive().compiled
         if compiled.problem:
             raise ConfigurationError(compiled.problem)
@@ -176,21 +176,21 @@ class PipelineRunner(OpenVINOModelRunner):
             raise impossible(PIPELINE, IMAGES, f"--pipeline {self.num_stages}")
         cuts = find_cuts(model)
         self._total_layers = cuts.num_layers
-        head = take_head(model)
-        speeds = [bytes_per_s(self._threads), *(stage.speed for stage in self._offer.stages)]
+        speeds = [self.num_ranks * bytes_per_s(self._threads), *(stage.speed for stage in self._offer.stages)]
         self.first_layers = divide(cuts.costs, cuts.head_cost, speeds)
         layers = stage_pb2.StageLayers(first_layers=[*self.first_layers, cuts.num_layers])
         self._link.send(ComputeRequest(layers=layers))
-        keep_layers(model, cuts, 0, self.first_layers[0])
+        return cut_stage(model, cuts, Layers(0, self.first_layers[0]))
 
-        def make_end(usual: GraphEnd) -> GraphEnd:
-            return FirstEnd(head, usual)
+    @property
+    def ranks_of_stages(self) -> Sequence[int]:
+        """Among how many ranks each stage divides its layers."""
+        return (self.num_ranks, *(max(1, stage.num_ranks) for stage in self._offer.stages))
 
-        return Part(None, others=[head], make_end=make_end)
-
-    def most_blocks(self, _node_share: float, _kept_bytes: int = 0) -> int | None:
-        """How many KV blocks the other stages have room for."""
-        return self._most_blocks
+    def most_blocks(self, node_share: float, kept_bytes: int = 0) -> int | None:
+        """How many KV blocks all stages have room for, as far as that is known."""
+        own = super().most_blocks(node_share, kept_bytes)
+        return self._most_blocks if own is None else min(own, self._most_blocks)
 
     def allocate(
         self,
@@ -220,15 +220,14 @@ class PipelineRunner(OpenVINOModelRunner):
         start_s = time.perf_counter()
         if not self._begun:
             self._since_s = start_s
+        # A part of a step with prompts may be one of decode steps.
+        batch = replace(batch, least_rows=self.least_rows(batch))
         step = _Begun(batch, parts.parts_of(batch, parts.num_parts(batch), self.block_size))
-        least = self._least_rows(batch)
         with self._all_or_none():
             for part in step.parts:
                 super().bind(part.batch, keeps_logits=False)
-                request = self._slot.head
-                assert isinstance(request, FirstRequest)
-                request.run()
-                self._link.send_step(message_of(part.batch, least), request.states())
+                states = super().run().values
+                self._link.send_step(message_of(part.batch), floats_of(states))
                 awaited = _Awaited(len(part.rows))
                 step.awaited.append(awaited)
                 self._awaited.append(awaited)
@@ -242,24 +241,24 @@ class PipelineRunner(OpenVINOModelRunner):
         start_s = time.perf_counter()
         step = self._begun.popleft()
         with self._all_or_none():
-            request = self._end(step)
+            logits = self._end(step)
         end_s = time.perf_counter()
         self.infer_s = step.computed_s + end_s - start_s
         self._times = Times(self._times.on_way_s + end_s - self._since_s, (self._own_s, *self.busy_s))
         self._since_s = end_s
-        return request.logits()
+        return logits
 
     def stages(self) -> Sequence[StageReport]:
         """The stages. May be called from any thread."""
         times, ends = self._times, [*self.first_layers, self._total_layers]
+        addresses, firsts = ("", *self._link.addresses), (0, *self.first_layers)
+        ranks = (self.ranks(), *(tuple(map(rank_of, stage.ranks)) for stage in self._ranks_of_others))
         return [
-            StageReport(address, first, end - first, times.computed_s[stage], times.waited_s(stage))
-            for stage, (address, first, end) in enumerate(
-                zip(("", *self._link.addresses), (0, *self.first_layers), ends, strict=True)
-            )
+            StageReport(address, first, end - first, times.computed_s[stage], times.waited_s(stage), of_stage)
+            for stage, (address, first, end, of_stage) in enumerate(zip(addresses, firsts, ends, ranks, strict=True))
         ]
 
-    def _end(self, step: _Begun) -> FirstRequest:
+    def _end(self, step: _Begun) -> Logits:
         """Wait for the hidden states of a step, and compute its logits."""
         batch = step.batch
         num_rows = len(batch.sampled_tokens_indices)
@@ -270,20 +269,17 @@ class PipelineRunner(OpenVINOModelRunner):
             # Steps without rows follow one another through the stages.
             while self._awaited and step.awaited[0].states is None and self._awaited[0] is not step.awaited[0]:
                 self._receive()
-        # The logits of the step before may still be read.
-        self._heads.rotate()
-        request = self._heads[0]
-        states = np.zeros((num_rows, request.width), np.float32)
+        states = np.zeros((num_rows, self.hidden_width), np.float32)
         for part, awaited in zip(step.parts, step.awaited, strict=True):
             if awaited.num_rows:
                 states[part.rows] = awaited.states
         start_s = time.perf_counter()
-        request.compute_logits(states, batch.inverse_temperatures, batch.sums, least=self._least_rows(batch))
+        ended = replace(batch, hidden=states, sampled_tokens_indices=np.arange(num_rows), copies=())
+        # The logits of the step before may still be read.
+        super().bind(ended, keeps_logits=True)
+        logits = super().run()
         self._own_s += time.perf_counter() - start_s
-        return request
-
-    def _least_rows(self, batch: Batch) -> int:
-        return self.least_decode if batch.is_decode else MIN_PROMPT_STEP
+        return logits
 
     def _receive(self) -> None:
         """Wait for the next result."""
@@ -294,16 +290,19 @@ class PipelineRunner(OpenVINOModelRunner):
             if result.is_last:
                 break
         self.busy_s = result.busy_s
+        self._ranks_of_others = result.stages
         awaited = self._awaited.popleft()
         awaited.states = states_of(pieces, awaited.num_rows)
 
     def end_warm_up(self) -> None:
-        """Let the other stages give back the memory of their files."""
+        """Let the other stages and ranks give back the memory of their files."""
+        super().end_warm_up()
         self._link.send(ComputeRequest(end_warm_up=stage_pb2.StageEndWarmUp()))
 
     def close(self) -> None:
-        """End the call to the other stages, which then start again."""
+        """End the call to the other stages, which then start again, and the other ranks."""
         self._link.close()
+        super().close()
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:

@@ -14,18 +14,16 @@ a step, hidden states         -------->  computes it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 import numpy as np
-import openvino as ov
 
 from headrace.common.model_files.networks import weights_in
 from headrace.common.tasks import end_tasks
@@ -35,17 +33,17 @@ from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.config import ConfigurationError, WorkerConfig
+from headrace.worker.host.binding import rank_message
 from headrace.worker.host.mapped_files import give_back
 from headrace.worker.kv.memory import budget_for
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.fingerprint import fingerprint_of
-from headrace.worker.model.runner import OpenVINOModelRunner, Part
-from headrace.worker.pipeline.cutting import STATES, find_cuts, keep_layers, take_head
-from headrace.worker.pipeline.ends import StatesEnd, StatesRequest
+from headrace.worker.model.runner import Layers, OpenVINOModelRunner
 from headrace.worker.pipeline.joining import Taken
 from headrace.worker.pipeline.link import RETRY_S, failure_of, lost_stage, waiting_for_stage
-from headrace.worker.pipeline.messages import batch_of, pieces_of, states_of
+from headrace.worker.pipeline.messages import batch_of, pieces_of
 from headrace.worker.pipeline.speed import bytes_per_s
+from headrace.worker.sampling.logits import floats_of
 from headrace.worker.sampling.reduction import FloatArray
 from headrace.worker.weights.file_memory import give_back_files
 
@@ -55,50 +53,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace.worker.pipeline")
 
+_TOKEN_BYTES, _NUMBER_BYTES = np.dtype(np.int64).itemsize, np.dtype(np.float32).itemsize
 _Result = TypeVar("_Result")
 
 
-class StageRunner(OpenVINOModelRunner):
-    """The layers of a model from `first_layer` to before `end_layer`; None for all that follow. The last stage gives
-    hidden states of the sampled rows, and others those of all tokens."""
+class MakeRunner(Protocol):
+    """Loads what a stage computes."""
 
-    def __init__(self, model_dir: Path, first_layer: int, end_layer: int | None, **asked: Any) -> None:
-        """`asked` is as for `OpenVINOModelRunner`. ConfigurationError if the model cannot be divided so."""
-        self._first_layer, self._end_layer = first_layer, end_layer
-        self._is_last = end_layer is None
-        super().__init__(model_dir, divide=self._divide, **asked)
-        port = next(port for port in self._slot.request.model_inputs if STATES in port.get_names())
-        self._shape = [1 if length.is_dynamic else length.get_length() for length in port.partial_shape]
-        self.state_bytes = math.prod(self._shape[1:]) * np.dtype(np.float32).itemsize
-        """The bytes of the hidden states of a token."""
-
-    def _divide(self, model: ov.Model) -> Part:
-        cuts = find_cuts(model)
-        take_head(model)
-        keep_layers(model, cuts, self._first_layer, self._end_layer or cuts.num_layers)
-        end = StatesEnd(of_rows=self._is_last)
-        return Part(None, make_end=lambda _usual: end)
-
-    def compute(self, batch: Batch, states: FloatArray, least_rows: int) -> FloatArray:
-        """Compute a step whose tokens have these hidden states. Returns the hidden states for the next stage, as a view
-        that the next step overwrites: `[tokens or rows, numbers]`."""
-        self.bind(batch, keeps_logits=False)
-        slot, request = self._slot, self._slot.head
-        assert isinstance(request, StatesRequest)
-        request.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least_rows)
-        slot.inputs.set(STATES, states.reshape(len(states), *self._shape[1:]))
-        request.run()
-        return request.states()
+    def __call__(
+        self, setup: stage_pb2.StageSetup, layers: Layers, on_lost: Callable[[str], None], /
+    ) -> OpenVINOModelRunner:
+        """Compile these layers as the worker wants it. If the runner cannot go on, `on_lost` is called with the reason,
+        in any thread. ConfigurationError if that is not possible."""
+        ...
 
 
 class StageService(stage_pb2_grpc.StageServicer):
-    """Computes for one worker at a time. `taken` is told when that has called, and `ended` is set when it has ended:
-    what it has loaded should then go."""
+    """Computes for one worker at a time, with what `make_runner` gives. `taken` is told when that has called, and
+    `ended` is set when it has ended: what it has loaded should then go."""
 
-    def __init__(self, config: WorkerConfig, transport: Transport, threads: int) -> None:
+    def __init__(self, config: WorkerConfig, transport: Transport, threads: int, make_runner: MakeRunner) -> None:
         self.taken = Taken()
         self.ended = asyncio.Event()
         self._config, self._transport, self._threads = config, transport, threads
+        self._make_runner = make_runner
         self._is_called = False
 
     async def Compute(self, requests: AsyncIterator[ComputeRequest], context: Context) -> None:
@@ -109,7 +87,8 @@ class StageService(stage_pb2_grpc.StageServicer):
             await abort(context, StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0))
         self._is_called = True
         try:
-            call = StageCall(self._config, self._transport, self._threads, requests, context.write, self.taken.by)
+            asked = (self._config, self._transport, self._threads, self._make_runner)
+            call = StageCall(*asked, requests, context.write, self.taken.by)
             await call.run()
         except StatusError as error:
             log.error("%s", error.message)
@@ -133,26 +112,55 @@ class StageCall:
         config: WorkerConfig,
         transport: Transport,
         threads: int,
+        make_runner: MakeRunner,
         requests: AsyncIterator[ComputeRequest],
         write: Callable[[ComputeResponse], Awaitable[None]],
         on_setup: Callable[[str], None],
     ) -> None:
         self._config, self._transport, self._threads = config, transport, threads
+        self._make_runner = make_runner
         self._requests, self._write = requests, write
         self._on_setup = on_setup
         self._executor = ThreadPoolExecutor(1, "stage")
         self._later: LaterCall | None = None
         self._later_address = ""
         self._busy_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        # Why what computes cannot go on.
+        self._lost: asyncio.Future[str] = self._loop.create_future()
 
     async def run(self) -> None:
         """Load, and compute until the stage before has ended. Raises StatusError if that is not possible."""
+        serving = asyncio.create_task(self._serve())
+        ends: set[asyncio.Future[Any]] = {serving, self._lost}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise StatusError(Reason.WORKER_LOST, self._lost.result())
+            serving.result()
+        finally:
+            await end_tasks(serving)
+
+    def _lose(self, why: str) -> None:
+        """Called in any thread, also while the process ends."""
+
+        def tell() -> None:
+            if not self._lost.done():
+                self._lost.set_result(why)
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(tell)
+
+    async def _serve(self) -> None:
         setup = (await self._next("setup")).setup
         self._on_setup(setup.worker)
         log.info("the settings of the worker %s have come", setup.worker)
         hashing = in_thread("fingerprint", partial(fingerprint_of, self._config.model_dir, self._threads))
         speed = await self._in_thread(bytes_per_s, self._threads)
-        own = stage_pb2.StageHost(address=self._config.advertise, threads=self._threads, speed=speed)
+        num_ranks = self._config.tensor_parallel
+        own = stage_pb2.StageHost(
+            address=self._config.advertise, threads=self._threads, speed=num_ranks * speed, num_ranks=num_ranks
+        )
         later = await self._open_later(setup) if setup.later_stages else stage_pb2.StageOffer()
         await self._write(ComputeResponse(offer=stage_pb2.StageOffer(stages=[own, *later.stages])))
         runner = await self._compile(setup)
@@ -186,19 +194,20 @@ class StageCall:
                 waiting.tell(StatusError(Reason.WORKER_LOST, "it has ended"))
             await asyncio.sleep(RETRY_S)
 
-    async def _compile(self, setup: stage_pb2.StageSetup) -> StageRunner | None:
+    async def _compile(self, setup: stage_pb2.StageSetup) -> OpenVINOModelRunner | None:
         """Compile the layers. Returns None if that is not possible."""
         first, *rest = (await self._next("layers")).layers.first_layers
         await self._tell_later(ComputeRequest(layers=stage_pb2.StageLayers(first_layers=rest)))
         compiled = stage_pb2.StageCompiled()
         runner = None
         try:
-            runner = await self._in_thread(self._load, setup, first, rest[0] if self._later is not None else None)
+            layers = Layers(first, rest[0] if self._later is not None else None)
+            runner = await self._in_thread(self._make_runner, setup, layers, self._lose)
         except ConfigurationError as error:
             compiled.problem = f"{self._config.listen}: {error}"
         else:
             compiled.exact_rows, compiled.block_size = runner.exact_rows, runner.block_size
-            compiled.most_blocks = max(0, budget_for(self._config) // runner.block_bytes - 1)
+            compiled.most_blocks = most_blocks(self._config, runner)
             compiled.numerics.append(runner.numerics)
         if self._later is not None:
             others = (await self._read(self._later)).compiled
@@ -209,19 +218,7 @@ class StageCall:
         await self._write(ComputeResponse(compiled=compiled))
         return None if compiled.problem else runner
 
-    def _load(self, setup: stage_pb2.StageSetup, first_layer: int, end_layer: int | None) -> StageRunner:
-        return StageRunner(
-            self._config.model_dir,
-            first_layer,
-            end_layer,
-            threads=self._threads,
-            kv_precision=setup.kv_precision,
-            execution_mode=setup.execution_mode,
-            max_context_tokens=setup.max_context_tokens,
-            speculates=setup.speculates,
-        )
-
-    async def _allocate(self, runner: StageRunner, hashing: Future[str]) -> bool:
+    async def _allocate(self, runner: OpenVINOModelRunner, hashing: Future[str]) -> bool:
         """Make the KV cache. Returns whether that was possible."""
         request = await self._next("allocate")
         await self._tell_later(request)
@@ -238,17 +235,17 @@ class StageCall:
         await self._write(ComputeResponse(allocated=allocated))
         return not allocated.problem
 
-    def _make_cache(self, runner: StageRunner, num_blocks: int) -> None:
+    def _make_cache(self, runner: OpenVINOModelRunner, num_blocks: int) -> None:
         runner.allocate(num_blocks, huge_pages=self._config.huge_pages)
         runner.touch()
 
-    async def _compute(self, runner: StageRunner) -> None:
+    async def _compute(self, runner: OpenVINOModelRunner) -> None:
         """Compute each step, until the stage before has ended. Raises StatusError when the stage after has: at once,
         because the stage before may wait for a result and send nothing more."""
         log.info("ready to compute")
         jobs = [asyncio.create_task(self._compute_steps(runner))]
         if self._later is not None:
-            jobs.append(asyncio.create_task(self._relay(self._later)))
+            jobs.append(asyncio.create_task(self._relay(runner, self._later)))
         try:
             ended, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
             for job in ended:
@@ -256,26 +253,24 @@ class StageCall:
         finally:
             await end_tasks(*jobs)
 
-    async def _compute_steps(self, runner: StageRunner) -> None:
+    async def _compute_steps(self, runner: OpenVINOModelRunner) -> None:
         async for request in self._requests:
             if request.HasField("end_warm_up"):
                 await self._tell_later(request)
-                await self._in_thread(self._give_back)
+                await self._in_thread(self._give_back, runner)
             else:
                 await self._step(runner, request)
 
-    async def _step(self, runner: StageRunner, request: ComputeRequest) -> None:
+    async def _step(self, runner: OpenVINOModelRunner, request: ComputeRequest) -> None:
         step = request.step
-        batch = batch_of(step)
         pieces: list[bytes] = []
-        missing = len(batch.input_ids) * runner.state_bytes
+        missing = len(step.input_ids) // _TOKEN_BYTES * runner.hidden_width * _NUMBER_BYTES
         while missing > 0:
             pieces.append((await self._next("states")).states)
             missing -= len(pieces[-1])
         start_s = time.perf_counter()
-        states = states_of(pieces, len(batch.input_ids))
         # Copied, because the next step overwrites them.
-        found = [*pieces_of(await self._in_thread(runner.compute, batch, states, step.least_rows))]
+        found = [*pieces_of(await self._in_thread(compute, runner, batch_of(step, pieces)))]
         self._busy_s += time.perf_counter() - start_s
         if self._later is not None:
             await self._tell_later(ComputeRequest(step=step))
@@ -284,18 +279,22 @@ class StageCall:
             return
         for piece in found[:-1]:
             await self._write(ComputeResponse(result=stage_pb2.StageResult(states=piece)))
-        last = stage_pb2.StageResult(states=b"".join(found[-1:]), is_last=True, busy_s=[self._busy_s])
+        last = stage_pb2.StageResult(states=b"".join(found[-1:]), is_last=True)
+        last.busy_s.append(self._busy_s)
+        last.stages.append(ranks_of(runner))
         await self._write(ComputeResponse(result=last))
 
-    async def _relay(self, later: LaterCall) -> None:
+    async def _relay(self, runner: OpenVINOModelRunner, later: LaterCall) -> None:
         """Pass on the results of the stages after this one."""
         while True:
             response = await self._read(later)
             if response.result.is_last:
                 response.result.busy_s.insert(0, self._busy_s)
+                response.result.stages.insert(0, ranks_of(runner))
             await self._write(response)
 
-    def _give_back(self) -> None:
+    def _give_back(self, runner: OpenVINOModelRunner) -> None:
+        runner.end_warm_up()
         given_back = sum(map(give_back, weights_in(self._config.model_dir))) + give_back_files()
         log.info("%.2f GiB of weights in files were given back", given_back / (1 << 30))
 
@@ -336,4 +335,25 @@ class StageCall:
 
     async def _in_thread(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Call a function in the thread that computes."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        return await self._loop.run_in_executor(self._executor, function, *args)
+
+
+def compute(runner: OpenVINOModelRunner, batch: Batch) -> FloatArray:
+    """Compute the layers of a stage. Returns the hidden states that go on, as a view that the next step overwrites:
+    `[tokens or rows, numbers]`."""
+    runner.bind(batch, keeps_logits=False)
+    return floats_of(runner.run().values)
+
+
+def ranks_of(runner: OpenVINOModelRunner) -> stage_pb2.StageRanks:
+    """The ranks of a stage as a message."""
+    return stage_pb2.StageRanks(ranks=map(rank_message, runner.ranks()))
+
+
+def most_blocks(config: WorkerConfig, runner: OpenVINOModelRunner) -> int:
+    """How many KV blocks a stage has room for, besides one for padding."""
+    found = budget_for(config) // runner.block_bytes
+    on_nodes = runner.most_blocks(config.kv_cache_node_share)
+    if on_nodes is not None and config.kv_cache_bytes is None:
+        found = min(found, on_nodes)
+    return max(0, found - 1)

@@ -62,8 +62,8 @@ _QUERY, _KEY, _VALUE = range(3)
 class Division(NamedTuple):
     """A divided model. `shares` has the divided values; `rows` and `columns` the names of the products that are
     divided by the rows or columns of their weights; `means` those of the means over a divided axis, with its length;
-    `sums` the values that are summed up over the ranks, in order; `vocabulary` the owners of logits. `whole_share` is
-    the part of the weights of products that every rank has."""
+    `sums` the values that are summed up over the ranks, in order; `vocabulary` the owners of logits, and None if every
+    rank has all or none. `whole_share` is the part of the weights of products that every rank has."""
 
     num_ranks: int
     shares: Mapping[Key, Share]
@@ -79,7 +79,7 @@ class Division(NamedTuple):
     @property
     def run(self) -> int | None:
         """The length of the runs in the ranks' parts of the vocabulary, which are those of the whole; 0 if a run would
-        be split, and None if every rank has the whole vocabulary."""
+        be split, and None if the vocabulary is not divided."""
         if self.vocabulary is None:
             return None
         run = run_length(self.vocabulary.size)
@@ -89,6 +89,14 @@ class Division(NamedTuple):
     def share_of(self, output: ov.Output) -> Share | None:
         """How a value is divided; None if every rank has it."""
         return self.shares.get(key_of(output))
+
+
+class _Weights(NamedTuple):
+    """The weights of a product: its name, and their number."""
+
+    name: str
+    size: int
+    is_divided: bool
 
 
 class DivisionError(Exception):
@@ -113,7 +121,42 @@ def divide(model: ov.Model, num_ranks: int) -> Division:
     """Divide a model with PagedAttention among ranks. Changes nothing. ConfigurationError if it cannot be divided."""
     if any(name.startswith("la.") for port in model.inputs for name in port.get_names()):
         raise _refused("the states of its recurrent layers are not divided among ranks", num_ranks)
-    return _Divider(model, num_ranks).divide()
+    divider = _Divider(model, num_ranks)
+    division = divider.divide(has_logits=True)
+    _check_share(divider.weights(), num_ranks)
+    return division
+
+
+def divide_stage(model: ov.Model, head: ov.Model | None, num_ranks: int) -> tuple[Division, Division | None]:
+    """The same for the layers of a stage of a pipeline, and for its `head`, which makes logits of hidden states, if it
+    has one. Every rank has the hidden states with which the layers begin and end."""
+    of_layers = _Divider(model, num_ranks)
+    division, weights = of_layers.divide(has_logits=False), of_layers.weights()
+    if head is None:
+        _check_share(weights, num_ranks)
+        return division, None
+    of_head = _Divider(head, num_ranks)
+    division_of_head = of_head.divide(has_logits=True)
+    _check_share(weights + of_head.weights(), num_ranks)
+    return division, division_of_head
+
+
+def _check_share(weights: Sequence[_Weights], num_ranks: int) -> None:
+    """ConfigurationError if a large part of the weights stays whole."""
+    share = _whole_share(weights)
+    if share > _MOST_WHOLE:
+        largest = max((each for each in weights if not each.is_divided), key=lambda each: each.size)
+        raise _refused(
+            f"{int(100 * share)} % of its weights are in layers of a form that cannot be divided, such as "
+            f"{largest.name!r}",
+            num_ranks,
+        )
+
+
+def _whole_share(weights: Sequence[_Weights]) -> float:
+    """The part of the weights that stays whole."""
+    whole = sum(each.size for each in weights if not each.is_divided)
+    return whole / max(1, sum(each.size for each in weights))
 
 
 def _refused(why: str, num_ranks: int) -> ConfigurationError:
@@ -135,14 +178,13 @@ class _Divider:
         self._heads: dict[str, Owners] = {}
         self._key_heads: dict[str, Owners] = {}
 
-    def divide(self) -> Division:
+    def divide(self, *, has_logits: bool) -> Division:
         for node in attentions(self._model):
             self._divide_attention(node)
-        vocabulary = self._divide_vocabulary()
+        vocabulary = self._divide_vocabulary() if has_logits else None
         for product in self._closed_products():
             self._divide_columns(product)
         found = self._found
-        whole_share = self._check_share()
         sums = sums_of(self._nodes, found.partials)
         return Division(
             self._num_ranks,
@@ -154,7 +196,7 @@ class _Divider:
             self._key_heads,
             tuple(sums),
             vocabulary,
-            whole_share,
+            _whole_share(self.weights()),
         )
 
     def _divide_attention(self, node: ov.Node) -> None:
@@ -230,9 +272,6 @@ class _Divider:
         _, axis = axes_of_weights(product)
         return share is None or keeps_groups(product.input_value(1), Share(axis, share.owners), least)
 
-    def _products(self) -> Iterator[ov.Node]:
-        return (node for node in self._nodes if is_product(node, self._constants))
-
     def _closed_products(self) -> Iterator[ov.Node]:
         """Products whose states come from other products only, in the graph's order: the last ones of feed-forward
         layers. Each is offered once, unless a region already has it."""
@@ -255,23 +294,17 @@ class _Divider:
             else:
                 closed[name] = all(closed.get(value, False) for value in values)
 
-    def _check_share(self) -> float:
-        """The part of the weights that stays whole. ConfigurationError if it is large."""
-        whole = everything = 0
-        largest: tuple[int, str] = (0, "")
-        for node in self._products():
-            size = math.prod(node.input_value(1).get_shape())
-            everything += size
-            if node.get_name() not in self._found.rows and node.get_name() not in self._found.columns:
-                whole += size
-                largest = max(largest, (size, node.get_friendly_name()))
-        if whole > _MOST_WHOLE * everything:
-            raise _refused(
-                f"{100 * whole // everything} % of its weights are in layers of a form that cannot be divided, such as "
-                f"{largest[1]!r}",
-                self._num_ranks,
+    def weights(self) -> list[_Weights]:
+        """Those of all products."""
+        return [
+            _Weights(
+                node.get_friendly_name(),
+                math.prod(node.input_value(1).get_shape()),
+                node.get_name() in self._found.rows or node.get_name() in self._found.columns,
             )
-        return whole / max(1, everything)
+            for node in self._nodes
+            if is_product(node, self._constants)
+        ]
 
 
 def is_product(node: ov.Node, constants: Iterable[str]) -> bool:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import openvino as ov
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.host.binding import RankReport
@@ -30,7 +31,7 @@ from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.memory import available_on_node
 from headrace.worker.model.adapter_memory import AdapterMemory
 from headrace.worker.model.batch import Batch
-from headrace.worker.model.runner import OpenVINOModelRunner
+from headrace.worker.model.runner import OpenVINOModelRunner, Part
 from headrace.worker.ranks.members import Cpus, Members
 from headrace.worker.ranks.memory import GroupMemory, LogitsShape, SharedLogits, give_room, make_logits
 from headrace.worker.ranks.messages import (
@@ -40,6 +41,7 @@ from headrace.worker.ranks.messages import (
     LinkClosedError,
     MovedAdapters,
     Setup,
+    StageLayers,
     receive,
     send,
 )
@@ -59,6 +61,9 @@ class GroupRunner(OpenVINOModelRunner):
     are those of all ranks together, and `exact_rows` the fewest of any. The group has no second graph for decode steps,
     and no eviction. Blocks are copied with the parts of all ranks, and adapters are written for all ranks.
 
+    `divide` makes the graph that of a stage of a pipeline, which is then divided among the ranks. All of them have the
+    hidden states with which it begins and ends.
+
     If a rank is lost, or if it fails in a step, the others cannot go on: `on_lost` is called with the reason, which
     should end the process. That may be in any thread. Steps have up to `most_tokens` tokens.
     """
@@ -77,12 +82,14 @@ class GroupRunner(OpenVINOModelRunner):
         max_adapters: int = 0,
         most_tokens: int,
         on_lost: Callable[[str], None],
+        divide: Callable[[ov.Model], Part] | None = None,
     ) -> None:
         """ConfigurationError if the model cannot be divided so."""
         self.num_ranks = len(cpus)
         self._cpus = [frozenset(mask) for mask in cpus]
         self._nodes = [memory_node_of(mask) for mask in self._cpus]
         self._on_lost = on_lost
+        self._cut_stage = divide
         memory, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
         self._memory = GroupMemory(memory, 0, self.num_ranks)
         self._files = [memory, self._logits_file]
@@ -102,6 +109,7 @@ class GroupRunner(OpenVINOModelRunner):
                     speculates,
                     has_parts,
                     max_adapters,
+                    is_stage=divide is not None,
                 ),
             )
         others = dict(enumerate(self._nodes[1:], 1))
@@ -121,14 +129,25 @@ class GroupRunner(OpenVINOModelRunner):
             speculates=speculates,
             has_parts=has_parts,
             max_adapters=max_adapters,
-            divide=self._rank.divide,
+            divide=self._divide_among_ranks,
         )
         self._spare_rows = most_tokens + _SPARE_ROWS
         self._count = 0
         self._place = 0
-        self._logits: SharedLogits
+        # None if no step ends with logits that are divided.
+        self._logits: SharedLogits | None = None
         self._other_caches: list[npt.NDArray[np.uint8]] = []
         self._join_ranks()
+
+    def _divide_among_ranks(self, model: ov.Model) -> Part:
+        """Make a whole model that of rank 0, and tell the others what of it is divided."""
+        if self._cut_stage is None:
+            return self._rank.divide(model)
+        part = self._cut_stage(model)
+        assert part.layers is not None, "only stages are divided further"
+        for member in self._members:
+            send(member.link, StageLayers(*part.layers))
+        return self._rank.divide(model, part)
 
     def _join_ranks(self) -> None:
         """Wait for the others, and describe the whole model."""
@@ -153,8 +172,8 @@ class GroupRunner(OpenVINOModelRunner):
         self.part_bytes = sum(in_slots for _, in_slots in in_parts)
         self.layer_groups = self._group_layers()
         self.num_kv_heads = next(iter(self._rank.division.key_heads.values())).size
-        if self._rank.division.vocabulary is not None:
-            self.vocab_size = self._rank.division.vocabulary.size
+        if self._rank.vocabulary is not None:
+            self.vocab_size = self._rank.vocabulary.size
         self.numerics += f" ranks {self.num_ranks}"
 
     def most_blocks(self, node_share: float, kept_bytes: int = 0) -> int | None:
@@ -186,11 +205,12 @@ class GroupRunner(OpenVINOModelRunner):
         """Make the KV caches of all ranks. See `OpenVINOModelRunner.allocate`. The arena of `make_arena` has room for
         all of them and is in a file."""
         arena = super().allocate(num_blocks, num_slots, huge_pages=huge_pages, make_arena=make_arena)
-        run = self._rank.division.run
-        num_runs = self.vocab_size // run_length(self.vocab_size) if run else 0
-        shape = LogitsShape(self._spare_rows, self.vocab_size, num_runs)
-        give_room(self._logits_file, shape)
-        self._logits = SharedLogits(self._logits_file, shape)
+        shape = None
+        if self._rank.vocabulary is not None:
+            num_runs = self.vocab_size // run_length(self.vocab_size) if self._rank.run else 0
+            shape = LogitsShape(self._spare_rows, self.vocab_size, num_runs)
+            give_room(self._logits_file, shape)
+            self._logits = SharedLogits(self._logits_file, shape)
         for member, shapes, in_slots in zip(self._members, self._shapes_of, self._in_slots_of, strict=True):
             pieces = pieces_of(shapes, in_slots, num_blocks, num_slots)
             own = None if make_arena is not None else make_file(pieces)
@@ -231,20 +251,21 @@ class GroupRunner(OpenVINOModelRunner):
         if batch.adapter_slots is not None:
             self._send_adapters()
         self._announce(batch)
-        with self._all_or_none():
+        with self._with_others():
             super().bind(batch, keeps_logits=keeps_logits)
 
     def run(self) -> Logits:
         """Compute the step on all ranks. Returns the logits of all of them, as `OpenVINOModelRunner.run` does."""
         start_s = time.perf_counter()
-        with self._all_or_none():
+        logits, first_token = self._logits if self.gives_logits else None, self._rank.first_token
+        with self._with_others():
             own = super().run()
-            if self._rank.first_token is not None:
-                self._logits.put(self._place, own, self._rank.first_token)
+            if logits is not None and first_token is not None:
+                logits.put(self._place, own, first_token)
             self._memory.steps.wait(range(1, self.num_ranks), self._count)
         self.infer_s = time.perf_counter() - start_s
         self._memory.note_step(self.infer_s)
-        return own if self._rank.first_token is None else self._logits.whole(self._place, own)
+        return own if logits is None else logits.whole(self._place, own)
 
     def end_warm_up(self) -> None:
         """Let the other ranks give back the memory of their files."""
@@ -291,7 +312,7 @@ class GroupRunner(OpenVINOModelRunner):
             ) from None
 
     @contextmanager
-    def _all_or_none(self) -> Iterator[None]:
+    def _with_others(self) -> Iterator[None]:
         """Context manager: calls `on_lost` if this rank fails in a step that the other ranks compute, because the
         group cannot continue."""
         try:

@@ -3,6 +3,7 @@ descriptors that it inherits.
 
     rank 0                                   this process
     which rank, which model   ----------->   reads its part, compiles it
+    (which layers of it)
                               <-----------   compiled
     KV blocks, their file     ----------->   maps them
                               <-----------   allocated
@@ -32,6 +33,8 @@ from headrace.worker.host.numa import bind_memory, memory_node_of, usable_cpus
 from headrace.worker.weights.file_memory import give_back_files
 
 if TYPE_CHECKING:
+    import openvino as ov
+
     from headrace.worker.model.runner import OpenVINOModelRunner
     from headrace.worker.ranks.memory import GroupMemory, SharedLogits
     from headrace.worker.ranks.rank import Rank
@@ -45,7 +48,8 @@ _SPIN_S = 100e-6
 def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> None:
     """Compile, allocate, and compute steps until the worker ends."""
     # Imported late: OpenVINO reads the affinity and this process's memory policy when it is imported.
-    from headrace.worker.model.runner import OpenVINOModelRunner
+    from headrace.worker.model.runner import WHOLE, Layers, OpenVINOModelRunner, Part
+    from headrace.worker.pipeline.cutting import cut_stage, find_cuts
     from headrace.worker.ranks.memory import GroupMemory, SharedLogits
     from headrace.worker.ranks.messages import (
         Allocate,
@@ -53,6 +57,7 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> Non
         Compiled,
         MovedAdapters,
         Setup,
+        StageLayers,
         receive,
         receive_with_files,
         send,
@@ -65,6 +70,14 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> Non
     memory = GroupMemory(memory_fd, setup.rank, setup.num_ranks, lambda: os.getppid() == parent)
     rank = Rank(setup.rank, setup.num_ranks, memory.sums.add)
     model_dir = Path(setup.model_dir)
+
+    def divide(model: ov.Model) -> Part:
+        part = WHOLE
+        if setup.is_stage:
+            cuts, layers = find_cuts(model), receive(link, StageLayers)
+            part = cut_stage(model, cuts, Layers(layers.first, layers.end))
+        return rank.divide(model, part)
+
     try:
         runner = OpenVINOModelRunner(
             model_dir,
@@ -75,7 +88,7 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> Non
             speculates=setup.speculates,
             has_parts=setup.has_parts,
             max_adapters=setup.max_adapters,
-            divide=rank.divide,
+            divide=divide,
         )
     except ConfigurationError as error:
         send(link, Compiled(problem=str(error)))
@@ -96,7 +109,7 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> Non
         send(link, Allocated(str(error)))
         link.recv(1)
         return
-    logits = SharedLogits(logits_fd, wanted.logits)
+    logits = None if wanted.logits is None else SharedLogits(logits_fd, wanted.logits)
     send(link, Allocated())
 
     def move_adapters() -> None:
@@ -111,7 +124,7 @@ def compute_steps(
     rank: Rank,
     runner: OpenVINOModelRunner,
     memory: GroupMemory,
-    logits: SharedLogits,
+    logits: SharedLogits | None,
     bell: int,
     model_dir: Path,
     move_adapters: Callable[[], None],
@@ -132,7 +145,7 @@ def compute_steps(
                 num_moves += 1
             runner.bind(step.batch, keeps_logits=False)
             part = runner.run()
-            if rank.first_token is not None:
+            if logits is not None and rank.first_token is not None and runner.gives_logits:
                 logits.put(step.place, part, rank.first_token)
             memory.note_step(time.perf_counter() - start_s)
         memory.steps.set(count)

@@ -37,7 +37,7 @@ _ARRAYS = (
     *("max_context_len", "sampled_tokens_indices", "inverse_temperatures"),
 )
 # Those that only some steps have.
-_OPTIONAL = ("part_slots", "adapter_slots")
+_OPTIONAL = ("part_slots", "adapter_slots", "hidden")
 # Begins the names of those for its images.
 _IMAGES = "images."
 
@@ -77,6 +77,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     copies: list[tuple[int, int]]
     part_copies: list[tuple[int, int]]
     sums: int
+    least_rows: int
     place: int
     num_moves: int
 
@@ -124,9 +125,12 @@ class GroupMemory:
             np.frombuffer(self._step, values.dtype, values.size, end)[:] = values.reshape(-1)
             arrays.append(_Array(name, values.dtype.str, np.shape(array), end))
             end += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
-        copies, part_copies = (batch.copies, batch.part_copies) if batch is not None else ((), ())
-        sums = batch.sums.value if batch is not None else 0
-        head = msgspec.msgpack.encode(_Head(arrays, _pairs(copies), _pairs(part_copies), sums, place, num_moves))
+        if batch is None:
+            made = _Head([], [], [], 0, 0, place, num_moves)
+        else:
+            copies, part_copies = _pairs(batch.copies), _pairs(batch.part_copies)
+            made = _Head(arrays, copies, part_copies, batch.sums.value, batch.least_rows, place, num_moves)
+        head = msgspec.msgpack.encode(made)
         if len(head) + 8 > first:
             raise StepTooLargeError(f"the copies of a step take more than {first} bytes")
         self._step[:8] = len(head).to_bytes(8, "little")
@@ -157,6 +161,7 @@ class GroupMemory:
             prompts=(),
             sums=Sums(head.sums),
             images=images,
+            least_rows=head.least_rows,
         )
         return Step(batch, head.place, head.num_moves)
 

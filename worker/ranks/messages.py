@@ -20,7 +20,8 @@ class LinkClosedError(OSError):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Which rank of which model a process is, and how it computes; see `OpenVINOModelRunner`."""
+    """Which rank of which model a process is, and how it computes; see `OpenVINOModelRunner`. If it `is_stage`, that is
+    of a stage of a pipeline, whose `StageLayers` come as soon as they are known."""
 
     rank: int
     num_ranks: int
@@ -32,6 +33,14 @@ class Setup(msgspec.Struct, frozen=True):
     speculates: bool
     has_parts: bool
     max_adapters: int
+    is_stage: bool
+
+
+class StageLayers(msgspec.Struct, frozen=True):
+    """The layers of the stage; see `Layers`."""
+
+    first: int
+    end: int | None
 
 
 class Compiled(msgspec.Struct, frozen=True):
@@ -46,13 +55,13 @@ class Compiled(msgspec.Struct, frozen=True):
 
 class Allocate(msgspec.Struct, frozen=True):
     """Make the KV cache in the file that comes with this, and be ready for steps. `place` is that of the caches in the
-    file, `logits` the shape of the shared logits."""
+    file, `logits` the shape of the shared logits; None if there are none."""
 
     num_blocks: int
     num_slots: int
     huge_pages: bool
     place: Place
-    logits: LogitsShape
+    logits: LogitsShape | None
 
 
 class Allocated(msgspec.Struct, frozen=True):

@@ -9,19 +9,22 @@ import openvino as ov
 
 from headrace.worker.model.adapter_memory import AdapterPart
 from headrace.worker.model.rank_sum import Add
-from headrace.worker.model.runner import Part
+from headrace.worker.model.runner import WHOLE, Part
 from headrace.worker.ranks.adapters import cuts_of
+from headrace.worker.ranks.constants import ConstantCutter
 from headrace.worker.ranks.cutting import cut
-from headrace.worker.ranks.division import Division, divide
-from headrace.worker.ranks.owners import positions_of
+from headrace.worker.ranks.division import Division, divide, divide_stage
+from headrace.worker.ranks.owners import Owners, positions_of
 from headrace.worker.weights.file_memory import FileMemory
 
 
 class Rank:
     """Rank `number` of `num_ranks`, whose graph calls `add` for each sum over the ranks. It also writes the adapters of
-    the ranks in `writes_for`, whose memory prefers these NUMA nodes. `division` is known once `divide` was called."""
+    the ranks in `writes_for`, whose memory prefers these NUMA nodes. `division` is known once `divide` was called, and
+    `division_of_logits`, which is another one in the first stage of a pipeline, and None in later ones."""
 
     division: Division
+    division_of_logits: Division | None
 
     def __init__(
         self,
@@ -36,15 +39,34 @@ class Rank:
         self._add = add
         self._nodes = {number: node, **writes_for}
 
-    def divide(self, model: ov.Model) -> Part:
-        """Make a model with PagedAttention that of this rank. ConfigurationError if it cannot be divided."""
-        self.division = divide(model, self.num_ranks)
+    def divide(self, model: ov.Model, part: Part = WHOLE) -> Part:
+        """Make a model with PagedAttention that of this rank, or `part` of one, such as a stage of a pipeline.
+        ConfigurationError if it cannot be divided."""
+        if part.layers is None:
+            self.division = self.division_of_logits = divide(model, self.num_ranks)
+        else:
+            self.division, self.division_of_logits = divide_stage(model, part.head, self.num_ranks)
         adapters = [AdapterPart(cuts_of(model, self.division, rank), node) for rank, node in self._nodes.items()]
-        keeps = cut(model, self.division, self.number, FileMemory(), self._add)
-        return Part(keeps, self.division.run, adapters)
+        keeps = [self._cut(model, self.division)]
+        if part.head is not None:
+            assert self.division_of_logits is not None
+            keeps.append(self._cut(part.head, self.division_of_logits))
+        return part._replace(keeps=keeps, run=self.run, adapters=adapters)
+
+    def _cut(self, model: ov.Model, division: Division) -> ConstantCutter:
+        return cut(model, division, self.number, FileMemory(), self._add)
+
+    @property
+    def run(self) -> int | None:
+        """The length of the runs in this rank's part of the vocabulary; see `Division`."""
+        return None if self.division_of_logits is None else self.division_of_logits.run
+
+    @property
+    def vocabulary(self) -> Owners | None:
+        """The owners of the vocabulary; None if every rank has all of it or nothing."""
+        return None if self.division_of_logits is None else self.division_of_logits.vocabulary
 
     @property
     def first_token(self) -> int | None:
-        """The first token of this rank's part of the vocabulary; None if it has the whole vocabulary."""
-        owners = self.division.vocabulary
-        return None if owners is None else int(positions_of(owners, self.number)[0])
+        """The first token of this rank's part of the vocabulary; None if that is not divided."""
+        return None if self.vocabulary is None else int(positions_of(self.vocabulary, self.number)[0])

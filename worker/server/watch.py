@@ -19,7 +19,7 @@ from headrace.protos import worker_pb2
 from headrace.protos.inference_pb2 import Belief
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.engine.mailbox import EngineReport, LearnedCost
-from headrace.worker.host.binding import Binding, RankReport, StageReport
+from headrace.worker.host.binding import Binding, RankReport, StageReport, rank_message
 from headrace.worker.server.adapters import AdapterDesk
 from headrace.worker.server.arrivals import Arrivals, is_contradicted
 
@@ -402,13 +402,6 @@ def _cost_message(cost: LearnedCost | None) -> worker_pb2.StepCost | None:
     )
 
 
-def rank_message(rank: RankReport) -> worker_pb2.Rank:
-    """The message that tells routers of a rank of a divided model."""
-    return worker_pb2.Rank(
-        numa_node=rank.numa_node, cpus=format_list(rank.cpus), step_seconds=rank.step_s, wait_seconds=rank.waited_s
-    )
-
-
 def stage_message(stage: StageReport) -> worker_pb2.PipelineStage:
     """The message that tells routers of a stage of a pipeline."""
     return worker_pb2.PipelineStage(
@@ -417,6 +410,7 @@ def stage_message(stage: StageReport) -> worker_pb2.PipelineStage:
         num_layers=stage.num_layers,
         compute_seconds=stage.computed_s,
         wait_seconds=stage.waited_s,
+        ranks=map(rank_message, stage.ranks),
     )
 
 

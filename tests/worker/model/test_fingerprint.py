@@ -9,7 +9,7 @@ import pytest
 
 from headrace.common.model_files.networks import TEXT_NETWORK
 from headrace.worker.model import fingerprint
-from headrace.worker.model.fingerprint import fingerprint_of, for_context
+from headrace.worker.model.fingerprint import fingerprint_of, for_context, for_ranks, for_stages
 
 PIECE_BYTES = 4096
 
@@ -71,3 +71,9 @@ def test_order_size_and_network_count_and_threads_do_not(files: tuple[Path, Path
     weights.write_bytes(content)
     network.write_text("<net />")
     assert len({before, swapped, shorter, fingerprint_of(weights.parent, 3)}) == 4
+
+
+def test_the_numbers_of_stages_and_of_ranks_of_each_are_in_the_fingerprint() -> None:
+    divisions = [(1, 1), (1, 1, 1), (2, 2), (2, 1), (1, 2), (2, 2, 2)]
+    found = {for_stages("f", ranks) for ranks in divisions} | {for_ranks("f", ranks) for ranks in (2, 3)} | {"f"}
+    assert len(found) == len(divisions) + 3

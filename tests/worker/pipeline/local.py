@@ -1,38 +1,48 @@
-"""The stages of a pipeline in one process, without messages over a network."""
+"""The stages of a pipeline in one process, without messages over a network. Those of ranks have processes for these."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from headrace.protos import stage_pb2
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.directory import context_of, read_config
+from headrace.worker.model.runner import Layers, OpenVINOModelRunner
 from headrace.worker.pipeline.messages import batch_of
 from headrace.worker.pipeline.runner import PipelineRunner
-from headrace.worker.pipeline.stage import StageRunner
+from headrace.worker.pipeline.stage import compute, ranks_of
+from headrace.worker.ranks.staged import StagedGroupRunner
 from headrace.worker.sampling.reduction import FloatArray
+from headrace.worker.stage_serving import compile_stage
+from tests.worker.configs import worker_config
 from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed
 
 FINGERPRINT = "0" * 64
 
 
 class LocalStages:
-    """The later stages. Their layers are divided as if all stages were equally fast."""
+    """The later stages, each divided among so many ranks. Their layers are divided as if all stages were equally
+    fast."""
 
-    def __init__(self, directory: Path, num_stages: int) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, num_stages: int, num_ranks: int = 1) -> None:
+        self._config = worker_config(directory, tensor_parallel=num_ranks, rank_cpus=cpus_of(num_ranks))
         self._num_later = num_stages - 1
         self.addresses = [f"stage-{number}" for number in range(1, num_stages)]
         self._answers: deque[ComputeResponse] = deque()
-        self.runners: list[StageRunner] = []
+        self.runners: list[OpenVINOModelRunner] = []
 
     def open(self, setup: stage_pb2.StageSetup) -> stage_pb2.StageOffer:
         """See `StageLink`."""
         self._setup = setup
-        return stage_pb2.StageOffer(stages=[stage_pb2.StageHost(speed=10e9)] * self._num_later)
+        host = stage_pb2.StageHost(speed=10e9, num_ranks=self._config.tensor_parallel)
+        return stage_pb2.StageOffer(stages=[host] * self._num_later)
 
     def send(self, request: ComputeRequest) -> None:
         """See `StageLink`."""
@@ -48,15 +58,7 @@ class LocalStages:
         ends = [*first_layers[1 : self._num_later], None]
         try:
             self.runners = [
-                StageRunner(
-                    self._directory,
-                    first,
-                    end,
-                    threads=1,
-                    max_context_tokens=self._setup.max_context_tokens,
-                    speculates=self._setup.speculates,
-                    **ASKED,
-                )
+                compile_stage(self._config, 1, self._setup, Layers(first, end), pytest.fail)
                 for first, end in zip(first_layers, ends, strict=False)
             ]
         except ConfigurationError as error:
@@ -70,8 +72,9 @@ class LocalStages:
     def send_step(self, step: stage_pb2.StageStep, states: FloatArray) -> None:
         """See `StageLink`. Computes the step."""
         for runner in self.runners:
-            states = runner.compute(batch_of(step), states, step.least_rows).copy()
+            states = compute(runner, batch_of(step, [states.tobytes()])).copy()
         result = stage_pb2.StageResult(states=states.tobytes(), is_last=True, busy_s=[1.0] * self._num_later)
+        result.stages.extend(map(ranks_of, self.runners))
         self._answers.append(ComputeResponse(result=result))
 
     def receive(self) -> ComputeResponse:
@@ -80,22 +83,36 @@ class LocalStages:
 
     def close(self) -> None:
         """See `StageLink`."""
+        for runner in self.runners:
+            runner.close()
 
 
-def staged(directory: Path, num_stages: int, *, fingerprint: str = FINGERPRINT) -> tuple[Computed, PipelineRunner]:
-    """The model divided among stages, in accuracy mode. The files of the first have this fingerprint."""
+def cpus_of(num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The first CPU for each rank; none for a whole model."""
+    return ((min(os.sched_getaffinity(0)),),) * num_ranks if num_ranks > 1 else ()
+
+
+def staged(
+    directory: Path, num_stages: int, num_ranks: int = 1, *, fingerprint: str = FINGERPRINT
+) -> tuple[Computed, PipelineRunner]:
+    """The model divided among stages, and each of these among ranks, in accuracy mode. The files of the first have this
+    fingerprint."""
     hashed: Future[str] = Future()
     hashed.set_result(fingerprint)
-    runner = PipelineRunner(
-        directory,
-        num_stages,
-        LocalStages(directory, num_stages),
-        threads=1,
-        max_context_tokens=context_of(read_config(directory), directory),
-        speculates=False,
-        fingerprint=hashed,
-        on_lost=lambda _: None,
+    link = LocalStages(directory, num_stages, num_ranks)
+    asked: dict[str, Any] = {
+        "threads": 1,
+        "max_context_tokens": context_of(read_config(directory), directory),
+        "speculates": False,
+        "fingerprint": hashed,
+        "on_lost": lambda _: None,
         **ASKED,
-    )
+    }
+    if num_ranks > 1:
+        runner: PipelineRunner = StagedGroupRunner(
+            directory, num_stages, link, cpus_of(num_ranks), most_tokens=1024, **asked
+        )
+    else:
+        runner = PipelineRunner(directory, num_stages, link, **asked)
     runner.allocate(NUM_BLOCKS)
     return Computed(runner, runner.exact_rows), runner

@@ -12,8 +12,9 @@ from openvino import opset13
 from headrace.cli.models.convert import convert
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.paging import read_paged
+from headrace.worker.model.runner import HIDDEN_STATES as STATES
 from headrace.worker.model.window_tables import attentions
-from headrace.worker.pipeline.cutting import STATES, divide, find_cuts, keep_layers, take_head
+from headrace.worker.pipeline.cutting import divide, find_cuts, keep_layers, take_head
 from tests.gguf_models import TinyModel, write_gguf
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,13 +81,16 @@ def test_small_steps_and_those_of_decode_have_one_part() -> None:
 
 def test_a_step_is_the_same_as_a_message() -> None:
     whole = step_of((90, 89, 1), (200, 60, 140), copies=[BlockCopy(3, 4), BlockCopy(5, 6)])
-    message = message_of(whole, 8)
-    found = batch_of(type(message).FromString(message.SerializeToString()))
+    states = np.arange(3 * len(whole.input_ids), dtype=np.float32).reshape(-1, 3)
+    message = message_of(replace(whole, least_rows=8))
+    found = batch_of(type(message).FromString(message.SerializeToString()), list(pieces_of(states)))
     assert tokens_of(found) == tokens_of(whole)
     assert found.sampled_tokens_indices.tolist() == whole.sampled_tokens_indices.tolist()
     assert found.max_context_len == whole.max_context_len
     assert found.copies == whole.copies
-    assert batch_of(message_of(step_of((90, 89, 1)), 8)).copies == []
+    assert found.least_rows == 8
+    np.testing.assert_array_equal(found.hidden, states)
+    assert batch_of(message_of(step_of((90, 89, 1))), list(pieces_of(states[:1]))).copies == []
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 700])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.exclusions import refuse_flags
 from headrace.worker.model.batch import build_batch
 from headrace.worker.model.fingerprint import fingerprint_of
+from headrace.worker.model.runner import Layers
 from headrace.worker.pipeline import link, stage
 from headrace.worker.pipeline.link import NamedStages, StageLink
 from headrace.worker.pipeline.runner import PipelineRunner, Times
@@ -34,6 +37,7 @@ from headrace.worker.pipeline.stage import StageCall
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Scheduled
+from headrace.worker.stage_serving import compile_stage
 from tests.certificates import make_certificates
 from tests.gguf_models import TinyModel, write_gguf
 from tests.patience import patience, until
@@ -324,7 +328,9 @@ async def test_a_stage_tells_that_the_one_after_it_is_lost_while_it_waits_for_st
             while True:
                 yield await asked.get()
 
-        call = StageCall(worker_config(directory), Transport(), 1, requests(), answers.put, lambda _: None)
+        config = worker_config(directory)
+        make_runner = partial(compile_stage, config, 1)
+        call = StageCall(config, Transport(), 1, make_runner, requests(), answers.put, lambda _: None)
         running = asyncio.create_task(call.run())
         setup = stage_pb2.StageSetup(later_stages=[address], max_context_tokens=4096, **ASKED)
         async with asyncio.timeout(patience(60)):
@@ -339,6 +345,32 @@ async def test_a_stage_tells_that_the_one_after_it_is_lost_while_it_waits_for_st
             over.set()
             with pytest.raises(StatusError, match=f"the stage at {address} has ended or is silent: ") as raised:
                 await running
+    assert raised.value.reason is Reason.WORKER_LOST
+
+
+async def test_a_stage_tells_that_one_of_its_ranks_is_lost_while_it_waits_for_it(directory: Path) -> None:
+    lost: list[Callable[[str], None]] = []
+
+    def make_runner(_setup: stage_pb2.StageSetup, _layers: Layers, on_lost: Callable[[str], None]) -> Any:
+        """It waits for another rank."""
+        lost.append(on_lost)
+        ended.wait()
+        raise ConfigurationError("it has ended")
+
+    async def requests() -> AsyncIterator[ComputeRequest]:
+        yield ComputeRequest(setup=stage_pb2.StageSetup())
+        yield ComputeRequest(layers=stage_pb2.StageLayers(first_layers=[1, 2]))
+
+    ended, answers = threading.Event(), asyncio.Queue[ComputeResponse]()
+    call = StageCall(worker_config(directory), Transport(), 1, make_runner, requests(), answers.put, lambda _: None)
+    running = asyncio.create_task(call.run())
+    try:
+        await asyncio.to_thread(until, lambda: bool(lost), "it waits")
+        await asyncio.to_thread(lost[0], "rank 1 of the divided model has ended")
+        with pytest.raises(StatusError, match="rank 1 of the divided model has ended") as raised:
+            await asyncio.wait_for(running, patience(10))
+    finally:
+        ended.set()
     assert raised.value.reason is Reason.WORKER_LOST
 
 
@@ -361,7 +393,6 @@ def test_a_process_that_is_no_stage_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        ({"tensor_parallel": 2}, "--pipeline 2 is not possible with --tensor-parallel 2: "),
         ({"kv_disk": Path("d")}, "--pipeline 2 is not possible with --kv-disk: a block has parts on other hosts"),
         ({"max_adapters": 1}, "--pipeline 2 is not possible with --max-adapters: "),
     ],

@@ -52,6 +52,9 @@ def test_another_rank_reads_the_step_that_was_written(both: tuple[GroupMemory, G
     first, second = both
     for num_tokens, num_others in ((70, 0), (3, 4)):
         batch = batch_of(num_tokens, num_others)
+        if num_others:  # of a later stage of a pipeline
+            hidden = np.arange(5 * len(batch.input_ids), dtype=np.float32).reshape(-1, 5)
+            batch = dataclasses.replace(batch, hidden=hidden, least_rows=8)
         assert (batch.adapter_slots is None) == (num_others == 0)
         first.write_step(batch, 1, 2)
         step = second.read_step()
@@ -65,6 +68,8 @@ def test_another_rank_reads_the_step_that_was_written(both: tuple[GroupMemory, G
         assert list(step.batch.copies) == [BlockCopy(3, 7), BlockCopy(4, 8)]
         assert step.batch.sums is batch.sums is Sums.DRAWN
         assert step.batch.is_decode == batch.is_decode
+        assert step.batch.least_rows == batch.least_rows
+        assert (step.batch.hidden is None) == (num_others == 0)
     first.write_step(None, 0)
     assert second.read_step() is None
 
