@@ -164,10 +164,18 @@ def _name_of(row: Row) -> str:
 
 
 def _ranks_of(row: Row) -> str:
-    if not row["ranks"]:
+    stages = [stage["ranks"] for stage in row["stages"]]
+    if not any(stages):
+        return _count_of(row["ranks"])
+    # A stage without ranks is one process.
+    return " + ".join(_count_of(ranks) or "1" for ranks in stages)
+
+
+def _count_of(ranks: Sequence[Mapping[str, Any]]) -> str:
+    if not ranks:
         return ""
-    slowest = slowest_rank(row["ranks"])
-    return f"{len(row['ranks'])}" if slowest is None else f"{len(row['ranks'])}, rank {slowest} is slowest"
+    slowest = slowest_rank(ranks)
+    return f"{len(ranks)}" if slowest is None else f"{len(ranks)}, rank {slowest} is slowest"
 
 
 def _stages_of(row: Row) -> str:

@@ -204,13 +204,15 @@ def _place_of(row: Mapping[str, Any]) -> str:
     """The CPUs, and the share of the worker's allocated memory that is on their node."""
     if row.get("cpus_allowed") is None:
         return ""
+    stages = [f"stage {number}: {_layers_of(stage)}" for number, stage in enumerate(row["stages"])]
     if row["ranks"]:
-        return "; ".join(f"rank {number}: {_place_of_rank(rank)}" for number, rank in enumerate(row["ranks"]))
+        # Those of a pipeline are with its stages.
+        return "; ".join(stages or _places_of_ranks(row["ranks"]))
     place = f"CPUs {row['cpus_allowed']}"
     node, by_node = row["numa_node"], row["anonymous_bytes"]
     if node is not None and any(by_node.values()):
         place += f", {by_node.get(str(node), 0) / sum(by_node.values()):.0%} of memory on node {node}"
-    return "; ".join((place, *(f"stage {number}: {_layers_of(stage)}" for number, stage in enumerate(row["stages"]))))
+    return "; ".join((place, *stages))
 
 
 def _layers_of(stage: Mapping[str, Any]) -> str:
@@ -218,7 +220,13 @@ def _layers_of(stage: Mapping[str, Any]) -> str:
     layers = f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
     where = "" if stage["address"] is None else f" on {stage['address']}"
     total_s = stage["compute_s"] + stage["wait_s"]
-    return f"{layers}{where}, waited {stage['wait_s'] / total_s:.0%}" if total_s else f"{layers}{where}"
+    waited = f", waited {stage['wait_s'] / total_s:.0%}" if total_s else ""
+    ranks = f" ({', '.join(_places_of_ranks(stage['ranks']))})" if stage["ranks"] else ""
+    return f"{layers}{where}{waited}{ranks}"
+
+
+def _places_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"rank {number}: {_place_of_rank(rank)}" for number, rank in enumerate(ranks)]
 
 
 def _place_of_rank(rank: Mapping[str, Any]) -> str:

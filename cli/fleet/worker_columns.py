@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.protos import router_pb2, worker_pb2
@@ -43,7 +43,7 @@ def worker_columns(info: router_pb2.WorkerInfo | None) -> dict[str, Any]:
         "serves": _ROLES.get(info.role, "both") if info is not None else None,
         **(of_load if is_known else dict.fromkeys(of_load)),
         **_binding_columns(load),
-        "ranks": _ranks(load),
+        "ranks": _ranks(load.ranks),
         "stages": _stages(load),
     }
 
@@ -69,8 +69,8 @@ def _slowest(times: Sequence[tuple[float, float]]) -> int | None:
     return slowest if max(wait_s for wait_s, _ in times) - least_s > 0.1 * whole_s else None
 
 
-def _ranks(load: worker_pb2.Load) -> list[dict[str, Any]]:
-    """The ranks of a divided model, rank 0 first, each with numa_node, cpus, step_s and wait_s."""
+def _ranks(ranks: Iterable[worker_pb2.Rank]) -> list[dict[str, Any]]:
+    """The ranks of a divided model or stage, rank 0 first, each with numa_node, cpus, step_s and wait_s."""
     return [
         {
             "numa_node": rank.numa_node if rank.HasField("numa_node") else None,
@@ -78,13 +78,13 @@ def _ranks(load: worker_pb2.Load) -> list[dict[str, Any]]:
             "step_s": rank.step_seconds,
             "wait_s": rank.wait_seconds,
         }
-        for rank in load.ranks
+        for rank in ranks
     ]
 
 
 def _stages(load: worker_pb2.Load) -> list[dict[str, Any]]:
     """The stages of a pipeline, the worker's own first, each with address (None for that one), first_layer,
-    num_layers, compute_s and wait_s."""
+    num_layers, compute_s, wait_s, and its ranks."""
     return [
         {
             "address": stage.address or None,
@@ -92,6 +92,7 @@ def _stages(load: worker_pb2.Load) -> list[dict[str, Any]]:
             "num_layers": stage.num_layers,
             "compute_s": stage.compute_seconds,
             "wait_s": stage.wait_seconds,
+            "ranks": _ranks(stage.ranks),
         }
         for stage in load.stages
     ]

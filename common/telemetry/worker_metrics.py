@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from headrace.protos.load_report import kv_use
-from headrace.protos.worker_pb2 import Counters, Load
+from headrace.protos.worker_pb2 import Counters, Load, PipelineStage, Rank
 
 # field of Load -> name and description of its gauge
 _GAUGES = {
@@ -118,9 +118,9 @@ def _binding_metrics(loads: Sequence[Labelled], labels: Sequence[str]) -> Iterat
     yield from (info, resident, anonymous, kv_resident, kv_huge)
 
 
-# Of each rank of a divided model, and of each stage of a pipeline.
+# Of each rank of a divided model or stage, and of each stage of a pipeline.
 _TIMES_OF_PARTS = (
-    ("rank", "step", "Time of the steps of each rank of a divided model."),
+    ("rank", "step", "Time of the steps of each rank of a divided model, or of a stage of a pipeline."),
     ("rank", "wait", "Part of it in which the rank waited for slower ones. The slowest waits least."),
     ("stage", "compute", "Time that each stage of a pipeline has computed."),
     (
@@ -134,8 +134,19 @@ _TIMES_OF_PARTS = (
 
 def _part_metrics(loads: Sequence[Labelled], labels: Sequence[str]) -> Iterator[Metric]:
     for part, what, text in _TIMES_OF_PARTS:
-        times = _counter(f"{part}_{what}_seconds", text, *labels, part)
+        numbered = ("stage", "rank") if part == "rank" else ("stage",)
+        times = _counter(f"{part}_{what}_seconds", text, *labels, *numbered)
         for values, load in loads:
-            for number, one in enumerate(getattr(load, f"{part}s")):
-                times.add_metric([*values, str(number)], getattr(one, f"{what}_seconds"))
+            for numbers, one in _ranks_of(load) if part == "rank" else _stages_of(load):
+                times.add_metric([*values, *numbers], getattr(one, f"{what}_seconds"))
         yield times
+
+
+def _stages_of(load: Load) -> Iterator[tuple[Sequence[str], PipelineStage | Rank]]:
+    return (((str(number),), stage) for number, stage in enumerate(load.stages))
+
+
+def _ranks_of(load: Load) -> Iterator[tuple[Sequence[str], PipelineStage | Rank]]:
+    """The ranks with the numbers of their stage, which is empty without a pipeline, and of themselves."""
+    of_stages = [(str(number), stage.ranks) for number, stage in enumerate(load.stages)] or [("", load.ranks)]
+    return (((stage, str(number)), rank) for stage, ranks in of_stages for number, rank in enumerate(ranks))

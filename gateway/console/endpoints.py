@@ -13,7 +13,7 @@ import hashlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -31,7 +31,7 @@ from headrace.gateway.upstream.routers import Upstream
 from headrace.protos.router_pb2 import WorkerInfo, WorkerState
 from headrace.protos.sampling_fields import NUMBERS, SamplingNumbers
 from headrace.protos.status import Reason, StatusError
-from headrace.protos.worker_pb2 import ModelCard, PipelineStage, Role, StepCost
+from headrace.protos.worker_pb2 import ModelCard, Rank, Role, StepCost
 
 FILES = Path(__file__).parent / "page"
 MIN_INTERVAL_S = 0.9
@@ -307,19 +307,31 @@ def _load_value(worker: WorkerInfo) -> dict[str, Any]:
             if load.HasField(f"{name}_steps")
         },
         "counters": counters,
-        "ranks": [
-            {
-                "numa_node": rank.numa_node if rank.HasField("numa_node") else None,
-                "cpus": rank.cpus,
-                "step_seconds": rank.step_seconds,
-                "wait_seconds": rank.wait_seconds,
-            }
-            for rank in load.ranks
-        ],
+        "ranks": _rank_values(load.ranks),
         "stages": [
-            {one.name: getattr(stage, one.name) for one in PipelineStage.DESCRIPTOR.fields} for stage in load.stages
+            {
+                "address": stage.address,
+                "first_layer": stage.first_layer,
+                "num_layers": stage.num_layers,
+                "compute_seconds": stage.compute_seconds,
+                "wait_seconds": stage.wait_seconds,
+                "ranks": _rank_values(stage.ranks),
+            }
+            for stage in load.stages
         ],
     }
+
+
+def _rank_values(ranks: Iterable[Rank]) -> list[dict[str, Any]]:
+    return [
+        {
+            "numa_node": rank.numa_node if rank.HasField("numa_node") else None,
+            "cpus": rank.cpus,
+            "step_seconds": rank.step_seconds,
+            "wait_seconds": rank.wait_seconds,
+        }
+        for rank in ranks
+    ]
 
 
 def times_value(figures: Sequence[Figures]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -282,6 +282,22 @@ def test_a_stage_for_which_the_others_wait_is_named(wait_s: float, shown: str) -
     assert column.text(row) == shown
     (whole,) = worker_rows(picture_of(worker("w2")))
     assert column.text(whole) == ""
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "expected"),
+    [((3.0, 3.5), "2 + 2"), ((9.0, 3.0), "2 + 2, rank 1 is slowest"), ((), "2 + 1")],
+)
+def test_ranks_of_stages_are_counted_for_each(waits_s: Sequence[float], expected: str) -> None:
+    pipeline = worker("w1")
+    first, second = (pipeline.load.stages.add() for _ in range(2))
+    for waited_s in (3.0, 3.5):
+        first.ranks.add(step_seconds=20, wait_seconds=waited_s)
+    for waited_s in waits_s:
+        second.ranks.add(step_seconds=20, wait_seconds=waited_s)
+    (row,) = worker_rows(picture_of(pipeline))
+    (column,) = (column for column in WORKER_COLUMNS if column.title == "ranks")
+    assert column.text(row) == expected
 
 
 class StandIn:

@@ -238,11 +238,19 @@ def test_a_pipeline_is_one_row_with_its_stages() -> None:
     first.load.stages.add(address="10.0.0.6:50071", first_layer=13, num_layers=1)
     row = row_of(record(), WORKER, {"worker-0": first}, True, 0)
     assert row["stages"] == [
-        {"address": None, "first_layer": 0, "num_layers": 13, "compute_s": 9, "wait_s": 1},
-        {"address": "10.0.0.6:50071", "first_layer": 13, "num_layers": 1, "compute_s": 0, "wait_s": 0},
+        {"address": None, "first_layer": 0, "num_layers": 13, "compute_s": 9, "wait_s": 1, "ranks": []},
+        {"address": "10.0.0.6:50071", "first_layer": 13, "num_layers": 1, "compute_s": 0, "wait_s": 0, "ranks": []},
     ]
     own = "CPUs 0-3, 75% of memory on node 1"
     assert f"{own}; stage 0: layers 0 to 12, waited 10%; stage 1: layer 13 on 10.0.0.6:50071" in _cells(row)
+    # Both stages divide their layers.
+    for ranks in (first.load.ranks, *(stage.ranks for stage in first.load.stages)):
+        ranks.add(numa_node=0, cpus="0-3")
+        ranks.add(cpus="4-7")
+    row = row_of(record(), WORKER, {"worker-0": first}, True, 0)
+    ranks_told = "(rank 0: CPUs 0-3 on node 0, rank 1: CPUs 4-7)"
+    stages = f"stage 0: layers 0 to 12, waited 10% {ranks_told}; stage 1: layer 13 on 10.0.0.6:50071 {ranks_told}"
+    assert stages in _cells(row)
 
 
 async def test_the_table_says_where_a_worker_runs_and_how_much_of_its_memory_is_there(

@@ -34,6 +34,7 @@ from tests.e2e.groups import (
     kill_any,
     kill_last,
     nothing_left,
+    ranks_behind,
     served_worker,
     slow_down_any,
     survive,
@@ -135,19 +136,6 @@ def ranks_of(system: Serve) -> list[int]:
     return ranks_behind(served_worker(system))
 
 
-def ranks_behind(worker: int) -> list[int]:
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            is_rank = parent == worker and b"headrace.worker.ranks.member" in (place / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if is_rank:
-            found.append(int(place.name))
-    return sorted(found)
-
-
 def test_greedy_answers_are_those_of_the_undivided_model(of_whole: dict[str, list[list[Token]]], group: Serve) -> None:
     assert len(ranks_of(group)) == 1
     for prompt, expected in zip(PROMPTS, of_whole[MODEL], strict=True):
@@ -223,7 +211,7 @@ def test_status_and_metrics_show_one_worker_with_its_ranks(group: Serve) -> None
     assert first["cpus"] != second["cpus"]
     assert first["step_s"] > first["wait_s"] >= 0
     name = "headrace_worker_rank_step_seconds_total"
-    ranks = [f'{name}{{rank="{rank}",worker="worker-0"}} ' for rank in (0, 1)]
+    ranks = [f'{name}{{rank="{rank}",stage="",worker="worker-0"}} ' for rank in (0, 1)]
     page = HTTP.get(f"{group.base_url}/metrics").text
     assert all(any(line.startswith(rank) for line in page.splitlines()) for rank in ranks)
 

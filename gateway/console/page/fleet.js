@@ -80,12 +80,13 @@ export function tiersOf({ prompt_tokens_cached: cached, prompt_tokens_computed: 
   return { memory: Math.max(0, cached - disk - peers), disk, peers, computed };
 }
 
-/** Which layers each stage of a pipeline has, and which part of the time of steps it has waited for others or the network. */
+/** Which layers each stage of a pipeline has, and which part of the time of steps it has waited for others or the network; and its ranks. */
 export function stagesOf(load) {
-  return (load.stages ?? []).map(({ address, first_layer: first, num_layers: count, compute_seconds: computed, wait_seconds: waited }, stage) => {
+  return (load.stages ?? []).flatMap(({ address, first_layer: first, num_layers: count, compute_seconds: computed, wait_seconds: waited, ranks }, stage) => {
     const layers = count === 1 ? `layer ${first}` : `layers ${first} to ${first + count - 1}`;
     const share = computed + waited ? percent(waited / (computed + waited)) : "–";
-    return `Stage ${stage}: ${layers}${address ? ` on ${address}` : ""}, waited ${share} of its time`;
+    const told = `Stage ${stage}: ${layers}${address ? ` on ${address}` : ""}, waited ${share} of its time`;
+    return [told, ...ranksOf({ ranks }).map((rank) => `Stage ${stage}, ${rank}`)];
   });
 }
 
@@ -158,7 +159,8 @@ class WorkerCard {
     say(this.legend.unused, whole(empty));
     this.bar.setAttribute("aria-label", `KV blocks: ${used} in use, ${reusable} reusable, ${empty} free, of ${total}`);
     this.#drawTiers(tiersOf(load.counters));
-    const parts = [...ranksOf(load), ...stagesOf(load)];
+    const stages = stagesOf(load);
+    const parts = stages.length ? stages : ranksOf(load);
     this.parts.hidden = !parts.length;
     this.parts.replaceChildren(...parts.map((text) => h("li", null, text)));
     const { prompt_tokens_cached: cached, prompt_tokens_computed: computed } = load.counters;

@@ -177,7 +177,8 @@ async def test_the_fleet_is_told_with_hosts_nodes_states_and_counters(gateway: A
     ready = WorkerInfo()
     ready.CopyFrom(WORKER)
     ready.load.counters.CopyFrom(Counters(tokens_generated=7))
-    ready.load.stages.add(address="b:1", first_layer=2, num_layers=1, compute_seconds=3, wait_seconds=1)
+    shown = ready.load.stages.add(address="b:1", first_layer=2, num_layers=1, compute_seconds=3, wait_seconds=1)
+    shown.ranks.add(cpus="0-3", step_seconds=2, wait_seconds=1)
     router_of.workers = [ready, suspect]
     async with asyncio.timeout(patience(10)):
         while len((body := (await gateway.http.get("/console/fleet")).json())["workers"]) != 2:
@@ -188,7 +189,8 @@ async def test_the_fleet_is_told_with_hosts_nodes_states_and_counters(gateway: A
     assert (first["host"], first["numa_node"], first["state"]) == ("10.0.0.7", 1, "ready")
     assert first["load"]["counters"]["tokens_generated"] == 7
     stage = {"address": "b:1", "first_layer": 2, "num_layers": 1, "compute_seconds": 3.0, "wait_seconds": 1.0}
-    assert first["load"]["stages"] == [stage]
+    rank = {"numa_node": None, "cpus": "0-3", "step_seconds": 2.0, "wait_seconds": 1.0}
+    assert first["load"]["stages"] == [{**stage, "ranks": [rank]}]
     assert (second["host"], second["state"], second["detail"]) == (body["gateway"]["host"], "suspect", "silent")
     assert second["load"] is None
     assert second["numa_node"] is None

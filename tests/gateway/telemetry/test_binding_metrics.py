@@ -80,10 +80,10 @@ def test_each_rank_of_a_divided_model_shows_its_time_and_its_wait() -> None:
     workers = [router_pb2.WorkerInfo(worker_id="a", load=divided), router_pb2.WorkerInfo(worker_id="b", load=BOUND)]
     lines = [line for line in Metrics().exposition(workers)[0].decode().splitlines() if "worker_rank" in line]
     assert [line for line in lines if not line.startswith("#")] == [
-        'headrace_worker_rank_step_seconds_total{rank="0",worker="a"} 9.0',
-        'headrace_worker_rank_step_seconds_total{rank="1",worker="a"} 8.0',
-        'headrace_worker_rank_wait_seconds_total{rank="0",worker="a"} 0.0',
-        'headrace_worker_rank_wait_seconds_total{rank="1",worker="a"} 3.0',
+        'headrace_worker_rank_step_seconds_total{rank="0",stage="",worker="a"} 9.0',
+        'headrace_worker_rank_step_seconds_total{rank="1",stage="",worker="a"} 8.0',
+        'headrace_worker_rank_wait_seconds_total{rank="0",stage="",worker="a"} 0.0',
+        'headrace_worker_rank_wait_seconds_total{rank="1",stage="",worker="a"} 3.0',
     ]
 
 

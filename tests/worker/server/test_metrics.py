@@ -87,7 +87,9 @@ def test_ranks_of_a_divided_model_show_their_times_and_their_waits() -> None:
     hub = WatchHub(epoch=1, max_num_seqs=1, block_size=4, ranks=lambda: ranks)
     registry.register(LoadCollector(hub))
     found = {
-        (kind, rank): registry.get_sample_value(f"headrace_worker_rank_{kind}_seconds_total", {"rank": rank})
+        (kind, rank): registry.get_sample_value(
+            f"headrace_worker_rank_{kind}_seconds_total", {"stage": "", "rank": rank}
+        )
         for kind in ("step", "wait")
         for rank in ("0", "1")
     }
@@ -108,3 +110,15 @@ def test_stages_of_a_pipeline_show_what_they_computed_and_how_long_they_waited()
     assert found == {("compute", "0"): 5.0, ("compute", "1"): 3.5, ("wait", "0"): 0.5, ("wait", "1"): 2.0}
     whole = LoadCollector(WatchHub(epoch=1, max_num_seqs=1, block_size=4)).collect()
     assert not [metric.name for metric in whole if "_stage_" in metric.name]
+
+
+def test_ranks_of_stages_have_the_number_of_their_stage() -> None:
+    registry = CollectorRegistry()
+    ranks = [RankReport(frozenset({0}), 0, 5.0, 0.5), RankReport(frozenset({1}), None, 5.5, 2.0)]
+    stages = [StageReport("", 0, 13, 5.0, 0.5, ranks), StageReport("b:1", 13, 17, 3.5, 2.0)]
+    hub = WatchHub(epoch=1, max_num_seqs=1, block_size=4, ranks=lambda: ranks, stages=lambda: stages)
+    registry.register(LoadCollector(hub))
+    steps = "headrace_worker_rank_step_seconds_total"
+    assert registry.get_sample_value(steps, {"stage": "0", "rank": "1"}) == 5.5
+    assert registry.get_sample_value(steps, {"stage": "1", "rank": "0"}) is None
+    assert registry.get_sample_value(steps, {"stage": "", "rank": "0"}) is None, "each rank is counted once"
