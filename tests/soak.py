@@ -43,7 +43,8 @@ SOAKS = {
         ("-n", "0", "-k", "survive"),
     ),
     "stages": Soak(
-        "two pipelines of two stages, of which a process dies, stops or is slow, 200 times (HEADRACE_SOAK_ROUNDS)",
+        "two pipelines of two stages, one of them of two ranks each, of which a process dies, stops or is slow, 200 "
+        "times (HEADRACE_SOAK_ROUNDS)",
         ("tests/e2e/test_pipeline.py",),
         ("-n", "0", "-k", "survive"),
     ),

@@ -137,6 +137,20 @@ def served_worker(system: Serve, name: str = "worker-0") -> int:
     return next(process.pid for process in system.record.processes if process.name == name) or 0
 
 
+def ranks_behind(pid: int) -> list[int]:
+    """The processes of the ranks among which a worker or a stage divides its model, besides its own."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            is_rank = parent == pid and b"headrace.worker.ranks.member" in (place / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if is_rank:
+            found.append(int(place.name))
+    return sorted(found)
+
+
 class Scene(NamedTuple):
     """A group in which something happens, and the processes that it has. Its worker has so many blocks cached."""
 

@@ -1,13 +1,14 @@
-"""`headrace serve --pipeline 2`: the last layers of a model are in another process, which has joined. One of the two
-dies, stops, or is slow under load.
+"""`headrace serve --pipeline 2 --tensor-parallel 2`: the last layers of a model are in another process, which has
+joined, and both divide theirs among two ranks. One of the four processes dies, stops, or is slow under load.
 
-`make test` disturbs a few times. With `python -m tests.soak stages` there are two pipelines, and it is 200 times, or
-HEADRACE_SOAK_ROUNDS. HEADRACE_SEED repeats the choices.
+`make test` disturbs a few times. With `python -m tests.soak stages` there is a second pipeline, whose stages are not
+divided, and it is 200 times, or HEADRACE_SOAK_ROUNDS. HEADRACE_SEED repeats the choices.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from tests.e2e.groups import (
     kill_any,
     kill_last,
     nothing_left,
+    ranks_behind,
     served_worker,
     slow_down_any,
     stopped,
@@ -39,8 +41,13 @@ from tests.patience import patience, until
 from tests.ports import free_port
 from tests.worker.pipeline.stages import Stage
 
-pytestmark = pytest.mark.e2e
+# A rank needs a CPU of its own.
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two CPUs"),
+]
 
+NUM_RANKS = 2
 NUM_PIPELINES = 2 if IS_SOAK else 1
 NUM_STREAMS, MAX_TOKENS = 4 * NUM_PIPELINES, 40
 
@@ -60,26 +67,41 @@ class Pipelines(NamedTuple):
         where = ("--join", self.joins, "--stage-listen", f"unix:{directory}/stage.sock", "--workers", "1")
         return Serve(str(small_model()), *where, *flags)
 
-    def freeze(self, scene: Scene, pid: int) -> None:
-        """A process stands still until the other has given it up. Neither can go on with the other then."""
-        stage = self.stages[self.groups.index(scene.group)]
+    def stage_of(self, scene: Scene) -> Stage:
+        """The second stage of the pipeline in which something happens."""
+        return self.stages[self.groups.index(scene.group)]
+
+    def freeze_stage(self, scene: Scene) -> None:
+        """The second stage stands still until the worker has given it up. Neither can go on with the other then."""
+        with stopped(self.stage_of(scene).process.pid):
+            until(lambda: not alive(scene.processes[0]), "the worker has given the stage up", 60)
+
+    def freeze_any(self, scene: Scene) -> None:
+        """The same, or the worker stands still until the stage has given it up."""
+        stage = self.stage_of(scene)
+        if scene.rng.random() < 0.5:
+            self.freeze_stage(scene)
+            return
         starts = stage.num_starts
-        with stopped(pid):
-            if pid == stage.process.pid:
-                until(lambda: not alive(scene.processes[0]), "the worker has given the stage up", 60)
-            else:
-                until(lambda: stage.num_starts > starts, "the stage has given the worker up", 60)
+        with stopped(scene.processes[0]):
+            until(lambda: stage.num_starts > starts, "the stage has given the worker up", 60)
+
+    def check_stage(self, scene: Scene) -> None:
+        """The process of the second stage is the same: it has started again by itself."""
+        assert self.stage_of(scene).process.pid in scene.processes
 
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipelines]:
-    """Stages and workers authenticate one another with certificates and a join token, and are started again."""
+    """Stages and workers authenticate one another with certificates and a join token, and are started again. Those of
+    the first pipeline are divided among ranks, whose processes are after those of their stage."""
     directory, joins = tmp_path_factory.mktemp("stages"), f"127.0.0.1:{free_port()}"
     certificates = make_certificates(directory / "tls")
     member = ("--tls-dir", str(certificates), "--join-token-file", str(certificates / "join-token"))
+    divided = ("--tensor-parallel", str(NUM_RANKS))
     stages = [
-        Stage(small_model(), directory, f"stage-{number}", *member, *joining, listen=f"127.0.0.1:{free_port()}")
-        for number, joining in zip(range(NUM_PIPELINES), (("--join", joins), ()), strict=False)
+        Stage(small_model(), directory, f"stage-{number}", *member, *own, listen=f"127.0.0.1:{free_port()}")
+        for number, own in zip(range(NUM_PIPELINES), (("--join", joins, *divided), ()), strict=False)
     ]
     flags = (*member, "--pipeline", "2", "--execution-mode", "accuracy", "--threads", "1", "--kv-cache-gb", "0.01")
     flags += ("--stuck-after-s", f"{patience(8):.1f}")
@@ -88,9 +110,9 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipelines]:
         stack.enter_context(kept([stage.process for stage in stages]))
         for stage in stages:
             stage.until_listening()
-        first = ("--workers", "1", "--await-stages", joins)
+        first = ("--workers", "1", "--await-stages", joins, *divided)
         system = stack.enter_context(serving(*first, *flags, model=small_model()))
-        groups = [Group("worker-0", lambda: served_worker(system), lambda _: [stages[0].process.pid])]
+        groups = [Group("worker-0", lambda: served_worker(system), lambda worker: others_of(worker, stages[0]))]
         for number, stage in enumerate(stages[1:], 1):
             joined = joining_worker(system, f"worker-{number}", directory, "--stage", stage.address, *flags)
             stack.enter_context(kept([joined]))
@@ -103,12 +125,22 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipelines]:
         stages[0].until_listening(before + 1)
 
 
+def others_of(worker: int, stage: Stage) -> list[int]:
+    """The processes of a pipeline besides the worker: its ranks, and the second stage with its ranks."""
+    return [*ranks_behind(worker), stage.process.pid, *ranks_behind(stage.process.pid)]
+
+
 def test_a_stage_that_joins_is_part_of_one_worker(pipelines: Pipelines) -> None:
     system, stage = pipelines.system, pipelines.stages[0]
     first, second = system.process_of("worker-0")["stages"]
     assert (first["address"], second["address"]) == (None, stage.address)
     assert (first["first_layer"], second["first_layer"]) == (0, first["num_layers"])
     assert all(one["compute_s"] > 0 for one in (first, second))
+    assert len(pipelines.groups[0].processes()) == 2 * NUM_RANKS
+    for stage_ranks in (first["ranks"], second["ranks"]):
+        assert len(stage_ranks) == NUM_RANKS
+        assert len({rank["cpus"] for rank in stage_ranks}) == NUM_RANKS
+        assert all(rank["step_s"] > 0 for rank in stage_ranks)
     for kind in ("compute", "wait"):
         assert system.metric(f"headrace_worker_stage_{kind}_seconds_total") > 0
     told = "\n".join(system.logs)
@@ -155,15 +187,16 @@ def test_cached_prefixes_are_found_and_change_nothing(pipelines: Pipelines) -> N
 
 @pytest.mark.timeout(300 + 90 * NUM_ROUNDS)
 async def test_streams_survive_what_happens_to_a_stage(pipelines: Pipelines) -> None:
-    """When one of the two ends or is silent, the worker is another process afterwards, which waits for the stage."""
+    """When a process ends or a stage is silent, the worker is another process afterwards, which waits for the stage.
+    The last process is a rank of the second stage."""
     faults = [
-        Fault("a death", kill_last, replaces=True),
-        Fault("silence", lambda scene: pipelines.freeze(scene, scene.last()), replaces=True),
+        Fault("a death", kill_last, replaces=True, check=pipelines.check_stage),
+        Fault("silence", pipelines.freeze_stage, replaces=True, check=pipelines.check_stage),
         Fault("a slow-down", slow_down_any, replaces=False),
     ]
     of_any = [
         Fault("any death", kill_any, replaces=True),
-        Fault("any silence", lambda scene: pipelines.freeze(scene, scene.any()), replaces=True),
+        Fault("any silence", pipelines.freeze_any, replaces=True),
         Fault("any hang", hang_any),
     ]
     faults += of_any if IS_SOAK else []
