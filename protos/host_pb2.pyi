@@ -38,7 +38,7 @@ class WatchModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[HostedModel, _Mapping]]] = ..., aliases: _Optional[_Iterable[str]] = ..., shadows: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostedModel(_message.Message):
-    __slots__ = ("name", "state", "problem", "directory", "num_workers", "task", "is_on_demand", "num_bytes", "idle_ms", "loaded_ms", "last_used_ms", "adapters", "rules")
+    __slots__ = ("name", "state", "problem", "directory", "num_workers", "task", "is_on_demand", "num_bytes", "idle_ms", "loaded_ms", "last_used_ms", "adapters", "rules", "is_created")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class HostedModel(_message.Message):
     LAST_USED_MS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
+    IS_CREATED_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: HostedModelState
     problem: str
@@ -65,7 +66,8 @@ class HostedModel(_message.Message):
     last_used_ms: int
     adapters: _containers.RepeatedScalarFieldContainer[str]
     rules: ServingRules
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[HostedModelState, str]] = ..., problem: _Optional[str] = ..., directory: _Optional[str] = ..., num_workers: _Optional[int] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., is_on_demand: bool = ..., num_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., loaded_ms: _Optional[int] = ..., last_used_ms: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., rules: _Optional[_Union[ServingRules, _Mapping]] = ...) -> None: ...
+    is_created: bool
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[HostedModelState, str]] = ..., problem: _Optional[str] = ..., directory: _Optional[str] = ..., num_workers: _Optional[int] = ..., task: _Optional[_Union[_inference_pb2.Task, str]] = ..., is_on_demand: bool = ..., num_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., loaded_ms: _Optional[int] = ..., last_used_ms: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., rules: _Optional[_Union[ServingRules, _Mapping]] = ..., is_created: bool = ...) -> None: ...
 
 class ServingRules(_message.Message):
     __slots__ = ("tool_parser", "reasoning_parser", "max_tokens_limit", "best_of_limit", "truncates_texts", "max_documents")
@@ -84,14 +86,16 @@ class ServingRules(_message.Message):
     def __init__(self, tool_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_tokens_limit: _Optional[int] = ..., best_of_limit: _Optional[int] = ..., truncates_texts: bool = ..., max_documents: _Optional[int] = ...) -> None: ...
 
 class LoadModelRequest(_message.Message):
-    __slots__ = ("name", "model", "by_operator")
+    __slots__ = ("name", "model", "by_operator", "is_created")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BY_OPERATOR_FIELD_NUMBER: _ClassVar[int]
+    IS_CREATED_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     by_operator: bool
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., by_operator: bool = ...) -> None: ...
+    is_created: bool
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., by_operator: bool = ..., is_created: bool = ...) -> None: ...
 
 class LoadModelResponse(_message.Message):
     __slots__ = ("model",)
@@ -111,15 +115,27 @@ class UnloadModelResponse(_message.Message):
     model: HostedModel
     def __init__(self, model: _Optional[_Union[HostedModel, _Mapping]] = ...) -> None: ...
 
+class RemoveModelRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RemoveModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SetAliasRequest(_message.Message):
-    __slots__ = ("alias", "models", "shadow")
+    __slots__ = ("alias", "models", "shadow", "by_client")
     ALIAS_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
+    BY_CLIENT_FIELD_NUMBER: _ClassVar[int]
     alias: str
     models: str
     shadow: str
-    def __init__(self, alias: _Optional[str] = ..., models: _Optional[str] = ..., shadow: _Optional[str] = ...) -> None: ...
+    by_client: bool
+    def __init__(self, alias: _Optional[str] = ..., models: _Optional[str] = ..., shadow: _Optional[str] = ..., by_client: bool = ...) -> None: ...
 
 class SetAliasResponse(_message.Message):
     __slots__ = ()

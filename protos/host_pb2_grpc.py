@@ -50,6 +50,11 @@ class ModelHostStub(object):
                 request_serializer=headrace_dot_protos_dot_host__pb2.UnloadModelRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_host__pb2.UnloadModelResponse.FromString,
                 _registered_method=True)
+        self.RemoveModel = channel.unary_unary(
+                '/headrace.v1.ModelHost/RemoveModel',
+                request_serializer=headrace_dot_protos_dot_host__pb2.RemoveModelRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_host__pb2.RemoveModelResponse.FromString,
+                _registered_method=True)
         self.SetAlias = channel.unary_unary(
                 '/headrace.v1.ModelHost/SetAlias',
                 request_serializer=headrace_dot_protos_dot_host__pb2.SetAliasRequest.SerializeToString,
@@ -89,8 +94,18 @@ class ModelHostServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemoveModel(self, request, context):
+        """RemoveModel unloads a model that a client has created, as UnloadModel does, forgets it, and removes its files unless another
+        model uses them. It returns when they are gone, and is carried out even if its caller leaves. MODEL_NOT_FOUND if the host has
+        no model of this name; PERMISSION_DENIED if it is its operator's; INVALID_FIELD if an alias stands for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetAlias(self, request, context):
-        """SetAlias adds, changes or removes another name of models. INVALID_FIELD if it makes no sense.
+        """SetAlias adds, changes or removes another name of models. INVALID_FIELD if it makes no sense; PERMISSION_DENIED if a client
+        wants to change what an operator has named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,6 +136,11 @@ def add_ModelHostServicer_to_server(servicer, server):
                     servicer.UnloadModel,
                     request_deserializer=headrace_dot_protos_dot_host__pb2.UnloadModelRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_host__pb2.UnloadModelResponse.SerializeToString,
+            ),
+            'RemoveModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveModel,
+                    request_deserializer=headrace_dot_protos_dot_host__pb2.RemoveModelRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_host__pb2.RemoveModelResponse.SerializeToString,
             ),
             'SetAlias': grpc.unary_unary_rpc_method_handler(
                     servicer.SetAlias,
@@ -215,6 +235,33 @@ class ModelHost(object):
             '/headrace.v1.ModelHost/UnloadModel',
             headrace_dot_protos_dot_host__pb2.UnloadModelRequest.SerializeToString,
             headrace_dot_protos_dot_host__pb2.UnloadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.ModelHost/RemoveModel',
+            headrace_dot_protos_dot_host__pb2.RemoveModelRequest.SerializeToString,
+            headrace_dot_protos_dot_host__pb2.RemoveModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
     CACHE/models/NAME/          a complete model directory with headrace.json, or a link to one elsewhere
     CACHE/models/.NAME.XXXX/    one being built; renamed into place when complete
     CACHE/downloads/            parts of wheels, kept to be resumed, with locks while they are in use
-    CACHE/locks/                one lock a model, and one that every pull shares
+    CACHE/locks/                one lock a model, one that every pull shares, and those of created models
 
 CACHE is $HEADRACE_CACHE, $XDG_CACHE_HOME/headrace or ~/.cache/headrace. Files of a hub are downloaded into the Hub's
 cache (`hub`). This module imports nothing slow: `headrace serve` uses it.
@@ -101,6 +101,11 @@ def expanded(path: str) -> Path:
 def downloads_directory() -> Path:
     """The folder for downloads under way; made if missing."""
     return _made(cache_directory() / "downloads")
+
+
+def locks_directory() -> Path:
+    """The folder for locks; made if missing."""
+    return _made(cache_directory() / "locks")
 
 
 def model_directory(name: str) -> Path:
@@ -243,8 +248,7 @@ def sha256_of(path: Path) -> str:
 @contextmanager
 def model_lock(name: str, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold the model's lock, which allows one pull of a model at a time. Calls `on_wait` if another pull holds it."""
-    folder = _made(cache_directory() / "locks")
-    with (folder / f"{name.replace('/', '--')}.lock").open("w") as file:
+    with (locks_directory() / f"{name.replace('/', '--')}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -277,7 +281,7 @@ def download_lock(target: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def pulling() -> Iterator[None]:
     """Context manager that keeps `headrace models prune` from removing downloads and unfinished models."""
-    with (_made(cache_directory() / "locks") / _ALL_PULLS).open("w") as file:
+    with (locks_directory() / _ALL_PULLS).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
@@ -285,7 +289,7 @@ def pulling() -> Iterator[None]:
 @contextmanager
 def no_pulls() -> Iterator[None]:
     """Hold off new pulls. Raises CommandError if one is running."""
-    with (_made(cache_directory() / "locks") / _ALL_PULLS).open("w") as file:
+    with (locks_directory() / _ALL_PULLS).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

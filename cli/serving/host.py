@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from headrace.cli.hosting.created import CreatedFiles
 from headrace.cli.hosting.memory import private_bytes
 from headrace.cli.hosting.planner import ModelView, Rules, State, WorkerView, decide
 from headrace.cli.hosting.settings import ModelRules
@@ -32,10 +33,15 @@ _POLL_WHEN_CALM_S = 0.5
 _MAX_DEATHS = 3
 # After this time, a model that could not be loaded is tried again for requests.
 _RETRY_S = 10.0
+_IS_REMOVED = "it is being removed"
 
 
 class NoSuchModelError(Exception):
     """The host has no model of this name."""
+
+
+class OperatorsOwnError(Exception):
+    """A client wants to change what an operator has named. The message says so."""
 
 
 class CannotLoadError(Exception):
@@ -61,8 +67,9 @@ class Fleet(Protocol):
 class HostedModel:
     """A model of the host. Only the host changes it. Times are monotonic, in seconds.
 
-    `is_stopped` means that its operator unloaded a pinned model. `num_bytes` is the memory that it takes when loaded,
-    all workers together: an estimate that is corrected when the model is loaded.
+    `is_stopped` means that its operator unloaded a pinned model, and `is_removed` that the host is about to forget it.
+    `num_bytes` is the memory that it takes when loaded, all workers together: an estimate that is corrected when the
+    model is loaded. `created` are the files of a model that a client created.
     """
 
     plan: ModelPlan
@@ -80,7 +87,10 @@ class HostedModel:
     num_failures: int = 0
     failed_s: float = 0.0
     is_stopped: bool = False
+    is_removed: bool = False
     unloading: asyncio.Task[None] | None = None
+    created: CreatedFiles | None = None
+    removing: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -94,8 +104,9 @@ class ModelHost:
 
     `specs_of` gives the processes of a model, `log` gets lines for the operator. All loaded models together take at
     most `budget_bytes` of memory; None for no limit. `plan_named` plans a model that an operator names: its name, where
-    it is, and the number of its first worker. It may take long and raise CommandError. `aliases` are other names of
-    models and `shadows` the models that get copies of their requests, in the form that gateways read.
+    it is, and the number of its first worker. It may take long and raise CommandError. `files_of` has the files of a
+    model that a client creates of a GGUF file. `aliases` are other names of models and `shadows` the models that get
+    copies of their requests, in the form that gateways read; `created_aliases` are those that clients have given.
     """
 
     plans: Sequence[ModelPlan]
@@ -107,8 +118,10 @@ class ModelHost:
     measure: Callable[[Sequence[int]], int] = private_bytes
     clock: Callable[[], float] = time.monotonic
     plan_named: Callable[[str, str, int], ModelPlan] | None = None
+    files_of: Callable[[str], CreatedFiles] = CreatedFiles
     aliases: dict[str, str] = field(default_factory=dict)
     shadows: dict[str, str] = field(default_factory=dict)
+    created_aliases: set[str] = field(init=False, default_factory=set)
     models: dict[str, HostedModel] = field(init=False)
     _fleet: Fleet | None = field(init=False, default=None)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -155,6 +168,61 @@ class ModelHost:
             if name not in self.models:
                 await self._add(name, lambda first: plan_named(name, model, first))
 
+    async def create(self, name: str, gguf: str) -> None:
+        """Add a model that a client creates of a GGUF file, unloaded. Raises CommandError if the file cannot be
+        converted, or if the name is that of another model or an alias."""
+        plan_named = self.plan_named
+        assert plan_named is not None, "this host has models of its own only"
+        files = self.files_of(gguf)
+
+        def planned(first: int) -> ModelPlan:
+            files.hold()
+            return plan_named(name, gguf, first)
+
+        async with self._adding:
+            if name in self.models:
+                raise CommandError(f"{name!r} is the name of another model already; choose another one")
+            try:
+                await self._add(name, planned)
+            except BaseException:
+                files.release()
+                raise
+            self.models[name].created = files
+
+    async def remove_created(self, name: str) -> None:
+        """Remove a model that a client has created, after its requests have ended, and its files. It is carried out
+        even if the caller is cancelled. Raises NoSuchModelError, OperatorsOwnError if the model is its operator's,
+        ValueError if an alias stands for it, and OSError if its files cannot be removed."""
+        model = self.find(name)
+        if model.created is None:
+            raise OperatorsOwnError(f"{name!r} was loaded by its operator")
+        if names := self._aliases_of(name):
+            raise ValueError(f"{name!r} has other names: {', '.join(names)}; remove these first")
+        if model.removing is None:
+            model.removing = asyncio.create_task(self._remove_created(model, model.created), name=f"remove {name}")
+        await asyncio.shield(model.removing)
+
+    async def _remove_created(self, model: HostedModel, files: CreatedFiles) -> None:
+        await self.remove(model.name)
+        if any(
+            other.created is None and other.plan.directory == model.plan.directory for other in self.models.values()
+        ):
+            files.release()
+            is_gone = False
+        else:
+            is_gone = await asyncio.to_thread(files.remove)
+        left = "" if is_gone else f"; {model.plan.directory} stays, because others use it"
+        self.log(f"{model.name} is removed, as a client wants{left}")
+
+    def _aliases_of(self, name: str) -> list[str]:
+        """The aliases of which a model gets requests."""
+        found = []
+        for alias, value in sorted(self.aliases.items()):
+            shadows = [f"{alias}={self.shadows[alias]}"] if alias in self.shadows else []
+            if name in parse_aliases([f"{alias}={value}"], shadows).models:
+                found.append(alias)
+        return found
+
     async def add(self, name: str, planned: Callable[[int], ModelPlan]) -> None:
         """Add a model, or replace it, after its requests have ended. `planned` makes its plan from the number of its
         first worker; it may take long. If it raises CommandError, nothing changes."""
@@ -164,7 +232,7 @@ class ModelHost:
     async def remove(self, name: str) -> None:
         """Unload a model, after its requests have ended, and forget it. Raises NoSuchModelError."""
         model = self.find(name)
-        model.is_stopped = True
+        model.is_stopped = model.is_removed = True
         self._tell()
         await self.unload(name)
         if self.models.get(name) is model:
@@ -203,6 +271,8 @@ class ModelHost:
         """Load the model, and return when it accepts requests. An operator's request is carried out even if the model
         has just failed, or was unloaded by an operator. Raises NoSuchModelError or CannotLoadError."""
         model = self.find(name)
+        if model.is_removed:
+            raise CannotLoadError(_IS_REMOVED)
         if by_operator:
             model.is_stopped = False
         elif not model.is_stopped and model.state is State.FAILED and (left_s := self._retry_after_s(model)) > 0:
@@ -210,6 +280,8 @@ class ModelHost:
         num_failures = model.num_failures
         with self._wanting(model):
             while model.state is not State.LOADED:
+                if model.is_removed:
+                    raise CannotLoadError(_IS_REMOVED)
                 if model.is_stopped:
                     raise CannotLoadError("its operator has unloaded it (headrace models load loads it again)")
                 if model.num_failures != num_failures:
@@ -250,8 +322,13 @@ class ModelHost:
             self._enter(model, State.UNLOADED)
         return model
 
-    def set_alias(self, alias: str, models: str, shadow: str) -> None:
-        """Add or change another name of models, or remove it if `models` is empty. Raises ValueError."""
+    def set_alias(self, alias: str, models: str, shadow: str, *, by_client: bool = False) -> None:
+        """Add or change another name of models, or remove it if `models` is empty. Raises ValueError, and
+        OperatorsOwnError if a client wants to change an alias that no client has given."""
+        if by_client and alias in self.aliases and alias not in self.created_aliases:
+            if (models, shadow) == (self.aliases[alias], ""):
+                return
+            raise OperatorsOwnError(f"the name {alias!r} was given by an operator")
         if alias in self.models and (models or alias not in self.aliases):
             raise ValueError(f"{alias!r} is the name of a model")
         aliases = {**self.aliases, alias: models}
@@ -260,10 +337,14 @@ class ModelHost:
             [f"{name}={value}" for name, value in aliases.items() if value],
             [f"{name}={value}" for name, value in shadows.items() if value],
         )
-        if unknown := sorted(set(found.models) - self.models.keys()):
-            raise ValueError(f"this host has no model {unknown[0]!r}; there is {', '.join(sorted(self.models))}")
+        served = {name for name, model in self.models.items() if not model.is_removed}
+        if unknown := sorted(set(found.models) - served):
+            raise ValueError(f"this host has no model {unknown[0]!r}; there is {', '.join(sorted(served))}")
         self.aliases = {name: value for name, value in aliases.items() if value}
         self.shadows = {name: value for name, value in shadows.items() if value}
+        self.created_aliases = (self.created_aliases | {alias} if by_client else self.created_aliases - {alias}) & {
+            *self.aliases
+        }
         self._tell()
 
     async def changes(self) -> AsyncIterator[Mapping[str, HostedModel]]:

@@ -4,8 +4,9 @@ host's router and workers."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, TypeAlias
@@ -14,7 +15,7 @@ import grpc
 
 from headrace.cli.hosting.planner import State, WorkerView
 from headrace.cli.serving.configured import ConfiguredModels, Reloaded
-from headrace.cli.serving.host import CannotLoadError, HostedModel, ModelHost, NoSuchModelError
+from headrace.cli.serving.host import CannotLoadError, HostedModel, ModelHost, NoSuchModelError, OperatorsOwnError
 from headrace.common.commands import CommandError
 from headrace.common.model_files.task import task_of
 from headrace.common.transport.channels import SERVER_OPTIONS, Transport
@@ -80,8 +81,10 @@ class ModelHostService(host_pb2_grpc.ModelHostServicer):
         """Load a model, and return when it accepts requests."""
         name = request.name
         try:
-            if request.model and name not in self._host.models:
-                await self._add(name, request.model)
+            if request.is_created:
+                await self._add(name, request.model, self._host.create)
+            elif request.model and name not in self._host.models:
+                await self._add(name, request.model, self._host.add_named)
             model = await self._host.load(name, by_operator=request.by_operator)
             return host_pb2.LoadModelResponse(model=message_of(model))
         except StatusError as error:
@@ -89,15 +92,18 @@ class ModelHostService(host_pb2_grpc.ModelHostServicer):
         except NoSuchModelError:
             await abort(context, no_such_model(name, self._host))
         except CannotLoadError as error:
+            if request.is_created:
+                with contextlib.suppress(NoSuchModelError, ValueError, OSError):
+                    await self._host.remove_created(name)
             problem = f"model {name!r} cannot be loaded: {error}"
             await abort(context, StatusError(Reason.MODEL_NOT_LOADED, problem, retry_after_s=error.retry_after_s))
 
-    async def _add(self, name: str, model: str) -> None:
+    async def _add(self, name: str, model: str, add: Callable[[str, str], Awaitable[None]]) -> None:
         """Add a model to the host. Raises StatusError if there is no such model, or if it does not fit."""
         if not name or len(name) > _MAX_NAME_CHARS:
             raise StatusError(Reason.INVALID_FIELD, f"name must have 1 to {_MAX_NAME_CHARS} characters", field="name")
         try:
-            await self._host.add_named(name, model)
+            await add(name, model)
         except CommandError as error:
             raise StatusError(Reason.INVALID_FIELD, f"model: {error.message}", field="model") from None
 
@@ -110,10 +116,34 @@ class ModelHostService(host_pb2_grpc.ModelHostServicer):
         except NoSuchModelError:
             await abort(context, no_such_model(request.name, self._host))
 
+    async def RemoveModel(
+        self, request: host_pb2.RemoveModelRequest, context: _Context
+    ) -> host_pb2.RemoveModelResponse:
+        """Remove a model that a client has created, and return when its files are gone."""
+        name = request.name
+        try:
+            await self._host.remove_created(name)
+        except NoSuchModelError:
+            await abort(context, no_such_model(name, self._host))
+        except OperatorsOwnError as error:
+            await abort(
+                context, StatusError(Reason.PERMISSION_DENIED, f"{error} (headrace models unload)", field="name")
+            )
+        except ValueError as error:
+            await abort(context, StatusError(Reason.INVALID_FIELD, str(error), field="name"))
+        except OSError as error:
+            problem = f"the model is unloaded, but its files cannot be removed: {error.strerror}"
+            await abort(context, StatusError(Reason.INTERNAL, problem))
+        return host_pb2.RemoveModelResponse()
+
     async def SetAlias(self, request: host_pb2.SetAliasRequest, context: _Context) -> host_pb2.SetAliasResponse:
         """Add, change or remove another name of models."""
         try:
-            self._host.set_alias(request.alias, request.models, request.shadow)
+            self._host.set_alias(request.alias, request.models, request.shadow, by_client=request.by_client)
+        except OperatorsOwnError as error:
+            await abort(
+                context, StatusError(Reason.PERMISSION_DENIED, f"{error} (headrace models alias)", field="alias")
+            )
         except ValueError as error:
             await abort(context, StatusError(Reason.INVALID_FIELD, str(error), field="alias"))
         return host_pb2.SetAliasResponse()
@@ -166,6 +196,7 @@ def message_of(model: HostedModel) -> host_pb2.HostedModel:
         idle_ms=round(1000 * (model.plan.idle_s or 0.0)),
         adapters=[adapter.partition("=")[0] for adapter in model.plan.options.worker.get("adapters", ())],
         rules=host_pb2.ServingRules(**asdict(model.plan.rules)),
+        is_created=model.created is not None,
         **_times(model),
     )
 

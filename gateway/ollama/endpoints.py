@@ -125,7 +125,7 @@ def endpoints(services: Services, managing: Managing) -> Sequence[Endpoint]:
     blob = Operation("Tell whether a file was sent", None)
     sent = Operation("Send a file from which to create a model", None)
     copy = Operation("Give a model another name", None, (OllamaCopy,))
-    delete = Operation("Take away a name of a model", None, (OllamaDelete,))
+    delete = Operation("Take away a name of a model, or remove a created model", None, (OllamaDelete,))
     refused = Operation("Refused: a gateway uploads no models", is_refused=True)
     return [
         generating("/api/chat", "ollama_chat", own.chat, chat, OllamaReply, OllamaChat, lines),

@@ -234,7 +234,7 @@ DELETE = FieldTable(
     "DELETE /api/delete",
     (OllamaDelete,),
     {
-        "model": Applied("name", "A name that copy or create has given"),
+        "model": Applied("name", "A name that copy or create has given, or a model that create has made of files"),
         "name": Applied("name", "An older name of `model`"),
     },
 )

@@ -2,23 +2,26 @@
 
     copy, create       another name for a model: an alias of the host
     create from files  a model of a GGUF file that was uploaded, if there is a folder for uploads (--ollama-blobs)
-    delete             takes such a name away; the files of models stay
+    delete             takes such a name away, or removes such a model with its files; what operators have named stays
     keep_alive         unloads a model that requests load: with 0 after the answer, otherwise when no request has used
                        it for so long
 
-All of it needs `headrace serve`, which has the models; a fleet's models are its operator's.
+All of it needs `headrace serve`, which has the models and knows what clients have made, whichever gateway they used; a
+fleet's models are its operator's. A key that is limited to some models manages these only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from headrace.common.aliases import Aliases
 from headrace.common.tasks import end_tasks
+from headrace.gateway.access.caller import authorization_var
 from headrace.gateway.checks import invalid
 from headrace.gateway.hints import ignored
 from headrace.gateway.ollama.blobs import Blobs
@@ -80,6 +83,8 @@ class Managing:
         """Give a model another name. Both names are the caller's, in these fields. Raises `StatusError`."""
         alias = _new_name(name, name_field)
         self._host.check_address()
+        _check_key(alias, name_field)
+        _check_key(source.removesuffix(LATEST), source_field)
         model = self._known(source)
         if model is None:
             problem = f"{source_field}: there is no model '{source[:64]}' here"
@@ -101,11 +106,12 @@ class Managing:
         """Make a model of this name from files that were uploaded, by their names and digests, and load it. Raises
         `StatusError`."""
         blobs, own = self.uploads(), _new_name(name, "model")
+        _check_key(own, "model")
         if own in self._host.models or own in self._aliases:
             raise _is_taken(own, "model")
         with blobs.laid_out(own, files) as path:
             try:
-                await self._host.load_by_operator(own, str(path))
+                await self._host.create(own, str(path))
             except StatusError as error:
                 if error.field != "model":
                     raise
@@ -114,16 +120,27 @@ class Managing:
         blobs.forget(files)
 
     async def forget(self, name: str) -> None:
-        """Take a name away that was given. Raises `StatusError`."""
+        """Take a name away that was given, or remove a model that was created, with its files, once its requests have
+        ended. Raises `StatusError`."""
         self._host.check_address()
         for alias in (name, name.removesuffix(LATEST)):
             if alias in self._aliases:
-                await self._host.set_alias(alias, "")
+                _check_key(alias, "model")
+                with _in_field("model"):
+                    await self._host.set_alias(alias, "")
                 return
-        if self._known(name) is None:
+        model = self._known(name)
+        if model is None:
             raise StatusError(Reason.MODEL_NOT_FOUND, f"model: there is no model '{name[:64]}' here", field="model")
-        problem = "delete takes away only names that copy or create have given; the files of a model are its operator's"
-        raise StatusError(Reason.PERMISSION_DENIED, f"{problem} (headrace models unload, headrace models rm)")
+        _check_key(model, "model")
+        if not self._host.models[model].is_created:
+            problem = f"model: '{model}' is its operator's; delete takes away only what copy or create have made"
+            raise StatusError(
+                Reason.PERMISSION_DENIED, f"{problem} (headrace models unload, headrace models rm)", field="model"
+            )
+        with _in_field("model"):
+            await self._host.remove(model)
+        await self._models.forget(model)
 
     async def unload(self, name: str) -> bool:
         """Unload the model of this name, once its requests have ended, if requests load it again. Others would stay
@@ -209,6 +226,24 @@ def _new_name(name: str, field: str) -> str:
         problem = f"{field} must have 1 to 128 letters, digits and . _ : / @ -, and begin with one of the first two"
         raise invalid(field, problem)
     return found
+
+
+@contextlib.contextmanager
+def _in_field(name: str) -> Iterator[None]:
+    """Context manager: failures of the host concern this field of the caller."""
+    try:
+        yield
+    except StatusError as error:
+        if not error.field:
+            raise
+        raise StatusError(error.reason, f"{name}: {error.message}", field=name) from None
+
+
+def _check_key(name: str, field: str) -> None:
+    """Raise `StatusError` if the caller's key is limited to other models."""
+    authorization = authorization_var.get()
+    if authorization is not None and not authorization.may_use(name):
+        raise StatusError(Reason.PERMISSION_DENIED, f"{field}: this key is not for model '{name[:64]}'", field=field)
 
 
 def _is_taken(name: str, field: str) -> StatusError:

@@ -44,8 +44,8 @@ PROTOCOL = Protocol(
         click.Option(
             ["--ollama-manage/--no-ollama-manage"],
             default=False,
-            help="Let clients of Ollama's API name models (copy, create, delete), and unload those that requests load "
-            "(keep_alive).",
+            help="Let clients of Ollama's API name models (copy, create), delete what they have made, and unload "
+            "models that requests load (keep_alive).",
         ),
         click.Option(
             ["--ollama-blobs"],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from headrace.protos.host_pb2 import (
     LoadModelRequest,
     ReloadConfigurationRequest,
     ReloadConfigurationResponse,
+    RemoveModelRequest,
     SetAliasRequest,
     UnloadModelRequest,
     WatchModelsRequest,
@@ -72,6 +73,8 @@ class ModelHost:
         self._loading: dict[str, _Loading] = {}
         self._again: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._gone: set[str] = set()
+        """The models that the host has had."""
         self.models: dict[str, HostedModel] = {}
         """The latest models by name. They stay while the host does not answer."""
         self.is_known = address is None
@@ -91,7 +94,7 @@ class ModelHost:
             try:
                 async with self._host() as host:
                     async for answer in host.WatchModels(WatchModelsRequest()):
-                        self.models = {model.name: model for model in answer.models}
+                        self._note(answer.models)
                         self.is_known = True
                         self.is_missing = False
                         self._take_aliases(answer)
@@ -103,6 +106,10 @@ class ModelHost:
                 _LOG.debug("the models of the host are unknown: %s", error.details())
             await asyncio.sleep(_RETRY_S)
         await asyncio.Event().wait()
+
+    def _note(self, models: Iterable[HostedModel]) -> None:
+        before, self.models = self.models, {model.name: model for model in models}
+        self._gone = (self._gone | before.keys()) - self.models.keys()
 
     @asynccontextmanager
     async def _host(self) -> AsyncIterator[Any]:
@@ -141,7 +148,10 @@ class ModelHost:
         """Why a running request can have no worker of this model; None if it may get one."""
         model = self.models.get(name)
         if model is None:
-            return None
+            gone = StatusError(
+                Reason.MODEL_NOT_FOUND, f"model {name!r} was removed while the request ran", field="model"
+            )
+            return gone if name in self._gone else None
         if model.state == HOSTED_MODEL_STATE_UNLOADED and not model.is_on_demand:
             return StatusError(
                 Reason.MODEL_NOT_LOADED, f"model {name!r} cannot be loaded: its operator has unloaded it"
@@ -175,15 +185,30 @@ class ModelHost:
     async def load_by_operator(self, name: str, model: str) -> HostedModel:
         """Load a model at an operator's request. `model` is its location, if the host may not know it. Raises
         `StatusError`."""
-        answer = await self._call("LoadModel", LoadModelRequest(name=name, model=model, by_operator=True))
-        self.models = {**self.models, name: answer.model}
+        return await self._loaded(LoadModelRequest(name=name, model=model, by_operator=True))
+
+    async def create(self, name: str, gguf: str) -> HostedModel:
+        """Make and load a model for a client, of a GGUF file. If it cannot be loaded, the host does not keep it. Raises
+        `StatusError`."""
+        return await self._loaded(LoadModelRequest(name=name, model=gguf, by_operator=True, is_created=True))
+
+    async def _loaded(self, request: LoadModelRequest) -> HostedModel:
+        answer = await self._call("LoadModel", request)
+        self.models = {**self.models, request.name: answer.model}
         self.changes.tell(self.models)
         return cast("HostedModel", answer.model)
 
+    async def remove(self, name: str) -> None:
+        """Unload a model that a client has created, once its requests have ended, and remove its files. Raises
+        `StatusError`."""
+        await self._call("RemoveModel", RemoveModelRequest(name=name))
+        self._note(model for model in self.models.values() if model.name != name)
+        self.changes.tell(self.models)
+
     async def set_alias(self, alias: str, models: str) -> None:
-        """Add or change another name of models, or remove it if `models` is empty. Returns when this gateway knows it.
-        Raises `StatusError`."""
-        await self._call("SetAlias", SetAliasRequest(alias=alias, models=models))
+        """Add another name of a model for a client, or remove one that a client has added if `models` is empty. Returns
+        when this gateway knows it. Raises `StatusError`."""
+        await self._call("SetAlias", SetAliasRequest(alias=alias, models=models, by_client=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ALIAS_S):
                 while (alias in (self.aliases or ())) is not bool(models):
@@ -194,7 +219,7 @@ class ModelHost:
         answer = cast(
             "ReloadConfigurationResponse", await self._call("ReloadConfiguration", ReloadConfigurationRequest())
         )
-        self.models = {model.name: model for model in answer.models}
+        self._note(answer.models)
         self.changes.tell(self.models)
         return answer
 

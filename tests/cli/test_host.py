@@ -13,16 +13,22 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from headrace.cli.hosting.created import CreatedFiles
 from headrace.cli.hosting.planner import Rules, State, WorkerView
-from headrace.cli.serving.host import CannotLoadError, ModelHost, NoSuchModelError
+from headrace.cli.serving.host import CannotLoadError, ModelHost, NoSuchModelError, OperatorsOwnError
+from headrace.cli.serving.host_calls import answering
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import ModelPlan, ProcessSpec
 from headrace.cli.serving.supervisor import ProcessState, RestartRule, Supervisor
 from headrace.common.commands import CommandError
+from headrace.common.transport.channels import PLAIN
+from headrace.gateway.upstream.model_host import ModelHost as GatewaysHost
+from headrace.protos.status import Reason, StatusError
 from tests.patience import patience
 
 BOUND_S = 20.0
@@ -386,6 +392,165 @@ async def test_an_operator_adds_a_model() -> None:
         assert not any(process.spec.is_essential for process in system.host.models["a"].processes)
         await asyncio.wait_for(system.host.unload("new"), patience(BOUND_S))
         await asyncio.wait_for(system.host.load("new"), patience(BOUND_S))
+
+
+class FakeFiles:
+    """The files of a created model. `others` says that another host has them too."""
+
+    def __init__(self, gguf: str) -> None:
+        self.gguf, self.is_held, self.is_removed, self.others = gguf, False, False, False
+
+    def hold(self) -> None:
+        self.is_held = True
+
+    def release(self) -> None:
+        self.is_held = False
+
+    def remove(self) -> bool:
+        self.release()
+        self.is_removed = not self.others
+        return self.is_removed
+
+
+@asynccontextmanager
+async def creating() -> AsyncIterator[tuple[System, list[FakeFiles]]]:
+    """A host with a model of its operator, which knows how to run those that clients create, and their files."""
+    made: list[FakeFiles] = []
+
+    def files_of(gguf: str) -> CreatedFiles:
+        made.append(FakeFiles(gguf))
+        return cast("CreatedFiles", made[-1])
+
+    def plan_named(name: str, model: str, first: int) -> ModelPlan:
+        if name == "damaged":
+            raise CommandError("it cannot be converted")
+        return ModelPlan(name, Path(model), (PLACE,), first, is_essential=False, is_pinned=False)
+
+    def specs_of(plan: ModelPlan) -> list[ProcessSpec]:
+        name = f"worker-{plan.first_worker}"
+        command = (sys.executable, "-c", REFUSING if plan.name == "refused" else GOOD)
+        return [ProcessSpec(name, "worker", command, f"unix:/nowhere/{name}", is_essential=False)]
+
+    async with hosting(on_demand=True, a=GOOD) as system:
+        system.host.plan_named, system.host.files_of, system.host.specs_of = plan_named, files_of, specs_of
+        system.fleet.ready = ALL
+        yield system, made
+
+
+async def test_a_created_model_is_removed_after_its_requests_and_refuses_others_by_name() -> None:
+    async with creating() as (system, _), asyncio.timeout(patience(BOUND_S)):
+        host = system.host
+        await host.create("new", "/m.gguf")
+        await host.load("new")
+        system.fleet.busy = frozenset({"worker-1"})
+        asked = [asyncio.create_task(host.remove_created("new")) for _ in range(2)]
+        await system.until_state("new", State.UNLOADING)
+        asked[0].cancel()  # its caller has left
+        for by_operator in (False, True):
+            with pytest.raises(CannotLoadError, match="it is being removed"):
+                await host.load("new", by_operator=by_operator)
+        with pytest.raises(CommandError, match="'new' is the name of another model"):
+            await host.create("new", "/m.gguf")
+        with pytest.raises(ValueError, match="this host has no model 'new'; there is a"):
+            host.set_alias("copied", "new", "")
+        assert not asked[1].done(), "its requests are running"
+        system.fleet.busy = frozenset()
+        await asked[1]
+        assert host.models.keys() == {"a"}
+        assert host.supervisor.processes == []
+        with pytest.raises(NoSuchModelError):
+            await host.remove_created("new")
+        await host.create("new", "/m.gguf")
+        assert (await host.load("new")).state is State.LOADED
+
+
+async def test_a_request_that_waits_for_a_created_model_learns_that_it_is_removed() -> None:
+    async with creating() as (system, made), asyncio.timeout(patience(BOUND_S)):
+        system.fleet.ready = frozenset()
+        await system.host.create("new", "/m.gguf")
+        waiting = asyncio.create_task(system.host.load("new"))
+        await system.until_state("new", State.LOADING)
+        await system.host.remove_created("new")
+        with pytest.raises(CannotLoadError, match="it is being removed"):
+            await waiting
+        assert made[0].is_removed
+        await system.until(lambda: "serve | new is removed, as a client wants" in system.lines)
+
+
+async def test_files_that_others_use_stay_when_a_created_model_is_removed() -> None:
+    async with creating() as (system, made), asyncio.timeout(patience(BOUND_S)):
+        host = system.host
+        for name in ("one", "two", "three"):
+            await host.create(name, f"/{name}.gguf")
+        made[1].others = True
+        await host.add_named("of-operator", "/three.gguf")
+        for name in ("one", "two", "three"):
+            await host.remove_created(name)
+        assert [files.is_removed for files in made] == [True, False, False]
+        assert not any(files.is_held for files in made)
+        assert host.models.keys() == {"a", "of-operator"}
+        kept = "serve | two is removed, as a client wants; /two.gguf stays, because others use it"
+        await system.until(lambda: kept in system.lines)
+
+
+async def test_what_an_operator_has_named_is_not_removed_for_clients() -> None:
+    async with creating() as (system, made), asyncio.timeout(patience(BOUND_S)):
+        host = system.host
+        await host.add_named("loaded", "/m")
+        for name in ("a", "loaded"):
+            with pytest.raises(OperatorsOwnError, match=f"'{name}' was loaded by its operator"):
+                await host.remove_created(name)
+        await host.create("new", "/m.gguf")
+        host.set_alias("given", "a:90,new:10", "")
+        host.set_alias("shadowed", "a", "new:5")
+        host.set_alias("copied", "new", "", by_client=True)
+        with pytest.raises(ValueError, match="'new' has other names: copied, given, shadowed; remove these first"):
+            await host.remove_created("new")
+        for alias, models in (("given", ""), ("given", "a"), ("shadowed", "")):
+            with pytest.raises(OperatorsOwnError, match=f"the name '{alias}' was given by an operator"):
+                host.set_alias(alias, models, "", by_client=True)
+        host.set_alias("given", "a", "")
+        host.set_alias("given", "a", "", by_client=True)  # it has this name already, and stays the operator's
+        with pytest.raises(OperatorsOwnError):
+            host.set_alias("given", "", "", by_client=True)
+        host.set_alias("copied", "", "", by_client=True)
+        host.set_alias("shadowed", "", "")
+        await host.remove_created("new")
+        assert host.aliases == {"given": "a"}
+        assert [files.is_removed for files in made] == [True]
+
+
+async def test_a_created_model_that_cannot_be_loaded_is_forgotten(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/host.sock"
+    client = GatewaysHost(address)
+    async with (
+        asyncio.timeout(patience(BOUND_S)),
+        creating() as (system, made),
+        answering(system.host, address, "unix:/nowhere", PLAIN),
+    ):
+        for name, problem in (
+            ("refused", "model 'refused' cannot be loaded: the weights are damaged"),
+            ("damaged", "model: it cannot be converted"),
+            ("a", "model: 'a' is the name of another model already; choose another one"),
+        ):
+            with pytest.raises(StatusError) as found:
+                await client.create(name, f"/{name}.gguf")
+            assert found.value.message == problem
+        assert system.host.models.keys() == {"a"}
+        assert [files.is_removed for files in made] == [True, False, False]
+        assert not any(files.is_held for files in made)
+        for name, reason in (("a", Reason.PERMISSION_DENIED), ("refused", Reason.MODEL_NOT_FOUND)):
+            with pytest.raises(StatusError) as found:
+                await client.remove(name)
+            assert found.value.reason is reason
+        await system.host.create("new", "/new.gguf")
+        system.host.set_alias("copied", "new", "", by_client=True)
+        with pytest.raises(StatusError) as found:
+            await client.remove("new")
+        assert (found.value.reason, found.value.field) == (Reason.INVALID_FIELD, "name")
+        await client.set_alias("copied", "")
+        await client.remove("new")
+        assert made[-1].is_removed
 
 
 async def test_aliases_are_added_changed_and_removed() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.cli.models.model_cache import cache_directory, remove_path
+from headrace.cli.models.model_cache import cache_directory
 from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace, until
 from tests.e2e.small_model import small_model
 from tests.gguf_models import TinyModel, write_gguf
@@ -245,6 +245,9 @@ def test_ollamas_client_names_makes_and_unloads_models_unmodified(on_demand: Ser
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "a" not in loaded(on_demand)
-    headrace("models", "unload", "sent:v1", "--port", str(on_demand.port))
-    for made in (cache_directory() / "models").glob("sent-v1-*"):
-        remove_path(made)
+    # Nothing is left of which the deleted model could come back.
+    assert "sent:v1" not in states(on_demand)
+    assert [
+        *(cache_directory() / "models").glob("*sent-v1-*"),
+        *(cache_directory() / "locks").glob("sent-v1-*.held"),
+    ] == []

@@ -27,6 +27,10 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.aliases: list[str] = []
         self.shadows: list[str] = []
         self.operators: list[tuple[str, str]] = []
+        self.removed: list[str] = []
+        """The created models that were removed."""
+        self.operators_aliases: set[str] = set()
+        """Those that clients may not remove."""
         self.reloaded: host_pb2.ReloadConfigurationResponse | StatusError = host_pb2.ReloadConfigurationResponse()
         """The answer to a reload."""
         self.add: Callable[[str, str], None] = lambda name, model: None
@@ -70,6 +74,9 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         try:
             if request.model and request.name not in self.models:
                 self.add(request.name, request.model)
+                if request.is_created:
+                    self.models[request.name].is_created = True
+                    self.tell()
             return await self._loaded(request, context)
         except StatusError as error:
             await abort(context, error)
@@ -90,7 +97,21 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
                 await abort(context, StatusError(Reason.MODEL_NOT_LOADED, problem))
             await changed.wait()
 
+    async def RemoveModel(self, request: Any, context: Any) -> Any:
+        name = request.name
+        if not self.models[name].is_created:
+            await abort(context, StatusError(Reason.PERMISSION_DENIED, f"{name!r} is the operator's", field="name"))
+        if any(one.endswith(f"={name}") for one in self.aliases):
+            await abort(context, StatusError(Reason.INVALID_FIELD, f"{name!r} has other names", field="name"))
+        self.removed.append(name)
+        del self.models[name]
+        self.tell()
+        return host_pb2.RemoveModelResponse()
+
     async def SetAlias(self, request: Any, context: Any) -> Any:
+        if request.by_client and request.alias in self.operators_aliases:
+            problem = f"the name {request.alias!r} was given by an operator"
+            await abort(context, StatusError(Reason.PERMISSION_DENIED, problem, field="alias"))
         if request.models and request.models not in self.models:
             problem = f"this host has no model {request.models!r}"
             await abort(context, StatusError(Reason.INVALID_FIELD, problem, field="alias"))

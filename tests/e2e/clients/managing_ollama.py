@@ -1,6 +1,7 @@
 """ollama: other names of models, models of files, and unloading."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import ollama
 from target import BASE_URL, MODEL, refusal
@@ -47,6 +48,20 @@ assert (error.status_code, "no blob was uploaded for 'sent.gguf'" in error.error
 error = refusal(ollama.ResponseError, lambda: client.create("other", files={"a.gguf": digest}, quantize="q4_K_M"))
 assert "quantize is not supported" in error.error
 assert "send a file of the quantisation" in error.error
+# It is deleted with its name, while a stream of it ends.
+assert client.copy("sent:v1", "copied").status == "success"
+error = refusal(ollama.ResponseError, lambda: client.delete("sent:v1"))
+assert (error.status_code, "'sent:v1' has other names: copied" in error.error) == (400, True)
+assert client.delete("copied").status == "success"
+parts = client.generate("sent:v1", "hi", raw=True, options={"num_predict": 300}, stream=True)
+first = next(parts)
+with ThreadPoolExecutor(1) as beside:
+    deleted = beside.submit(client.delete, "sent:v1")
+    assert [first, *parts][-1].done_reason in ("stop", "length")
+    assert deleted.result().status == "success"
+assert "sent:v1" not in names()
+for gone in (lambda: client.delete("sent:v1"), lambda: client.generate("sent:v1", "hi")):
+    assert refusal(ollama.ResponseError, gone).status_code == 404
 broken = client.create_blob(__file__)
 error = refusal(ollama.ResponseError, lambda: client.create("other", files={"a.gguf": broken}))
 assert "'a.gguf' is no GGUF file" in error.error

@@ -91,6 +91,34 @@ async def test_a_model_is_made_of_a_file_which_is_then_removed(taking: Taking) -
     assert [path for path in taking.folder.rglob("*") if path.is_file()] == []
 
 
+async def test_a_created_model_is_deleted_and_its_name_is_free_again(taking: Taking) -> None:
+    async def delete(model: str, status: int = 200) -> Any:
+        response = await taking.gateway.http.request("DELETE", "/api/delete", json={"model": model})
+        assert response.status_code == status, response.text
+        return response
+
+    files = {"a.gguf": digest_of(GGUF)}
+    for round_trip in (1, 2):
+        await taking.send(GGUF)
+        await taking.create(model="own:v1", files=files)
+        assert "own:v1" in (await taking.gateway.http.get("/api/tags")).text
+        await delete("own:v1:latest" if round_trip == 1 else "own:v1")
+        assert taking.host.removed == ["own:v1"] * round_trip
+        assert "own:v1" not in (await taking.gateway.http.get("/api/tags")).text
+    assert "there is no model 'own:v1'" in (await delete("own:v1", 404)).json()["error"]
+
+
+async def test_a_created_model_with_other_names_is_not_deleted(taking: Taking) -> None:
+    await taking.send(GGUF)
+    await taking.create(model="own", files={"a.gguf": digest_of(GGUF)})
+    await taking.gateway.http.post("/api/copy", json={"source": "own", "destination": "copied"})
+    response = await taking.gateway.http.request("DELETE", "/api/delete", json={"model": "own"})
+    assert (response.status_code, response.json()["error"]) == (400, "model: 'own' has other names")
+    for name in ("copied", "own"):
+        assert (await taking.gateway.http.request("DELETE", "/api/delete", json={"model": name})).status_code == 200
+    assert (taking.host.removed, taking.host.aliases) == (["own"], [])
+
+
 async def test_all_pieces_of_a_file_are_beside_each_other(taking: Taking) -> None:
     pieces = {f"big-0000{number}-of-00003.gguf": GGUF + bytes([number]) for number in (2, 1, 3)}
     for content in pieces.values():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
+from headrace.common.stores.api_keys import ApiKey, sha256_of, write_keys
+from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.hints import HEADER
 from headrace.gateway.ollama.managing import Managing
 from headrace.protos.host_pb2 import HOSTED_MODEL_STATE_LOADED, HostedModel
@@ -29,6 +32,7 @@ async def host() -> AsyncIterator[FakeHost]:
         served.set("b", "LOADED", is_on_demand=True)
         served.set("c", "UNLOADED", is_on_demand=True)
         served.aliases = ["several=a:90,b:10"]
+        served.operators_aliases = {"several"}
         yield served
 
 
@@ -99,7 +103,8 @@ async def test_a_model_is_created_from_another(managed: Any, host: FakeHost) -> 
         ("create", {"model": "x", "from": "a", "files": {"a": "b"}}, 400, "files and from exclude each other"),
         ("create", {"model": "x", "from": "a", "quantize": "q4_0"}, 400, "send a file of the quantisation"),
         ("delete", {"model": "gone"}, 404, "there is no model 'gone'"),
-        ("delete", {"model": "a"}, 403, "the files of a model are its operator's"),
+        ("delete", {"model": "a"}, 403, "model: 'a' is its operator's; delete takes away only what copy or create"),
+        ("delete", {"model": "several"}, 403, "model: the name 'several' was given by an operator"),
         ("delete", {}, 400, "model is required"),
     ],
 )
@@ -110,6 +115,42 @@ async def test_what_cannot_be_done_is_named(
     response = await send(managed, "DELETE" if verb == "delete" else "POST", verb, status, **body)
     assert problem in response.json()["error"]
     assert host.aliases == before
+
+
+async def test_a_key_for_some_models_manages_these_only(
+    kit: Any, tiny_bundle: bytes, host: FakeHost, tmp_path: Path
+) -> None:
+    host.set("made", "UNLOADED", is_on_demand=True, is_created=True)
+    host.aliases.append("named=a")
+    secret = "hr-secret-of-alice"
+    key = ApiKey(id="key_1", name="alice", tenant="mill", created_s=1, sha256=sha256_of(secret), models=("a", "mine"))
+    write_keys(tmp_path / "keys", [key])
+    controls = EdgeControls(EdgeSettings(api_keys=tmp_path / "keys"))
+    await controls.start()
+    router = kit.FakeRouter(tiny_bundle)
+    async with (
+        kit.serving_router(router),
+        kit.serving_gateway(
+            router.address, controls=controls, model_host=host.address, flags={"ollama_manage": True}
+        ) as gateway,
+    ):
+        gateway.http.headers["authorization"] = f"Bearer {secret}"
+        async with asyncio.timeout(patience(BOUND_S)):
+            while "made" not in await names(gateway):
+                await asyncio.sleep(0.01)
+        for method, verb, body, field in (
+            ("POST", "copy", {"source": "b", "destination": "mine"}, "source"),
+            ("POST", "copy", {"source": "a", "destination": "other"}, "destination"),
+            ("POST", "create", {"model": "other", "from": "a"}, "model"),
+            ("DELETE", "delete", {"model": "made"}, "model"),
+            ("DELETE", "delete", {"model": "named:latest"}, "model"),
+        ):
+            refused = await send(gateway, method, verb, 403, **body)
+            assert refused.json()["error"].startswith(f"{field}: this key is not for model '")
+        await send(gateway, "POST", "copy", source="a", destination="mine")
+        await send(gateway, "DELETE", "delete", model="mine")
+    await controls.close()
+    assert (host.removed, host.aliases) == ([], ["several=a:90,b:10", "named=a"])
 
 
 @pytest.mark.parametrize(("verb", "prompt"), [("chat", {"messages": []}), ("generate", {})])
