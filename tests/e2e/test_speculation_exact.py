@@ -45,6 +45,7 @@ from headrace.worker.speculation.proposer import Source
 from headrace.worker.speculation.tree import TreeShape
 from tests.e2e.serving import MODEL
 from tests.e2e.small_model import small_model
+from tests.worker.adapters.files import random_adapter
 from tests.worker.configs import worker_config
 from tests.worker.conftest import KnownCosts
 from tests.worker.draft_heads.files import (
@@ -200,8 +201,12 @@ def runner(directory: Path, heads: EagleHeads, medusa: MedusaHeads) -> OpenVINOM
         kv_precision="u8",
         execution_mode="accuracy",
         states=BothStates(heads.reader, medusa.reader),
+        max_adapters=2,
     )
     runner.allocate(NUM_BLOCKS)
+    assert runner.adapters is not None
+    for slot in range(2):
+        runner.adapters.write(slot, random_adapter(runner.linears, 8, slot))
     return runner
 
 
@@ -250,9 +255,11 @@ def answers(
     batch: int,
     speculation: str,
     draft: Draft | None = None,
+    adapter_slots: Sequence[int] = (),
     **sampling: Any,
 ) -> tuple[list[tuple[Any, ...]], list[Request]]:
-    """Tokens and log-probabilities of each prompt, with this many prompts at a time."""
+    """Tokens and log-probabilities of each prompt, with this many prompts at a time, and with the adapters in these
+    slots; -1 for none."""
     most = min(1024, runner.exact_rows)
     limits = StepLimits(batch, most, most, is_exact=True)
     sampler = BatchSampler()
@@ -260,7 +267,8 @@ def answers(
     given: dict[Request, list[RequestOutput]] = {}
     for number, prompt in enumerate(prompts):
         params = SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": number, **sampling})
-        request = Request(str(number), list(prompt), params, number % 3, arrival_s=number)
+        slot = adapter_slots[number] if adapter_slots else -1
+        request = Request(str(number), list(prompt), params, number % 3, arrival_s=number, adapter_slot=slot)
         given[request] = []
         engine.scheduler.add(request)
     while engine.scheduler.has_requests:
@@ -360,6 +368,39 @@ def test_answers_are_bit_for_bit_those_without(
 
 def _draft_tokens(request: Request) -> tuple[int, int]:
     return request.num_drafted, request.num_accepted
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "eagle3", "trees", "medusa"])
+def test_requests_with_adapters_beside_plain_ones_get_the_tokens_that_they_get_without_drafts(
+    runner: OpenVINOModelRunner,
+    seen_heads: SeenHeads,
+    seen_medusa: SeenMedusa,
+    prompts: list[list[int]],
+    known_answers: dict[Any, list[tuple[Any, ...]]],
+    proposer: str,
+) -> None:
+    """The same prompts without an adapter and with two, in one batch. The heads know nothing of adapters."""
+    slots = [-1, 0, 1] * 2
+    chosen = [prompt for prompt in prompts[:2] for _ in range(3)]
+    sampling: dict[str, Any] = {"temperature": 0.0, "num_logprobs": 1, "max_tokens": 24}
+    run = partial(answers, runner, chosen, len(chosen), adapter_slots=slots, **sampling)
+    if "adapters" not in known_answers:
+        known_answers["adapters"] = run("off")[0]
+    without = known_answers["adapters"]
+    assert len({tuple(token_ids) for token_ids, *_ in without}) == len(chosen), "the adapters change answers"
+    draft = {
+        "ngram": None,
+        "eagle3": Draft(seen_heads, BatchSampler(), FREE_STEPS, EagleModel),
+        "trees": Draft(seen_heads, BatchSampler(), FREE_STEPS, partial(EagleTrees, shape=TREE)),
+        "medusa": Draft(seen_medusa, BatchSampler(), FREE_STEPS, MedusaModel),
+    }[proposer]
+    seen_heads.right = seen_medusa.right = {str(number): token_ids for number, (token_ids, *_) in enumerate(without)}
+    seen_heads.is_second = proposer == "trees"
+    with_drafts, requests = run("eagle3" if proposer == "trees" else proposer, draft)
+    assert are_alike(with_drafts, without)
+    for slot in (-1, 0, 1) if draft is not None else ():
+        assert sum(request.num_accepted for request in requests if request.adapter_slot == slot) > 0
+    assert any(request.num_drafted for request in requests)
 
 
 def test_neither_heads_nor_their_outputs_of_the_model_change_a_bit_of_answers(

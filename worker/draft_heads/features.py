@@ -122,10 +122,8 @@ class FeatureReader:
         return self._store
 
     def prepare(self, model: ov.Model) -> None:
-        """Does nothing: what the heads read is not at the graph's end."""
-
-    def add_outputs(self, model: ov.Model) -> None:
-        """Add an output `features` [tokens, size]. ConfigurationError if the heads do not fit the model."""
+        """Add an output `features` [tokens, size]. The states are found by the products that follow them, which
+        adapters would hide. ConfigurationError if the heads do not fit the model."""
         shape = self._files.shape
         if has_states(model):
             raise impossible(EAGLE3, LayerKind.RECURRENT)
@@ -137,6 +135,9 @@ class FeatureReader:
         mixed = product(opset13.concat(flat, -1), self._files.weights["fc.weight"])
         mixed.get_tensor().set_names({_OUTPUT})
         model.add_results([opset13.result(mixed)])
+
+    def add_outputs(self, model: ov.Model) -> None:
+        """Does nothing: `prepare` has added the output."""
 
     def read(self, batch: Batch, request: ov.InferRequest) -> None:
         """Keep the features of the step that was just computed."""
@@ -161,9 +162,6 @@ class LastStateReader(FeatureReader):
         port.replace_source_output(opset13.reshape(flat, opset13.constant(np.array(again)), False).output(0))
         flat.get_tensor().set_names({_OUTPUT})
         model.add_results([opset13.result(flat)])
-
-    def add_outputs(self, model: ov.Model) -> None:
-        """Does nothing: `prepare` has added the output."""
 
 
 def _rounded(values: FloatArray) -> npt.NDArray[np.uint16]:

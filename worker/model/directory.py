@@ -27,6 +27,7 @@ from xml.etree import ElementTree
 from headrace.common.model_files.config import text_part
 from headrace.common.model_files.names import BUNDLE_FILES, IMAGE_FILES
 from headrace.common.model_files.networks import empty_files, weights_in
+from headrace.common.model_files.score_cap import SCORE_CAP, WITHOUT_SCORE_CAP, needs_score_cap
 from headrace.common.model_files.task import missing_of_model
 from headrace.common.model_files.vision_networks import vision_networks_in
 from headrace.protos.sampling_fields import NUMBERS
@@ -38,8 +39,6 @@ CONFIG = "config.json"
 UNKNOWN_CONTEXT_TOKENS = 2048
 # Names of the layers that see a part of the context. Llama 4's see chunks of it.
 _IN_WINDOWS = {"sliding_attention", "local", "chunked_attention"}
-# Of Gemma 2.
-_SCORE_CAP = "attn_logit_softcapping"
 # Names of the length of the context: in most models; in GPT-2; in MPT; in BLOOM and ChatGLM; in others.
 _CONTEXT_NAMES = (
     "max_position_embeddings",
@@ -102,11 +101,13 @@ def _verified(path: Path) -> ModelDir:
         wrong.append(f"openvino_tokenizer.xml is not XML ({error})")
     if wrong:
         raise ConfigurationError(f"the model directory {path} cannot be used: {'; '.join(wrong)}; pull the model again")
-    if text_part(configs[CONFIG]).get(_SCORE_CAP):
+    if needs_score_cap(configs[CONFIG]):
+        raise ConfigurationError(f"the model in {path} cannot be served: {WITHOUT_SCORE_CAP}")
+    if text_part(configs[CONFIG]).get(SCORE_CAP):
         log.warning(
             "config.json caps the scores of attention (%s), and no graph that is served does: answers may differ from "
             "those of the model's authors",
-            _SCORE_CAP,
+            SCORE_CAP,
         )
     bundle = _bundle(path, (*BUNDLE_FILES, *of_images))
     return ModelDir(

@@ -64,7 +64,8 @@ class StateReader(Protocol):
         ...
 
     def prepare(self, model: ov.Model) -> None:
-        """The same before the end of the graph is replaced, which then computes sampled rows only."""
+        """The same before the graph gets adapters, and before its end is replaced, which then computes sampled rows
+        only."""
         ...
 
     def read(self, batch: Batch, request: ov.InferRequest) -> None:
@@ -163,6 +164,9 @@ class OpenVINOModelRunner:
         _check_cache(asked, "bf16" if is_bfloat16 else "f32")
         self.exact_rows = min(exact_rows(core, each, asked.properties) for each in computed)
         self._states = states
+        for graph in (model, of_decode, of_adapters):
+            if states is not None and graph is not None:
+                states.prepare(graph)
         end = self._part.end
         main = _Graph(core, model, asked, is_bfloat16=is_bfloat16, states=states, part=self._part, end=end)
         self._graphs = {Graph.MAIN: main}
@@ -485,8 +489,6 @@ class _Graph:
     ) -> None:
         if end is None:
             end = VocabularyHead(asked.threads, run=part.run, same_sums=asked.execution_mode == "accuracy")
-        if states is not None:
-            states.prepare(model)
         end.replace(model, is_bfloat16=is_bfloat16)
         if states is not None:
             states.add_outputs(model)

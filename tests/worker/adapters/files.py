@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.worker.adapters.reader import Layers
-from headrace.worker.model.adapter_memory import Linear
+from headrace.worker.model.adapter_memory import Linear, LowRank
 
 LINEARS = [
     Linear("layers.0.self_attn.q_proj", "q", 12, 20),
@@ -20,6 +20,19 @@ LINEARS = [
 # Queries of five heads of size 4.
 LAYERS = Layers(LINEARS, 1)
 _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32", "int64": "I64", "bool": "BOOL"}
+
+
+def random_adapter(linears: Sequence[Linear], lora_rank: int, seed: int) -> dict[str, LowRank]:
+    """An adapter of every layer, which changes answers by much."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(*shape: int) -> npt.NDArray[np.float32]:
+        return (rng.standard_normal(shape) / np.sqrt(shape[1])).astype(np.float32)
+
+    return {
+        linear.name: LowRank(matrix(lora_rank, linear.num_inputs), matrix(linear.num_outputs, lora_rank))
+        for linear in linears
+    }
 
 
 def safetensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:

@@ -17,7 +17,6 @@ from headrace.cli.models.convert import convert
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
-from headrace.worker.model.adapter_memory import Linear, LowRank
 from headrace.worker.model.batch import Batch, build_batch
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.ranks.group import GroupRunner
@@ -27,6 +26,7 @@ from headrace.worker.request.step import Scheduled
 from headrace.worker.sampling.reduction import reduce_with_numpy
 from tests.gguf_models import TinyModel, write_gguf
 from tests.patience import until
+from tests.worker.adapters.files import random_adapter
 from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, TOLERANCE, Computed, Prompt, assert_exact, whole
 
 # A vocabulary of 288 tokens has runs of 32.
@@ -90,19 +90,6 @@ def test_a_group_has_the_log_probabilities_of_the_whole(directory: Path, of_two:
     ranks = of_two.runner.ranks()
     assert len(ranks) == 2
     assert all(rank.step_s > rank.waited_s >= 0 for rank in ranks)
-
-
-def random_adapter(linears: Sequence[Linear], lora_rank: int, seed: int) -> dict[str, LowRank]:
-    """An adapter of every layer, which changes answers by much."""
-    rng = np.random.default_rng(seed)
-
-    def matrix(*shape: int) -> np.ndarray:
-        return (rng.standard_normal(shape) / np.sqrt(shape[1])).astype(np.float32)
-
-    return {
-        linear.name: LowRank(matrix(lora_rank, linear.num_inputs), matrix(linear.num_outputs, lora_rank))
-        for linear in linears
-    }
 
 
 def test_adapters_change_answers_as_in_the_whole_model(directory: Path, of_two: Started) -> None:

@@ -188,7 +188,7 @@ def test_eagle_heads_are_refused_beside_recurrent_layers(tmp_path: Path, monkeyp
     monkeypatch.setattr(features, "has_states", lambda model: True)
     graph: Any = None
     with pytest.raises(ConfigurationError, match=refusal):
-        EagleHeads.read(path).reader.add_outputs(graph)
+        EagleHeads.read(path).reader.prepare(graph)
 
 
 def test_medusa_heads_draft_beside_recurrent_layers_without_branches(
