@@ -18,6 +18,7 @@ from headrace.cli.export.weights import ExportedWeights, why_unreadable
 from headrace.common import launch
 from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.host_memory import GIB
+from headrace.common.model_files.score_cap import WITHOUT_SCORE_CAP, needs_score_cap
 
 _EXPORTER = Path(__file__).with_name("exporter.py")
 _INTERVAL_S = 5.0
@@ -61,6 +62,8 @@ def check_exportable(name: str, config: Mapping[str, object], task: str = TEXT) 
     served afterwards. Takes seconds."""
     if task == TEXT and (problem := why_unservable(config)):
         raise CommandError(f"{name} {problem}; choose a model of another architecture")
+    if task == TEXT and needs_score_cap(config):
+        raise CommandError(f"{name} cannot be served: {WITHOUT_SCORE_CAP}")
     if problem := why_unreadable(config):
         raise CommandError(
             f"the weights of {name} {problem}; pull the model that it was made of with --weights int4, or take an "

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.common.model_files.gguf_files import INTERLEAVED
+from headrace.common.model_files.score_cap import SCORE_CAP, WITHOUT_SCORE_CAP, needs_score_cap
 
 _Array = npt.NDArray[Any]
 _ROPE = "rope.scaling"
 _TYPES_OF_SCALING = ("none", "linear", "yarn", "longrope")
-# Gemma 2's scores of attention are capped, which OpenVINO's paged attention cannot. The larger model cannot do without.
-_LAYERS_OF_LARGEST_GEMMA2 = 46
 _LOCAL_BASE = 10_000.0
 _LAYERS_OF_LARGEST_GEMMA3 = 62
 _TABLE = r"(token_embd|output_norm|output|rope_freqs|rope_factors_(short|long))\.weight"
@@ -178,7 +177,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.shared_kv_layers": (0,),
-    "attn_logit_softcapping": (0.0,),
+    SCORE_CAP: (0.0,),
     "leading_dense_block_count": (0,),
     "interleave_moe_layer_step": (0, 1),
     "use_parallel_residual": (False,),
@@ -239,7 +238,7 @@ def head_size_of(metadata: Metadata, part: str = "key") -> int:
 
 def score_cap_of(metadata: Metadata) -> float:
     """The cap of the scores of attention, which graphs leave out; 0 without one."""
-    return metadata.number("attn_logit_softcapping", _FAMILIES[metadata.architecture].score_cap)
+    return metadata.number(SCORE_CAP, _FAMILIES[metadata.architecture].score_cap)
 
 
 def check_shape(metadata: Mapping[str, Any]) -> None:
@@ -251,14 +250,12 @@ def check_shape(metadata: Mapping[str, Any]) -> None:
             f"its architecture is {name}, and GGUF files of {', '.join(ARCHITECTURES)} can be converted"
         )
     family = _FAMILIES[name]
-    if name == "gemma2" and values.whole("block_count") == _LAYERS_OF_LARGEST_GEMMA2:
-        raise ArchitectureError(
-            "its scores of attention are capped, which OpenVINO's paged attention cannot, and Gemma 2 27B writes no "
-            "sense without; use Gemma 2 9B, or Gemma 3"
-        )
+    cap = {SCORE_CAP: score_cap_of(values)}
+    if needs_score_cap({"model_type": family.model_type, "num_hidden_layers": values.whole("block_count"), **cap}):
+        raise ArchitectureError(WITHOUT_SCORE_CAP)
     for key, harmless in _WITHOUT_EFFECT.items():
         value = values.get(key)
-        is_left_out = key == "attn_logit_softcapping" and family.score_cap
+        is_left_out = key == SCORE_CAP and family.score_cap
         if value is not None and value not in harmless and not is_left_out:
             raise ArchitectureError(f"it has {name}.{key} {value}, which is not supported")
     multipliers = [key for key in _MULTIPLIERS if values.get(key) and not family.has_multipliers]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.models.selection import PIECE
 from headrace.common.model_files.gguf_files import GgufError, metadata_of, open_gguf
 from headrace.common.model_files.names import NAMED_TEMPLATE_FILES, TEMPLATE_FILES
+from headrace.common.model_files.score_cap import SCORE_CAP
 
 if TYPE_CHECKING:
     from headrace.cli.gguf.architectures import Shape
@@ -137,7 +138,7 @@ def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
             "vocab_size": values.get("vocab_size") or metadata.get("tokenizer.ggml.tokens.count"),
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-            "attn_logit_softcapping": score_cap_of(values) or None,
+            SCORE_CAP: score_cap_of(values) or None,
         }
     except ArchitectureError as error:
         raise ConversionError(str(error)) from None

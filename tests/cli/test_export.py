@@ -33,6 +33,7 @@ from headrace.cli.models import pull as pull_module
 from headrace.cli.models.model_cache import model_directory, read_manifest
 from headrace.cli.models.selection import HubFile, HubListing, choose_files
 from headrace.common.commands import CommandError, CommandFailed
+from headrace.common.model_files.score_cap import WITHOUT_SCORE_CAP
 from tests.architectures.families import FAMILIES
 from tests.cli.conftest import write_files
 from tests.hub import Hub
@@ -177,6 +178,14 @@ def test_what_no_worker_serves_is_refused_before_the_download(hub: Hub) -> None:
     refused = pull("o/m")
     assert refused.exit_code == 2
     assert "o/m cannot be served: its architecture (mamba) has only recurrent layers" in refused.stderr
+    assert hub.fetched("o/m") == ["config.json"]
+
+
+def test_gemma_2_27b_is_refused_before_the_download_as_its_gguf_files_are(hub: Hub) -> None:
+    hub.add("o/m", checkpoint(model_type="gemma2", num_hidden_layers=46, attn_logit_softcapping=50.0))
+    refused = pull("o/m")
+    assert refused.exit_code == 2
+    assert f"o/m cannot be served: {WITHOUT_SCORE_CAP}" in refused.stderr
     assert hub.fetched("o/m") == ["config.json"]
 
 

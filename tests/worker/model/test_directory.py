@@ -223,3 +223,14 @@ def test_a_cap_of_scores_that_graphs_leave_out_is_said(
     (model / "config.json").write_text(json.dumps(config))
     read_model_dir(model)
     assert any("attn_logit_softcapping" in record.message for record in caplog.records) == warns
+
+
+def test_gemma_2_27b_which_needs_the_cap_is_refused(model: Path) -> None:
+    largest = {"model_type": "gemma2", "num_hidden_layers": 46, "max_position_embeddings": 8192}
+    for config in (largest, {"model_type": "paligemma", "text_config": {**largest, "attn_logit_softcapping": 50.0}}):
+        (model / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigurationError, match=r"cannot be served: its scores of attention are capped, .* 9B"):
+            read_model_dir(model)
+    for config in ({**largest, "num_hidden_layers": 42}, {**largest, "attn_logit_softcapping": None}):
+        (model / "config.json").write_text(json.dumps(config))
+        assert read_model_dir(model).max_context_tokens == 8192
