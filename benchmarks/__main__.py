@@ -41,6 +41,7 @@ BENCHMARKS = {
     "overhead": Benchmark("what the engine adds to a bare loop", ("engine.overhead", "engine.overhead --text")),
     "fan_out": Benchmark("several choices of one request", ("gateway.fan_out",)),
     "speculation": Benchmark("drafts, with and without, and beside a peer's prompt lookup", ("engine.speculation",)),
+    "trees": Benchmark("trees and drafts of heads with known answers", ("engine.draft_trees",), by_default=False),
     "lora": Benchmark(
         "adapters in one batch, and more of them than fit into memory", ("models.lora", "models.lora_churn")
     ),

@@ -2,7 +2,7 @@
 drafts.
 
     python -m benchmarks.engine.draft_model MODEL_DIR DRAFT_DIR [--rounds 5] [--tokens 80] [--right 0.5 0.7 0.9]
-    python -m benchmarks.engine.draft_model MODEL_DIR --random-heads eagle3      heads of the model's size, or medusa
+    python -m benchmarks.engine.draft_model MODEL_DIR --random-heads eagle3   of the model's size; or medusa, or mtp
 
 Both models compute all their steps. What the draft model proposes is then replaced: at a share p of the answer's places
 by the token that the model will choose, else by another one. So any two models will do, and p is known. One greedy
@@ -26,6 +26,7 @@ import math
 import random
 import statistics
 import time
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.engine.random_heads import write_eagle_heads, write_medusa_heads
+from benchmarks.engine.random_heads import write_eagle_heads, write_medusa_heads, write_mtp_layer
 from benchmarks.machine import describe
 from headrace.common.model_files.heads import heads_kind
 from headrace.worker.draft_heads.eagle_runner import EagleRunner
@@ -59,7 +60,9 @@ from headrace.worker.speculation.speculation import MAX_DRAFT, Speculation
 NUM_BLOCKS = 64
 PROMPT = [11 * number % 1000 for number in range(100)]
 COUNTS = (1, 3, 5, 7, 11)
-WRITERS = {"eagle3": write_eagle_heads, "medusa": write_medusa_heads}
+WRITERS = {"eagle3": write_eagle_heads, "medusa": write_medusa_heads, "mtp": write_mtp_layer}
+# Beside this logit, those that are zero are as good as impossible. What is never right is proposed all the same.
+_STANDS_OUT, _LEAST_SHARE = 20.0, 1e-3
 # Tokens before the measured ones, in which costs and acceptance are learned, and those of steps with fixed drafts.
 WARM_UP_TOKENS, FIXED_WARM_UP = 32, 4
 
@@ -69,22 +72,30 @@ class KnownAnswer:
 
     def __init__(self) -> None:
         self.answer: Sequence[int] = ()
-        self._is_right: list[bool] = []
+        self._shares: Sequence[float] = ()
+        self._ranks: list[int] = []
         self._random = random.Random(1)
 
-    def set_right(self, share: float) -> None:
-        """Let the proposals for this share of places be right, of any 20 places in a row about as many."""
-        self._is_right = []
-        while len(self._is_right) < len(self.answer):
-            deck = [number < round(20 * share) for number in range(20)]
+    def set_right(self, *shares: float) -> None:
+        """Let the best proposal be right at the first share of places, the second best at the second, and so on; of any
+        20 places in a row at about as many."""
+        self._shares = shares
+        self._ranks = []
+        bounds = [round(20 * sum(shares[: number + 1])) for number in range(len(shares))]
+        while len(self._ranks) < len(self.answer):
+            deck = [bisect(bounds, number) for number in range(20)]
             self._random.shuffle(deck)
-            self._is_right += deck
+            self._ranks += deck
 
     def propose(self, row: npt.NDArray[np.float32], place: int) -> None:
-        """Make the proposed token the best of these logits, which are zero."""
+        """Make the proposed tokens the best of these logits, which are zero, and as probable as they are right."""
         is_known = 0 <= place < len(self.answer)
         token_id = self.answer[place] if is_known else 0
-        row[token_id if is_known and self._is_right[place] else token_id - 1] = 1.0
+        candidates = [token_id - 1 - number for number in range(len(self._shares))]
+        if is_known:
+            candidates.insert(self._ranks[place], token_id)
+        for candidate, share in zip(candidates, self._shares, strict=False):
+            row[candidate] = _STANDS_OUT + math.log(max(share, _LEAST_SHARE))
 
 
 class KnownDraftRunner(KnownAnswer):
@@ -158,7 +169,7 @@ class FixedSpeculation:
         chosen = (
             self._choose
             if count is None
-            else (lambda _streams, drafts, _line, branches: [count] * len(drafts) + [0] * len(branches))
+            else (lambda _streams, drafts, _line, branches, _most: [count] * len(drafts) + [0] * len(branches))
         )
         self._speculation._counts = chosen  # type: ignore[method-assign]
 

@@ -16,6 +16,8 @@ from headrace.worker.model.paging import read_paged
 from headrace.worker.model.window_tables import attentions
 
 NUM_MEDUSA_HEADS = 5
+_HEAD_SIZE = 128
+_MTP_LAYER = "model.mtp_layers.0"
 
 
 def write_eagle_heads(model_dir: Path, directory: Path) -> None:
@@ -23,25 +25,15 @@ def write_eagle_heads(model_dir: Path, directory: Path) -> None:
     graph = read_paged(ov.Core(), model_dir).graph
     size = width_of(embeddings_of(graph))
     vocab_size = _vocabulary_of(graph)
-    num_draft, inner, num_heads = min(32_000, vocab_size), size * 11 // 4, size // 128
+    num_draft = min(32_000, vocab_size)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": size,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(count for count in (1, 2, 4, 8) if num_heads % count == 0),
-        "head_dim": 128,
-        "vocab_size": vocab_size,
+        **_layer_config(size, vocab_size),
         "eagle_aux_hidden_state_layer_ids": [1, len(attentions(graph)) // 2, len(attentions(graph)) - 1],
     }
     shapes = {
         "fc": (size, 3 * size),
-        "midlayer.self_attn.q_proj": (num_heads * 128, 2 * size),
-        "midlayer.self_attn.k_proj": (config["num_key_value_heads"] * 128, 2 * size),
-        "midlayer.self_attn.v_proj": (config["num_key_value_heads"] * 128, 2 * size),
-        "midlayer.self_attn.o_proj": (size, num_heads * 128),
-        "midlayer.mlp.gate_proj": (inner, size),
-        "midlayer.mlp.up_proj": (inner, size),
-        "midlayer.mlp.down_proj": (size, inner),
+        **{f"midlayer.{name}": shape for name, shape in _layer_shapes(config, inputs=2 * size).items()},
         "lm_head": (num_draft, size),
     }
     rng = np.random.default_rng(0)
@@ -52,6 +44,26 @@ def write_eagle_heads(model_dir: Path, directory: Path) -> None:
         tensors[f"midlayer.{name}.weight"] = np.ones(size, np.float16)
     tensors["norm.weight"] = np.ones(size, np.float16)
     tensors["d2t"] = np.zeros(num_draft, np.int64)
+    (directory / "config.json").write_text(json.dumps(config))
+    write_safetensors(directory / "model.safetensors", tensors)
+
+
+def write_mtp_layer(model_dir: Path, directory: Path) -> None:
+    """A layer that predicts more tokens, as MiMo's checkpoints have it, with a vocabulary of its own."""
+    graph = read_paged(ov.Core(), model_dir).graph
+    size, vocab_size = width_of(embeddings_of(graph)), _vocabulary_of(graph)
+    config = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "num_nextn_predict_layers": 1,
+        **_layer_config(size, vocab_size),
+    }
+    rng = np.random.default_rng(0)
+    layer = {"input_proj": (size, 2 * size), **_layer_shapes(config, inputs=size)}
+    norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "post_attention_layernorm", "final_layernorm")
+    tensors = {f"{_MTP_LAYER}.{name}.weight": _random(rng, *shape) for name, shape in layer.items()}
+    tensors |= {f"{_MTP_LAYER}.{name}.weight": np.ones(size, np.float16) for name in norms}
+    tensors["lm_head.weight"] = _random(rng, vocab_size, size)
     (directory / "config.json").write_text(json.dumps(config))
     write_safetensors(directory / "model.safetensors", tensors)
 
@@ -69,6 +81,32 @@ def write_medusa_heads(model_dir: Path, directory: Path) -> None:
         tensors[f"{head}.1.weight"] = _random(rng, vocab_size, size)
     (directory / "config.json").write_text(json.dumps({"medusa_num_heads": NUM_MEDUSA_HEADS, "medusa_num_layers": 1}))
     write_safetensors(directory / "medusa_lm_head.safetensors", tensors)
+
+
+def _layer_config(size: int, vocab_size: int) -> dict[str, Any]:
+    num_heads = size // _HEAD_SIZE
+    return {
+        "hidden_size": size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(count for count in (1, 2, 4, 8) if num_heads % count == 0),
+        "head_dim": _HEAD_SIZE,
+        "vocab_size": vocab_size,
+    }
+
+
+def _layer_shapes(config: Mapping[str, Any], *, inputs: int) -> dict[str, tuple[int, int]]:
+    """The matrices of a layer whose attention projects states of the size `inputs`."""
+    size, inner = config["hidden_size"], config["hidden_size"] * 11 // 4
+    of_heads, of_kv_heads = (config[f"num_{kind}_heads"] * _HEAD_SIZE for kind in ("attention", "key_value"))
+    return {
+        "self_attn.q_proj": (of_heads, inputs),
+        "self_attn.k_proj": (of_kv_heads, inputs),
+        "self_attn.v_proj": (of_kv_heads, inputs),
+        "self_attn.o_proj": (size, of_heads),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
 
 
 def _vocabulary_of(graph: ov.Model) -> int:
