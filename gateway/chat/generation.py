@@ -234,6 +234,7 @@ def plan_job(job: Job) -> Plan:
             priority=job.priority,
             prediction_token_ids=prediction,
             images=images,
+            image_view_pixels=card.images.max_view_pixels if job.images else 0,
         )
         request.sampling.seed = (params.seed + i) % 2**64
         requests.append(request)

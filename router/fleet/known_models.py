@@ -20,6 +20,12 @@ _MAX_REMEMBERED = 256
 _SETTLE_S = 5.0
 
 
+def _preference(card: worker_pb2.ModelCard) -> tuple[str | int, ...]:
+    """The greater, the sooner gateways get this card of a model. Equal fleets get equal cards."""
+    evicts, images = card.max_evicting_context_tokens > 0, card.images
+    return card.name, evicts, card.HasField("images"), card.max_context_tokens, images.max_view_pixels
+
+
 class KnownModels:
     """Model cards by name. The argument `links` of its methods returns the links of all members, sorted."""
 
@@ -34,10 +40,11 @@ class KnownModels:
 
     def live(self, links: Callable[[], Sequence[WorkerLink]]) -> dict[str, worker_pb2.ModelCard]:
         """Model name -> card for all models of live workers, sorted by name. If the workers of a model differ, the card
-        is that of a worker whose requests may evict KV blocks, and of these the one with the longest context."""
+        is that of a worker whose requests may evict KV blocks, of these one that takes images, and of these the one
+        with the longest context."""
         if self._live is None:
             cards = [link.card for link in links() if link.card is not None and link.state is not LinkState.UNREACHABLE]
-            cards.sort(key=lambda card: (card.name, card.max_evicting_context_tokens > 0, card.max_context_tokens))
+            cards.sort(key=_preference)
             self._live = {card.name: card for card in cards}
         return self._live
 

@@ -45,7 +45,10 @@ class Members:
     """Whether some of them are reserved for long prompts, and others can continue the answers."""
     outside: Sequence[WorkerLink] = ()
     """Workers that are reserved for other requests, from which these workers may fetch blocks."""
+    image_bounds: frozenset[int] = frozenset()
+    """Their bounds on the pixels that they see of an image; 0 for workers that take text only."""
     _of_tokenizer: dict[str, Members] = field(default_factory=dict)
+    _of_images: dict[int, Members] = field(default_factory=dict)
     _of_stage: dict[bool, Members] = field(default_factory=dict)
 
     @classmethod
@@ -72,6 +75,7 @@ class Members:
                 _layouts(links, worker_pb2.ROLE_PREFILL)
                 & _layouts(links, worker_pb2.ROLE_DECODE, worker_pb2.ROLE_UNSPECIFIED)
             ),
+            image_bounds=frozenset(card.images.max_view_pixels for _, card in links),
         )
 
     def __len__(self) -> int:
@@ -91,6 +95,16 @@ class Members:
         if sha256 not in self._of_tokenizer:
             self._of_tokenizer[sha256] = self.where(lambda _, card: card.tokenizer_sha256 == sha256)
         return self._of_tokenizer[sha256]
+
+    def of_images(self, view_pixels: int) -> Members:
+        """The workers that see images within this bound, or all workers if it is 0."""
+        if not view_pixels or self.image_bounds == {view_pixels}:
+            return self
+        if view_pixels not in self.image_bounds:
+            return NOBODY
+        if view_pixels not in self._of_images:
+            self._of_images[view_pixels] = self.where(lambda _, card: card.images.max_view_pixels == view_pixels)
+        return self._of_images[view_pixels]
 
     def fitting(self, request: RoutedRequest, priors: Priors) -> Members:
         """The workers whose context holds the request and an answer of the expected length. If there are none, those
@@ -295,12 +309,20 @@ class Pools:
         return NOBODY if pool is None else pool.members()
 
     def members_for(self, model: str, request: RoutedRequest) -> Members:
-        """The ready workers of a model that have the tokenizer of a request.
+        """The ready workers of a model that have the tokenizer of a request, and see images as its prompt has them.
 
-        Raises StatusError (MODEL_CHANGED) if there are ready workers, but none with this tokenizer, and the answer has
-        not begun.
+        Raises StatusError (MODEL_CHANGED) if there are ready workers, but none of these, and the answer has not begun.
         """
         members = self.members(model).of_tokenizer(request.tokenizer_sha256)
+        seeing = members.of_images(request.image_view_pixels)
+        if members and not seeing and not request.model_identity:
+            raise StatusError(
+                Reason.MODEL_CHANGED,
+                f"no worker of model {model!r} sees images within the bound of {request.image_view_pixels} pixels any "
+                "more; send the request again",
+                field="image_view_pixels",
+                retry_after_s=_NEW_TOKENIZER_S,
+            )
         if not members and self.is_served(model) and not request.model_identity:
             raise StatusError(
                 Reason.MODEL_CHANGED,
@@ -309,7 +331,7 @@ class Pools:
                 field="tokenizer_sha256",
                 retry_after_s=_NEW_TOKENIZER_S,
             )
-        return members
+        return seeing
 
     def that_fit(self, request: RoutedRequest, members: Members, priors: Priors, *, may_refuse: bool) -> Members:
         """The members that the request fits; see `Members.fitting`. If it fits none, the result is empty. If none of

@@ -56,6 +56,8 @@ class RoutedRequest:
         self._generated = array("I", generated)
         self.model_identity = model_identity
         self.tokenizer_sha256 = request.tokenizer_sha256
+        self.image_view_pixels = request.image_view_pixels
+        """The bound within which the images in the prompt were measured; 0 without images, or if it is not known."""
         self.session_key = request.session_key
         self.max_ttft_ms = math.inf
         self.prefilled: Prefilled | None = None

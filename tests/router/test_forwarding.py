@@ -582,6 +582,29 @@ async def test_a_prompt_goes_to_workers_with_the_tokenizer_that_made_it(
     await router.until_idle()
 
 
+async def test_a_prompt_with_images_goes_to_workers_that_see_them_as_it_has_them(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    """As while workers restart one by one with another --max-image-pixels, or with images at all."""
+    blind, old, new = [await start_worker(name) for name in ("blind", "old", "new")]
+    old.card.images.max_view_pixels, new.card.images.max_view_pixels = 100, 200
+    blind.card.max_context_tokens += 1
+    router = await start_router(blind, old, new)
+    card = router.fleet.models()["m"]
+    assert card.images.max_view_pixels == 200, "gateways are told of the images"
+    for i in range(6):
+        await router.generate([*PROMPT, i], image_view_pixels=200)
+    assert [len(worker.requests) for worker in (blind, old, new)] == [0, 0, 6]
+    new.store(PROMPT * 20)
+    await router.generate(PROMPT * 20, image_view_pixels=100)
+    assert len(old.requests) == 1, "although the other has it cached"
+    failure = await failure_of(router.call(PROMPT, image_view_pixels=300))
+    assert (failure.reason, failure.field, failure.retry_after_s) == (Reason.MODEL_CHANGED, "image_view_pixels", 2.0)
+    assert "no worker of model 'm' sees images within the bound of 300 pixels any more" in failure.message
+    await router.generate(PROMPT)
+    await router.until_idle()
+
+
 async def test_an_answer_is_not_resumed_on_other_weights(start_router: StartRouter, start_worker: StartWorker) -> None:
     first = await start_worker("a")
     router = await start_router(first, capacity_wait_s=0.5)

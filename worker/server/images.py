@@ -45,6 +45,17 @@ class ImageDesk:
         self._images = images
         self._on_refusal = on_refusal
 
+    def check_bound(self, view_pixels: int) -> None:
+        """StatusError (MODEL_CHANGED) if the tokens of a prompt's images were computed for workers that see images
+        within another bound of pixels; 0 if that is not known."""
+        images = self._images
+        if images is not None and view_pixels not in (0, images.limits.max_view_pixels):
+            problem = (
+                f"the tokens of the images are those within a bound of {view_pixels} pixels, and this worker's "
+                f"--max-image-pixels is {images.limits.max_view_pixels}; start again"
+            )
+            raise self._refused("tokens", "image_view_pixels", problem, Reason.MODEL_CHANGED)
+
     def place(self, sent: Sequence[SentImage], token_ids: Sequence[int]) -> list[PlacedImage]:
         """The images of a prompt with these tokens. StatusError names the first that is wrong. Takes some milliseconds
         for each megabyte."""

@@ -158,6 +158,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """The images of a request, if it has any, at their places in the prompt."""
         if not decoded.images:
             return ()
+        self._images.check_bound(decoded.message.image_view_pixels)
         # Hashing megabytes would delay the streams of others.
         return await asyncio.to_thread(decoded.placed, self._images.place)
 

@@ -177,6 +177,18 @@ def test_a_model_of_text_refuses_images_by_its_name() -> None:
     assert (caught.value.reason, caught.value.field, refusals) == (Reason.UNSUPPORTED, "images", ["unsupported"])
 
 
+def test_tokens_within_another_bound_of_pixels_are_told_from_wrong_ones() -> None:
+    refusals: list[str] = []
+    bounded = desk(refusals, max_view_pixels=200)
+    for view_pixels in (0, 200):
+        bounded.check_bound(view_pixels)
+    with pytest.raises(StatusError, match="this worker's --max-image-pixels is 200; start again") as caught:
+        bounded.check_bound(201)
+    assert (caught.value.reason, caught.value.field) == (Reason.MODEL_CHANGED, "image_view_pixels")
+    assert refusals == ["tokens"]
+    ImageDesk("m", None).check_bound(7)  # `place` says that it takes text only
+
+
 def test_refusals_are_counted_by_reason() -> None:
     refusals: list[str] = []
     one = SentImage(RED, 0)
