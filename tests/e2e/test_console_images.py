@@ -172,6 +172,10 @@ def test_what_is_no_image_is_refused_beside_the_field(page: Browser) -> None:
     assert page.text("#attach-problem") == "“broken.png” is not an image that this browser can read."
     give(page, "drop", ONE)
     assert page.text("#attach-problem") == ""
+    give_files(page, "drop", ("broken.png", "image/png", b"no picture"), ("words.txt", "text/plain", b"words"))
+    page.until("return document.getElementById('attach-problem').textContent.includes('broken')")
+    assert page.text("#attach-problem") == "“broken.png” is not an image that this browser can read."
+    assert page.run("return document.querySelectorAll('.attached li').length") == len(ONE.pictures) + 1
 
 
 def test_more_images_than_the_model_takes_are_refused_before_they_are_sent(page: Browser) -> None:

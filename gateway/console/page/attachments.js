@@ -28,6 +28,8 @@ function tooLong(name) {
   return new FileError(`“${name}” has more than ${MAX_FILE_CHARS / 1000},000 characters; attach the part that matters.`);
 }
 
+const isOfFile = (error) => error instanceof ImageError || error instanceof FileError;
+
 const isImage = ({ type }) => type.startsWith("image/") && type !== "image/svg+xml";
 
 export class Attachments {
@@ -80,22 +82,34 @@ export class Attachments {
     return !this.images.length && !this.texts.length;
   }
 
-  /** Read files, one after another, and show them. */
+  /** Read files, one after another, and show them. Those that cannot be taken are named; the others are. */
   attach(files) {
     return this.#after(async () => {
       say(this.problem, "");
+      const problems = new Set();
       for (const file of files) {
-        if (isImage(file)) {
-          const reason = this.mayTake(this.images.length + 1);
-          if (reason) return say(this.problem, reason);
-          this.images.push(await imageOf(file));
-        } else {
-          this.texts.push(await textOf(file));
+        try {
+          await this.#read(file);
+        } catch (error) {
+          if (!isOfFile(error)) throw error;
+          problems.add(error.message);
+          continue;
         }
         this.#draw();
         say($("announce"), `Attached ${file.name || "a file"}.`);
       }
+      say(this.problem, [...problems].join(" "));
     });
+  }
+
+  async #read(file) {
+    if (isImage(file)) {
+      const reason = this.mayTake(this.images.length + 1);
+      if (reason) throw new ImageError(reason);
+      this.images.push(await imageOf(file));
+    } else {
+      this.texts.push(await textOf(file));
+    }
   }
 
   /** Take back what went with a question. */
@@ -119,7 +133,7 @@ export class Attachments {
       .then(act)
       .catch((error) => {
         say(this.problem, error.message);
-        if (!(error instanceof ImageError || error instanceof FileError)) reportError(error);
+        if (!isOfFile(error)) reportError(error);
       })
       .finally(() => $("composer").classList.remove("reading"));
     return this.reading;
