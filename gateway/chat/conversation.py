@@ -16,7 +16,7 @@ from headrace.gateway.chat.tools import ToolUse, tool_use_of
 from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, json_of, optional_text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import IMAGE, GivenImage
-from headrace.gateway.images.refusal import ImageRefusal, Why
+from headrace.gateway.images.refusal import ImageRefusal, Why, remedy_for
 from headrace.gateway.text.chat_template import Arguments, ChatTemplate, RawArguments
 from headrace.gateway.text.content import Content, ImagePlace, content_of, images_in
 from headrace.protos.status import Reason, StatusError
@@ -256,8 +256,10 @@ def _content_of(
         elif isinstance(image, GivenImage):
             raise ImageRefusal(Why.TEXT_MODEL, name, f"{name}: {reader.why_no_images}", Reason.UNSUPPORTED)
         else:
-            problem = f"{name}: only parts of type text and image_url are supported"
-            raise unsupported(f"{name}.type", problem)
+            problem = "only parts of type text and image_url are supported"
+            if isinstance(kind, str) and (remedy := remedy_for(kind)):
+                problem = f"a part of type {kind[:MAX_ECHO_CHARS]} is not supported: {remedy}"
+            raise unsupported(f"{name}.type", f"{name}: {problem}")
     return content_of(pieces, "\n"), "\n".join(thoughts) if thoughts else None
 
 

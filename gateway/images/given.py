@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.common.vision.family import Detail
 from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, unsupported
+from headrace.gateway.images.refusal import remedy_for
 
 _DETAILS = {"low": Detail.LOW, "high": Detail.HIGH, "auto": Detail.AUTO, "original": Detail.HIGH}
 # Of a data URL: a type and parameters are short, so a prefix is enough to find the comma.
@@ -73,7 +74,7 @@ def refuse_file(where: str, part: Mapping[str, Any]) -> None:
     """Raise `StatusError` if a part names a file that the server is to have."""
     if part.get("file_id") is not None:
         name = f"{where}.file_id"
-        raise unsupported(name, f"{name} is not supported: the server keeps no files; send the image as a data: URL")
+        raise unsupported(name, f"{name} is not supported: the server keeps no images; send it as a data: URL")
 
 
 def detail_of(name: str, value: Any) -> Detail:
@@ -95,5 +96,6 @@ def _base64_of(name: str, url: str) -> str:
     kind = media_type.strip().partition("/")[0]
     # Whether the file is an image is read from the file itself. Clients that do not know its type send another.
     if kind in ("audio", "video", "text") or media_type.strip() == "application/pdf":
-        raise unsupported(name, f"{name}: a file of the type {media_type.strip()[:MAX_ECHO_CHARS]} is no image")
+        problem = f"{name}: a file of the type {media_type.strip()[:MAX_ECHO_CHARS]} is no image"
+        raise unsupported(name, f"{problem}: {remedy_for(media_type.strip()) or 'send the text as text'}")
     return url[end + 1 :]

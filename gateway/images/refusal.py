@@ -31,6 +31,23 @@ class ImageRefusal(StatusError):
         self.why = why
 
 
+# Words in the types of parts that are no images, and what to send in their place.
+_OTHER_MEDIA = {
+    "audio": "the model hears no audio; send a transcript of it as text",
+    "video": "the model sees no videos; send single pictures of it as images",
+    **dict.fromkeys(
+        ("file", "document", "pdf"), "the server reads no files; send its text, or pictures of its pages as images"
+    ),
+}
+
+
+def remedy_for(kind: str) -> str:
+    """Why a part or a file of this type is refused, such as `input_audio` or `application/pdf`, and what to send in its
+    place; empty for types that are not known."""
+    words = kind.lower().replace("/", "_").split("_")
+    return next((_OTHER_MEDIA[word] for word in words if word in _OTHER_MEDIA), "")
+
+
 def too_large(name: str, max_bytes: int) -> ImageRefusal:
     """The refusal of a file with too many bytes."""
     return ImageRefusal(Why.BYTES, name, f"{name}: the image is larger than {max_bytes} bytes, the maximum")

@@ -19,6 +19,7 @@ from headrace.gateway.chat.request import ChatMessage
 from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, optional_text_in, text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import IMAGE, GivenImage, detail_of, image_of_url, part_of, refuse_file
+from headrace.gateway.images.refusal import remedy_for
 from headrace.gateway.responses.tools import CallName
 from headrace.gateway.text.seals import COMPACTION, REASONING
 from headrace.protos.status import StatusError
@@ -403,24 +404,31 @@ def _parts(where: str, content: Any, kind: str) -> list[dict[str, Any]]:
             parts.append(_text_part(place, part))
         elif kind_of_part == IMAGE_PART and kind != "output_text":
             image_of(place, part)
-            parts.append({**part, "detail": part.get("detail") or "auto"})
+            url, detail = _url_and_detail(part)
+            parts.append({**part, "image_url": url, "detail": detail or "auto"})
         elif kind == "output_text":
             why = "the model cannot read such a part of its own earlier turns"
             ignored(f"input.content.{kind_of_part}", why, is_known=False)
         else:
-            found = f"{kind_of_part[:MAX_ECHO_CHARS]} is not supported"
-            known = "input_text, input_image, output_text and refusal"
-            raise unsupported(f"{place}.type", f"{place}.type: {found}; only {known} are")
+            found = f"{place}.type: {kind_of_part[:MAX_ECHO_CHARS]} is not supported"
+            remedy = remedy_for(kind_of_part)
+            known = "only input_text, input_image, output_text and refusal are"
+            raise unsupported(f"{place}.type", f"{found}: {remedy}" if remedy else f"{found}; {known}")
     return parts
 
 
 def image_of(place: str, part: Mapping[str, Any]) -> GivenImage:
     """The image of a part. Raises `StatusError`."""
     refuse_file(place, part)
-    given = part.get("image_url")
-    if isinstance(given, dict):  # as chats have it
-        given = given.get("url")
-    return image_of_url(f"{place}.image_url", given, detail_of(f"{place}.detail", part.get("detail")))
+    url, detail = _url_and_detail(part)
+    return image_of_url(f"{place}.image_url", url, detail_of(f"{place}.detail", detail))
+
+
+def _url_and_detail(part: Mapping[str, Any]) -> tuple[Any, Any]:
+    given, detail = part.get("image_url"), part.get("detail")
+    if not isinstance(given, dict):
+        return given, detail
+    return given.get("url"), given.get("detail") if detail is None else detail  # as chats have it
 
 
 def _text_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:

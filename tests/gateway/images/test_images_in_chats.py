@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN
 from headrace.protos import inference_pb2
 from headrace.protos.status import Reason, StatusError
 from tests.gateway import image_model
+from tests.gateway.batches.test_batches import Site, ended, jsonl, line, read, start
 from tests.gateway.image_model import BLUE, GREEN, MAX_BYTES, RED, b64, data_url, image_part, png
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -223,9 +225,7 @@ async def test_a_prompt_with_images_is_not_cut(view: Any, seer: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/v1/chat/completions", {"messages": [user({"type": "input_audio", "input_audio": {}})]}, "content[0].type"),
-        ("/v1/chat/completions", {"messages": [user({"type": "file", "file": {}})]}, "content[0].type"),
-        ("/v1/chat/completions", {"messages": [user({"type": "video_url", "video_url": {}})]}, "content[0].type"),
+        ("/v1/chat/completions", {"messages": [user({"type": "image_embeds"})]}, "content[0].type"),
         ("/v1/chat/completions", {"messages": [user({"type": "input_image", "file_id": "f"})]}, "content[0].file_id"),
         (
             "/v1/responses",
@@ -233,19 +233,9 @@ async def test_a_prompt_with_images_is_not_cut(view: Any, seer: Any) -> None:
             "input[0].content[0].file_id",
         ),
         (
-            "/v1/responses",
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
-            "input[0].content[0].type",
-        ),
-        (
             "/v1/messages",
             {"max_tokens": 5, "messages": [user({"type": "image", "source": {"type": "file", "file_id": "f"}})]},
             "messages[0].content[0].source: a source of type file is not supported",
-        ),
-        (
-            "/v1/messages",
-            {"max_tokens": 5, "messages": [user({"type": "document", "source": {"type": "base64", "data": "x"}})]},
-            "messages[0].content[0].source: a block of type document",
         ),
     ],
 )
@@ -253,6 +243,142 @@ async def test_what_is_no_image_is_refused_by_name(view: Any, path: str, body: A
     answer = await view.http.post(path, json={"model": "seeing", **body})
     assert answer.status_code == 400
     assert param in answer.text
+
+
+HEARD = "the model hears no audio; send a transcript of it as text"
+SEEN = "the model sees no videos; send single pictures of it as images"
+READ = "the server reads no files; send its text, or pictures of its pages as images"
+CONVERTED = "the image is neither PNG, JPEG, WebP nor GIF. Convert it to one of these"
+PDF, WAV, MP4 = b"%PDF-1.7\n", b"RIFF\x24\0\0\0WAVEfmt ", b"\0\0\0\x18ftypmp42"
+
+
+@pytest.mark.parametrize(
+    ("part", "remedy"),
+    [
+        ({"type": "input_audio", "input_audio": {"data": b64(WAV), "format": "wav"}}, HEARD),
+        ({"type": "audio_url", "audio_url": {"url": data_url(WAV, "audio/wav")}}, HEARD),
+        ({"type": "video_url", "video_url": {"url": data_url(MP4, "video/mp4")}}, SEEN),
+        ({"type": "file", "file": {"filename": "a.pdf", "file_data": data_url(PDF, "application/pdf")}}, READ),
+        ({"type": "file", "file": {"file_id": "file-1"}}, READ),
+        ({"type": "document", "document": {}}, READ),
+        ({"type": "image_url", "image_url": {"url": data_url(WAV, "audio/wav")}}, HEARD),
+        ({"type": "image_url", "image_url": {"url": data_url(MP4, "video/mp4")}}, SEEN),
+        ({"type": "image_url", "image_url": {"url": data_url(PDF, "application/pdf")}}, READ),
+        ({"type": "image_url", "image_url": {"url": data_url(PDF)}}, CONVERTED),
+    ],
+)
+async def test_other_media_of_chats_are_refused_with_what_to_send_instead(view: Any, part: Any, remedy: str) -> None:
+    for role in ("user", "system"):
+        answer = await chat(view, {"role": role, "content": [{"type": "text", "text": "a"}, part]})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"].startswith("messages[0].content[1]")
+        assert remedy in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name", "remedy"),
+    [
+        *(
+            (
+                "/v1/responses",
+                {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, part]}]},
+                "input[0].content[1].type",
+                remedy,
+            )
+            for part, remedy in (
+                ({"type": "input_file", "filename": "a.pdf", "file_data": data_url(PDF, "application/pdf")}, READ),
+                ({"type": "input_file", "file_url": "https://example.com/a.pdf"}, READ),
+                ({"type": "input_file", "file_id": "file-1"}, READ),
+                ({"type": "input_audio", "input_audio": {"data": b64(WAV), "format": "wav"}}, HEARD),
+            )
+        ),
+        *(
+            (
+                "/v1/messages",
+                {"max_tokens": 5, "messages": [user("a", {"type": "document", "source": source})]},
+                "messages[0].content[1].source",
+                READ,
+            )
+            for source in (
+                {"type": "base64", "media_type": "application/pdf", "data": b64(PDF)},
+                {"type": "url", "url": "https://example.com/a.pdf"},
+                {"type": "file", "file_id": "file_1"},
+            )
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 5,
+                "messages": [
+                    user("a", {"type": "image", "source": {"type": "base64", "media_type": "application/pdf"}})
+                ],
+            },
+            "messages[0].content[1].source.media_type",
+            "must be one of image/jpeg, image/png, image/gif, image/webp",
+        ),
+        ("/api/chat", {"messages": [{"role": "user", "images": [b64(PDF)]}]}, "messages[0].images[0]", CONVERTED),
+        ("/api/chat", {"messages": [{"role": "user", "images": [b64(WAV)]}]}, "messages[0].images[0]", CONVERTED),
+        ("/api/generate", {"prompt": "a", "images": [b64(MP4)]}, "images[0]", CONVERTED),
+        ("/api/generate", {"prompt": "a", "images": [data_url(PDF, "application/pdf")]}, "images[0]", READ),
+        ("/v2/models/seeing/generate", {"text_input": "a", "image": b64(PDF)}, "image[0]", CONVERTED),
+        ("/completion", {"prompt": "a", "multimodal_data": [b64(RED)]}, "multimodal_data", "/v1/chat/completions"),
+    ],
+)
+async def test_other_media_are_refused_with_what_to_send_instead(
+    view: Any, seer: Any, path: str, body: Any, name: str, remedy: str
+) -> None:
+    answer = await view.http.post(path, json={"model": "seeing", **body})
+    assert answer.status_code == 400
+    assert name in answer.text
+    assert remedy in answer.text
+    assert not seer.streams
+
+
+async def test_files_of_tools_are_notes(view: Any, seer: Any, kit: Any) -> None:
+    """In the order in which they stand beside texts and images."""
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "go"},
+        {"type": "function_call", "call_id": "c1", "name": "shot", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c1",
+            "output": [
+                {"type": "input_file", "file_id": "file-1"},
+                {"type": "input_image", "image_url": data_url(RED)},
+                {"type": "input_text", "text": "done"},
+            ],
+        },
+    ]
+    answer = await view.http.post("/v1/responses", json={"model": "seeing", "input": items})
+    assert answer.status_code == 200, answer.text
+    note = "[file: omitted, because this model cannot read it]"
+    assert f"tool\n{note}####done<|im_end|>" in shown(seer.streams[-1].request, kit)
+    assert answer.headers["x-headrace-ignored"] == "input.content.input_file"
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+async def test_lines_of_batches_have_images(seer: Any, kit_of_module: Any, tmp_path: Path) -> None:
+    def about(name: str, data: bytes, **fields: Any) -> dict[str, Any]:
+        return line(name, **{"model": "seeing", "messages": [user("a", image_part(data))], **fields})
+
+    lines = [about("red", RED), about("broken", b"GIF8"), about("blind", RED, model="reading"), about("green", GREEN)]
+    site = Site(kit_of_module, seer, tmp_path)
+    async with site.gateway() as gateway, site.client(gateway) as client:
+        batch = await ended(client, await start(client, jsonl(*lines)))
+        answers = await read(client, batch.output_file_id)
+        errors = await read(client, batch.error_file_id)
+    assert answers.keys() == {"red", "green"}
+    for row in answers.values():
+        assert row["response"]["body"]["usage"]["prompt_tokens_details"]["image_tokens"] == image_model.NUM_TOKENS
+    assert sorted(image.data for stream in seer.streams for image in stream.request.images) == sorted([RED, GREEN])
+    told = {name: row["response"]["body"]["error"] for name, row in errors.items()}
+    assert {name: error["param"] for name, error in told.items()} == dict.fromkeys(
+        ("broken", "blind"), "messages[0].content[1]"
+    )
+    assert "models that read images: 'seeing'" in told["blind"]["message"]
 
 
 # --- workers --------------------------------------------------------------------------------------------------------
