@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -22,6 +22,7 @@ from headrace.gateway.chat.request import ChatMessage
 from headrace.gateway.checks import MAX_ECHO_CHARS, invalid, optional_text_in, text_in, unsupported
 from headrace.gateway.hints import ignored
 from headrace.gateway.images.given import GivenImage, image_of_base64, image_of_url, part_of
+from headrace.gateway.images.refusal import remedy_for
 from headrace.gateway.text.seals import REASONING
 from headrace.protos.status import StatusError
 
@@ -32,6 +33,8 @@ _SKIPPED = "the model gets the texts, thoughts and calls of earlier answers"
 _UNTIL_NEXT_USER = "next_user_message"
 _OVERSIZED = "oversized_image"
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+_Piece: TypeAlias = tuple[str, str | GivenImage]
+"""A text or an image, and where the caller wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class _Reader:
         self._call_ids: set[str] = set()
         # Texts and images of the turn at the end, each with its place. They are joined only once, because there may be
         # as many as fit into a body.
-        self._pieces: list[tuple[str, str | GivenImage]] = []
+        self._pieces: list[_Piece] = []
         self._thoughts: list[str] = []
 
     def add(self, role: str, where: str, block: Any) -> None:
@@ -128,7 +131,8 @@ class _Reader:
         elif role == "user" and kind == "tool_result":
             self._tool_result(where, block)
         elif role == "user" and kind in _READABLE:
-            self._add_text(role, where, _READABLE[kind](where, block))
+            self._turn(role, where)
+            self._pieces += _READABLE[kind](where, block)
         elif role == "system" and kind in ("tool_addition", "tool_removal"):
             self._add_text(role, where, _tool_change(where, block, self._catalogue))
         elif role == "user" and kind == "compaction":
@@ -193,14 +197,14 @@ class _Reader:
         self._begin_turn(Turn(ChatMessage(role="tool", content="", tool_call_id=call_id), where))
         _fill(self.turns[-1], pieces)
 
-    def _result(self, where: str, content: Any) -> list[tuple[str, str | GivenImage]]:
+    def _result(self, where: str, content: Any) -> list[_Piece]:
         """The texts and images of a tool's result, with their places. Other blocks become notes, so that the chat can
         continue without them."""
         if isinstance(content, str):
             return [(where, content)]
         if not isinstance(content, list):
             raise invalid(where, f"{where} must be a text or a list of blocks")
-        pieces: list[tuple[str, str | GivenImage]] = []
+        pieces: list[_Piece] = []
         for position, block in enumerate(content):
             place = f"{where}[{position}]"
             kind = block.get("type") if isinstance(block, dict) else None
@@ -213,7 +217,7 @@ class _Reader:
             elif kind == "tool_reference":
                 pieces.append((place, self._catalogue.load(text_in(place, block, "tool_name"))))
             elif kind == "search_result" or (kind == "document" and _is_readable(block)):
-                pieces.append((place, _READABLE[kind](place, block)))
+                pieces += _READABLE[kind](place, block)
             else:
                 ignored(f"tool_result.{kind}", "the model cannot read it, and gets a note instead", is_known=False)
                 note = f"[The tool returned a block of type {kind[:MAX_ECHO_CHARS]}, which cannot be shown.]"
@@ -236,7 +240,7 @@ class _Reader:
         turn.tool_calls.append({"id": call_id, "type": "function", "function": function})
 
 
-def _fill(turn: Turn, pieces: Sequence[tuple[str, str | GivenImage]]) -> None:
+def _fill(turn: Turn, pieces: Sequence[_Piece]) -> None:
     """Give a turn its content: a text, or a list of parts if there are images."""
     if any(isinstance(piece, GivenImage) for _, piece in pieces):
         turn.images[:] = [place for place, _ in pieces]
@@ -328,41 +332,53 @@ def _tool_change(where: str, block: Mapping[str, Any], catalogue: Catalogue) -> 
 
 
 def _is_readable(block: Mapping[str, Any]) -> bool:
-    """Whether a document is text."""
+    """Whether a document is text, perhaps with images."""
     source = block.get("source")
     return isinstance(source, dict) and source.get("type") in ("text", "content")
 
 
-def _document(where: str, block: Mapping[str, Any]) -> str:
-    """A document of text with its title and context. Raises `StatusError` for one that is a file."""
+def _document(where: str, block: Mapping[str, Any]) -> list[_Piece]:
+    """A document of texts and images with its title and context. Raises `StatusError` for one that is a file."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(source, dict) or kind not in ("text", "content"):
         named = f"of type {kind[:MAX_ECHO_CHARS]}" if isinstance(kind, str) else "without a type"
         problem = f"{where}.source: a block of type document with a source {named} is not supported"
-        raise unsupported(f"{where}.source", f"{problem}: the model reads only text; send its text")
+        raise unsupported(f"{where}.source", f"{problem}: {remedy_for('document')}")
     if kind == "text":
-        body = text_in(f"{where}.source", source, "data")
+        body: list[_Piece] = [(where, text_in(f"{where}.source", source, "data"))]
+    elif isinstance(content := source.get("content"), list):
+        place = f"{where}.source.content"
+        body = [_piece_of_document(f"{place}[{position}]", part) for position, part in enumerate(content)]
     else:
-        body = _text(f"{where}.source.content", source.get("content"))
+        body = [(where, _text(f"{where}.source.content", content))]
     return _titled(where, block, ("title", "context"), body)
 
 
-def _search_result(where: str, block: Mapping[str, Any]) -> str:
-    return _titled(where, block, ("title", "source"), _text(f"{where}.content", block.get("content")))
+def _piece_of_document(where: str, block: Any) -> _Piece:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "text":
+        return where, text_in(where, block, "text")
+    if kind == "image":
+        return where, _image(where, block)
+    raise _not_supported(where, kind, "text and image")
+
+
+def _search_result(where: str, block: Mapping[str, Any]) -> list[_Piece]:
+    return _titled(where, block, ("title", "source"), [(where, _text(f"{where}.content", block.get("content")))])
 
 
 _READABLE = {"document": _document, "search_result": _search_result}
 
 
-def _titled(where: str, block: Mapping[str, Any], names: Sequence[str], body: str) -> str:
+def _titled(where: str, block: Mapping[str, Any], names: Sequence[str], body: Sequence[_Piece]) -> list[_Piece]:
     citations = block.get("citations")
     if isinstance(citations, dict) and citations.get("enabled"):
         ignored("citations", "answers do not cite their sources")
     lines = [
         f"{name.capitalize()}: {text_in(where, block, name)}" for name in names if block.get(name) not in (None, "")
     ]
-    return f"<{block['type']}>\n" + "\n".join([*lines, body]) + f"\n</{block['type']}>"
+    return [(where, "\n".join([f"<{block['type']}>", *lines])), *body, (where, f"</{block['type']}>")]
 
 
 # --- values ---------------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ _OPTIONS = [
     ("reasoning_effort", "think"),
     (r"(messages\[\d+\])\.reasoning_content", r"\1.thinking"),
     (r"(messages\[\d+\])\.content(?=\[)", r"\1.images"),
+    (r"messages\.content\.image_url", "messages.images"),
 ]
 CHAT_NAMES = FieldNames(_OPTIONS)
 """The names of a chat's fields here."""

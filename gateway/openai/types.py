@@ -179,5 +179,8 @@ def _image(where: str, kind: str, part: dict[str, Any]) -> GivenImage:
     given = part.get("image_url")
     if not isinstance(given, dict):
         return image_of_url(f"{where}.image_url", given, detail_of(f"{where}.detail", part.get("detail")))
-    detail = detail_of(f"{where}.image_url.detail", given.get("detail"))
+    if given.get("detail") is None:  # some clients write it beside the URL's object
+        detail = detail_of(f"{where}.detail", part.get("detail"))
+    else:
+        detail = detail_of(f"{where}.image_url.detail", given["detail"])
     return image_of_url(f"{where}.image_url.url", given.get("url"), detail)

@@ -13,7 +13,7 @@ from headrace.common.vision.family import Detail
 from headrace.common.vision.identity import FIRST_PSEUDO_TOKEN, digest, pseudo_tokens
 from headrace.protos import text_pb2, text_pb2_grpc
 from headrace.protos.inference_pb2 import IMAGE_DETAIL_HIGH, IMAGE_DETAIL_LOW, IMAGE_DETAIL_UNSPECIFIED
-from tests.gateway.image_model import BLUE, GREEN, RED, b64, data_url, files, image_part, png
+from tests.gateway.image_model import BLUE, GREEN, RED, b64, data_url, files, image_part, limits, png
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 IMAGE_ID = 264
@@ -65,6 +65,7 @@ async def test_images_stand_where_the_caller_put_them(view: Any, seer: Any, kit:
     answer = await chat(view, [text("first"), image_part(RED), text("then"), text("x"), image_part(GREEN)])
     assert answer.status_code == 200, answer.text
     assert shown(seer, kit) == (USER.format("first(0)then\nx(1)"), [RED, GREEN])
+    assert seer.streams[-1].request.image_view_pixels == limits().max_view_pixels
     usage = answer.json()["usage"]
     assert usage["prompt_tokens"] == len(seer.streams[-1].request.token_ids)
     assert usage["prompt_tokens_details"]["image_tokens"] == 8
@@ -73,6 +74,7 @@ async def test_images_stand_where_the_caller_put_them(view: Any, seer: Any, kit:
 async def test_a_chat_without_images_is_as_before(view: Any, seer: Any, kit: Any) -> None:
     answer = await chat(view, [text("a"), text("b")])
     assert shown(seer, kit) == (USER.format("a\nb"), [])
+    assert not seer.streams[-1].request.image_view_pixels
     assert "image_tokens" not in answer.json()["usage"]["prompt_tokens_details"]
 
 
@@ -89,6 +91,44 @@ async def test_a_chat_without_images_is_as_before(view: Any, seer: Any, kit: Any
 async def test_the_detail_is_passed_on(view: Any, seer: Any, detail: str | None, sent: int) -> None:
     await chat(view, [image_part(RED, detail=detail)])
     assert [image.detail for image in seer.streams[-1].request.images] == [sent]
+
+
+async def test_a_detail_may_stand_on_either_level(view: Any, seer: Any) -> None:
+    """Chats have it in the object of the URL, Responses beside it; clients of one send parts to the other."""
+    url = data_url(RED)
+    for part in (
+        {"type": "image_url", "image_url": {"url": url}, "detail": "low"},
+        {"type": "image_url", "image_url": url, "detail": "low"},
+        {"type": "image_url", "image_url": {"url": url, "detail": "low"}, "detail": "high"},
+        {"type": "input_image", "image_url": url, "detail": "low"},
+    ):
+        assert (await chat(view, [part])).status_code == 200
+    for given in ({"url": url, "detail": "low"}, {"url": url}):
+        part = {"type": "input_image", "image_url": given} | ({} if "detail" in given else {"detail": "low"})
+        body = {"model": "seeing", "input": [{"role": "user", "content": [part]}]}
+        answer = await view.http.post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        listed = (await view.http.get(f"/v1/responses/{answer.json()['id']}/input_items")).json()
+        assert listed["data"][0]["content"] == [{"type": "input_image", "image_url": url, "detail": "low"}]
+    details = [image.detail for stream in seer.streams for image in stream.request.images]
+    assert details == [IMAGE_DETAIL_LOW] * 6
+    answer = await chat(view, [{"type": "image_url", "image_url": {"url": url}, "detail": "medium"}])
+    assert answer.json()["error"]["param"] == "messages[0].content[0].detail"
+
+
+async def test_marks_for_the_cache_of_the_provider_change_nothing(view: Any, seer: Any, kit: Any) -> None:
+    mark, breakpoint_ = {"type": "ephemeral"}, {"mode": "explicit"}
+    answer = await chat(view, [{**image_part(RED), "cache_control": mark, "prompt_cache_breakpoint": breakpoint_}])
+    assert answer.status_code == 200, answer.text
+    part = {"type": "input_image", "image_url": data_url(RED), "prompt_cache_breakpoint": breakpoint_}
+    body: dict[str, Any] = {"model": "seeing", "input": [{"role": "user", "content": [part]}]}
+    assert (await view.http.post("/v1/responses", json=body)).status_code == 200
+    source = {"type": "base64", "media_type": "image/png", "data": b64(RED)}
+    block = {"type": "image", "source": source, "cache_control": mark}
+    body = {"model": "seeing", "max_tokens": 5, "messages": [{"role": "user", "content": [block]}]}
+    assert (await view.http.post("/v1/messages", json=body)).status_code == 200
+    assert len(seer.streams) == 3
+    assert len({tuple(stream.request.token_ids) for stream in seer.streams}) == 1
 
 
 async def test_choices_share_the_images(view: Any, seer: Any, kit: Any) -> None:
@@ -178,6 +218,34 @@ async def test_messages_take_images_in_turns_and_results(view: Any, seer: Any, k
     assert counted.json()["input_tokens"] == len(seer.streams[-1].request.token_ids)
 
 
+async def test_documents_of_messages_may_have_images(view: Any, seer: Any, kit: Any) -> None:
+    def document(data: bytes, **fields: Any) -> dict[str, Any]:
+        source = {"type": "base64", "media_type": "image/png", "data": b64(data)}
+        content = [text("It rains."), {"type": "image", "source": source}, text("It snows.")]
+        return {"type": "document", "source": {"type": "content", "content": content}, **fields}
+
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [document(RED, title="Log"), text("?")]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "Read", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [document(GREEN)]}]},
+    ]
+    body = {"model": "seeing", "max_tokens": 5, "messages": messages}
+    answer = await view.http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    prompt, images = shown(seer, kit)
+    assert images == [RED, GREEN]
+    assert "user\n<document>\nTitle: Log\nIt rains.(0)It snows.\n</document>\n?<|im_end|>" in prompt
+    assert "tool\n<document>\nIt rains.(1)It snows.\n</document><|im_end|>" in prompt
+    content = document(b"GIF8")["source"]["content"]
+    broken = {
+        "role": "user",
+        "content": [text("a"), {"type": "document", "source": {"type": "content", "content": content}}],
+    }
+    answer = await view.http.post("/v1/messages", json={**body, "messages": [broken]})
+    assert answer.status_code == 400
+    assert "messages[0].content[1].source.content[1]: the image is neither" in answer.text
+
+
 @pytest.mark.parametrize("transformations", [None, {}, {"oversized_image": "downsize"}, {"oversized_image": "error"}])
 async def test_messages_say_whether_images_may_be_reduced(view: Any, seer: Any, transformations: Any) -> None:
     """The model reads 28 x 28 pixels of the middle."""
@@ -228,6 +296,29 @@ async def test_ollama_takes_images_in_messages_and_prompts(view: Any, seer: Any,
         for name in ("seeing", "reading")
     }
     assert ("vision" in capabilities["seeing"], "vision" in capabilities["reading"]) == (True, False)
+
+
+async def test_ollama_takes_images_in_any_turn_of_the_user(view: Any, seer: Any, kit: Any) -> None:
+    messages = [
+        {"role": "system", "content": "see"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c", "images": [b64(RED)]},
+        {"role": "user", "images": [b64(GREEN), b64(BLUE)]},
+    ]
+    body = {"model": "seeing", "stream": False, "messages": messages}
+    answer = await view.http.post("/api/chat", json=body)
+    assert answer.status_code == 200, answer.text
+    prompt, images = shown(seer, kit)
+    assert images == [RED, GREEN, BLUE]
+    assert "user\n(0)c<|im_end|>\n<|im_start|>user\n(1)(2)<|im_end|>" in prompt
+    messages[-1]["images"] = [b64(GREEN), b64(b"%PDF-1.7")]
+    answer = await view.http.post("/api/chat", json=body)
+    assert answer.json()["error"].startswith("messages[4].images[1]: the image is neither PNG, JPEG, WebP nor GIF")
+    messages[2]["images"] = [b64(RED)]
+    messages.pop()
+    answer = await view.http.post("/api/chat", json=body)
+    assert answer.headers["x-headrace-ignored"] == "messages.images", "the model does not read its own turns' images"
 
 
 async def test_grpc_takes_parts(view: Any, seer: Any, kit: Any) -> None:
