@@ -107,7 +107,7 @@ def _path_of(word: str) -> str | None:
 def _content(path: str, kind: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # a name with a null byte, too
         problem = (isinstance(error, OSError) and error.strerror) or error
         raise CommandError(f"the {kind} {path} cannot be read: {problem}") from None
 

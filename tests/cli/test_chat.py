@@ -215,6 +215,18 @@ def test_a_file_that_is_no_image_is_refused_by_name(server: ChatServer, tmp_path
     result = chat(server, f"/image {tmp_path}/none.png\n")
     assert "none.png cannot be read: No such file" in result.stderr
     assert "needs the name of an image file" in chat(server, "/image\n").stderr
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "photo.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64))
+    for name, problem in (
+        ("", "cannot be read: Is a directory"),
+        ("empty.png", "empty.png: the image is empty"),
+        ("photo.heic", "photo.heic: the image is neither PNG, JPEG, WebP nor GIF. Convert it"),
+        ("none.png", "none.png cannot be read: No such file"),
+        ("nul\0.png", "cannot be read: embedded null byte"),
+    ):
+        for lines, options in (("abc\n", ("--image", f"{tmp_path}/{name}")), (f"/image {tmp_path}/{name}\n", ())):
+            result = chat(server, lines, *options)
+            assert problem in result.stderr, (name, options)
     assert server.asked == []
 
 
