@@ -20,6 +20,7 @@ from headrace.worker.request.stop_texts import StopTexts
 from tests.worker.beam_reference import Answer, log_softmax, search
 from tests.worker.conftest import BLOCK_SIZE, RANDOM_STEPS, VOCAB_SIZE, EngineUnderTest, make_engine
 from tests.worker.fake_runner import FakeRunner, next_token
+from tests.worker.images import Picture, prompt_of, ready
 
 STOPS = frozenset({3, 5})
 STOPPING = {False: EarlyStopping.HEURISTIC, True: EarlyStopping.ALWAYS, "never": EarlyStopping.NEVER}
@@ -104,6 +105,22 @@ def test_answers_are_those_of_a_plain_search(width: int, early_stopping: bool | 
     request = ask(engine, PROMPT, width, **options)
     engine.run()
     check(engine, request, right(PROMPT, width, **options))
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_beams_behind_images_see_them(is_whole: bool) -> None:
+    """In chunks or whole, beside a search over another image, and again from the cache."""
+    engine = dense(max_num_seqs=8, max_num_batched_tokens=16)
+    prompts = [prompt_of([1, 2, 3], Picture(number, 17), [4, 5], Picture(9, 6), [6]) for number in (1, 2)]
+    for _ in range(2):
+        requests = []
+        for prompt in prompts:
+            tokens, images = ready(prompt, is_whole=is_whole)
+            requests.append(ask(engine, tokens, 3, images=images))
+        engine.run()
+        for prompt, request in zip(prompts, requests, strict=True):
+            check(engine, request, right(prompt.token_ids, 3))
+    assert all(request.num_cached_tokens >= 20 for request in requests)
 
 
 @pytest.mark.parametrize("num_prompt", [1, 2, 3, 4, 5, 8, 9])

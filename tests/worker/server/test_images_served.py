@@ -15,8 +15,9 @@ import pytest
 from headrace.common.telemetry.span import Span
 from headrace.protos.inference_pb2 import SamplingParams
 from headrace.protos.status import Reason, StatusError, error_of
+from headrace.protos.worker_pb2 import DrainRequest
 from headrace.worker.engine import mailbox, pacing
-from headrace.worker.engine.encoding import Encoding
+from headrace.worker.engine.encoding import RETRY_AFTER_S, Encoding
 from headrace.worker.engine.mailbox import Mailbox
 from headrace.worker.engine.stages import Stages
 from headrace.worker.engine.watchdog import Verdict, Watchdog
@@ -130,6 +131,59 @@ async def test_a_caller_that_hangs_up_frees_everything_and_stops_the_encoding() 
             await task
         await served.until_clean()
         assert served.worker.under_test.scheduler.stats.requests_cancelled == 1
+
+
+async def test_of_two_callers_with_one_image_either_may_hang_up_while_it_is_encoded() -> None:
+    for leaver in (0, 1):
+        async with with_images() as served:
+            calls = []
+            for _ in range(2):
+                calls.append(served.ask(RED))
+                await served.worker.until(lambda: served.worker.hub.load().num_encoding == len(calls))  # noqa: B023
+            calls.pop(leaver).cancel()
+            await served.worker.until(lambda: served.worker.hub.load().num_encoding == 1)
+            assert len(served.encoder.queue) == 1, "the other one still needs it"
+            served.work()
+            (stays,) = calls
+            assert [token async for response in stays for token in response.token_ids] == expected_tokens(
+                PROMPT, 6, VOCAB_SIZE
+            )
+            assert len(served.encoder.seen) == 1
+            await served.until_clean()
+
+
+async def test_two_callers_with_one_image_are_told_that_nothing_encodes_it_now_and_may_ask_again() -> None:
+    async with with_images() as served:
+        told = [asyncio.create_task(served.tokens(RED)) for _ in range(2)]
+        await served.worker.until(lambda: served.worker.hub.load().num_encoding == 2)
+        served.encoder.fail("it does not start", Reason.NO_CAPACITY)
+        served.bell.ring()
+        for task in told:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await task
+            error = error_of(caught.value)
+            assert (error.reason, error.retry_after_s) == (Reason.NO_CAPACITY, RETRY_AFTER_S)
+        again = asyncio.create_task(served.tokens(RED))
+        await served.worker.until(lambda: len(served.encoder.queue) == 1)
+        served.work()
+        assert await again == expected_tokens(PROMPT, 6, VOCAB_SIZE)
+        await served.until_clean()
+
+
+async def test_a_drain_waits_for_an_image_that_is_encoded_and_its_answer() -> None:
+    async with with_images() as served:
+        answered = asyncio.create_task(served.tokens(RED))
+        await served.worker.until(lambda: len(served.encoder.queue) == 1)
+        drained = asyncio.ensure_future(served.worker.worker.Drain(DrainRequest()))
+        await served.worker.until(lambda: served.worker.hub.draining)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.tokens(DARK)
+        assert error_of(caught.value).reason is Reason.DRAINING
+        assert not drained.done()
+        served.work()
+        assert await answered == expected_tokens(PROMPT, 6, VOCAB_SIZE)
+        assert (await drained).num_running == 0
+        await served.until_clean()
 
 
 async def test_a_deadline_ends_a_request_whose_image_hangs() -> None:
