@@ -60,6 +60,7 @@ def environment(system: Serve, tmp_path_factory: pytest.TempPathFactory) -> dict
         "HEADRACE_TEST_SWAPPED": other.reference,
         "PYTHONPATH": str(ROOT),
         "LANGSMITH_TRACING": "false",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "DO_NOT_TRACK": "1",
     }
 

@@ -1,9 +1,9 @@
-"""anthropic-python with images: messages, streams, results of tools, counts."""
+"""anthropic-python with images: messages, streams, documents, results of tools, counts, refusals."""
 
 import anthropic
 
 from tests.e2e.clients.pictures import BASE64, QUESTION, RIGHT, SWAPPED
-from tests.e2e.clients.target import BASE_URL, MODEL
+from tests.e2e.clients.target import BASE_URL, MODEL, refusal
 
 
 def main() -> None:
@@ -33,6 +33,17 @@ def main() -> None:
             ],
         )
         assert shown.input_tokens > 32
+        document = {"type": "document", "source": {"type": "content", "content": blocks}}
+        messages = [{"role": "user", "content": [document]}]
+        assert client.messages.count_tokens(model=MODEL, messages=messages).input_tokens > 32
+    for source, problem in (
+        ({"type": "url", "url": "https://example.com/a.png"}, "the server fetches no images"),
+        ({"type": "file", "file_id": "file_1"}, "a source of type file is not supported; send the image as base64"),
+    ):
+        messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        asked = {"model": MODEL, "messages": messages, "max_tokens": 8}
+        error = refusal(anthropic.BadRequestError, lambda asked=asked: client.messages.create(**asked))
+        assert problem in str(error)
 
 
 main()

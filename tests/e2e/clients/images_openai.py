@@ -1,4 +1,4 @@
-"""openai-python with images: chats, streams and responses."""
+"""openai-python with images: chats, streams and responses; and with what is refused by name."""
 
 import openai
 
@@ -28,6 +28,17 @@ def main() -> None:
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]}]
     error = refusal(openai.BadRequestError, lambda: client.chat.completions.create(model=MODEL, messages=messages))
     assert "messages[0].content[0]: the server fetches no images" in str(error)
+    pdf = "data:application/pdf;base64,JVBERi0xLjc="
+    for part, name in (
+        ({"type": "input_image", "file_id": "file-1", "detail": "auto"}, "file_id"),
+        ({"type": "input_file", "filename": "a.pdf", "file_data": pdf}, "type"),
+    ):
+        asked = {"model": MODEL, "input": [{"role": "user", "content": [part]}]}
+        error = refusal(openai.BadRequestError, lambda asked=asked: client.responses.create(**asked))
+        assert error.param == f"input[0].content[0].{name}"
+    messages = [{"role": "user", "content": [{"type": "file", "file": {"filename": "a.pdf", "file_data": pdf}}]}]
+    error = refusal(openai.BadRequestError, lambda: client.chat.completions.create(model=MODEL, messages=messages))
+    assert "the server reads no files; send its text, or pictures of its pages as images" in str(error)
 
 
 main()
