@@ -11,6 +11,7 @@ import click
 import uvloop
 
 from headrace.common.aliases import Aliases, parse_aliases
+from headrace.common.commands import told
 from headrace.common.flags import FiniteRange, cluster_options, observation_options
 from headrace.common.kubernetes.services import is_service, service_of
 from headrace.common.parser_names import (
@@ -228,6 +229,8 @@ def main() -> None:
     """Run the command; exit status 2 and one sentence on standard error if the flags are wrong."""
     try:
         command.main(prog_name="headrace gateway", standalone_mode=False)
+    except click.UsageError as error:
+        sys.exit(told(error))
     except (click.ClickException, CannotServeError, EdgeSettingsError, TracingUnavailableError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         click.echo(f"error: {message}", err=True)

@@ -21,6 +21,7 @@ from typing import Any
 import click
 import uvloop
 
+from headrace.common.commands import told
 from headrace.common.flags import FiniteRange, cluster_options, membership_options, observation_options
 from headrace.common.kubernetes.cluster import Cluster, ClusterError
 from headrace.common.kubernetes.services import is_service, service_of
@@ -406,6 +407,8 @@ def main() -> None:
     """Run the command; exit status 2 and one sentence on standard error if the flags are wrong."""
     try:
         command.main(prog_name="headrace router", standalone_mode=False)
+    except click.UsageError as error:
+        sys.exit(told(error))
     except click.ClickException as error:
         click.echo(f"error: {error.format_message()}", err=True)
         sys.exit(2)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 import uvloop
 
+from headrace.common.commands import told
 from headrace.common.flags import FiniteRange, membership_options, observation_options
 from headrace.common.host_memory import GIB
 from headrace.common.kernel_files import cpu_quota
@@ -362,6 +363,8 @@ def main() -> None:
     """Run the command. If the flags are wrong, print one sentence and exit with status 2."""
     try:
         command.main(prog_name="headrace worker", standalone_mode=False)
+    except click.UsageError as error:
+        sys.exit(told(error))
     except click.ClickException as error:
         click.echo(f"error: {error.format_message()}", err=True)
         sys.exit(2)

@@ -241,7 +241,7 @@ def _after(ids: list[str], after: str | None) -> list[str]:
     if after is None:
         return ids
     if after not in ids:
-        raise invalid("after", "after: there is nothing of this id")
+        raise invalid("after", "after: there is no file or batch with this id; take an id from the list")
     return ids[ids.index(after) + 1 :]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -167,6 +168,17 @@ def test_an_unknown_shell_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_mistyped_word_gets_the_nearest_one_in_one_style(args: list[str], said: str) -> None:
     assert CliRunner().invoke(cli, args, prog_name="headrace").output == said
+
+
+@pytest.mark.parametrize(("role", "option"), [("gateway", "--router"), ("router", "--listen"), ("worker", "--model")])
+def test_a_role_without_a_required_flag_names_it_and_its_help(
+    role: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [role])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"headrace.{role}.__main__").main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: missing option '{option}'; see headrace {role} --help\n"
 
 
 def test_a_role_has_the_same_style(capsys: pytest.CaptureFixture[str]) -> None:
