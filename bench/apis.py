@@ -229,7 +229,7 @@ _NOTHING = Piece(is_of_answer=False)
 
 
 class Responses(_OpenAI):
-    """POST /v1/responses. Responses are not stored."""
+    """The API of POST /v1/responses. Responses are not stored."""
 
     _reasons = {"max_output_tokens": "length"}  # noqa: RUF012
     _deltas = frozenset({"response.output_text.delta", "response.reasoning_text.delta"})

@@ -1,6 +1,5 @@
-"""What is asked: conversations of one turn or several, made up or read from files.
-
-A made-up prompt has exactly as many tokens as it should, if there is a tokenizer to count them (`texts`).
+"""What is asked: conversations of one turn or several, generated or read from files. A generated prompt has exactly the
+requested number of tokens, if there is a tokenizer to count them (`texts`).
 """
 
 from __future__ import annotations

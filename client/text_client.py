@@ -240,7 +240,8 @@ class TextClient:
         model: str = "",
         truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
-        """The scores of pairs of texts: of one first text with each second one, or of as many with as many."""
+        """The scores of pairs of texts: of one first text with each second one, or of two lists of the same length,
+        pair by pair."""
         request = text_pb2.ScoreRequest(
             model=model,
             first_texts=[first] if isinstance(first, str) else first,

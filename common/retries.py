@@ -88,7 +88,7 @@ class Attempts:
         self.num_in_vain = 1 if progressed else self.num_in_vain + 1
 
     def refused(self) -> None:
-        """Record that the peer refused the request, and that another one is asked."""
+        """Record that the peer refused the request, and that another peer is tried."""
         self.number += 1
         self.num_failed += 1
 

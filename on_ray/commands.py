@@ -61,7 +61,7 @@ def worker_spec(
 
 
 def worker_id(node: Node, claim: Claim) -> str:
-    """The name of the worker at these places, the same for each that is there."""
+    """The name of the worker at these places. A later worker at the same places has the same name."""
     return f"{node.name}/numa-{'+'.join(map(str, claim.numbers))}"
 
 

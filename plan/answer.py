@@ -37,7 +37,7 @@ class Answer:
     is_judged: bool = False
     """Whether the number of hosts was given."""
     needed: Trial | None = None
-    """If the given hosts are too few: the trial of as many as are enough, if there is such a number."""
+    """If the given hosts are too few: the trial of the smallest number that is enough; None if none is."""
 
     @property
     def hosts(self) -> int:

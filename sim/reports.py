@@ -51,7 +51,7 @@ class _Outbox:
 
 
 class _Followed(NamedTuple):
-    """The run that gives a worker's latest load: its report with this number."""
+    """The run that determines a worker's latest load, and the number of its report in the run."""
 
     run: DecodeRun
     report: int

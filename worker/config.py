@@ -90,7 +90,7 @@ class WorkerConfig:
     max_image_pixels: int | None
     """The most pixels that a model sees of an image, if it takes images in their own size."""
     image_threads: int | None
-    """Threads that encode images; None: as many as compute."""
+    """Threads that encode images; None: as many as `threads`."""
     image_cache_gb: float
     """Memory for the states of images, in GiB."""
     role: str

@@ -62,7 +62,7 @@ FLAGS = Section(
 
 
 def outputs(flags: Mapping[str, Any]) -> Outputs:
-    """What is written, and where."""
+    """The outputs of a run: what is written, and where."""
     asks = ("save_result", "save_detailed", "append_result", "result_filename")
     return Outputs(
         is_saved=any(flags[name] for name in asks),

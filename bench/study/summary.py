@@ -106,7 +106,7 @@ def _field(run: Run, name: str) -> str:
 
 
 def _place(finished: Finished, across: str) -> float | None:
-    """Where a run stands on the horizontal axis. All at once stands at what was served."""
+    """The position of a run on the horizontal axis. A run with all requests at once is at the rate that was served."""
     run = finished.run
     if across == "rate_name":
         return run.rate if run.rate_name != "inf" else None

@@ -269,7 +269,7 @@ class Checkpoint:
         return self._of_groups(layer) if layer + _QWEIGHT in self._files else self._compressed(layer)
 
     def _of_groups(self, layer: str) -> Packed:
-        """A layer of AWQ or GPTQ."""
+        """The weights of a layer in the format of AWQ or GPTQ."""
         num_bits = int(self._options["bits"])
         packed, zeros = (self._tensor(layer + part).numpy() for part in (_QWEIGHT, _QZEROS))
         scales = self._scales(layer + _SCALES)

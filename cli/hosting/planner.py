@@ -59,7 +59,7 @@ class ModelView:
 @dataclass(frozen=True, slots=True)
 class Rules:
     """A model stays for `stay_s` after it was loaded, so that the requests that waited for it arrive. A request waits
-    `patience_s` before a busy model gives way, and a busy model keeps its place for `turn_s`."""
+    `patience_s` before a busy model is unloaded for it, and a busy model stays loaded for at least `turn_s`."""
 
     stay_s: float = 2.0
     patience_s: float = 5.0

@@ -1,4 +1,4 @@
-"""`headrace pull`: put a model into the cache from any source, complete or not at all."""
+"""`headrace pull`: puts a model into the cache from any source, either completely or not at all."""
 
 from __future__ import annotations
 

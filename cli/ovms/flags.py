@@ -1,4 +1,4 @@
-"""The flags of OVMS's command, `ovms`, and what becomes of each in `headrace ovms`."""
+"""The flags of OVMS's command `ovms`, and how `headrace ovms` treats each."""
 
 from __future__ import annotations
 

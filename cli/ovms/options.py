@@ -1,4 +1,4 @@
-"""Every option of OVMS's graphs and of its configuration file, and what becomes of it here.
+"""Every option of OVMS's graphs and of its configuration file, and how headrace treats it.
 
 An option is applied, named or refused. A named option has no effect on answers: its model is served, and one line tells
 the operator what to use instead. A refused option would change answers, or needs what headrace does not have: its model
@@ -30,7 +30,7 @@ class OptionError(Exception):
 
 
 class Fate(enum.Enum):
-    """What becomes of an option."""
+    """How headrace treats an option."""
 
     APPLIED = "applied"
     NAMED = "named"

@@ -362,7 +362,7 @@ class BatchRunner:
             wait_s = min(2 * wait_s, _MOST_WAIT_S)
 
     async def _answered(self, record: BatchRecord, body: bytes) -> Answer:
-        """The answer to a request, after as many attempts as it takes to find room for it."""
+        """The answer to a request, which is tried again until there is room for it."""
         endpoint = self._endpoints[record.endpoint]
         wait_s = _LEAST_WAIT_S
         num_tries = 0

@@ -91,7 +91,7 @@ def without_others(numbers: SamplingNumbers, order: Order) -> SamplingNumbers:
 
 
 def check_breakers(breakers: Iterable[str] | None) -> None:
-    """Raise `StatusError` for texts that cannot be looked for."""
+    """Raise `StatusError` for texts that cannot be sequence breakers."""
     given = list(breakers or ())
     if len(given) > MAX_BREAKERS:
         raise invalid("dry_sequence_breakers", f"dry_sequence_breakers takes at most {MAX_BREAKERS} texts")

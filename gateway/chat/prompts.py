@@ -120,7 +120,7 @@ class _Rendered(NamedTuple):
 
 
 class SpecialTokensInText(enum.StrEnum):
-    """Where the text of a special token in what callers write becomes the token."""
+    """Where in the texts of callers the text of a special token becomes the token."""
 
     NEVER = "never"
     PROMPTS = "prompts"

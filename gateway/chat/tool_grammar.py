@@ -107,7 +107,7 @@ class _Writer:
         return self._markers is not None and self._markers.search(text) is not None
 
     def split(self, text: str) -> tuple[str, str]:
-        """Markup with a special token: what is in front of the token, and the rest."""
+        """Markup with a special token: the text before the token, and the rest."""
         assert self._markers is not None
         found = self._markers.search(text)
         assert found is not None

@@ -27,8 +27,8 @@ class TextsToEmbed:
     model: str
     texts: Sequence[Text]
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens of the beginning of a longer text, special tokens included; -1: as many as the model takes.
-    None: a text that is too long is refused."""
+    """Truncate a longer text to this many tokens, special tokens included; -1: to the model's maximum. None: a text
+    that is too long is refused."""
     priority: int = 0
     field: str = "input"
 
@@ -44,7 +44,7 @@ class PairsToScore:
     document_fields: Sequence[str]
     field: str
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens of a longer pair by truncating its document; -1: as many as the model takes."""
+    """Truncate the document of a longer pair, so that the pair has this many tokens; -1: the model's maximum."""
     max_tokens_per_doc: int | None = None
     """Keep this many tokens of the beginning of a longer document."""
     priority: int = 0

@@ -81,7 +81,7 @@ class Inference:
     prefixed: bool
     """Whether a text begins with its prompt."""
     images: Sequence[GivenImage] = ()
-    """The images in front of the only text."""
+    """The images before the only text."""
 
     def chat(self, model: str) -> Chat:
         """A request with images as a chat with a model."""

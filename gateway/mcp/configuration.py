@@ -56,7 +56,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A server at a URL, and what it is shown."""
+    """A server at a URL, and the credentials that it is sent."""
 
     url: str
     headers: Headers = field(default=())

@@ -205,7 +205,7 @@ def _chat_message(position: int, message: OllamaMessage) -> ChatMessage:
 
 
 def _with_images(name: str, images: Sequence[Any] | None, text: str) -> str | list[dict[str, Any]]:
-    """The content of a message with these images in front of its text. `name` is their field. Raises `StatusError`."""
+    """The content of a message with these images before its text. `name` is their field. Raises `StatusError`."""
     if not images:
         return text
     parts = [part_of(image_of_base64(f"{name}[{i}]", image)) for i, image in enumerate(images)]

@@ -211,7 +211,7 @@ class FleetAdapters:
 
 
 async def _until_reported(link: WorkerLink, adapter: worker_pb2.Adapter) -> None:
-    """Wait until a report of the worker has the adapter that it has loaded: requests are placed by reports."""
+    """Wait until a report of the worker has the adapter that it has loaded, because requests are placed by reports."""
     until_s = time.monotonic() + _REPORT_TIMEOUT_S
     while link.state is not LinkState.UNREACHABLE and time.monotonic() < until_s:
         known = link.adapters.find(adapter.name)

@@ -90,8 +90,8 @@ class _Slots:
 
 
 class AdapterLibrary:
-    """Adapters by name, at most as many in memory as `runner.adapters` has slots. The reader writes to that memory. For
-    one event loop; `load_now` may be called before there is one."""
+    """Adapters by name. The number in memory is at most the number of slots of `runner.adapters`. The reader writes to
+    that memory. For one event loop; `load_now` may be called before there is one."""
 
     def __init__(self, runner: Runner, reader: Reader) -> None:
         assert runner.adapters is not None, "the runner has memory for adapters"

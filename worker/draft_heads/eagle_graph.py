@@ -91,7 +91,7 @@ class _Builder:
         return self._layer(residual, both)
 
     def _layer(self, residual: ov.Output, states: ov.Output) -> ov.Output:
-        """Attention of `states`, added to `residual`, and what the MLP makes of them, added too."""
+        """The layer: attention of `states`, added to `residual`, then the output of the MLP, added too."""
         attended = opset13.add(residual, self._product(self._attention(states), "self_attn.o_proj")).output(0)
         fed = self._feed_forward(self._norm(attended, "post_attention_layernorm"))
         return opset13.add(attended, fed).output(0)

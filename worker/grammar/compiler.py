@@ -360,7 +360,7 @@ def _tried(tokenizer: Any, source: ConstraintSource) -> tuple[Any, str]:
 
 
 def _place_at_fault(tokenizer: Any, source: ConstraintSource) -> str:
-    """Where in a schema the fault is, such as "args_0 at #/properties/a: "; empty if that cannot be told."""
+    """Where in a schema the fault is, such as "args_0 at #/properties/a: "; empty if that is unknown."""
 
     def is_supported(schema: str) -> bool:
         return not _tried(tokenizer, ConstraintSource("json_schema", (schema,)))[1]

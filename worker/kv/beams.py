@@ -1,7 +1,7 @@
 """The blocks of beam searches.
 
-The full blocks of the prompt are in the request's table, once for all beams. Behind them, each beam has a tail of
-blocks. Beams that begin alike hold the same blocks, each with a reference of its own:
+The full blocks of the prompt are in the request's table, once for all beams. After them, each beam has a tail of
+blocks. Beams with a common beginning hold the same blocks, each with its own reference:
 
     table of the request   [p0 p1 | a  b]        prompt, tail of the first beam
     tails of the others           | a  c         shares a

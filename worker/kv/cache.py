@@ -324,8 +324,8 @@ class KVCache:
     def take_offered(
         self, offered: Sequence[ChainedBlock], count_spare: Callable[[], int]
     ) -> tuple[Held, list[Wanted]]:
-        """Take blocks for those that another worker offers, as many as `count_spare` allows when the cached blocks in
-        front of them are held, and slots for their parts as far as there are any to spare. Each offered block must come
+        """Take blocks for those that another worker offers, as many as `count_spare` allows when the cached blocks
+        before them are held, and slots for their parts as far as there are any to spare. Each offered block must come
         after its predecessor, unless that is in the cache."""
         missing: dict[int, ChainedBlock] = {}
         held: dict[int, None] = {}

@@ -40,8 +40,8 @@ def fingerprint_of(model_dir: Path, threads: int) -> str:
 
 
 def outline_of(model_dir: Path) -> str:
-    """What tells most models apart without their weights being read: SHA-256 over the networks and the sizes of their
-    weights, in hex. Raises OSError."""
+    """A hash that distinguishes most models without reading their weights: SHA-256 over the networks and the sizes of
+    their weights, in hex. Raises OSError."""
     digest = sha256()
     for network in (*networks_in(model_dir), *vision_networks_in(model_dir)):
         digest.update(network.read_bytes())

@@ -1,4 +1,4 @@
-"""Cuts a model with PagedAttention between its layers, and makes of it what one stage of a pipeline computes.
+"""Cuts a model with PagedAttention between its layers into the graph of one stage of a pipeline.
 
     stage 0        tokens -> embeddings -> layers 0 ..                            hidden states of all tokens ->
     stages between       -> hidden states -> layers                               hidden states of all tokens ->

@@ -38,7 +38,7 @@ def num_parts(batch: Batch) -> int:
 
 
 def parts_of(batch: Batch, count: int, block_size: int) -> Sequence[Part]:
-    """`count` parts with as many tokens each. The copies of blocks are with the first."""
+    """`count` parts with equal numbers of tokens. The first part has the copies of blocks."""
     if count == 1:
         return [Part(batch, np.arange(len(batch.sampled_tokens_indices)))]
     return list(_parts_of(batch, count, block_size))

@@ -44,7 +44,7 @@ class ThinkingBudget:
 
 
 class EarlyStopping(enum.Enum):
-    """When a beam search ends that has as many hypotheses as beams. Values are those of the protocol's enum."""
+    """When a beam search ends, once it has as many hypotheses as beams. Values are those of the protocol's enum."""
 
     HEURISTIC = 0
     ALWAYS = 1

@@ -1,5 +1,5 @@
-"""The images of a request at the door: checks them against the worker's bounds, and the prompt's pseudo tokens against
-the images. Nothing of an image is decoded here."""
+"""Validates the images of a request: checks them against the worker's bounds, and the prompt's pseudo tokens against
+the images. No image is decoded here."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Images(NamedTuple):
 
 
 class ImageDesk:
-    """Reads the images of requests. `images` is None for a model of text. `on_refusal` gets a word for the reason of
-    each refusal. Any thread may call it."""
+    """Reads the images of requests. `images` is None for a model of text. `on_refusal` is called with one word for the
+    reason of each refusal. Any thread may call it."""
 
     def __init__(
         self, model: str, images: Images | None, on_refusal: Callable[[str], None] = lambda label: None

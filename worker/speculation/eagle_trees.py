@@ -129,7 +129,7 @@ class EagleTrees(EagleModel):
         return [self._proposal(growth) for growth in growths]
 
     def _growth(self, asked: Asked, shadow: Request, spare: Iterator[int]) -> _Growth:
-        """A tree without tokens, with as many paths as there are spare blocks for."""
+        """A tree without tokens. The number of its paths is limited by the spare blocks."""
         shadows = [shadow]
         count = blocks_of_path(self._shape.depth, self._runner.block_size)
         if not shadow.sampling.has_penalties:

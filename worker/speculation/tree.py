@@ -30,7 +30,7 @@ LEVEL_PRIORS = (*_BY_CONFIDENCE, *_BY_NUMBER)
 
 class TreeShape(NamedTuple):
     """Trees have at most `num_tokens` tokens on paths of up to `depth`. After each of the `top_k` best tokens of a
-    depth, as many are proposed."""
+    depth, `top_k` tokens are proposed."""
 
     num_tokens: int
     depth: int

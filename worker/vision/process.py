@@ -156,8 +156,8 @@ class EncoderProcess:
             self._end(batch)
 
     def _next_batch(self) -> list[EncodeJob] | None:
-        """Wait for images, and take those to be encoded together. An image that was tried before is alone. None to
-        stop."""
+        """Wait for images, and return those to encode together. An image whose encoding has failed before is alone.
+        None means stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closed)
             if self._is_closed:
@@ -206,8 +206,8 @@ class EncoderProcess:
             self._try_again(batch, Reason.INVALID_FIELD, ENDED_TWICE)
 
     def _try_again(self, batch: list[EncodeJob], reason: Reason, problem: str) -> None:
-        """After a failure: queue images again, each alone, in front of others. One that was alone and hung, or that has
-        been tried before, fails."""
+        """After a failure: queue images again, each alone, before others. An image that hung while it was alone, or
+        that has been tried before, fails."""
         is_last = len(batch) == 1 and (reason is Reason.INTERNAL or batch[0].num_tries > 0)
         for job in batch:
             job.num_tries += 1

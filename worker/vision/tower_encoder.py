@@ -1,4 +1,4 @@
-"""The image encoder of a model: what its family and its vision tower make of the files of images."""
+"""The image encoder of a model: decodes and resizes image files as its family does, and runs its vision tower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasoning between a pair of tags in front of the answer: <think>...</think>."""
+"""Reasoning between a pair of tags before the answer: <think>...</think>."""
 
 from __future__ import annotations
 

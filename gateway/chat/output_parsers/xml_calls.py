@@ -45,10 +45,10 @@ class XmlCalls:
     closing: str
     """The tags around calls; empty if there are none."""
     call: str
-    """The tag of a call in front of its name."""
+    """The tag of a call, before its name."""
     call_end: str
     parameter: str
-    """The tag of an argument in front of its name."""
+    """The tag of an argument, before its name."""
     parameter_end: str
     markers: tuple[str, ...] = ()
     """What may be special tokens."""
