@@ -430,6 +430,7 @@ def compile_ranks(
         has_parts=config.trims_windows,
         max_adapters=config.max_adapters,
         most_tokens=config.max_num_batched_tokens or DEFAULT_TOKENS,
+        hangs_after_s=config.stuck_after_s,
         on_lost=end_process,
     )
 

@@ -97,4 +97,12 @@ def compile_stage(
     }
     if not config.rank_cpus:
         return OpenVINOModelRunner(config.model_dir, **asked)
-    return GroupRunner(config.model_dir, config.rank_cpus, most_tokens=DEFAULT_TOKENS, on_lost=on_lost, **asked)
+    hangs_after_s = config.stuck_after_s
+    return GroupRunner(
+        config.model_dir,
+        config.rank_cpus,
+        most_tokens=DEFAULT_TOKENS,
+        hangs_after_s=hangs_after_s,
+        on_lost=on_lost,
+        **asked,
+    )

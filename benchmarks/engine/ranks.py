@@ -63,6 +63,7 @@ def ranks(model_dir: Path, cpus: list[int]) -> OpenVINOModelRunner:
         max_context_tokens=NUM_BLOCKS,
         speculates=False,
         most_tokens=1024,
+        hangs_after_s=60.0,
         on_lost=lambda reason: os._exit(70) if reason else None,
     )
 

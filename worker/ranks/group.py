@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +36,9 @@ from headrace.worker.ranks.messages import (
     Allocate,
     Allocated,
     Compiled,
-    LinkClosedError,
     MovedAdapters,
     Setup,
     StageLayers,
-    receive,
     send,
 )
 from headrace.worker.ranks.rank import Rank
@@ -52,7 +48,6 @@ from headrace.worker.sampling.reduction import run_length
 
 # Rows of logits for which there is room in a step, besides those for its tokens.
 _SPARE_ROWS = 4096
-_Message = TypeVar("_Message")
 
 
 class GroupRunner(OpenVINOModelRunner):
@@ -65,7 +60,8 @@ class GroupRunner(OpenVINOModelRunner):
     hidden states with which it begins and ends.
 
     If a rank is lost, or if it fails in a step, the others cannot go on: `on_lost` is called with the reason, which
-    should end the process. That may be in any thread. Steps have up to `most_tokens` tokens.
+    should end the process. That may be in any thread. Until the end of the warm-up, a rank is also lost when it stands
+    still for `hangs_after_s` seconds while rank 0 waits for it. Steps have up to `most_tokens` tokens.
     """
 
     def __init__(
@@ -81,23 +77,24 @@ class GroupRunner(OpenVINOModelRunner):
         has_parts: bool = False,
         max_adapters: int = 0,
         most_tokens: int,
+        hangs_after_s: float,
         on_lost: Callable[[str], None],
         divide: Callable[[ov.Model], Part] | None = None,
     ) -> None:
-        """ConfigurationError if the model cannot be divided so."""
+        """ConfigurationError if the model cannot be divided so, RankLostError if a rank is lost meanwhile."""
         self.num_ranks = len(cpus)
         self._cpus = [frozenset(mask) for mask in cpus]
         self._nodes = [memory_node_of(mask) for mask in self._cpus]
         self._on_lost = on_lost
         self._cut_stage = divide
         memory, self._logits_file = GroupMemory.make(self.num_ranks), make_logits()
-        self._memory = GroupMemory(memory, 0, self.num_ranks)
         self._files = [memory, self._logits_file]
-        self._members = Members(cpus[1:], self._files, on_lost)
+        self._members = Members(cpus[1:], self._files, on_lost, hangs_after_s=hangs_after_s)
+        self._memory = GroupMemory(memory, 0, self.num_ranks, self._members.get_on)
         for member in self._members:
             of_rank = min(threads, len(cpus[member.rank]))
-            send(
-                member.link,
+            self._members.tell(
+                member,
                 Setup(
                     member.rank,
                     self.num_ranks,
@@ -146,12 +143,12 @@ class GroupRunner(OpenVINOModelRunner):
         part = self._cut_stage(model)
         assert part.layers is not None, "only stages are divided further"
         for member in self._members:
-            send(member.link, StageLayers(*part.layers))
+            self._members.tell(member, StageLayers(*part.layers))
         return self._rank.divide(model, part)
 
     def _join_ranks(self) -> None:
         """Wait for the others, and describe the whole model."""
-        others = [self._hear(member.link, Compiled) for member in self._members]
+        others = [self._members.hear(member, Compiled) for member in self._members]
         problem = next((other.problem for other in others if other.problem), "")
         if problem:
             raise ConfigurationError(problem)
@@ -215,11 +212,12 @@ class GroupRunner(OpenVINOModelRunner):
             pieces = pieces_of(shapes, in_slots, num_blocks, num_slots)
             own = None if make_arena is not None else make_file(pieces)
             caches, descriptor, place = shared_pieces(own or arena, pieces)
-            send(member.link, Allocate(num_blocks, num_slots, huge_pages, place, shape), [descriptor])
+            message = Allocate(num_blocks, num_slots, huge_pages, place, shape)
+            self._members.tell(member, message, [descriptor])
             self._other_caches += caches
             if own is not None:
                 os.close(descriptor)
-        problems = [self._hear(member.link, Allocated).problem for member in self._members]
+        problems = [self._members.hear(member, Allocated).problem for member in self._members]
         if any(problems):
             raise ConfigurationError(next(filter(None, problems)))
         return arena
@@ -271,6 +269,7 @@ class GroupRunner(OpenVINOModelRunner):
         """Let the other ranks give back the memory of their files."""
         self._announce(None)
         self._memory.steps.wait(range(1, self.num_ranks), self._count)
+        self._members.loaded()
 
     def ranks(self) -> Sequence[RankReport]:
         """The ranks. May be called from any thread."""
@@ -300,16 +299,6 @@ class GroupRunner(OpenVINOModelRunner):
         self._count += 1
         self._memory.steps.set(self._count)
         self._members.ring()
-
-    def _hear(self, link: socket.socket, kind: type[_Message]) -> _Message:
-        """Wait for what another rank says."""
-        try:
-            return receive(link, kind)
-        except LinkClosedError:
-            raise ConfigurationError(
-                "a rank of the divided model has ended while it loaded; the log has the reason. Is there enough memory "
-                "on its NUMA node?"
-            ) from None
 
     @contextmanager
     def _with_others(self) -> Iterator[None]:

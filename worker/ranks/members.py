@@ -11,32 +11,57 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+import msgspec
 
 from headrace.common.launch import with_parent
-from headrace.worker.ranks.messages import make_links
+from headrace.worker.host.progress import Progress
+from headrace.worker.ranks.counters import RankLostError
+from headrace.worker.ranks.messages import LinkClosedError, make_links, receive, send
 
 log = logging.getLogger("headrace.worker.ranks")
 
 MODULE = "headrace.worker.ranks.member"
 Cpus = Sequence[int]
+_Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The process of a rank: the socket to it, and the event that wakes it."""
+    """The process of a rank: the socket to it, the event that wakes it, and whether it gets on while it loads."""
 
     rank: int
     link: socket.socket
     bell: int
     process: subprocess.Popen[bytes]
+    progress: Progress
+
+    def ending(self) -> str:
+        """What is said when it has ended. Waits for that."""
+        of_process = f"process {self.process.pid}, status {self.process.wait()}"
+        return f"rank {self.rank} of the divided model has ended ({of_process})"
 
 
 class Members:
     """Starts a process on each of `cpus`, which share the files `descriptors`. They end when this
-    process ends. `on_lost` is called in a thread with the reason when one has ended before `close`."""
+    process ends. `on_lost` is called in a thread with the reason when one has ended before `close`.
 
-    def __init__(self, cpus: Sequence[Cpus], descriptors: Sequence[int], on_lost: Callable[[str], None]) -> None:
+    Until `loaded`, it is also called when this process waits for one that stands still for `hangs_after_s` seconds.
+    Later, a watchdog looks after the steps.
+    """
+
+    def __init__(
+        self,
+        cpus: Sequence[Cpus],
+        descriptors: Sequence[int],
+        on_lost: Callable[[str], None],
+        *,
+        hangs_after_s: float,
+    ) -> None:
         self._on_lost = on_lost
+        self._hangs_after_s = hangs_after_s
+        self._is_loaded = False
         self._is_closed = False
         self._members: list[Member] = []
         self._started = threading.Event()
@@ -52,9 +77,54 @@ class Members:
         return iter(self._members)
 
     def ring(self) -> None:
-        """Wake all of them."""
+        """Wake all of them: there is a step."""
         for member in self._members:
+            if not self._is_loaded:
+                member.progress.begin()
             os.eventfd_write(member.bell, 1)
+
+    def tell(self, member: Member, message: msgspec.Struct, files: Sequence[int] = ()) -> None:
+        """Send a rank a message while it loads, with descriptors of files. RankLostError, after `on_lost`, if it has
+        ended."""
+        try:
+            send(member.link, message, files)
+        except OSError:
+            self._lose(f"{member.ending()} while it loaded")
+
+    def hear(self, member: Member, kind: type[_Message]) -> _Message:
+        """Wait for what a rank says while it loads. RankLostError, after `on_lost`, if it has ended or stands still."""
+        poll = select.poll()
+        poll.register(member.link, select.POLLIN)
+        member.progress.begin()
+        while not poll.poll(1000 * member.progress.every_s):
+            self._refuse_hanging(member)
+        try:
+            return receive(member.link, kind)
+        except LinkClosedError:
+            self._lose(f"{member.ending()} while it loaded; is there enough memory on its NUMA node?")
+
+    def get_on(self) -> bool:
+        """True, for one who waits long for a step. RankLostError, after `on_lost`, if one stands still while it
+        loads."""
+        if not self._is_loaded:
+            for member in self._members:
+                self._refuse_hanging(member)
+        return True
+
+    def loaded(self) -> None:
+        """Look no longer whether they get on."""
+        self._is_loaded = True
+
+    def _refuse_hanging(self, member: Member) -> None:
+        if member.progress.is_lost():
+            self._lose(
+                f"rank {member.rank} of the divided model hangs while it loads (process {member.process.pid}): "
+                f"{member.progress}"
+            )
+
+    def _lose(self, why: str) -> NoReturn:
+        self._on_lost(why)
+        raise RankLostError(why)
 
     def close(self) -> None:
         """End the processes."""
@@ -84,7 +154,7 @@ class Members:
             inherited = [theirs.fileno(), *descriptors, bell]
             command = [sys.executable, "-m", MODULE, *map(str, inherited)]
             process = subprocess.Popen(with_parent(command, ",".join(map(str, cpus))), pass_fds=inherited)
-        return Member(rank, ours, bell, process)
+        return Member(rank, ours, bell, process, Progress(process.pid, self._hangs_after_s))
 
     def _watch(self) -> None:
         """Wait for the end of a process."""
@@ -97,9 +167,6 @@ class Members:
         for descriptor, _ in poll.poll() if members else ():
             member = members[descriptor]
             if not self._is_closed:
-                self._on_lost(
-                    f"rank {member.rank} of the divided model has ended (process {member.process.pid}, status "
-                    f"{member.process.wait()})"
-                )
+                self._on_lost(member.ending())
         for descriptor in members:
             os.close(descriptor)

@@ -56,6 +56,7 @@ class Started:
             speculates=False,
             max_adapters=NUM_SLOTS,
             most_tokens=1024,
+            hangs_after_s=60,
             on_lost=self.lost.append,
             **ASKED,
         )
