@@ -328,7 +328,8 @@ WORKER_FLAGS = (
         "--stuck-after-s",
         FiniteRange(0, min_open=True),
         of_worker="Stop serving while there is work and no step has finished for this many seconds. If steps are "
-        "expected to be long, the limit is higher.",
+        "expected to be long, the limit is higher. While a divided model loads, also the time after which a rank or "
+        "stage that does nothing is lost.",
         of_serve="Seconds without a step after which a worker that has work counts as failed.",
         default=60.0,
         of_encoders=True,

@@ -1,11 +1,23 @@
 from headrace.protos import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class StageState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STAGE_STATE_UNSPECIFIED: _ClassVar[StageState]
+    STAGE_STATE_WAITING: _ClassVar[StageState]
+    STAGE_STATE_LOADING: _ClassVar[StageState]
+    STAGE_STATE_READY: _ClassVar[StageState]
+STAGE_STATE_UNSPECIFIED: StageState
+STAGE_STATE_WAITING: StageState
+STAGE_STATE_LOADING: StageState
+STAGE_STATE_READY: StageState
 
 class JoinRequest(_message.Message):
     __slots__ = ("name", "address", "model", "outline")
@@ -46,32 +58,40 @@ class ComputeRequest(_message.Message):
     def __init__(self, setup: _Optional[_Union[StageSetup, _Mapping]] = ..., layers: _Optional[_Union[StageLayers, _Mapping]] = ..., allocate: _Optional[_Union[StageAllocate, _Mapping]] = ..., step: _Optional[_Union[StageStep, _Mapping]] = ..., states: _Optional[bytes] = ..., end_warm_up: _Optional[_Union[StageEndWarmUp, _Mapping]] = ...) -> None: ...
 
 class ComputeResponse(_message.Message):
-    __slots__ = ("offer", "compiled", "allocated", "result")
+    __slots__ = ("offer", "compiled", "allocated", "result", "progress")
     OFFER_FIELD_NUMBER: _ClassVar[int]
     COMPILED_FIELD_NUMBER: _ClassVar[int]
     ALLOCATED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     offer: StageOffer
     compiled: StageCompiled
     allocated: StageAllocated
     result: StageResult
-    def __init__(self, offer: _Optional[_Union[StageOffer, _Mapping]] = ..., compiled: _Optional[_Union[StageCompiled, _Mapping]] = ..., allocated: _Optional[_Union[StageAllocated, _Mapping]] = ..., result: _Optional[_Union[StageResult, _Mapping]] = ...) -> None: ...
+    progress: StageProgress
+    def __init__(self, offer: _Optional[_Union[StageOffer, _Mapping]] = ..., compiled: _Optional[_Union[StageCompiled, _Mapping]] = ..., allocated: _Optional[_Union[StageAllocated, _Mapping]] = ..., result: _Optional[_Union[StageResult, _Mapping]] = ..., progress: _Optional[_Union[StageProgress, _Mapping]] = ...) -> None: ...
 
 class StageSetup(_message.Message):
-    __slots__ = ("later_stages", "kv_precision", "execution_mode", "max_context_tokens", "speculates", "worker")
+    __slots__ = ("later_stages", "kv_precision", "execution_mode", "max_context_tokens", "speculates", "worker", "hangs_after_seconds")
     LATER_STAGES_FIELD_NUMBER: _ClassVar[int]
     KV_PRECISION_FIELD_NUMBER: _ClassVar[int]
     EXECUTION_MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATES_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    HANGS_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     later_stages: _containers.RepeatedScalarFieldContainer[str]
     kv_precision: str
     execution_mode: str
     max_context_tokens: int
     speculates: bool
     worker: str
-    def __init__(self, later_stages: _Optional[_Iterable[str]] = ..., kv_precision: _Optional[str] = ..., execution_mode: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., speculates: bool = ..., worker: _Optional[str] = ...) -> None: ...
+    hangs_after_seconds: float
+    def __init__(self, later_stages: _Optional[_Iterable[str]] = ..., kv_precision: _Optional[str] = ..., execution_mode: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., speculates: bool = ..., worker: _Optional[str] = ..., hangs_after_seconds: _Optional[float] = ...) -> None: ...
+
+class StageProgress(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StageOffer(_message.Message):
     __slots__ = ("stages",)
@@ -170,3 +190,21 @@ class StageRanks(_message.Message):
 class StageEndWarmUp(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class GetStageStateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStageStateResponse(_message.Message):
+    __slots__ = ("state", "worker", "first_layer", "num_layers", "compute_seconds")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    state: StageState
+    worker: str
+    first_layer: int
+    num_layers: int
+    compute_seconds: float
+    def __init__(self, state: _Optional[_Union[StageState, str]] = ..., worker: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., compute_seconds: _Optional[float] = ...) -> None: ...

@@ -118,6 +118,11 @@ class StageStub(object):
                 request_serializer=headrace_dot_protos_dot_stage__pb2.ComputeRequest.SerializeToString,
                 response_deserializer=headrace_dot_protos_dot_stage__pb2.ComputeResponse.FromString,
                 _registered_method=True)
+        self.GetStageState = channel.unary_unary(
+                '/headrace.v1.Stage/GetStageState',
+                request_serializer=headrace_dot_protos_dot_stage__pb2.GetStageStateRequest.SerializeToString,
+                response_deserializer=headrace_dot_protos_dot_stage__pb2.GetStageStateResponse.FromString,
+                _registered_method=True)
 
 
 class StageServicer(object):
@@ -129,6 +134,14 @@ class StageServicer(object):
         steps; each of the first three has one response, of this stage and all after it. A step has `step`, then its hidden
         states in pieces, and its responses are `result`. If the model cannot be divided so, a response has a `problem`, and the call
         ends. QUEUE_FULL if the process is a stage already. When the call ends, the process starts again, without the model.
+        Until `end_warm_up`, responses also say that the process gets on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStageState(self, request, context):
+        """GetStageState says what the process does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,6 +154,11 @@ def add_StageServicer_to_server(servicer, server):
                     servicer.Compute,
                     request_deserializer=headrace_dot_protos_dot_stage__pb2.ComputeRequest.FromString,
                     response_serializer=headrace_dot_protos_dot_stage__pb2.ComputeResponse.SerializeToString,
+            ),
+            'GetStageState': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStageState,
+                    request_deserializer=headrace_dot_protos_dot_stage__pb2.GetStageStateRequest.FromString,
+                    response_serializer=headrace_dot_protos_dot_stage__pb2.GetStageStateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -171,6 +189,33 @@ class Stage(object):
             '/headrace.v1.Stage/Compute',
             headrace_dot_protos_dot_stage__pb2.ComputeRequest.SerializeToString,
             headrace_dot_protos_dot_stage__pb2.ComputeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStageState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Stage/GetStageState',
+            headrace_dot_protos_dot_stage__pb2.GetStageStateRequest.SerializeToString,
+            headrace_dot_protos_dot_stage__pb2.GetStageStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -444,7 +444,13 @@ def compile_pipeline(
     from headrace.worker.pipeline.runner import PipelineRunner
     from headrace.worker.ranks.staged import StagedGroupRunner
 
-    link = StageLink(offers or NamedStages(config.stages), transport, end_process, name_on_host(config.worker_id))
+    link = StageLink(
+        offers or NamedStages(config.stages),
+        transport,
+        end_process,
+        name_on_host(config.worker_id),
+        hangs_after_s=config.stuck_after_s,
+    )
     asked: dict[str, Any] = {
         "threads": found.threads,
         "kv_precision": config.kv_precision,
@@ -456,9 +462,14 @@ def compile_pipeline(
     }
     if not config.rank_cpus:
         return PipelineRunner(config.model_dir, config.pipeline, link, **asked)
-    most_tokens = config.max_num_batched_tokens or DEFAULT_TOKENS
     return StagedGroupRunner(
-        config.model_dir, config.pipeline, link, config.rank_cpus, most_tokens=most_tokens, **asked
+        config.model_dir,
+        config.pipeline,
+        link,
+        config.rank_cpus,
+        most_tokens=config.max_num_batched_tokens or DEFAULT_TOKENS,
+        hangs_after_s=config.stuck_after_s,
+        **asked,
     )
 
 

@@ -97,7 +97,8 @@ def compile_stage(
     }
     if not config.rank_cpus:
         return OpenVINOModelRunner(config.model_dir, **asked)
-    hangs_after_s = config.stuck_after_s
+    # As the worker says it, so that it is the same for all stages.
+    hangs_after_s = setup.hangs_after_seconds or config.stuck_after_s
     return GroupRunner(
         config.model_dir,
         config.rank_cpus,

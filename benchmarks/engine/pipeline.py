@@ -60,7 +60,7 @@ def two_stages(model_dir: Path, cpus: list[int]) -> OpenVINOModelRunner:
     return PipelineRunner(
         model_dir,
         2,
-        StageLink(NamedStages([address]), Transport(), lost),
+        StageLink(NamedStages([address]), Transport(), lost, hangs_after_s=60.0),
         threads=1,
         kv_precision="u8",
         execution_mode="performance",

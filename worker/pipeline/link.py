@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -24,8 +25,9 @@ log = logging.getLogger("headrace.worker.pipeline")
 # Between two attempts to reach a process, and between two lines of the log about it.
 RETRY_S = 1.0
 TELL_EVERY_S = 30.0
-# A process that is not there yet, that ends, or that has not noticed yet that the one before this one has ended.
-_WAITS_FOR = (Reason.WORKER_LOST, Reason.QUEUE_FULL)
+# A process that is not there yet, that ends or has failed, or that has not noticed yet that the one before this one has
+# ended.
+_WAITS_FOR = (Reason.WORKER_LOST, Reason.QUEUE_FULL, Reason.INTERNAL)
 
 
 class StageLostError(Exception):
@@ -42,6 +44,11 @@ def failure_of(error: grpc.RpcError) -> StatusError:
 def lost_stage(address: str, why: object) -> str:
     """What is said of a stage that has ended or is silent."""
     return f"the stage at {address} has ended or is silent: {why}"
+
+
+def said_nothing(bound_s: float) -> str:
+    """What is said of a stage that should say that it gets on, and has said nothing for so long."""
+    return f"it hangs while it loads: it has said nothing for {bound_s:g} s"
 
 
 class Waiting:
@@ -97,15 +104,28 @@ class NamedStages:
 
 class StageLink:
     """The call to the first of the `others`, which `open` begins. Stages get the name of the worker from it. If the
-    stage ends before `close`, `on_lost` is called with the reason, in any thread."""
+    stage ends before `close`, `on_lost` is called with the reason, in any thread. Until the warm-up ends, it is also
+    lost when it says nothing for `hangs_after_s` seconds while it is waited for; later, a watchdog looks after the
+    steps."""
 
-    def __init__(self, others: Others, transport: Transport, on_lost: Callable[[str], None], worker: str = "") -> None:
+    def __init__(
+        self,
+        others: Others,
+        transport: Transport,
+        on_lost: Callable[[str], None],
+        worker: str = "",
+        *,
+        hangs_after_s: float,
+    ) -> None:
         self.addresses: Sequence[str] = ()
         """Where the stages are, in order, once the call is open."""
         self._others = others
         self._transport = transport
         self._on_lost = on_lost
         self._worker = worker
+        self._hangs_after_s = hangs_after_s
+        self._hung = ""
+        self._is_loaded = False
         self._channel: grpc.Channel | None = None
         self._requests: SimpleQueue[ComputeRequest | None] = SimpleQueue()
         self._call: Any
@@ -114,7 +134,7 @@ class StageLink:
     def open(self, setup: stage_pb2.StageSetup) -> stage_pb2.StageOffer:
         """Begin the call, as soon as all stages are known and answer. ConfigurationError if one is none, or refuses
         this process."""
-        setup.worker = self._worker
+        setup.worker, setup.hangs_after_seconds = self._worker, self._hangs_after_s
         while True:
             stub = self._stub_of(self._others.addresses())
             del setup.later_stages[:]
@@ -154,16 +174,35 @@ class StageLink:
 
         try:
             with self._others.present(leave):
-                found: ComputeResponse = next(call)
-                return found
+                return self._response_of(call, leave)
         except StopIteration:
             raise StatusError(Reason.WORKER_LOST, "it has ended") from None
         except grpc.RpcError as error:
             why = StatusError(Reason.WORKER_LOST, left[0]) if left else failure_of(error)
             raise why from None
 
+    def _response_of(self, call: Any, give_up: Callable[[str], None]) -> ComputeResponse:
+        """Wait for a response that says more than that the stage gets on. While stages load, `give_up` is called, in
+        another thread, with the reason if there is nothing for too long. It should end the call."""
+        while True:
+            with nullcontext() if self._is_loaded else self._in_time(give_up):
+                found: ComputeResponse = next(call)
+            if not found.HasField("progress"):
+                return found
+
+    @contextmanager
+    def _in_time(self, give_up: Callable[[str], None]) -> Iterator[None]:
+        timer = threading.Timer(self._hangs_after_s, give_up, (said_nothing(self._hangs_after_s),))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def send(self, request: ComputeRequest) -> None:
         """Send a message."""
+        self._is_loaded |= request.HasField("end_warm_up")
         self._requests.put(request)
 
     def send_step(self, step: stage_pb2.StageStep, states: FloatArray) -> None:
@@ -175,10 +214,13 @@ class StageLink:
     def receive(self) -> ComputeResponse:
         """Wait for a message. StageLostError."""
         try:
-            found: ComputeResponse = next(self._call)
-            return found
+            return self._response_of(self._call, self._give_up)
         except (grpc.RpcError, StopIteration) as error:
             raise StageLostError(self._why()) from error
+
+    def _give_up(self, why: str) -> None:
+        self._hung = why
+        self._call.cancel()
 
     def close(self) -> None:
         """End the call. The stage then starts again."""
@@ -192,4 +234,4 @@ class StageLink:
             self._on_lost(self._why())
 
     def _why(self) -> str:
-        return lost_stage(self.addresses[0], self._call.details() or self._call.code())
+        return lost_stage(self.addresses[0], self._hung or self._call.details() or self._call.code())

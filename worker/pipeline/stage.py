@@ -7,6 +7,7 @@ which layers                  -------->  compiles its layers
                               <--------  compiled
 how many KV blocks            -------->  allocates them
                               <--------  allocated
+                              <--------  until the end of the warm-up, several times: it does not stand still
 a step, hidden states         -------->  computes it
                                          the stage after, or the result to the stage before
 """
@@ -16,8 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -30,17 +33,18 @@ from headrace.common.tasks import end_tasks
 from headrace.common.threads import in_thread
 from headrace.common.transport.channels import Transport
 from headrace.protos import stage_pb2, stage_pb2_grpc
-from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
+from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse, GetStageStateRequest, GetStageStateResponse
 from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.host.binding import rank_message
 from headrace.worker.host.mapped_files import give_back
+from headrace.worker.host.progress import Progress
 from headrace.worker.kv.memory import budget_for
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.model.runner import Layers, OpenVINOModelRunner
 from headrace.worker.pipeline.joining import Taken
-from headrace.worker.pipeline.link import RETRY_S, failure_of, lost_stage, waiting_for_stage
+from headrace.worker.pipeline.link import RETRY_S, failure_of, lost_stage, said_nothing, waiting_for_stage
 from headrace.worker.pipeline.messages import batch_of, pieces_of
 from headrace.worker.pipeline.speed import bytes_per_s
 from headrace.worker.sampling.logits import floats_of
@@ -49,6 +53,7 @@ from headrace.worker.weights.file_memory import give_back_files
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[ComputeRequest, ComputeResponse]
+    StateContext = grpc.aio.ServicerContext[GetStageStateRequest, GetStageStateResponse]
     LaterCall = grpc.aio.StreamStreamCall[ComputeRequest, ComputeResponse]
 
 log = logging.getLogger("headrace.worker.pipeline")
@@ -77,18 +82,23 @@ class StageService(stage_pb2_grpc.StageServicer):
         self.ended = asyncio.Event()
         self._config, self._transport, self._threads = config, transport, threads
         self._make_runner = make_runner
-        self._is_called = False
+        self._call: StageCall | None = None
+
+    async def GetStageState(self, _request: GetStageStateRequest, _context: StateContext) -> GetStageStateResponse:
+        """See GetStageState in the proto."""
+        if self._call is None:
+            return GetStageStateResponse(state=stage_pb2.STAGE_STATE_WAITING)
+        return self._call.state(self.taken.worker)
 
     async def Compute(self, requests: AsyncIterator[ComputeRequest], context: Context) -> None:
         """See Compute in the proto."""
-        if self._is_called:
+        if self._call is not None:
             name = f" ({self.taken.worker})" if self.taken.worker else ""
             problem = f"it is a stage of another worker{name}, and free when that has ended"
             await abort(context, StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0))
-        self._is_called = True
+        asked = (self._config, self._transport, self._threads, self._make_runner)
+        call = self._call = StageCall(*asked, requests, context.write, self.taken.by)
         try:
-            asked = (self._config, self._transport, self._threads, self._make_runner)
-            call = StageCall(*asked, requests, context.write, self.taken.by)
             await call.run()
         except StatusError as error:
             log.error("%s", error.message)
@@ -119,18 +129,34 @@ class StageCall:
     ) -> None:
         self._config, self._transport, self._threads = config, transport, threads
         self._make_runner = make_runner
-        self._requests, self._write = requests, write
+        self._requests, self._write_one = requests, write
+        self._writing = asyncio.Lock()
         self._on_setup = on_setup
         self._executor = ThreadPoolExecutor(1, "stage")
         self._later: LaterCall | None = None
         self._later_address = ""
         self._busy_s = 0.0
+        # Its layers: the first, and the end.
+        self._layers = (0, 0)
+        # What it does until it is loaded, and whether it gets on; neither while it waits for others.
+        self._doing = ""
+        self._progress = Progress(os.getpid(), math.inf)
+        self._is_loaded = self._is_ready = False
         self._loop = asyncio.get_running_loop()
         # Why what computes cannot go on.
         self._lost: asyncio.Future[str] = self._loop.create_future()
 
+    def state(self, worker: str) -> GetStageStateResponse:
+        """What it does for the worker of this name."""
+        first, end = self._layers
+        state = stage_pb2.STAGE_STATE_READY if self._is_ready else stage_pb2.STAGE_STATE_LOADING
+        return GetStageStateResponse(
+            state=state, worker=worker, first_layer=first, num_layers=end - first, compute_seconds=self._busy_s
+        )
+
     async def run(self) -> None:
-        """Load, and compute until the stage before has ended. Raises StatusError if that is not possible."""
+        """Load, and compute until the stage before has ended. Raises StatusError if that is not possible, or if it
+        stands still while it loads."""
         serving = asyncio.create_task(self._serve())
         ends: set[asyncio.Future[Any]] = {serving, self._lost}
         try:
@@ -155,8 +181,27 @@ class StageCall:
         setup = (await self._next("setup")).setup
         self._on_setup(setup.worker)
         log.info("the settings of the worker %s have come", setup.worker)
+        self._progress = Progress(os.getpid(), setup.hangs_after_seconds or math.inf)
+        telling = asyncio.create_task(self._tell_progress())
+        try:
+            await self._load_and_compute(setup)
+        finally:
+            await end_tasks(telling)
+
+    async def _tell_progress(self) -> None:
+        """While the model is loaded, tell the stage before that this one gets on. When it stands still, it is lost."""
+        progress = self._progress
+        while math.isfinite(progress.bound_s) and not self._is_loaded:
+            await asyncio.sleep(progress.every_s)
+            if self._doing and progress.is_lost():
+                self._lose(f"it hangs while it loads, {self._doing}: {progress}")
+                return
+            if not self._is_loaded:
+                await self._write(ComputeResponse(progress=stage_pb2.StageProgress()))
+
+    async def _load_and_compute(self, setup: stage_pb2.StageSetup) -> None:
         hashing = in_thread("fingerprint", partial(fingerprint_of, self._config.model_dir, self._threads))
-        speed = await self._in_thread(bytes_per_s, self._threads)
+        speed = await self._in_thread("measuring its speed", bytes_per_s, self._threads)
         num_ranks = self._config.tensor_parallel
         own = stage_pb2.StageHost(
             address=self._config.advertise, threads=self._threads, speed=num_ranks * speed, num_ranks=num_ranks
@@ -184,25 +229,27 @@ class StageCall:
             call = stub.Compute()
             try:
                 await call.write(ComputeRequest(setup=of_later))
-                first = await call.read()
+                first = await self._response_of(call)
             except grpc.RpcError as error:
                 waiting.tell(failure_of(error))
+            except StatusError as error:
+                call.cancel()
+                waiting.tell(error)
             else:
-                if isinstance(first, ComputeResponse):
-                    self._later = call
-                    return first.offer
-                waiting.tell(StatusError(Reason.WORKER_LOST, "it has ended"))
+                self._later = call
+                return first.offer
             await asyncio.sleep(RETRY_S)
 
     async def _compile(self, setup: stage_pb2.StageSetup) -> OpenVINOModelRunner | None:
         """Compile the layers. Returns None if that is not possible."""
         first, *rest = (await self._next("layers")).layers.first_layers
+        self._layers = first, rest[0]
         await self._tell_later(ComputeRequest(layers=stage_pb2.StageLayers(first_layers=rest)))
         compiled = stage_pb2.StageCompiled()
         runner = None
         try:
             layers = Layers(first, rest[0] if self._later is not None else None)
-            runner = await self._in_thread(self._make_runner, setup, layers, self._lose)
+            runner = await self._in_thread("compiling its layers", self._make_runner, setup, layers, self._lose)
         except ConfigurationError as error:
             compiled.problem = f"{self._config.listen}: {error}"
         else:
@@ -224,10 +271,11 @@ class StageCall:
         await self._tell_later(request)
         allocated = stage_pb2.StageAllocated()
         try:
-            await self._in_thread(self._make_cache, runner, request.allocate.num_blocks)
+            await self._in_thread("making its KV cache", self._make_cache, runner, request.allocate.num_blocks)
         except ConfigurationError as error:
             allocated.problem = f"{self._config.listen}: {error}"
-        allocated.fingerprints.append(await asyncio.wrap_future(hashing))
+        with self._busy("reading the files of the model"):
+            allocated.fingerprints.append(await asyncio.wrap_future(hashing))
         if self._later is not None:
             others = (await self._read(self._later)).allocated
             allocated.problem = allocated.problem or others.problem
@@ -243,6 +291,7 @@ class StageCall:
         """Compute each step, until the stage before has ended. Raises StatusError when the stage after has: at once,
         because the stage before may wait for a result and send nothing more."""
         log.info("ready to compute")
+        self._is_ready = True
         jobs = [asyncio.create_task(self._compute_steps(runner))]
         if self._later is not None:
             jobs.append(asyncio.create_task(self._relay(runner, self._later)))
@@ -256,8 +305,9 @@ class StageCall:
     async def _compute_steps(self, runner: OpenVINOModelRunner) -> None:
         async for request in self._requests:
             if request.HasField("end_warm_up"):
+                self._is_loaded = True
                 await self._tell_later(request)
-                await self._in_thread(self._give_back, runner)
+                await self._in_thread("giving memory back", self._give_back, runner)
             else:
                 await self._step(runner, request)
 
@@ -270,7 +320,7 @@ class StageCall:
             missing -= len(pieces[-1])
         start_s = time.perf_counter()
         # Copied, because the next step overwrites them.
-        found = [*pieces_of(await self._in_thread(compute, runner, batch_of(step, pieces)))]
+        found = [*pieces_of(await self._in_thread("computing", compute, runner, batch_of(step, pieces)))]
         self._busy_s += time.perf_counter() - start_s
         if self._later is not None:
             await self._tell_later(ComputeRequest(step=step))
@@ -305,16 +355,44 @@ class StageCall:
             return request
         raise StatusError(Reason.INVALID_FIELD, f"the call has no {kind} where it should have", field="kind")
 
+    async def _write(self, response: ComputeResponse) -> None:
+        """Answer the stage before. gRPC takes one message at a time."""
+        async with self._writing:
+            await self._write_one(response)
+
     async def _read(self, later: LaterCall) -> ComputeResponse:
-        """The next response of the stage after this one. Raises StatusError if it has ended."""
+        """The next response of the stage after this one. Raises StatusError if it has ended or stands still."""
         try:
-            response = await later.read()
+            return await self._response_of(later)
         except grpc.RpcError as error:
             raise self._failure(error) from error
-        if response is grpc.aio.EOF:
-            raise StatusError(Reason.WORKER_LOST, lost_stage(self._later_address, "its call is over"))
-        assert isinstance(response, ComputeResponse)
-        return response
+        except StatusError as error:
+            raise StatusError(error.reason, lost_stage(self._later_address, error.message)) from error
+
+    async def _response_of(self, later: LaterCall) -> ComputeResponse:
+        """The next response of a stage after this one, besides its progress. Raises StatusError if the call is over, or
+        if the stage says nothing for too long while it loads, and RpcError."""
+        while True:
+            response = await (later.read() if self._is_loaded else self._read_in_time(later))
+            if response is grpc.aio.EOF:
+                raise StatusError(Reason.WORKER_LOST, "its call is over")
+            assert isinstance(response, ComputeResponse)
+            if not response.HasField("progress"):
+                return response
+
+    async def _read_in_time(self, later: LaterCall) -> object:
+        """The next response, or the end of the call, which a stage must not keep one waiting for while it loads."""
+        reading: asyncio.Task[object] = asyncio.ensure_future(later.read())
+        bound_s = self._progress.bound_s
+        try:
+            # A stage that is loaded says no more that it gets on.
+            while not self._is_loaded and not reading.done():
+                await asyncio.wait({reading}, timeout=bound_s if math.isfinite(bound_s) else None)
+                if not reading.done() and not self._is_loaded:
+                    raise StatusError(Reason.WORKER_LOST, said_nothing(bound_s))
+            return await reading
+        finally:
+            await end_tasks(reading)
 
     async def _tell_later(self, request: ComputeRequest) -> None:
         if self._later is None:
@@ -333,9 +411,23 @@ class StageCall:
             return failure
         return StatusError(Reason.WORKER_LOST, lost_stage(self._later_address, failure.message))
 
-    async def _in_thread(self, function: Callable[..., _Result], *args: object) -> _Result:
-        """Call a function in the thread that computes."""
-        return await self._loop.run_in_executor(self._executor, function, *args)
+    async def _in_thread(self, doing: str, function: Callable[..., _Result], *args: object) -> _Result:
+        """Call a function in the thread that computes. `doing` says what it does."""
+        with self._busy(doing):
+            return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    @contextmanager
+    def _busy(self, doing: str) -> Iterator[None]:
+        """It has work, which should get on while it loads."""
+        if self._is_loaded:
+            yield
+            return
+        self._progress.begin()
+        self._doing = doing
+        try:
+            yield
+        finally:
+            self._doing = ""
 
 
 def compute(runner: OpenVINOModelRunner, batch: Batch) -> FloatArray:

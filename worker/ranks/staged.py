@@ -27,9 +27,10 @@ class StagedGroupRunner(PipelineRunner, GroupRunner):
         cpus: Sequence[Cpus],
         *,
         most_tokens: int,
+        hangs_after_s: float,
         on_lost: Callable[[str], None],
         **asked: Any,
     ) -> None:
         """`asked` is as for `PipelineRunner`. ConfigurationError if the model cannot be divided so."""
-        of_group = {"cpus": cpus, "most_tokens": most_tokens, "on_lost": on_lost}
+        of_group = {"cpus": cpus, "most_tokens": most_tokens, "hangs_after_s": hangs_after_s, "on_lost": on_lost}
         super().__init__(model_dir, num_stages, link, on_lost=on_lost, of_base=of_group, **asked)

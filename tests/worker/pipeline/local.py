@@ -110,7 +110,7 @@ def staged(
     }
     if num_ranks > 1:
         runner: PipelineRunner = StagedGroupRunner(
-            directory, num_stages, link, cpus_of(num_ranks), most_tokens=1024, **asked
+            directory, num_stages, link, cpus_of(num_ranks), most_tokens=1024, hangs_after_s=60, **asked
         )
     else:
         runner = PipelineRunner(directory, num_stages, link, **asked)

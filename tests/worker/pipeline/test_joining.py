@@ -203,7 +203,7 @@ def test_while_stages_are_called_one_that_goes_is_replaced(tmp_path: Path) -> No
     offers = offers_of(2)
     offers.join(JoinRequest(name="a", address=first.address, outline=OUTLINE))
     offers.join(JoinRequest(name="z", address="unix:z", outline=OUTLINE))
-    link = StageLink(offers, Transport(), lambda _: None, "w")
+    link = StageLink(offers, Transport(), lambda _: None, "w", hangs_after_s=60)
     with closing(first), closing(second), ThreadPoolExecutor(1) as executor, closing(link):
         opening = executor.submit(link.open, stage_pb2.StageSetup(execution_mode="accuracy"))
         until(lambda: bool(first.setups), "the first stage is called")

@@ -31,7 +31,7 @@ from headrace.worker.model.batch import build_batch
 from headrace.worker.model.fingerprint import fingerprint_of
 from headrace.worker.model.runner import Layers
 from headrace.worker.pipeline import link, stage
-from headrace.worker.pipeline.link import NamedStages, StageLink
+from headrace.worker.pipeline.link import NamedStages, StageLink, StageLostError
 from headrace.worker.pipeline.runner import PipelineRunner, Times
 from headrace.worker.pipeline.stage import StageCall
 from headrace.worker.request.params import SamplingParams
@@ -74,7 +74,13 @@ def pipeline(
     runner = PipelineRunner(
         directory,
         1 + len(others),
-        StageLink(NamedStages([other.address for other in others]), transport or Transport(), lost.append),
+        StageLink(
+            NamedStages([other.address for other in others]),
+            transport or Transport(),
+            lost.append,
+            "w on here",
+            hangs_after_s=60,
+        ),
         threads=1,
         max_context_tokens=4096,
         speculates=False,
@@ -144,6 +150,21 @@ def test_processes_have_the_log_probabilities_of_the_whole(of_whole: Computed, o
         logits = runner.run().values
         assert len(logits) == (1 if first == 160 else 0)
     np.testing.assert_array_equal(logits[0], in_parts)
+
+
+def test_a_stage_says_what_it_computes_for_whom(of_three: Started) -> None:
+    step(of_three.runner)
+    found = []
+    for other in of_three.others:
+        with grpc.insecure_channel(other.address) as channel:
+            stub = stage_pb2_grpc.StageStub(channel)
+            found.append(stub.GetStageState(stage_pb2.GetStageStateRequest(), timeout=patience(10)))
+    assert [state.state for state in found] == [stage_pb2.STAGE_STATE_READY] * 2
+    assert [state.worker for state in found] == ["w on here"] * 2
+    firsts = [*of_three.runner.first_layers, MODEL.layers]
+    assert [state.first_layer for state in found] == firsts[:2]
+    assert [state.first_layer + state.num_layers for state in found] == firsts[1:]
+    assert all(state.compute_seconds > 0 for state in found)
 
 
 def test_a_layer_for_each_stage_has_the_log_probabilities_of_the_whole(directory: Path, of_whole: Computed) -> None:
@@ -260,16 +281,18 @@ def ending(code: grpc.StatusCode, details: str) -> Script:
     return end
 
 
+ANSWERS = (
+    ComputeResponse(offer=stage_pb2.StageOffer(stages=[stage_pb2.StageHost(address="last", speed=1e9)])),
+    ComputeResponse(compiled=stage_pb2.StageCompiled(exact_rows=64, most_blocks=NUM_BLOCKS, block_size=32)),
+    ComputeResponse(allocated=stage_pb2.StageAllocated(fingerprints=["0" * 64])),
+)
+
+
 def loading(over: asyncio.Event, then: Script | None = None) -> Script:
     """A stage that loads a model, and when it is `over` ends the call, with `then` if that is given."""
-    answers = (
-        ComputeResponse(offer=stage_pb2.StageOffer(stages=[stage_pb2.StageHost(address="last", speed=1e9)])),
-        ComputeResponse(compiled=stage_pb2.StageCompiled(exact_rows=64, most_blocks=NUM_BLOCKS, block_size=32)),
-        ComputeResponse(allocated=stage_pb2.StageAllocated(fingerprints=["0" * 64])),
-    )
 
     async def load(requests: AsyncIterator[ComputeRequest], context: Any) -> None:
-        for answer in answers:
+        for answer in ANSWERS:
             if await anext(requests, None) is not None:
                 await context.write(answer)
         await over.wait()
@@ -285,6 +308,7 @@ LOST = [
     (Code.CANCELLED, "Cancelling all calls"),
     (Code.UNKNOWN, "Stream removed"),
     (Code.INTERNAL, "Received RST_STREAM with error code 2"),
+    (Code.INTERNAL, "the stage failed: MemoryError"),
 ]
 
 
@@ -296,7 +320,7 @@ async def test_a_stage_that_is_lost_as_it_is_called_is_called_again(
     monkeypatch.setattr(link, "RETRY_S", 0.01)
     lost: list[str] = []
     async with scripted(tmp_path, ending(code, details), loading(asyncio.Event())) as address:
-        with closing(StageLink(NamedStages([address]), Transport(), lost.append)) as called:
+        with closing(StageLink(NamedStages([address]), Transport(), lost.append, hangs_after_s=60)) as called:
             offer = await asyncio.to_thread(called.open, stage_pb2.StageSetup())
             assert [host.address for host in offer.stages] == ["last"]
             assert not lost
@@ -304,7 +328,7 @@ async def test_a_stage_that_is_lost_as_it_is_called_is_called_again(
 
 async def test_what_a_stage_refuses_is_said_once(tmp_path: Path) -> None:
     async with scripted(tmp_path, ending(Code.INVALID_ARGUMENT, "it has no such layer")) as address:
-        called = StageLink(NamedStages([address]), Transport(), pytest.fail)
+        called = StageLink(NamedStages([address]), Transport(), pytest.fail, hangs_after_s=60)
         with closing(called), pytest.raises(ConfigurationError, match=f"--stage {address}: it has no such layer"):
             await asyncio.to_thread(called.open, stage_pb2.StageSetup())
 
@@ -374,6 +398,152 @@ async def test_a_stage_tells_that_one_of_its_ranks_is_lost_while_it_waits_for_it
     assert raised.value.reason is Reason.WORKER_LOST
 
 
+OFFER, COMPILED, _ = ANSWERS
+GETS_ON = ComputeResponse(progress=stage_pb2.StageProgress())
+
+
+def saying(*answers: ComputeResponse) -> Script:
+    """A stage that gives these answers to the first request, and then nothing."""
+
+    async def say(requests: AsyncIterator[ComputeRequest], context: Any) -> None:
+        await anext(requests)
+        for answer in answers:
+            await context.write(answer)
+        await asyncio.Event().wait()
+
+    return say
+
+
+async def test_a_stage_that_says_nothing_while_it_loads_is_lost(tmp_path: Path) -> None:
+    lost: list[str] = []
+    async with scripted(tmp_path, saying(OFFER, GETS_ON)) as address:
+        with closing(StageLink(NamedStages([address]), Transport(), lost.append, hangs_after_s=0.5)) as called:
+            await asyncio.to_thread(called.open, stage_pb2.StageSetup())
+            why = f"the stage at {address} has ended or is silent: it hangs while it loads: it has said nothing for"
+            with pytest.raises(StageLostError, match=why):
+                await asyncio.to_thread(called.receive)
+            await asyncio.to_thread(until, lambda: bool(lost), "it is told")
+    assert lost[0].startswith(why)
+
+
+async def test_a_stage_that_says_nothing_as_it_is_called_is_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link, "RETRY_S", 0.01)
+    async with scripted(tmp_path, saying(), saying(OFFER)) as address:
+        with closing(StageLink(NamedStages([address]), Transport(), pytest.fail, hangs_after_s=0.5)) as called:
+            offer = await asyncio.to_thread(called.open, stage_pb2.StageSetup())
+            assert [host.address for host in offer.stages] == ["last"]
+            called.close()
+    assert f"waiting for the stage at {address}: it hangs while it loads: it has said nothing for 0.5 s" in caplog.text
+
+
+async def test_what_a_stage_says_is_waited_for_anew_each_time_until_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[str] = []
+
+    class Timer:
+        """One whose time never comes."""
+
+        daemon = False
+
+        def __init__(self, seconds: float, *_: object) -> None:
+            assert seconds == 60
+
+        def start(self) -> None:
+            waits.append("begun")
+
+        def cancel(self) -> None:
+            waits.append("over")
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    async with scripted(tmp_path, saying(OFFER, GETS_ON, GETS_ON, COMPILED, GETS_ON, COMPILED)) as address:
+        with closing(StageLink(NamedStages([address]), Transport(), pytest.fail, hangs_after_s=60)) as called:
+            await asyncio.to_thread(called.open, stage_pb2.StageSetup())
+            assert await asyncio.to_thread(called.receive) == COMPILED
+            assert waits == ["begun", "over"] * 4
+            called.send(ComputeRequest(end_warm_up=stage_pb2.StageEndWarmUp()))
+            assert await asyncio.to_thread(called.receive) == COMPILED
+            assert len(waits) == 8, "the watchdog looks after steps"
+            called.close()
+
+
+class Stands:
+    """The progress of a process of which none is seen, or some at every look."""
+
+    every_s = 0.01
+
+    def __init__(self, bound_s: float, *, is_seen: bool) -> None:
+        self.bound_s, self._is_seen = bound_s, is_seen
+
+    def begin(self) -> None:
+        """Work begins."""
+
+    def is_lost(self) -> bool:
+        """See `Progress`."""
+        return not self._is_seen
+
+    def __str__(self) -> str:
+        return "no progress"
+
+
+async def test_a_stage_that_stands_still_while_it_loads_says_so(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it waits for others, it says that it does not hang."""
+    monkeypatch.setattr(stage, "Progress", lambda _pid, bound_s: Stands(bound_s, is_seen=False))
+    over = threading.Event()
+    monkeypatch.setattr(stage, "bytes_per_s", lambda _: 1e9)
+    asked: asyncio.Queue[ComputeRequest] = asyncio.Queue()
+    answers: asyncio.Queue[ComputeResponse] = asyncio.Queue()
+
+    async def requests() -> AsyncIterator[ComputeRequest]:
+        yield ComputeRequest(setup=stage_pb2.StageSetup(hangs_after_seconds=60))
+        yield await asked.get()
+        yield await asked.get()
+
+    def make_runner(*_: object) -> Any:
+        over.wait()
+
+    call = StageCall(worker_config(directory), Transport(), 1, make_runner, requests(), answers.put, lambda _: None)
+    running = asyncio.create_task(call.run())
+    try:
+        async with asyncio.timeout(patience(60)):
+            while not (await answers.get()).HasField("offer"):
+                pass
+            for _ in range(3):
+                assert await answers.get() == GETS_ON
+            await asked.put(ComputeRequest(layers=stage_pb2.StageLayers(first_layers=[1, 4])))
+            with pytest.raises(StatusError, match="it hangs while it loads, compiling its layers: no progress") as lost:
+                await running
+    finally:
+        over.set()
+    assert lost.value.reason is Reason.WORKER_LOST
+
+
+async def test_a_stage_tells_that_the_one_after_it_says_nothing(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "Progress", lambda _pid, bound_s: Stands(bound_s, is_seen=True))
+    async with scripted(tmp_path, saying(OFFER)) as address:
+        answers: asyncio.Queue[ComputeResponse] = asyncio.Queue()
+        setup = stage_pb2.StageSetup(later_stages=[address], max_context_tokens=4096, hangs_after_seconds=0.5, **ASKED)
+
+        async def requests() -> AsyncIterator[ComputeRequest]:
+            yield ComputeRequest(setup=setup)
+            yield ComputeRequest(layers=stage_pb2.StageLayers(first_layers=[1, 2, 4]))
+            await asyncio.Event().wait()
+
+        config = worker_config(directory)
+        make_runner = partial(compile_stage, config, 1)
+        call = StageCall(config, Transport(), 1, make_runner, requests(), answers.put, lambda _: None)
+        why = f"the stage at {address} has ended or is silent: it hangs while it loads: it has said nothing for 0.5 s"
+        with pytest.raises(StatusError, match=why) as lost:
+            await asyncio.wait_for(call.run(), patience(60))
+    assert lost.value.reason is Reason.WORKER_LOST
+
+
 def test_other_files_are_refused(directory: Path) -> None:
     with pytest.raises(ConfigurationError, match="has other files of the model than this worker; give both the same"):
         staged(directory, 2, fingerprint="1" * 64)
@@ -384,7 +554,7 @@ def test_a_process_that_is_no_stage_is_refused(tmp_path: Path) -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     server.add_insecure_port(address)
     server.start()
-    called = StageLink(NamedStages([address]), Transport(), lambda _: None)
+    called = StageLink(NamedStages([address]), Transport(), lambda _: None, hangs_after_s=60)
     with closing(called), pytest.raises(ConfigurationError, match=f"--stage {address}: "):
         called.open(stage_pb2.StageSetup())
     server.stop(None)
