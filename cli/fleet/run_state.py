@@ -2,6 +2,7 @@
 
     RUNTIME/serve-PORT.json     its processes; replaced as a whole at each change
     RUNTIME/PORT/*.sock         the sockets between them
+    RUNTIME/stages-PID.json     the stages of `headrace serve --join`
 
 RUNTIME is $XDG_RUNTIME_DIR/headrace or /tmp/headrace-UID, readable by its user only.
 """
@@ -14,8 +15,10 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.common.commands import CommandError
 
@@ -53,6 +56,22 @@ class ServeRecord:
     tls_dir: str | None = None
     join_token_file: str | None = None
     host_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRecord:
+    """One `headrace serve --join`, whose processes are stages of `model` for the worker at the address `join`."""
+
+    pid: int
+    start_ticks: int
+    model: str
+    join: str
+    processes: tuple[ProcessRecord, ...]
+    tls_dir: str | None = None
+    join_token_file: str | None = None
+
+
+_Record = TypeVar("_Record", ServeRecord, JoinRecord)
 
 
 def runtime_directory() -> Path:
@@ -94,12 +113,19 @@ def make_socket_directory(port: int) -> Path:
 
 def _sweep() -> None:
     """Remove the records of runs that were killed."""
-    for path in runtime_directory().glob("serve-*.json"):
-        record = _read(path)
-        if record is None or not _live(record):
+    for record in _swept("serve-*.json", ServeRecord):
+        if _is_socket_directory(Path(record.socket_directory)):
+            shutil.rmtree(record.socket_directory, ignore_errors=True)
+
+
+def _swept(pattern: str, kind: type[_Record]) -> Iterator[_Record]:
+    """Remove the records of processes that have ended, and those that cannot be read. Yields the former."""
+    for path in runtime_directory().glob(pattern):
+        record = _read(path, kind)
+        if not _live(record):
             path.unlink(missing_ok=True)
-            if record is not None and _is_socket_directory(Path(record.socket_directory)):
-                shutil.rmtree(record.socket_directory, ignore_errors=True)
+            if record is not None:
+                yield record
 
 
 def _is_socket_directory(directory: Path) -> bool:
@@ -117,14 +143,12 @@ class RunState:
         directory = runtime_directory()
         self._path = directory / f"serve-{port}.json"
         # Another host address may serve on the same port.
-        if self._path.exists() and _live(_read(self._path)):
+        if self._path.exists() and _live(_read(self._path, ServeRecord)):
             self._path = directory / f"serve-{port}-{os.getpid()}.json"
 
     def write(self, record: ServeRecord) -> None:
         """Replace the record. Readers see the old or the new one."""
-        fresh = self._path.with_suffix(f".{os.getpid()}.tmp")
-        fresh.write_text(json.dumps(asdict(record)))
-        fresh.replace(self._path)
+        _replace(self._path, record)
 
     def remove(self, record: ServeRecord) -> None:
         """Remove the record and the sockets."""
@@ -132,9 +156,32 @@ class RunState:
         shutil.rmtree(record.socket_directory, ignore_errors=True)
 
 
+class JoinState:
+    """The record of this process's own stages: written at each change, removed at the end."""
+
+    def __init__(self) -> None:
+        for _ in _swept("stages-*.json", JoinRecord):
+            pass
+        self._path = runtime_directory() / f"stages-{os.getpid()}.json"
+
+    def write(self, record: JoinRecord) -> None:
+        """Replace the record. Readers see the old or the new one."""
+        _replace(self._path, record)
+
+    def remove(self) -> None:
+        """Remove the record."""
+        self._path.unlink(missing_ok=True)
+
+
+def running_joins() -> list[JoinRecord]:
+    """Records of the stages of this user that are alive, by process."""
+    records = (_read(path, JoinRecord) for path in runtime_directory().glob("stages-*.json"))
+    return sorted((record for record in records if record is not None and _live(record)), key=lambda record: record.pid)
+
+
 def running_serves(port: int | None = None) -> list[ServeRecord]:
     """Records of the serves of this user that are alive, by port; of one port only if given."""
-    records = (_read(path) for path in sorted(runtime_directory().glob("serve-*.json")))
+    records = (_read(path, ServeRecord) for path in sorted(runtime_directory().glob("serve-*.json")))
     live = [record for record in records if record is not None and _live(record)]
     return sorted((record for record in live if port in (None, record.port)), key=lambda record: record.port)
 
@@ -149,17 +196,23 @@ def only_serve(port: int | None, *, if_none: str, if_several: str) -> ServeRecor
     raise CommandError(f"{problem}; {if_several if records else if_none}")
 
 
-def _read(path: Path) -> ServeRecord | None:
+def _replace(path: Path, record: ServeRecord | JoinRecord) -> None:
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_text(json.dumps(asdict(record)))
+    fresh.replace(path)
+
+
+def _read(path: Path, kind: type[_Record]) -> _Record | None:
     try:
         raw = json.loads(path.read_text())
-        raw["models"] = tuple(raw["models"])
-        raw["processes"] = tuple(ProcessRecord(**process) for process in raw["processes"])
-        return ServeRecord(**raw)
-    except (OSError, ValueError, KeyError, TypeError):
+        processes = tuple(ProcessRecord(**process) for process in raw.pop("processes"))
+        lists = {name: tuple(value) for name, value in raw.items() if isinstance(value, list)}
+        return kind(**{**raw, **lists}, processes=processes)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _live(record: ServeRecord | None) -> bool:
+def _live(record: ServeRecord | JoinRecord | None) -> bool:
     return record is not None and _start_ticks(record.pid) == record.start_ticks
 
 

@@ -1,5 +1,5 @@
-"""`headrace status`: the processes that serve on this host, with data from supervisor, router and gateway; with --url
-the workers of a fleet."""
+"""`headrace status`: the processes that serve on this host, with data from supervisor, router, gateway and stages; with
+--url the workers of a fleet."""
 
 from __future__ import annotations
 
@@ -18,17 +18,31 @@ from headrace.cli.fleet.fleet_access import ApiAccess, transport_of
 from headrace.cli.fleet.fleet_view import Rates, print_fleet, worker_rows
 from headrace.cli.fleet.gateway_access import FleetClient, operator_options
 from headrace.cli.fleet.http_probe import http_status
-from headrace.cli.fleet.run_state import ProcessRecord, ServeRecord, is_stopped, running_serves
+from headrace.cli.fleet.run_state import (
+    JoinRecord,
+    ProcessRecord,
+    ServeRecord,
+    is_stopped,
+    running_joins,
+    running_serves,
+)
 from headrace.cli.fleet.tables import WIDTH_OF_A_PIPE, width_of
 from headrace.cli.fleet.watching import watch_option, watched
 from headrace.cli.fleet.worker_columns import LOST_STATES, WORKER_STATES, worker_columns
 from headrace.common.commands import EXIT_FAILED, duration
-from headrace.protos import router_pb2, router_pb2_grpc
+from headrace.protos import router_pb2, router_pb2_grpc, stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headrace.common.transport.channels import Transport
+
 _ASK_TIMEOUT_S = 2.0
+_STAGE_STATES = {
+    stage_pb2.STAGE_STATE_WAITING: "waiting",
+    stage_pb2.STAGE_STATE_LOADING: "loading",
+    stage_pb2.STAGE_STATE_READY: "ready",
+}
 _COLOURS = {"ready": "green"} | dict.fromkeys(("failed", "suspect", "stopped", "unreachable", "not answering"), "red")
 
 
@@ -75,17 +89,7 @@ def row_of(
     are None while unknown, the columns of `worker_columns._binding_columns`, ranks, and stages. A gateway also has
     grpc_address.
     """
-    row: dict[str, Any] = {
-        "role": process.role,
-        "name": process.name,
-        "pid": process.pid,
-        "address": process.address,
-        "state": process.state,
-        "restarts": process.restarts,
-        "uptime_s": round(now_s - process.started_s, 1) if process.pid is not None else None,
-        "serve_pid": record.pid,
-        "port": record.port,
-    }
+    row = _process_columns(process, record.pid, record.port, now_s)
     answers = process.state == "starting"
     if process.role == "worker":
         info = workers.get(process.name) if workers is not None else None
@@ -103,6 +107,80 @@ def row_of(
     if answers and is_stopped:
         row["state"] = "stopped"
     return row
+
+
+def _process_columns(process: ProcessRecord, serve_pid: int, port: int | None, now_s: float) -> dict[str, Any]:
+    return {
+        "role": process.role,
+        "name": process.name,
+        "pid": process.pid,
+        "address": process.address,
+        "state": process.state,
+        "restarts": process.restarts,
+        "uptime_s": round(now_s - process.started_s, 1) if process.pid is not None else None,
+        "serve_pid": serve_pid,
+        "port": port,
+    }
+
+
+async def collect_stages(record: JoinRecord) -> list[dict[str, Any]]:
+    """One row for each stage of a host that has joined; `stage_row_of` describes its fields."""
+    transport = transport_of(record.tls_dir, record.join_token_file)
+    asked = [_state_of_stage(transport, process) for process in record.processes]
+    now_s = time.time()
+    return [
+        stage_row_of(record, process, state, now_s, is_silent=is_silent)
+        for process, (state, is_silent) in zip(record.processes, await asyncio.gather(*asked), strict=True)
+    ]
+
+
+def stage_row_of(
+    record: JoinRecord,
+    process: ProcessRecord,
+    found: stage_pb2.GetStageStateResponse | None,
+    now_s: float,
+    *,
+    is_silent: bool = False,
+) -> dict[str, Any]:
+    """The fields of one stage. `found` is its own answer, None if there is none; `is_silent` if it listens then.
+
+    Besides those of every row, it has model, join (where it offers itself), worker, first_layer, num_layers and
+    compute_s; the last four are None while unknown.
+    """
+    row = _process_columns(process, record.pid, None, now_s)
+    row |= {"model": record.model, "join": record.join}
+    has_layers = found is not None and found.num_layers > 0
+    row["worker"] = (found.worker or None) if found is not None else None
+    row["first_layer"] = found.first_layer if found is not None and has_layers else None
+    row["num_layers"] = found.num_layers if found is not None and has_layers else None
+    row["compute_s"] = found.compute_seconds if found is not None else None
+    if process.state == "starting":
+        if found is not None:
+            row["state"] = _STAGE_STATES.get(found.state, "unknown")
+        elif is_silent:
+            row["state"] = "unreachable"
+        if process.pid is not None and is_stopped(process.pid):
+            row["state"] = "stopped"
+    return row
+
+
+async def _state_of_stage(
+    transport: Transport, process: ProcessRecord
+) -> tuple[stage_pb2.GetStageStateResponse | None, bool]:
+    """What a stage says of itself, None if it does not respond, and whether it listens without responding."""
+    async with transport.channel(_reached_here(process.address)) as channel:
+        try:
+            return await stage_pb2_grpc.StageStub(channel).GetStageState(
+                stage_pb2.GetStageStateRequest(), timeout=_ASK_TIMEOUT_S
+            ), False
+        except grpc.aio.AioRpcError as error:
+            return None, error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def _reached_here(address: str) -> str:
+    """Where this host reaches a process of its own that listens at an address, maybe on all interfaces."""
+    host, _, port = address.rpartition(":")
+    return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}"}.get(host, address)
 
 
 def _state_columns(info: router_pb2.WorkerInfo, started_s: float, now_s: float) -> dict[str, Any]:
@@ -128,9 +206,30 @@ async def _list_workers(record: ServeRecord) -> tuple[dict[str, router_pb2.Worke
     return {info.worker_id: info for info in answer.workers}, False
 
 
-async def _collect_all(records: Sequence[ServeRecord]) -> list[dict[str, Any]]:
-    groups = await asyncio.gather(*(collect(record) for record in records))
+async def _collect_all(records: Sequence[ServeRecord], joins: Sequence[JoinRecord] = ()) -> list[dict[str, Any]]:
+    groups = await asyncio.gather(*map(collect, records), *map(collect_stages, joins))
     return [row for rows in groups for row in rows]
+
+
+def _print_stages(joins: Sequence[JoinRecord], rows: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    for record in joins:
+        title = escape(f"{record.model} for the pipeline at {record.join} (serve --join: pid {record.pid})")
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+        for column in ("process", "pid", "state", "up", "restarts", "stage of", "layers", "address"):
+            table.add_column(column, no_wrap=True, justify="right" if column in ("pid", "restarts") else "left")
+        for row in rows:
+            if row["serve_pid"] == record.pid:
+                up = "" if row["uptime_s"] is None else duration(int(row["uptime_s"]))
+                layers = "" if row["num_layers"] is None else _layers_text(row["first_layer"], row["num_layers"])
+                first = [row["name"], _text(row["pid"]), _coloured(row["state"]), up, str(row["restarts"])]
+                table.add_row(*first, escape(_text(row["worker"])), layers, escape(row["address"]))
+        console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_PIPE, highlight=False)
+        console.width = max(console.width, width_of(table))
+        console.print(table)
 
 
 def _print_table(records: Sequence[ServeRecord], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -173,9 +272,8 @@ def _print_narrowly(console: Console, title: str, rows: Sequence[Mapping[str, An
 def _cells(row: Mapping[str, Any]) -> list[str]:
     from rich.markup import escape
 
-    colour = _COLOURS.get(row["state"], "yellow")
     since = f" for {duration(int(row['silent_s']))}" if row.get("silent_s") is not None else ""
-    state = f"[{colour}]{row['state']}{since}[/{colour}]"
+    state = _coloured(row["state"], since)
     requests = drafts = blocks = ""
     if row.get("kv_blocks") is not None:
         requests = f"{row['requests_running']} run, {row['requests_waiting']} wait"
@@ -200,6 +298,11 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [name, _text(row["pid"]), state, up, str(row["restarts"]), *figures, place, escape(row["address"])]
 
 
+def _coloured(state: str, since: str = "") -> str:
+    colour = _COLOURS.get(state, "yellow")
+    return f"[{colour}]{state}{since}[/{colour}]"
+
+
 def _place_of(row: Mapping[str, Any]) -> str:
     """The CPUs, and the share of the worker's allocated memory that is on their node."""
     if row.get("cpus_allowed") is None:
@@ -216,8 +319,7 @@ def _place_of(row: Mapping[str, Any]) -> str:
 
 
 def _layers_of(stage: Mapping[str, Any]) -> str:
-    first, count = stage["first_layer"], stage["num_layers"]
-    layers = f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
+    layers = _layers_text(stage["first_layer"], stage["num_layers"])
     where = "" if stage["address"] is None else f" on {stage['address']}"
     total_s = stage["compute_s"] + stage["wait_s"]
     waited = f", waited {stage['wait_s'] / total_s:.0%}" if total_s else ""
@@ -227,6 +329,10 @@ def _layers_of(stage: Mapping[str, Any]) -> str:
 
 def _places_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"rank {number}: {_place_of_rank(rank)}" for number, rank in enumerate(ranks)]
+
+
+def _layers_text(first: int, count: int) -> str:
+    return f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
 
 
 def _place_of_rank(rank: Mapping[str, Any]) -> str:
@@ -276,15 +382,17 @@ def status(
 def _show_host(port: int | None, *, as_json: bool, is_watching: bool) -> bool:
     """Print the processes of this host. Returns whether there are any."""
     records = running_serves(port)
-    rows = asyncio.run(_collect_all(records))
+    joins = running_joins() if port is None else []
+    rows = asyncio.run(_collect_all(records, joins))
     if as_json:
         click.echo(json.dumps(rows, indent=None if is_watching else 2))
-    elif records:
+    elif records or joins:
         _print_table(records, rows)
+        _print_stages(joins, rows)
     else:
         where = "" if port is None else f" on port {port}"
         click.echo(f"nothing is being served{where}; headrace serve starts it", err=True)
-    return bool(records)
+    return bool(records or joins)
 
 
 class _FleetLook:

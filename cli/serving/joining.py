@@ -7,18 +7,21 @@ them. Gateway and router run only on the worker's host.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from headrace.cli.fleet.run_state import JoinRecord, JoinState, own_start_ticks
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.placement import place_workers
 from headrace.cli.serving.plan import ProcessSpec, SecurityFiles, StageOptions, stage_specs
+from headrace.cli.serving.recording import Recording, records_of
 from headrace.cli.serving.supervisor import StopSignals, Supervisor
 from headrace.cli.serving.topology import read_topology
 from headrace.common.commands import CommandError
@@ -76,20 +79,40 @@ def join(
             otlp_endpoint=given["otlp_endpoint"],
             files=files,
         )
-        _run(stage_specs(options, places, sys.executable), log)
+        sys.exit(asyncio.run(Stages(options, stage_specs(options, places, sys.executable), log).run()))
     finally:
         log.close()
 
 
-def _run(specs: Sequence[ProcessSpec], log: LogSink) -> NoReturn:
-    """Keep the stages running until a signal arrives."""
-    sys.exit(asyncio.run(_supervised(specs, log)))
+class Stages:
+    """One run of `headrace serve --join`: its supervisor, and its record for other commands."""
 
+    def __init__(self, options: StageOptions, specs: Sequence[ProcessSpec], log: LogSink) -> None:
+        self._options, self._log = options, log
+        self._state = JoinState()
+        recording = Recording(lambda: self._state.write(self._record()), lambda line: log.line("serve", line))
+        self._supervisor = Supervisor(specs, log, on_change=recording.update)
 
-async def _supervised(specs: Sequence[ProcessSpec], log: LogSink) -> int:
-    """Returns the exit status. Raises CommandError with the message of a stage that is refused."""
-    supervisor = Supervisor(specs, log)
-    signals = StopSignals(supervisor, log)
-    signals.listen()
-    await supervisor.run()
-    return signals.exit_status()
+    async def run(self) -> int:
+        """Keep the stages running until a signal arrives. Returns the exit status. Raises CommandError with the message
+        of a stage that is refused."""
+        signals = StopSignals(self._supervisor, self._log)
+        signals.listen()
+        try:
+            await self._supervisor.run()
+        finally:
+            self._state.remove()
+        return signals.exit_status()
+
+    def _record(self) -> JoinRecord:
+        options = self._options
+        files = options.files
+        return JoinRecord(
+            pid=os.getpid(),
+            start_ticks=own_start_ticks(),
+            model=options.name,
+            join=options.join,
+            processes=records_of(self._supervisor.processes),
+            tls_dir=None if files.tls_dir is None else str(files.tls_dir),
+            join_token_file=None if files.join_token_file is None else str(files.join_token_file),
+        )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.fleet.http_probe import http_status
-from headrace.cli.fleet.run_state import ProcessRecord, RunState, ServeRecord, own_start_ticks
+from headrace.cli.fleet.run_state import RunState, ServeRecord, own_start_ticks
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.hosting.planner import State
 from headrace.cli.hosting.settings import ModelSettings
@@ -31,6 +31,7 @@ from headrace.cli.serving.plan import (
     worker_specs,
 )
 from headrace.cli.serving.ranks import Ranks
+from headrace.cli.serving.recording import Recording, records_of
 from headrace.cli.serving.supervisor import StopSignals, Supervisor
 from headrace.cli.serving.topology import read_topology
 from headrace.common.model_files.task import task_of
@@ -59,7 +60,7 @@ class Serving:
     host: ModelHost = field(init=False)
     state: RunState = field(init=False)
     stop_signals: StopSignals = field(init=False)
-    _is_recorded: bool = field(init=False, default=True)
+    _recording: Recording = field(init=False)
     _announced: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class Serving:
             shadows=dict(text.split("=", 1) for text in options.shadows),
         )
         self.state = RunState(options.port)
+        self._recording = Recording(lambda: self.state.write(self._record()), lambda line: self.log.line("serve", line))
         if self.file is not None:
             self.configured = ConfiguredModels(
                 self.file, self.host, self._plan_beside, lambda line: self.log.line("serve", line)
@@ -193,14 +195,7 @@ class Serving:
         return len(self.plans) == 1 and self.plans[0].is_pinned
 
     def _on_change(self) -> None:
-        try:
-            self.state.write(self._record())
-            self._is_recorded = True
-        except OSError as error:  # a full disk, or a directory that was removed when its user logged out
-            if self._is_recorded:
-                lost = "headrace status and headrace drain may not find this server, or show old states"
-                self.log.line("serve", f"its record cannot be written ({error}); {lost}")
-            self._is_recorded = False
+        self._recording.update()
         self.host.wake()
 
     def _record(self) -> ServeRecord:
@@ -218,18 +213,7 @@ class Serving:
             router_address=router_address(options),
             host_address=host_address(options),
             socket_directory=str(options.socket_directory),
-            processes=tuple(
-                ProcessRecord(
-                    name=process.spec.name,
-                    role=process.spec.role,
-                    pid=process.pid,
-                    address=process.spec.address,
-                    state=process.state.value,
-                    restarts=process.num_restarts,
-                    started_s=process.started_s,
-                )
-                for process in self.supervisor.processes
-            ),
+            processes=records_of(self.supervisor.processes),
         )
 
 

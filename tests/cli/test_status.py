@@ -19,18 +19,30 @@ from rich.table import Table
 
 from headrace.cli.fleet import status
 from headrace.cli.fleet.run_state import (
+    JoinRecord,
+    JoinState,
     ProcessRecord,
     RunState,
     ServeRecord,
     make_socket_directory,
     own_start_ticks,
+    running_joins,
     running_serves,
     runtime_directory,
 )
-from headrace.cli.fleet.status import _cells, _print_table, collect, row_of
+from headrace.cli.fleet.status import (
+    _cells,
+    _print_stages,
+    _print_table,
+    _reached_here,
+    collect,
+    collect_stages,
+    row_of,
+    stage_row_of,
+)
 from headrace.cli.fleet.tables import console_for
 from headrace.cli.main import cli
-from headrace.protos import router_pb2, router_pb2_grpc, worker_pb2
+from headrace.protos import router_pb2, router_pb2_grpc, stage_pb2, stage_pb2_grpc, worker_pb2
 
 WORKER = ProcessRecord("worker-0", "worker", 11, "unix:/w", "starting", 0, 100.0)
 ROUTER = ProcessRecord("router", "router", 12, "unix:/r", "starting", 0, 100.0)
@@ -332,6 +344,115 @@ async def test_rows_come_from_a_live_router(router: str) -> None:
     worker, gateway, routing = await collect(record(router_address=router))
     assert (worker["state"], worker["kv_blocks_free"]) == ("ready", 90)
     assert (gateway["state"], routing["state"]) == ("starting", "ready")
+
+
+JOINED = JoinRecord(
+    pid=os.getpid(),
+    start_ticks=own_start_ticks(),
+    model="m",
+    join="10.0.0.5:50070",
+    processes=(
+        ProcessRecord("stage-0", "stage", 21, "unix:/a", "starting", 1, 100.0),
+        ProcessRecord("stage-1", "stage", None, "unix:/b", "restarting", 2, 100.0),
+    ),
+)
+OWN_STATE = stage_pb2.GetStageStateResponse(
+    state=stage_pb2.STAGE_STATE_READY, worker="worker-0 on a", first_layer=13, num_layers=17, compute_seconds=2.5
+)
+
+
+class _Stage(stage_pb2_grpc.StageServicer):
+    async def GetStageState(
+        self, request: stage_pb2.GetStageStateRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> stage_pb2.GetStageStateResponse:
+        return OWN_STATE
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[str]:
+    address = f"unix:{tmp_path / 's.sock'}"
+    server = grpc.aio.server()
+    stage_pb2_grpc.add_StageServicer_to_server(_Stage(), server)
+    server.add_insecure_port(address)
+    await server.start()
+    yield address
+    await server.stop(None)
+
+
+async def test_stages_that_have_joined_say_whose_they_are_and_what_they_compute(
+    stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = JOINED.processes
+    shown = replace(JOINED, processes=(replace(first, address=stage), second))
+    computing, restarting = rows = await collect_stages(shown)
+    uptime_s = computing.pop("uptime_s")
+    assert uptime_s > 100
+    assert computing == {
+        "role": "stage",
+        "name": "stage-0",
+        "pid": 21,
+        "address": stage,
+        "state": "ready",
+        "restarts": 1,
+        "serve_pid": os.getpid(),
+        "port": None,
+        "model": "m",
+        "join": "10.0.0.5:50070",
+        "worker": "worker-0 on a",
+        "first_layer": 13,
+        "num_layers": 17,
+        "compute_s": 2.5,
+    }
+    assert (restarting["state"], restarting["worker"], restarting["num_layers"]) == ("restarting", None, None)
+    computing["uptime_s"] = uptime_s
+    _print_stages([shown], rows)
+    printed = capsys.readouterr().out
+    assert f"m for the pipeline at 10.0.0.5:50070 (serve --join: pid {os.getpid()})" in printed
+    assert "worker-0 on a" in printed
+    assert "layers 13 to 29" in printed
+    assert stage in printed
+
+
+@pytest.mark.parametrize(
+    ("state", "is_silent", "expected"),
+    [
+        (stage_pb2.STAGE_STATE_WAITING, False, "waiting"),
+        (stage_pb2.STAGE_STATE_LOADING, False, "loading"),
+        (None, True, "unreachable"),
+        (None, False, "starting"),
+    ],
+)
+def test_a_stage_without_layers_has_a_state(state: stage_pb2.StageState | None, is_silent: bool, expected: str) -> None:
+    found = None if state is None else stage_pb2.GetStageStateResponse(state=state)
+    row = stage_row_of(JOINED, replace(JOINED.processes[0], pid=None), found, 107.5, is_silent=is_silent)
+    assert row["state"] == expected
+    assert (row["worker"], row["first_layer"], row["num_layers"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("listens", "reached"),
+    [("0.0.0.0:5", "127.0.0.1:5"), ("[::]:5", "[::1]:5"), ("10.0.0.6:5", "10.0.0.6:5"), ("unix:/a", "unix:/a")],
+)
+def test_a_stage_is_asked_where_this_host_reaches_it(listens: str, reached: str) -> None:
+    assert _reached_here(listens) == reached
+
+
+def test_a_host_that_only_joined_shows_its_stages_and_serves_nothing(cache: Path) -> None:
+    (runtime_directory() / "stages-1.json").write_text("{}")
+    state = JoinState()
+    assert not list(runtime_directory().iterdir()), "what a killed one left is gone"
+    state.write(JOINED)
+    assert running_serves() == []
+    result = CliRunner().invoke(cli, ["status", "--json"])
+    assert result.exit_code == 0
+    assert [(row["name"], row["state"]) for row in json.loads(result.stdout)] == [
+        ("stage-0", "starting"),
+        ("stage-1", "restarting"),
+    ]
+    assert "for the pipeline at 10.0.0.5:50070" in CliRunner().invoke(cli, ["status"]).stdout
+    assert CliRunner().invoke(cli, ["status", "--port", "9"]).exit_code == 1
+    state.remove()
+    assert running_joins() == []
 
 
 def test_nothing_running_is_said_with_status_1(cache: Path) -> None:

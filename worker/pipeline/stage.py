@@ -416,7 +416,7 @@ class StageCall:
         with self._busy(doing):
             return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _busy(self, doing: str) -> Iterator[None]:
         """It has work, which should get on while it loads."""
         if self._is_loaded:
