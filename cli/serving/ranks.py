@@ -40,11 +40,13 @@ class Choice(NamedTuple):
 @dataclass(frozen=True)
 class Ranks:
     """Among how many ranks each model of a host is divided. `given` is the flag of all models: a number, "auto", or
-    None for whole models. `tell` gets the reason of each choice, for which a model is fetched if it is missing. The
-    layers of models are divided among `pipeline` stages, of which one is here; None: all are here."""
+    None for whole models. Flags give the models adapters if they say so. `tell` gets the reason of each choice, for
+    which a model is fetched if it is missing. The layers of models are divided among `pipeline` stages, of which one is
+    here; None: all are here."""
 
     given: int | str | None = None
     target_ms: float | None = None
+    has_adapters: bool = False
     offline: bool = False
     tell: Callable[[str], None] = lambda _: None
     pipeline: int | None = None
@@ -60,21 +62,35 @@ class Ranks:
             return 1
         stages = num_stages(model.options.worker, {"pipeline": self.pipeline})
         num_bytes = sum(file.stat().st_size for file in weights_in(directory)) // stages
-        choice = chosen(machine, num_bytes, token_ms=_token_ms(found_name, machine), target_ms=self.target_ms)
+        own = model.options.worker
+        choice = chosen(
+            machine,
+            num_bytes,
+            has_adapters=any((self.has_adapters, model.adapters, model.max_adapters, own.get("max_adapters"))),
+            token_ms=_token_ms(found_name, machine),
+            target_ms=self.target_ms,
+        )
         self.tell(f"{name}: --tensor-parallel {choice.num_ranks}, because {choice.why}")
         return choice.num_ranks
 
 
 def chosen(
-    machine: Topology, weight_bytes: int, *, token_ms: float | None = None, target_ms: float | None = None
+    machine: Topology,
+    weight_bytes: int,
+    *,
+    has_adapters: bool = False,
+    token_ms: float | None = None,
+    target_ms: float | None = None,
 ) -> Choice:
-    """Choose for a model with so many bytes of weights, whose tokens take a single stream `token_ms` on one node, if it
-    was measured. Raises CommandError if the model does not fit into all nodes. Pure."""
+    """Choose for a model with so many bytes of weights, of which adapters take a second copy. Its tokens take a single
+    stream `token_ms` on one node, if that was measured. Raises CommandError if the model does not fit into all nodes.
+    Pure."""
     limits = most_weights(machine)
     if len(limits) == 1:
         return Choice(1, "this machine has one NUMA node")
-    size = f"its weights take {weight_bytes / GIB:.1f} GiB"
-    fits = [number for number, most in limits.items() if weight_bytes <= most]
+    taken_bytes = (1 + has_adapters) * weight_bytes
+    size = f"its weights take {taken_bytes / GIB:.1f} GiB{' with the second copy for adapters' if has_adapters else ''}"
+    fits = [number for number, most in limits.items() if taken_bytes <= most]
     if not fits:
         most = list(limits.values())[-1]
         raise CommandError(

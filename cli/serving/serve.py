@@ -335,7 +335,8 @@ class Run:
     def ranks(self, tell: Callable[[str], None]) -> Ranks:
         """Among how many ranks models are divided. `tell` gets the reason of a choice."""
         given = self.given
-        return Ranks(given["tensor_parallel"], given["target_tpot_ms"], self.offline, tell, given["pipeline"])
+        asked = (given["tensor_parallel"], given["target_tpot_ms"], has_adapters(given))
+        return Ranks(*asked, self.offline, tell, given["pipeline"])
 
     def places(self, ranks: Ranks) -> list[tuple[WorkerPlace, ...]]:
         """The places of each model's workers. Raises CommandError."""
@@ -435,12 +436,17 @@ def sizing_of(settings: HostSettings, memory_gb: float | None, topology: Topolog
         budget_of(memory_gb or settings.memory_gb, on_demand=on_demand),
         given["kv_cache_gb"],
         "amx_tile" in topology.cpu_flags,
-        bool(given["adapters"] or given["max_adapters"]),
+        has_adapters(given),
         given["draft_model"],
         given["image_cache_gb"],
         given["max_images"],
         given["pipeline"],
     )
+
+
+def has_adapters(given: Mapping[str, Any]) -> bool:
+    """Whether flags give the models adapters."""
+    return bool(given["adapters"] or given["max_adapters"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 
 from headrace.bench import calibration as files
 from headrace.bench.calibration import this_host
-from headrace.cli.hosting.settings import ModelSettings
+from headrace.cli.hosting.settings import ModelOptions, ModelSettings
 from headrace.cli.main import cli
 from headrace.cli.serving import ranks as choosing
 from headrace.cli.serving.model_plans import places_of
@@ -47,6 +48,13 @@ def test_a_model_larger_than_a_node_gets_as_few_nodes_as_hold_it(
     found = chosen(machine(num_nodes), weights_gib * GIB)
     assert found.num_ranks == expected
     assert f"{weights_gib}.0 GiB" in found.why
+
+
+def test_adapters_take_a_second_copy_of_the_weights() -> None:
+    assert chosen(machine(4), 12 * GIB).num_ranks == 1
+    found = chosen(machine(4), 12 * GIB, has_adapters=True)
+    assert found.num_ranks == chosen(machine(4), 24 * GIB).num_ranks == 2
+    assert found.why.startswith("its weights take 24.0 GiB with the second copy for adapters, and a NUMA node has room")
 
 
 def test_a_model_larger_than_all_nodes_is_refused_with_the_remedy() -> None:
@@ -107,6 +115,25 @@ def test_a_stage_of_a_pipeline_has_its_part_of_the_weights(model: Path) -> None:
     assert Ranks("auto", pipeline=2).of(settings, machine(2)) == 1
     own = replace(settings, options=replace(settings.options, worker={"pipeline": 2}))
     assert Ranks("auto").of(own, machine(2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("of_all", "changed"),
+    [
+        (True, {}),
+        (False, {"adapters": ("a=b",)}),
+        (False, {"max_adapters": 2}),
+        (False, {"options": ModelOptions(worker={"max_adapters": 2})}),
+    ],
+)
+def test_whoever_asks_for_adapters_they_are_counted(model: Path, of_all: bool, changed: dict[str, Any]) -> None:
+    most = most_weights(machine(2))[1]
+    with (model / "openvino_model.bin").open("wb") as file:
+        file.truncate(most)
+    asked = ModelSettings(str(model))
+    assert Ranks("auto").of(asked, machine(2)) == 1
+    with pytest.raises(CommandError, match="with the second copy for adapters, and all NUMA nodes"):
+        Ranks("auto", has_adapters=of_all).of(replace(asked, **changed), machine(2))
 
 
 def files_with(found: files.Calibration, *, cpu: str) -> files.Calibration:
