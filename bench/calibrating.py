@@ -9,6 +9,7 @@ shows steps of prompts, of streams, and of both. Then requests of mixed lengths 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 import statistics
@@ -27,10 +28,11 @@ from headrace.bench.calibration import VERSION, Calibration, Front, Host, Layout
 from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.fleet import Fleet, fleet_of
 from headrace.bench.record import Record
-from headrace.bench.serving import Serving, ServingError, threads_of_workers
+from headrace.bench.serving import Serving, ServingError, sizes_of_workers
 from headrace.bench.stream import Stream
 from headrace.bench.target import target_of
 from headrace.common.version import headrace_version
+from headrace.common.worker_flags import AUTO_RANKS
 from headrace.sim import step_logs
 from headrace.sim.step_logs import LoggedStep
 
@@ -179,7 +181,7 @@ async def measured(model: str | None, flags: Sequence[str], seconds: float, tell
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "steps"
         try:
-            threads = await threads_of_workers(serve)
+            workers = await sizes_of_workers(serve)
             tell("starting a server")
             quiet = ("--port", "0", "--grpc-port", "0", "--log-level", "info")
             async with Serving((*serve, *quiet), {"HEADRACE_WORKER_STEP_LOG": str(log)}) as serving:
@@ -195,6 +197,7 @@ async def measured(model: str | None, flags: Sequence[str], seconds: float, tell
             steps = step_logs.read(log.read_bytes())
         except (ServingError, ExchangeError) as error:
             raise CalibrateError(str(error)) from None
+    threads = [worker.threads for worker in workers]
     if len(set(threads)) != 1:
         tell(f"workers have {min(threads)} to {max(threads)} threads; the costs are those of all of them together")
     layout = Layout(
@@ -206,7 +209,7 @@ async def measured(model: str | None, flags: Sequence[str], seconds: float, tell
         max_num_mixed_tokens=int(limits[2]) if limits else _USUAL_BATCHED_TOKENS,
         least_decode=min((step.tokens for step in steps if not step.prompt_tokens), default=1),
         window_slots=fleet.window_slots,
-        serve_flags=_without(flags, "--workers", "--threads"),
+        serve_flags=resolved(_without(flags, "--workers", "--threads"), workers[0].ranks),
     )
     try:
         return _made(steps, since_s, found, this_host(), fleet.model, layout, time.perf_counter() - began_s)
@@ -357,6 +360,17 @@ def _without(flags: Sequence[str], *names: str) -> tuple[str, ...]:
         elif flag.partition("=")[0] not in names:
             kept.append(flag)
     return tuple(kept)
+
+
+def resolved(flags: Sequence[str], num_ranks: int) -> tuple[str, ...]:
+    """The flags with the number of ranks that `auto` was on this host. Elsewhere it may be another one, and
+    `headrace worker` takes only numbers."""
+    flag = "--tensor-parallel"
+    asked = list(flags)
+    is_auto = f"{flag}={AUTO_RANKS}" in asked or (flag, AUTO_RANKS) in itertools.pairwise(asked)
+    if not is_auto:
+        return tuple(asked)
+    return (*_without(asked, flag), *((flag, str(num_ranks)) if num_ranks > 1 else ()))
 
 
 async def learned(url: str, headers: Mapping[str, str], ca_file: Path | None, model: str | None) -> Calibration:

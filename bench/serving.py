@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from headrace.bench.process_tree import descendants
 from headrace.common import launch
@@ -105,8 +106,15 @@ def _arguments(pid: int) -> list[str]:
         return []
 
 
-async def threads_of_workers(flags: Sequence[str]) -> list[int]:
-    """The threads that `headrace serve` would give each worker. Raises ServingError."""
+class WorkerSize(NamedTuple):
+    """The threads of a worker, in each of the ranks among which it divides its model."""
+
+    threads: int
+    ranks: int = 1
+
+
+async def sizes_of_workers(flags: Sequence[str]) -> list[WorkerSize]:
+    """The workers that `headrace serve` would start. Raises ServingError."""
     argv = [sys.executable, "-m", "headrace.cli", "serve", *flags, "--dry-run"]
     process = await asyncio.create_subprocess_exec(
         *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
@@ -114,4 +122,10 @@ async def threads_of_workers(flags: Sequence[str]) -> list[int]:
     out, err = await process.communicate()
     if process.returncode:
         raise ServingError(err.decode(errors="replace").strip().removeprefix("error: "))
-    return [int(number) for number in re.findall(r"computes with (\d+)", out.decode())]
+    return sizes_in(out.decode())
+
+
+def sizes_in(plan: str) -> list[WorkerSize]:
+    """The workers of which `headrace serve --dry-run` tells."""
+    found = re.findall(r"computes with (\d+)(?: in each of (\d+) ranks)?", plan)
+    return [WorkerSize(int(threads), int(ranks or 1)) for threads, ranks in found]

@@ -9,11 +9,14 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.bench.__main__ import main
-from headrace.bench.calibrating import CELLS, CalibrateError, _cpu_costs, _without, front_s, learned_of
+from headrace.bench.calibrating import CELLS, CalibrateError, _cpu_costs, _without, front_s, learned_of, resolved
 from headrace.bench.calibration import this_host
 from headrace.bench.connection import ExchangeError
 from headrace.bench.fleet import fleet_in
 from headrace.bench.record import Record
+from headrace.bench.serving import sizes_in
+from headrace.cli.serving.machine import describe_plan
+from headrace.cli.serving.placement import WorkerPlace
 from headrace.sim.step_logs import LoggedStep
 
 COST = {
@@ -88,6 +91,28 @@ def test_cpu_time_is_divided_among_requests_and_tokens() -> None:
 def test_flags_of_the_layout_are_not_said_twice() -> None:
     flags = ["--workers", "2", "--kv-cache-gb", "1", "--threads=1", "--speculation", "off"]
     assert _without(flags, "--workers", "--threads") == ("--kv-cache-gb", "1", "--speculation", "off")
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_ranks", "expected"),
+    [
+        (("--tensor-parallel", "auto", "--kv-cache-gb", "1"), 2, ("--kv-cache-gb", "1", "--tensor-parallel", "2")),
+        (("--kv-cache-gb", "1", "--tensor-parallel=auto"), 4, ("--kv-cache-gb", "1", "--tensor-parallel", "4")),
+        (("--tensor-parallel", "auto"), 1, ()),
+        (("--tensor-parallel", "2"), 2, ("--tensor-parallel", "2")),
+        (("--name", "auto"), 1, ("--name", "auto")),
+    ],
+)
+def test_the_number_of_ranks_that_was_chosen_is_written(
+    flags: tuple[str, ...], num_ranks: int, expected: tuple[str, ...]
+) -> None:
+    """Not that it was chosen here: `headrace worker` takes no `auto`, and on another host it may be another number."""
+    assert resolved(flags, num_ranks) == expected
+
+
+def test_the_sizes_of_workers_are_those_that_serve_plans() -> None:
+    places = [WorkerPlace(0, (0, 1, 2, 3), 4, 2, (1,)), WorkerPlace(2, (8, 9), 2)]
+    assert sizes_in(describe_plan(places)) == [(4, 2), (2, 1)]
 
 
 def test_cells_begin_with_small_ones() -> None:
