@@ -36,6 +36,13 @@ def places_of(
     ]
 
 
+def with_usual_workers(model: ModelSettings, of_all: Mapping[str, Any]) -> ModelSettings:
+    """The model as it is placed, with the options of all models' workers. A pipeline has one worker, because a stage
+    computes for one at a time; other models have the usual number, unless theirs is given."""
+    is_pipeline = num_stages(model.options.worker, of_all) > 1
+    return replace(model, workers=1) if is_pipeline and model.workers is None else model
+
+
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """How large models are: the memory budget of all together (None for no limit), the KV cache of each worker that

@@ -21,7 +21,7 @@ from headrace.cli.hosting.settings import ModelSettings
 from headrace.cli.serving.configured import ConfiguredModels, ModelsFile
 from headrace.cli.serving.host import ModelHost
 from headrace.cli.serving.log_sink import LogSink
-from headrace.cli.serving.model_plans import Sizing, places_of, plan_model
+from headrace.cli.serving.model_plans import Sizing, places_of, plan_model, with_usual_workers
 from headrace.cli.serving.plan import (
     ModelPlan,
     ServeOptions,
@@ -91,7 +91,7 @@ class Serving:
     def _plan_beside(self, settings: ModelSettings, first_worker: int) -> ModelPlan:
         """The plan of a model that is added to those already served: all share the KV cache memory equally. Raises
         CommandError."""
-        (places,) = places_of(read_topology(), [settings], self.ranks)
+        (places,) = places_of(read_topology(), [with_usual_workers(settings, self.options.worker)], self.ranks)
         others = [model.plan for model in self.host.models.values() if model.name != settings.name]
         share = 1.0 / (1 + sum(not plan.is_encoder for plan in others))
         found = find_model(settings.model, offline=self.ranks.offline, num_workers=len(places))

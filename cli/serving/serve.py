@@ -28,16 +28,24 @@ from headrace.cli.serving import joining
 from headrace.cli.serving.configured import ModelsFile
 from headrace.cli.serving.log_sink import LogSink
 from headrace.cli.serving.machine import describe_plan
-from headrace.cli.serving.model_plans import WHOLE_MODELS, Sizing, aliases_of, places_of, plan_models
-from headrace.cli.serving.placement import WorkerPlace
+from headrace.cli.serving.model_plans import (
+    WHOLE_MODELS,
+    Sizing,
+    aliases_of,
+    places_of,
+    plan_models,
+    with_usual_workers,
+)
+from headrace.cli.serving.placement import WorkerPlace, nodes_with_cores
 from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions, num_stages
 from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.topology import Topology, read_topology
 from headrace.common.commands import CommandError
 from headrace.common.flags import FiniteRange
+from headrace.common.kernel_files import format_list
 from headrace.common.ports import check_port, chosen_port, is_free
-from headrace.common.worker_flags import WORKER_FLAGS, serve_options
+from headrace.common.worker_flags import DEFAULT_AWAIT_STAGES, WORKER_FLAGS, serve_options
 
 
 def choose_grpc_port(host: str, port: int, wanted: int | None, log: LogSink) -> int:
@@ -339,14 +347,18 @@ class Run:
         return Ranks(*asked, self.offline, tell, given["pipeline"])
 
     def places(self, ranks: Ranks) -> list[tuple[WorkerPlace, ...]]:
-        """The places of each model's workers. Raises CommandError."""
-        places = checked_places(read_topology(), self.settings.models, self.given["prefill_workers"], ranks)
-        for model, of_model in zip(self.settings.models, places, strict=True):
-            if num_stages(model.options.worker, self.given) > 1 and len(of_model) > 1:
+        """The places of each model's workers. `ranks` also tells of nodes that compute nothing. Raises CommandError."""
+        machine, given = read_topology(), self.given
+        models = [with_usual_workers(model, given) for model in self.settings.models]
+        places = checked_places(machine, models, given["prefill_workers"], ranks)
+        for model, of_model in zip(models, places, strict=True):
+            if num_stages(model.options.worker, given) > 1 and len(of_model) > 1:
                 raise CommandError(
                     "--pipeline is for a model with one worker, because a stage computes for one worker at a time; "
-                    "give --workers 1"
+                    "leave out --workers"
                 )
+        if models != list(self.settings.models) and not given["stages"]:
+            _tell_of_idle_nodes(machine, places, given["await_stages"] or DEFAULT_AWAIT_STAGES, ranks.tell)
         return places
 
     def serve(self) -> NoReturn:
@@ -387,6 +399,22 @@ class Run:
             sys.exit(asyncio.run(serving.run()))
         finally:
             log.close()
+
+
+def _tell_of_idle_nodes(
+    machine: Topology, places: Sequence[Sequence[WorkerPlace]], joins: str, tell: Callable[[str], None]
+) -> None:
+    """Tell of the NUMA nodes on which no worker runs, because a pipeline, whose stages join at an address, has only one
+    here."""
+    used = {node for of_model in places for place in of_model for node in place.nodes}
+    idle = [node.number for node in nodes_with_cores(machine) if node.number not in used]
+    if idle:
+        cpus = format_list(core.cpus[0] for node in idle for core in machine.cores_of(node))
+        tell(
+            f"a pipeline has one worker, so NUMA node {format_list(idle)} computes nothing yet; divide the worker with "
+            f"--tensor-parallel, or for a further stage there: taskset --cpu-list {cpus} headrace serve MODEL --join "
+            f"{joins.replace('0.0.0.0:', '127.0.0.1:')}"
+        )
 
 
 def batch_store_of(given: str | None, port: int) -> str | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from headrace.cli.hosting.settings import ModelOptions, ModelSettings
 from headrace.cli.main import cli
 from headrace.cli.serving import joining
+from headrace.cli.serving import serve as serving
+from headrace.cli.serving.model_plans import with_usual_workers
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.cli.serving.plan import SecurityFiles, StageOptions, stage_specs
 from headrace.cli.serving.topology import Core, Node, Topology
@@ -84,3 +88,41 @@ def test_settings_of_servers_in_the_environment_do_not_matter(monkeypatch: pytes
     result = CliRunner().invoke(cli, ["serve", "m", "--join", "a:1", "--dry-run", "--workers", "1"])
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("stage-0  node ")
+
+
+def two_nodes() -> Topology:
+    """A machine with two nodes of two cores each."""
+    cores = tuple(Core((cpu,), 0, cpu // 2, cpu) for cpu in range(4))
+    return Topology(cores, (Node(0, 8 * GIB, {}), Node(1, 8 * GIB, {})), None)
+
+
+def test_a_pipeline_has_one_worker_and_says_how_other_nodes_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "read_topology", two_nodes)
+
+    def planned(*flags: str) -> list[str]:
+        result = CliRunner().invoke(cli, ["serve", "m", "--dry-run", *flags])
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()
+
+    one = "worker-0  node 0  CPUs 0-1  computes with 2"
+    assert planned() == [one, "worker-1  node 1  CPUs 2-3  computes with 2"]
+    assert planned("--pipeline", "2", "--workers", "1") == planned("--pipeline", "2", "--stage", "b:1") == [one]
+    told, where = planned("--pipeline", "2")
+    assert where == one
+    assert "NUMA node 1 computes nothing yet; divide the worker with --tensor-parallel, or for a further stage" in told
+    assert " there: taskset --cpu-list 2-3 headrace" in told
+    assert told.endswith(" headrace serve MODEL --join 127.0.0.1:50070")
+    assert planned("--pipeline", "2", "--await-stages", "10.0.0.5:7")[0].endswith("--join 10.0.0.5:7")
+    result = CliRunner().invoke(cli, ["serve", "m", "--dry-run", "--pipeline", "2", "--workers", "2"])
+    assert result.exit_code == 2
+    assert "--pipeline is for a model with one worker, because a stage computes for one worker at a" in result.stderr
+    assert "; leave out --workers" in result.stderr
+
+
+def test_the_usual_number_of_workers_is_that_of_the_model() -> None:
+    model = ModelSettings("m")
+    assert with_usual_workers(model, {"pipeline": None}) == model
+    assert with_usual_workers(model, {"pipeline": 2}).workers == 1
+    own = replace(model, options=ModelOptions(worker={"pipeline": 2}))
+    assert with_usual_workers(own, {}).workers == 1
+    assert with_usual_workers(replace(own, workers=3), {}).workers == 3

@@ -123,7 +123,7 @@ def test_the_unit_of_a_host_is_a_stage_of_another_by_its_settings(monkeypatch: p
         refuse_what_is_unknown(monkeypatch, argv_of(unit, "ExecStart"), {**environment(unit), **settings_of_host})
         for settings_of_host in files
     )
-    assert (first["pipeline"], first["workers"], first["await_stages"], first["join"]) == (2, 1, None, None)
+    assert (first["pipeline"], first["workers"], first["await_stages"], first["join"]) == (2, None, None, None)
     assert stage["join"] == "10.0.0.5:50070"
     assert first["tls_dir"] == stage["tls_dir"] is not None
     assert files[0]["MODEL"] == files[1]["MODEL"]
