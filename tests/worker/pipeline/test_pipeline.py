@@ -173,6 +173,12 @@ def test_a_layer_for_each_stage_has_the_log_probabilities_of_the_whole(directory
     assert_exact(of_whole, of_stages, prompts(20, 300))
 
 
+def test_a_long_prompt_has_the_log_probabilities_of_the_whole(directory: Path, of_whole: Computed) -> None:
+    """Of all architectures, tests/architectures/test_pipeline.py."""
+    of_stages, _ = staged(directory, 3)
+    assert_exact(of_whole, of_stages, prompts(2000))
+
+
 def test_a_stage_waits_while_steps_are_on_their_way_and_it_does_not_compute() -> None:
     times = Times(10.0, (4.0, 9.5, 10.5))
     assert [times.waited_s(stage) for stage in range(3)] == [6.0, 0.5, 0.0]
