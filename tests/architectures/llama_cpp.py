@@ -26,6 +26,7 @@ from tests.llama_library import silent_llama
 
 _TOKENS = 300
 _CONTEXT = 512
+_MUCH = 0.02
 
 
 class LlamaCpp:
@@ -62,7 +63,8 @@ class LlamaCpp:
 
 
 def main() -> None:
-    """Print the largest and the mean difference for each model."""
+    """Print the largest and the mean difference for each model, the places of tokens behind which it is large, and
+    where llama.cpp has another best token, by how much transformers prefers its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", type=Path)
     parser.add_argument("names", nargs="*", default=list(GGUF_FAMILIES))
@@ -75,11 +77,17 @@ def main() -> None:
             with np.load(root / name / "weights.npz") as weights, np.load(root / name / "reference.npz") as reference:
                 file = write_gguf_of(GGUF_FAMILIES[name], config, weights, Path(folder) / f"{name}.gguf")
                 found = llama.log_probabilities(file, reference["tokens"][:_TOKENS])
-                difference = np.abs(found - reference["short"])
-                is_same = (found.argmax(-1) == reference["short"].argmax(-1)).mean()
+                expected = reference["short"]
+            difference = np.abs(found - expected)
+            best = found.argmax(-1)
+            behind = expected.max(-1) - np.take_along_axis(expected, best[:, None], -1)[:, 0]
+            others = np.flatnonzero(best != expected.argmax(-1))
+            most = difference.max(-1)
             print(
-                f"{name}: {difference.max():.4f} at most, {difference.mean():.5f} on average, the same best token in "
-                f"{is_same:.1%}",
+                f"{name}: {most.max():.4f} at most, {difference.mean():.5f} on average, over 0.02 behind "
+                f"{np.flatnonzero(most > _MUCH).tolist()}, another best token behind {len(others)} of {len(best)}",
+                *[f"behind {place} one that is {behind[place]:.4f} less probable in transformers" for place in others],
+                sep=", ",
                 flush=True,
             )
 
