@@ -64,7 +64,7 @@ def test_roles_refuse_in_the_same_words(role: str) -> None:
         [sys.executable, "-m", f"headrace.{role}", "--frobnicate"], capture_output=True, text=True, check=False
     )
     assert result.returncode == 2
-    assert result.stderr.startswith("error: No such option '--frobnicate'")
+    assert result.stderr.startswith("error: no such option '--frobnicate'")
     assert result.stderr.count("\n") == 1
 
 
