@@ -65,7 +65,7 @@ class Fleet:
 
     @property
     def batch(self) -> int:
-        """The largest batch of a worker."""
+        """The maximum number of sequences in a batch of a worker."""
         return self.max_num_seqs or self.kind.calibration.layout.max_num_seqs
 
     def blocks(self) -> tuple[int, WindowBudget | None]:

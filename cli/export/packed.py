@@ -231,7 +231,7 @@ class Checkpoint:
             yield name, self.packed_experts(name).weights().transpose(1, 2).contiguous()
 
     def _of_floats(self, layer: str) -> torch.Tensor:
-        """A weight of 8-bit floats in 16 bits. PackedError if its scales do not fit it."""
+        """An 8-bit float weight, converted to 16 bits. PackedError if the shape of its scales does not fit."""
         weight = self._tensor(layer + _WEIGHT).float()
         scale = self._tensor(layer + (_SCALE_INV if layer + _SCALE_INV in self._files else _SCALE)).float()
         length = weight.shape[0]

@@ -340,7 +340,7 @@ class ResponseAnswer(ErrorShape):
         return events + self.last_event()
 
     def fail(self, failure: Failure) -> None:
-        """The response has failed."""
+        """Mark the response as failed, with this error."""
         self.response.status = "failed"
         code = _ERROR_CODES.get(failure.kind, "server_error")
         self.response.error = ResponseError(code, failure.message)
@@ -368,7 +368,7 @@ class ResponseAnswer(ErrorShape):
         return self._open
 
     def _into(self, kind: str) -> bytes:
-        """An item of this kind is open."""
+        """Open an item of this kind, unless one is open; another open item is closed first. Returns the events."""
         if self._open is not None and self._open.kind == kind:
             return b""
         return self._close("completed") + self._add(kind)

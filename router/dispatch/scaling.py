@@ -93,7 +93,7 @@ class ScalingConfig:
 
 
 class _Model:
-    """What is remembered of a model between two looks."""
+    """The state of a model between two computations of its signal."""
 
     def __init__(self, now_s: float, window_s: float) -> None:
         self.known_s = now_s
