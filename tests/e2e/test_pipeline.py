@@ -8,13 +8,16 @@ divided, and it is 200 times, or HEADRACE_SOAK_ROUNDS. HEADRACE_SEED repeats the
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from click.testing import CliRunner
 
+from headrace.cli.main import cli
 from tests.certificates import make_certificates
 from tests.e2e.groups import (
     IS_SOAK,
@@ -154,6 +157,10 @@ def test_a_further_host_that_joins_is_a_spare(pipelines: Pipelines, tmp_path: Pa
     try:
         why = f"waiting for the worker at {pipelines.joins}: the pipeline of worker-0 on "
         until(lambda: any(why in line for line in spare.logs), "it waits for its turn")
+        rows = json.loads(CliRunner().invoke(cli, ["status", "--json"]).stdout)
+        (row,) = (row for row in rows if row["serve_pid"] == spare.pid)
+        assert (row["role"], row["name"], row["state"], row["worker"]) == ("stage", "stage-0", "waiting", None)
+        assert row["join"] == pipelines.joins
     finally:
         spare.end()
     assert spare.process.returncode == 0, spare.tail()
