@@ -28,10 +28,11 @@ from headrace.worker.__main__ import config_of_arguments
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.exclusions import refuse_flags
 from headrace.worker.model.batch import build_batch
-from headrace.worker.model.fingerprint import fingerprint_of
+from headrace.worker.model.fingerprint import fingerprint_of, outline_of
 from headrace.worker.model.runner import Layers
 from headrace.worker.pipeline import link, stage
-from headrace.worker.pipeline.link import NamedStages, StageLink, StageLostError
+from headrace.worker.pipeline.joining import StageOffers
+from headrace.worker.pipeline.link import NamedStages, Others, StageLink, StageLostError
 from headrace.worker.pipeline.runner import PipelineRunner, Times
 from headrace.worker.pipeline.stage import StageCall
 from headrace.worker.request.params import SamplingParams
@@ -44,6 +45,7 @@ from tests.patience import patience, until
 from tests.worker.configs import worker_config
 from tests.worker.pipeline.local import staged
 from tests.worker.pipeline.stages import Stage, stages
+from tests.worker.pipeline.test_joining import serving
 from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed, assert_exact, whole
 
 MODEL = TinyModel("qwen2", Kind.Q4_1, layers=4, heads=6, kv_heads=3, spare_tokens=25)
@@ -69,18 +71,20 @@ def pipeline(
     directory: Path, others: Sequence[Stage], lost: list[str], *, transport: Transport | None = None
 ) -> PipelineRunner:
     """The first stage, in this process, with a cache."""
+    named = NamedStages([other.address for other in others])
+    return pipeline_with(directory, named, len(others), lost, transport=transport)
+
+
+def pipeline_with(
+    directory: Path, others: Others, num_others: int, lost: list[str], *, transport: Transport | None = None
+) -> PipelineRunner:
+    """The same with others that may have joined."""
     hashed: Future[str] = Future()
     hashed.set_result(fingerprint_of(directory, 1))
     runner = PipelineRunner(
         directory,
-        1 + len(others),
-        StageLink(
-            NamedStages([other.address for other in others]),
-            transport or Transport(),
-            lost.append,
-            "w on here",
-            hangs_after_s=60,
-        ),
+        1 + num_others,
+        StageLink(others, transport or Transport(), lost.append, "w on here", hangs_after_s=60),
         threads=1,
         max_context_tokens=4096,
         speculates=False,
@@ -250,6 +254,42 @@ def test_a_stage_serves_members_of_the_fleet_one_after_the_other(
             only.process.signal(signal.SIGKILL)
             until(lambda: bool(lost), "the end of a stage is told")
     assert f"the stage at {only.address} has ended" in lost[0]
+
+
+async def until_said(stage: Stage, text: str) -> None:
+    """Wait until the log of a stage has a text."""
+    await asyncio.to_thread(until, lambda: text in "\n".join(stage.process.logs), text)
+
+
+async def test_a_pipeline_of_three_goes_on_with_a_spare_that_has_joined_when_a_stage_is_killed(
+    directory: Path, tmp_path: Path
+) -> None:
+    """The killed one is between the worker and the last stage, which serves the next worker too."""
+    offers, lost = StageOffers("w on here", 2, "m", outline_of(directory), "here"), list[str]()
+    async with serving(offers, tmp_path) as joins:
+        flags = [("--join", joins, "--worker-id", name) for name in "abc"]
+        made = [Stage(directory, tmp_path, f[-1], *f) for f in flags]
+        try:
+            for one in made:
+                await asyncio.to_thread(one.process.start)
+                await asyncio.to_thread(one.until_listening)
+                await until_said(one, "has its 3 stages already" if one is made[2] else "joined the pipeline of w on")
+            middle, last, spare = made
+            runner = await asyncio.to_thread(pipeline_with, directory, offers, 2, lost)
+            with closing(runner):
+                assert [stage.address for stage in runner.stages()] == ["", middle.address, last.address]
+                expected = await asyncio.to_thread(step, runner)
+                middle.process.signal(signal.SIGKILL)
+                await asyncio.to_thread(until, lambda: bool(lost), "the end of a stage is told")
+            assert f"the stage at {middle.address} has ended" in lost[0]
+            runner = await asyncio.to_thread(pipeline_with, directory, offers, 2, lost)
+            with closing(runner):
+                assert [stage.address for stage in runner.stages()] == ["", last.address, spare.address]
+                np.testing.assert_allclose(await asyncio.to_thread(step, runner), expected, atol=1e-4)
+        finally:
+            for one in made:
+                await asyncio.to_thread(one.process.end)
+                print(one.process.tail())
 
 
 class Scripted(stage_pb2_grpc.StageServicer):
