@@ -216,8 +216,8 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
 
 
 def start_again(cpus: Collection[int]) -> NoReturn:
-    """Become a new process with the same arguments and the same number on these CPUs: what was loaded is gone, and with
-    it the ranks of a divided stage."""
+    """Replace this process by a new one with the same arguments and the same process id, on these CPUs. This frees all
+    that was loaded, and ends the ranks of a divided stage. Does not return."""
     end_children()
     os.sched_setaffinity(0, cpus)
     sys.stderr.flush()
@@ -225,8 +225,8 @@ def start_again(cpus: Collection[int]) -> NoReturn:
 
 
 def placed(config: WorkerConfig) -> WorkerConfig:
-    """The configuration with the CPUs of each rank, if the model is to be divided. From now on, this process runs on
-    those of the first. ConfigurationError if there are too few CPUs."""
+    """Return the configuration with the CPUs of each rank, if the model is divided among ranks. Also moves this process
+    to the CPUs of the first rank. ConfigurationError if there are too few CPUs."""
     if config.tensor_parallel == 1:
         return config
     cpus = places_of(usable_cpus(), config.tensor_parallel)
@@ -289,7 +289,8 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
 
 
 def check_pipeline(num_stages: int, stages: Sequence[str], await_stages: str | None, *, serves_stage: bool) -> None:
-    """ConfigurationError unless there is an address for each other stage of the pipeline, or none."""
+    """Check the flags of a pipeline. ConfigurationError if they contradict each other, or unless --stage names either
+    all other stages or none."""
     if serves_stage and (num_stages > 1 or stages or await_stages):
         raise ConfigurationError(
             "--serve-stage gets its layers from the worker that calls it; leave out --pipeline, --stage and "
@@ -311,7 +312,7 @@ def check_pipeline(num_stages: int, stages: Sequence[str], await_stages: str | N
 
 
 def check_join(address: str | None, *, serves_stage: bool) -> None:
-    """ConfigurationError if a process that is not a stage joins a pipeline, or if the address is missing."""
+    """Raise ConfigurationError if --join is given to a process that is not a stage, or if its address is not valid."""
     if address is None:
         return
     if not serves_stage:
@@ -322,14 +323,14 @@ def check_join(address: str | None, *, serves_stage: bool) -> None:
 
 
 def check_address(flag: str, address: str) -> None:
-    """ConfigurationError unless it is one."""
+    """Raise ConfigurationError, which names `flag`, unless the address is HOST:PORT or unix:/PATH."""
     host, _, port = address.rpartition(":")
     if not address.startswith("unix:") and not (host and port.isdecimal()):
         raise ConfigurationError(f"{flag} must be HOST:PORT or unix:/PATH, not {address!r}")
 
 
 def check_speculation(speculation: str | None, draft_model: Path | None) -> None:
-    """ConfigurationError if there is a draft model that is not used, or none where one is needed."""
+    """Raise ConfigurationError if a draft model is given but not used, or needed but not given."""
     if speculation in _NEED_DRAFT_MODEL and draft_model is None:
         needed = _NEED_DRAFT_MODEL[speculation]
         raise ConfigurationError(f"--speculation {speculation} needs {needed}; name the directory with --draft-model")
@@ -338,7 +339,8 @@ def check_speculation(speculation: str | None, draft_model: Path | None) -> None
 
 
 def adapters_of(named: Sequence[str], most: int | None, model: str) -> dict[str, Any]:
-    """The adapters that the flags name, and how many fit into memory. ConfigurationError."""
+    """The settings `adapters` and `max_adapters` (how many fit into memory) that the flags describe. ConfigurationError
+    if a flag is not of the form NAME=PATH, or if the flags contradict each other."""
     adapters: dict[str, Path] = {}
     for text in named:
         name, is_named, path = text.partition("=")

@@ -109,7 +109,8 @@ class LoadedModel:
 
     @property
     def locate(self) -> Callable[[int], tuple[int, Content] | None]:
-        """Finds a block of the prefix cache and its content by its hash; see `KVCache.locate`."""
+        """Returns the function that finds a block of the prefix cache and its content by its hash; see
+        `KVCache.locate`."""
         return self.engine.scheduler.kv_cache.locate
 
     @property
@@ -120,7 +121,7 @@ class LoadedModel:
         return BeamLimits(width, cache.num_blocks, cache.block_size) if cache.takes_beams else None
 
     def close(self) -> None:
-        """End the model's work outside of its thread."""
+        """End the threads and processes of the model, except the engine thread."""
         self.tiers.stop()
         if self.vision is not None:
             self.vision.encoder.close()
@@ -202,9 +203,9 @@ def load_model(
 
 
 class Found(NamedTuple):
-    """What is known before the model is compiled. `longest` is the longest context in tokens, `rule` that of
-    --cache-eviction, `speculation` how to draft, in trees of the shape `tree` if there is one, and `hashing` gives the
-    fingerprint of the model's files."""
+    """The results of reading a model's files, before it is compiled. `longest` is the longest context in tokens, `rule`
+    the rule of --cache-eviction, and `speculation` the kind of drafts, in trees of the shape `tree` unless that is
+    None. `hashing` computes the fingerprint of the model's files."""
 
     threads: int
     model_dir: ModelDir
@@ -219,7 +220,7 @@ class Found(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """The compiled model, the limits of its steps, and what drafts for it, if anything does."""
+    """The compiled model, the limits of its steps, and the model or heads that propose drafts, if any."""
 
     runner: OpenVINOModelRunner
     limits: StepLimits
@@ -227,8 +228,8 @@ class Compiled(NamedTuple):
 
 
 def read_files(config: WorkerConfig, memory: HostMemory | None) -> Found:
-    """Check flags, files and memory, as far as that costs little, and begin what takes long beside the compilation: to
-    hash the model, and to check the blocks of the previous process. ConfigurationError."""
+    """Check flags, files and memory, as far as this is quick. Start the slow work that runs beside the compilation:
+    hashing the model, and checking the blocks of the previous process. ConfigurationError."""
     threads = num_threads_for(config.threads)
     model_dir = read_model_dir(config.model_dir)
     check_memory(config, memory.resident_bytes if memory is not None else 0)
@@ -284,8 +285,7 @@ def make_engine(
 
 
 def persistence_of(kept: KeptCache | None, disk: DiskTier | None) -> Persistence:
-    """What keeps content beyond the cache: the memory that outlives the process, and the disk; either may be
-    missing."""
+    """The persistence of the cache: the memory that outlives the process, and the disk. Each may be None."""
     if kept is None:
         return Persistence(spill=disk)
     return Persistence(kept.journal, kept.part_journal, disk)
@@ -308,7 +308,7 @@ def draft_of(
     threads: int,
     tree: TreeShape | None,
 ) -> Draft | None:
-    """The model or heads that propose tokens, in trees of a shape or without branches; None without one."""
+    """The model or heads that propose tokens, with trees of a shape or without branches. None if there are none."""
     if runner is None:
         return None
     from headrace.worker.draft_heads.eagle_runner import EagleRunner

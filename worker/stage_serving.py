@@ -1,4 +1,4 @@
-"""Serves a stage of other workers' pipelines, instead of a worker."""
+"""Serves a stage of other workers' pipelines, in a process that is not a worker itself."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ STAGE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
 
 
 async def serve_stage(config: WorkerConfig) -> bool:
-    """Serve until SIGTERM or SIGINT, or until a worker that has called has ended. Returns whether it is that: the
-    process should then start again. ConfigurationError if the flags, the address or the model cannot be used."""
+    """Serve until SIGTERM or SIGINT, or until the worker that uses this stage has ended. Returns True in the latter
+    case; the process should then start again. ConfigurationError if the flags, the address or the model cannot be
+    used."""
     # OpenVINO starts threads, which inherit the memory policy: the command sets that after its imports.
     from headrace.worker.pipeline.joining import Joining
     from headrace.worker.pipeline.stage import StageService
@@ -67,7 +68,7 @@ async def serve_stage(config: WorkerConfig) -> bool:
 
 
 async def _joined(joining: Joining, ended: asyncio.Event) -> None:
-    """Offer the stage, and wait for the end of the worker that takes it. ConfigurationError if none ever does."""
+    """Offer the stage to a worker, and wait until that worker has ended. ConfigurationError if no worker takes it."""
     await joining.run()
     await ended.wait()
 

@@ -47,7 +47,7 @@ class Tiers(NamedTuple):
             self.disk.start()
 
     def stop(self) -> None:
-        """End fetches from other workers. Otherwise the process would wait for them when it ends."""
+        """End the fetches from other workers, so that the process does not wait for them when it ends."""
         if self.peers is not None:
             self.peers.stop()
 

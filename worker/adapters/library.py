@@ -73,8 +73,8 @@ class Adapter:
 
 @dataclass(slots=True)
 class AdapterCounters:
-    """Totals since the start: adapters that were put into memory, those that made room for them, and the seconds that
-    took."""
+    """Totals since the start: adapters that were loaded into memory, adapters that were evicted to make room for them,
+    and the seconds that loading took."""
 
     num_loads: int = 0
     num_evictions: int = 0
@@ -269,8 +269,8 @@ class AdapterLibrary:
             await asyncio.shield(adapter.loading)
 
     def _take_slot(self, adapter: Adapter) -> int | None:
-        """A free slot, or that of the least recently used adapter without requests, for an adapter; None if all are in
-        use."""
+        """A slot for an adapter: a free one, or the slot of the least recently used adapter without requests. None if
+        all slots are in use."""
         owners = self._slots.owners
         slot = next((slot for slot, owner in enumerate(owners) if owner is None), NO_SLOT)
         if slot == NO_SLOT:

@@ -52,8 +52,8 @@ def build_eagle(files: EagleFiles, target: ov.Model) -> ov.Model:
 
 
 def build_mtp(files: EagleFiles, target: ov.Model) -> ov.Model:
-    """The same for a layer that predicts more tokens: its features are the target's last hidden states, and for
-    proposed tokens its own, both normalised."""
+    """As `build_eagle`, for a layer that predicts more tokens (MTP). Its features are the target's last hidden states
+    and, for proposed tokens, its own; both are normalised."""
     return _MtpBuilder(files, target).build()
 
 
@@ -97,7 +97,7 @@ class _Builder:
         return opset13.add(attended, fed).output(0)
 
     def _for_logits(self, states: ov.Output) -> ov.Output:
-        """What is multiplied with the vocabulary."""
+        """The states that are multiplied with the vocabulary's weights to give logits."""
         return self._norm(states, "norm")
 
     def _embedded(self, target: ov.Model) -> ov.Output:

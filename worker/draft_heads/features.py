@@ -146,7 +146,8 @@ class FeatureReader:
 
 
 class LastStateReader(FeatureReader):
-    """The same for a layer that predicts more tokens: its features are the last hidden states, of all tokens."""
+    """As `FeatureReader`, for a layer that predicts more tokens (MTP): its features are the last hidden states of all
+    tokens."""
 
     def prepare(self, model: ov.Model) -> None:
         """Add an output `features` [tokens, size]. So the graph computes the last states of all tokens, not of the

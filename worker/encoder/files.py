@@ -38,7 +38,8 @@ _PROMPT = "reranker_prompt.json"
 
 
 class PairTokens(NamedTuple):
-    """Tokens around and between the two texts of a pair, and what is tokenized together with a text."""
+    """The tokens before, between and after the two texts of a pair, and the parts that are tokenized together with a
+    text."""
 
     before: tuple[int, ...] = ()
     between: tuple[int, ...] = ()

@@ -27,7 +27,7 @@ from headrace.worker.speculation.speculation import GrammarDrafts, SmallerModel,
 
 
 class Draft(NamedTuple):
-    """A smaller model that proposes tokens. Its runner has allocated as many blocks as the target's."""
+    """A smaller model, or heads, that propose tokens. The runner has allocated as many blocks as the target's."""
 
     runner: DraftRunner | MedusaHeads
     sampler: BatchSampler
@@ -87,9 +87,9 @@ def build_engine(
     step_log: StepLog | None = None,
     steps_at_once: int = 1,
 ) -> Engine:
-    """An engine with an empty KV cache. The runner has allocated `num_blocks` blocks, and what the `groups` of layers
-    have beside them. See `build_scheduler`. Steps are written to `step_log`, if there is one. So many `steps_at_once`
-    may be on their way through the stages of a pipeline.
+    """An engine with an empty KV cache. The runner has already allocated `num_blocks` blocks, and the memory of the
+    `groups` of layers that have more than blocks. Each step is written to `step_log`, unless that is None. Up to
+    `steps_at_once` steps are in the stages of a pipeline at a time. For the other parameters see `build_scheduler`.
 
     `speculation` is "off", "auto" (as many draft tokens as make the worker faster), "ngram" (drafts of a fixed length),
     or "draft", "eagle3", "medusa" or "mtp" (as "auto", with the smaller model or heads in `draft`).

@@ -45,8 +45,8 @@ _GUESSED_TOKENS_PER_S = 100.0
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits for the states of these images since `since_s`, and for those of others until `bound_s`. It
-    `is_asking` once the store has promised them."""
+    """A request that waits for the states of these images: since `since_s`, and until `bound_s` at most while images of
+    other requests are encoded first. `is_asking`: the store has promised the states."""
 
     images: list[PlacedImage]
     since_s: float
@@ -55,14 +55,15 @@ class _Held:
 
 
 class _Asked(NamedTuple):
-    """What the encoder has to do, and the requests that asked for it. They may be held no longer."""
+    """An image that the encoder was asked for, and the requests that asked for it. Some of them may not wait any
+    more."""
 
     job: EncodeJob
     requests: list[Request]
 
 
 class _Use(NamedTuple):
-    """A request's hold of states in the store, for all of its places of one image."""
+    """The states that one request holds in the store, for all places of one image in its prompt."""
 
     digest: bytes
     images: list[PlacedImage]
@@ -114,7 +115,7 @@ class Encoding:
         return len(self._held)
 
     def num_sharing(self, priority: int) -> int:
-        """See `Stage`: those that wait while images are encoded."""
+        """See `Stage`: the requests that wait while images are encoded."""
         if not self._jobs:
             return 0
         return sum(count for each, count in self._num_of_priority.items() if each >= priority)
@@ -187,8 +188,8 @@ class Encoding:
         return False
 
     def wait_s(self, request: Request) -> tuple[float, float]:
-        """How long a new request would wait for others' images, and how long its own would take to encode, in seconds;
-        0 while the rate is unknown."""
+        """The expected times in seconds: how long a new request would wait for the images of other requests, and how
+        long the encoder would need for its own. Both are 0 while the rate is unknown."""
         rate = self._encoder.rate
         if not request.images or not rate.tokens_per_s:
             return 0.0, 0.0
@@ -199,8 +200,8 @@ class Encoding:
         return rate.seconds(self.num_waiting_tokens), rate.seconds(sum(own.values()))
 
     def spared_s(self, request: Request, begin: int, end: int) -> float:
-        """How many seconds the encoder would take for images that the request needs if it continues at token `begin`,
-        and does not need at `end`. Before the first image was timed, a guess."""
+        """How many seconds the encoder saves if the request continues at token `end` instead of token `begin`: the time
+        for images that only the earlier tokens need. A guess until the first image was timed."""
         needed = [image for image in request.images if image.end > begin and not self._is_here(image.digest)]
         later = {image.digest for image in needed if image.end > end}
         spared = {image.digest: len(image.places) for image in needed if image.digest not in later}
@@ -245,7 +246,7 @@ class Encoding:
         return digest in self._store and self._store.states_of(digest) is not None
 
     def _take(self, request: Request, images: Sequence[PlacedImage]) -> bool:
-        """Give a request its states, which are all in the store."""
+        """Give a request the states of all its images, if the store has all of them. Returns whether it does."""
         if not all(self._is_here(image.digest) for image in images) or self._hold(request, images) is None:
             return False
         self._give(request)
@@ -263,7 +264,7 @@ class Encoding:
         self._ask()
 
     def _remove(self, request: Request) -> _Held:
-        """Hold a request no longer."""
+        """Stop holding a request."""
         held = self._held.pop(request)
         self._num_of_priority -= Counter([request.priority])
         if not held.is_asking:
@@ -295,8 +296,8 @@ class Encoding:
                 self._complete.append(request)
 
     def _hold(self, request: Request, images: Sequence[PlacedImage]) -> list[PlacedImage] | None:
-        """Hold the states of images in the store for a request. Returns those that are to be encoded; None, with
-        nothing held, if there is no room."""
+        """Hold the states of images in the store for a request. Returns the images that still have to be encoded, or
+        None if the store has no room; then nothing is held."""
         by_digest: dict[bytes, list[PlacedImage]] = {}
         for image in images:
             by_digest.setdefault(image.digest, []).append(image)
@@ -311,7 +312,7 @@ class Encoding:
         return all(self._is_here(use.digest) for use in self._using[request])
 
     def _give(self, request: Request) -> None:
-        """Give a request its states, which are all there."""
+        """Give a request the states of all its images, which are in the store."""
         self._computing[request] = None
         for use in self._using[request]:
             for image in use.images:

@@ -142,8 +142,8 @@ class Engine:
         return True
 
     def settle(self, deliver: Deliver) -> None:
-        """Do now what would be done beside the next step, which comes later or not at all: deliver the outputs of the
-        previous one, and record new blocks."""
+        """Do at once the work that would overlap with the next step, because that step comes later or not at all:
+        deliver the outputs of the previous step, and record new blocks."""
         self._overlap.deliver(deliver)
         self._end_failed([])
         self._overlap.seal()
@@ -222,7 +222,7 @@ class Engine:
         return verified.tokens
 
     def _search(self, batch: Batch, logits: Logits) -> Mapping[Request, Searched]:
-        """Read what continues the beams of requests that are beam searches."""
+        """Read from the logits the tokens that may continue the beams of beam searches."""
         if not batch.beams:
             return NOTHING_SEARCHED
         first = len(batch.sampled) + len(batch.later)

@@ -41,8 +41,8 @@ _TOKENS_MEANWHILE = 512
 
 @dataclass(slots=True)
 class _Held:
-    """A request for which `tier` fetches blocks, and what is `held` of the cache for it. It began to wait at `since_s`,
-    is expected to wait for `expected_s`, and stops waiting at `deadline_s`."""
+    """A request for which `tier` fetches blocks, and the part of the cache that is `held` for it. It has waited since
+    `since_s`, is expected to wait for `expected_s` in all, and stops waiting at `deadline_s`."""
 
     request: Request
     held: Held
@@ -52,7 +52,8 @@ class _Held:
     deadline_s: float
 
     def remaining_s(self, now_s: float) -> float:
-        """Expected seconds until the blocks are there. If they are late, as long as the fetch has taken so far."""
+        """Expected seconds until the blocks have arrived. A late fetch is expected to take as long again as it has
+        taken so far."""
         taken_s = now_s - self.since_s
         return self.expected_s - taken_s if taken_s < self.expected_s else taken_s
 
@@ -66,7 +67,7 @@ class _Joined(NamedTuple):
 
 
 def without_images(request: Request, begin: int, end: int) -> float:
-    """The time to encode images, where requests have none."""
+    """The encoding time that requests without images save: none."""
     del request, begin, end
     return 0.0
 
@@ -109,7 +110,7 @@ class Fetching:
         return len(self._held) + len(self._joined)
 
     def num_sharing(self, priority: int) -> int:
-        """See `Stage`: blocks are fetched by few instructions."""
+        """See `Stage`: none, because fetching needs hardly any of the cores that compute steps."""
         del priority
         return 0
 
@@ -185,7 +186,7 @@ class Fetching:
         return True
 
     def cancel(self, request: Request) -> bool:
-        """Drop a request if it is held here. Returns whether it was; then the scheduler has its last output."""
+        """Drop a request. Returns whether it was held here; if so, the scheduler delivers its last output."""
         if self._joined.pop(request, None) is None:
             fetch = next((fetch for fetch, held in self._held.items() if held.request is request), None)
             if fetch is None:
@@ -214,8 +215,8 @@ class Fetching:
         return ready
 
     def _take_joined(self, now_s: float) -> Iterable[Request]:
-        """The requests that wait no longer for another one's fetch, because nothing more is to be fetched for them, or
-        because it takes too long."""
+        """The requests that stop waiting for another request's fetch, because nothing more will be fetched for them, or
+        because the fetch takes too long."""
         for request, joined in list(self._joined.items()):
             is_late = now_s > joined.deadline_s
             if joined.fetch in self._held and not is_late:
@@ -297,7 +298,7 @@ class Fetching:
         return []
 
     def wait_s(self, request: Request) -> tuple[float, float]:
-        """See `Stage`: nobody waits here for longer than computing would take."""
+        """See `Stage`: no time, because no request waits here for longer than it would take to compute the blocks."""
         del request
         return 0.0, 0.0
 
@@ -353,7 +354,8 @@ class Fetching:
         return self.disk.has(block_hash) or self._scheduler.kv_cache.is_findable(block_hash)
 
     def _parts_of(self, tier: Tier) -> Callable[[int], bool]:
-        """Whether a tier has the part of a block. What parts other workers have shows when they send them."""
+        """A function that returns whether a tier has the part of a block for layers with a window. It returns True for
+        all blocks of other workers, whose parts are known only when they send them."""
         return self.disk.has_part if self.disk is not None and tier is self.disk else lambda _: True
 
     def _num_spare(self) -> int:
@@ -368,9 +370,9 @@ class Fetching:
         return max(0, self._scheduler.kv_cache.num_blocks_of(request, num_tokens) - len(request.block_table))
 
     def _patience_s(self, request: Request, tier: Tier, first: int, end: int) -> float:
-        """How long the request waits for these blocks. It must still be able to compute them before its deadline. A
-        request that waited for others' fetches waits no longer in all than it would for all blocks from the first on.
-        """
+        """How long the request waits for these blocks, in seconds. It must still be able to compute them before its
+        deadline. A request that has waited for the fetches of others waits no longer in total than it would for all of
+        its blocks."""
         begin = min(first, request.fetch_from)
         late_s = _LATENESS * tier.expected_s(end - begin) + _DELAY_S
         most_s = min(_PATIENCE * self._compute_s(request, begin, end), late_s)

@@ -206,8 +206,8 @@ class Forecast:
         return computed
 
     def _most_work(self, request: Request, waiting: Sequence[Request]) -> _Work:
-        """An upper bound of the work until the request's prompt is computed: nothing is cached, and all others go
-        first."""
+        """An upper bound of the work until the request's prompt is computed. It assumes that nothing is cached and that
+        all other requests go first."""
         work = _Work.behind(0, request.num_tokens)
         for others in (self._running_beside(request), waiting):
             for other in others:

@@ -57,7 +57,7 @@ class EngineReport(msgspec.Struct, frozen=True):
 
 
 class Command(NamedTuple):
-    """What the event loop asks of the engine's thread: to accept a request, or to drop it if it `is_cancel`."""
+    """A command from the event loop to the engine thread: accept a request, or drop it if `is_cancel`."""
 
     request: Request
     is_cancel: bool
@@ -97,7 +97,7 @@ class OutputStream:
 
 
 class _KeptFiles:
-    """The image files of requests. One that several requests share counts once."""
+    """Counts the bytes of the image files of open requests. A file that several requests share counts once."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -134,7 +134,7 @@ class Mailbox:
         on_failure: Callable[[str, BaseException], None] = end_process,
         bell: Bell | None = None,
     ) -> None:
-        """`bell` wakes the engine's thread also for others, such as the tiers of its cache."""
+        """`bell` wakes the engine thread. Others, such as the tiers of its cache, may ring it too."""
         self._on_failure = on_failure
         self._capacity = capacity
         self._on_report = on_report
@@ -162,8 +162,8 @@ class Mailbox:
 
     @contextlib.contextmanager
     def expecting(self, request: Request) -> Iterator[None]:
-        """Count a request as open that is not ready for the engine yet, until `submit`, or until the block is left.
-        StatusError QUEUE_FULL as in `submit`."""
+        """Context manager: count a request as open while it is prepared for the engine, until `submit` or the end of
+        the block. StatusError QUEUE_FULL as in `submit`."""
         self._refuse_if_full(request)
         self._expected.add(request)
         self._empty.clear()

@@ -46,13 +46,13 @@ class Pacing:
         return max(0.0, self._until_s - self._clock())
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         self._until_s = 0.0
         is_paced = self._num_waiting and self._scheduler.is_decoding
         self._begun_s = self._clock() if is_paced else None
 
     def end(self) -> None:
-        """The step has ended. If it was one of decode, and images wait, a pause begins."""
+        """Record that the step has ended. If it was a decode step and images wait, a pause begins."""
         if self._begun_s is None or not self._scheduler.is_decoding:
             return
         now_s = self._clock()
@@ -64,6 +64,6 @@ class Pacing:
 
     @property
     def _num_waiting(self) -> int:
-        """Requests that wait for images, unless streams of higher priority run."""
+        """The number of requests that wait for images; 0 if streams of higher priority run."""
         running = self._scheduler.running
         return self._stages.num_sharing(running[0].priority) if running else 0

@@ -24,7 +24,7 @@ from headrace.worker.request.step import Sampled
 
 
 class _Begun(NamedTuple):
-    """A step on its way, and when it began."""
+    """A step that has begun and not ended, and the time at which it began."""
 
     step: Step
     start_s: float
@@ -33,15 +33,15 @@ class _Begun(NamedTuple):
 
 @dataclass(slots=True)
 class PipelinedEngine(Engine):
-    """`Engine` over a runner whose `bind` begins a step, and whose `run` ends the one that has begun first. As many
-    steps are on their way as the scheduler decides at once."""
+    """`Engine` for a runner whose `bind` begins a step and whose `run` ends the oldest step that has begun. It keeps as
+    many steps under way as the scheduler allows at once."""
 
     _begun: deque[_Begun] = field(default_factory=deque)
     _ended_s: float = 0.0
 
     def advance(self, deliver: Deliver, fetch_first: FetchFirst | None = None) -> bool:
-        """Begin as many steps as there may be, end the first of them, and deliver the outputs of the one before. See
-        `Engine.advance`."""
+        """Begin as many steps as allowed, end the oldest of them, and deliver the outputs of the step that ended before
+        it. See `Engine.advance`."""
         self._begin(deliver, fetch_first)
         if not self._begun:
             self.settle(deliver)
@@ -78,7 +78,7 @@ class PipelinedEngine(Engine):
 
 
 def _without_ended(step: Step, sampled: Sequence[Sampled]) -> tuple[Step, Sequence[Sampled]]:
-    """What is left of a step and its tokens without requests that were cancelled on its way."""
+    """The step and its sampled tokens, without the requests that were cancelled while it was under way."""
     ended = {request for request, _ in step.output.scheduled if request.state is RequestState.FINISHED}
     if not ended:
         return step, sampled

@@ -336,12 +336,13 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def _may_give_way(self) -> bool:
-        """Whether the request that is last in rank is in the background, and in no step on its way."""
+        """Whether the request that is last in rank may be preempted: it is in the background, and in no step that is
+        under way."""
         return bool(self.running) and self.running[-1].is_background and self.running[-1] not in self._on_way
 
     def _ready(self) -> Sequence[Request]:
-        """The running requests that may be in the next step. Where several steps are on their way, it takes its part of
-        all, so that the others get as many."""
+        """The running requests that may be in the next step. If several steps are under way at a time, each gets an
+        equal share of all running requests."""
         if self.steps_at_once == 1:
             return self.running
         most = -(-len(self.running) // self.steps_at_once)
@@ -431,7 +432,8 @@ class Scheduler:
         self._share_among(served, first, room, wanted)
 
     def _beside(self, streams: Collection[Request]) -> Collection[Request]:
-        """The streams that wait for a step with prompts: those in it, or where several steps are on their way, all."""
+        """The running streams that wait while a step with prompts is computed. If several steps are under way at a
+        time, these are all streams; otherwise they are those in the step."""
         if self.steps_at_once == 1:
             return streams
         return [request for request in self.running if request.num_uncomputed_tokens == 1]
@@ -471,8 +473,8 @@ class Scheduler:
                 self._begin(request, num_tokens, begun)
 
     def _is_begun(self, request: Request, begun: set[tuple[int, bytes]]) -> bool:
-        """Whether another request computes the same next block in this step. After the step, this request finds it in
-        the cache."""
+        """Whether another request computes the same next block in this step. If so, this request can find the block in
+        the cache after the step."""
         index, offset = divmod(request.num_computed_tokens, self.kv_cache.block_size)
         if offset != 0 or self.kv_cache.work_on(request, index) not in begun:
             return False

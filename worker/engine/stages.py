@@ -1,4 +1,4 @@
-"""What a request waits for before it is scheduled, besides its place: a chain of stages.
+"""A chain of stages in which a request may wait before it is scheduled, besides waiting for its place.
 
     arrival --> stage 0 --> stage 1 --> ... --> the scheduler
                    ^ begin_late, for a request that is about to be computed: back to a stage
@@ -43,8 +43,8 @@ class Stage(Protocol):
         ...
 
     def take_ready(self) -> list[Request]:
-        """The requests that wait here no longer. Called before each step, and while nothing is computed a few times a
-        second."""
+        """The requests that no longer have to wait here. Called before each step, and a few times a second while
+        nothing is computed."""
         ...
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -52,11 +52,11 @@ class Stage(Protocol):
         ...
 
     def wait_s(self, request: Request) -> tuple[float, float]:
-        """How long a new request would wait here for others, and how long for itself, in seconds."""
+        """The expected waiting times of a new request here, in seconds: for other requests, and for its own work."""
         ...
 
     def take_news(self) -> bool:
-        """Whether the load report should be sent although no request shows it."""
+        """Whether to send a load report now, although no request makes one necessary."""
         ...
 
     def report(self, report: EngineReport) -> EngineReport:

@@ -368,8 +368,8 @@ class StepCosts:
         return PAUSE * model.predict_ms(shape) if model.is_learned else math.inf
 
     def observe(self, shape: StepShape, milliseconds: float, *, is_first: bool) -> None:
-        """Learn from a step. `is_first`: kernels were built for its size, so its time says nothing about other
-        steps."""
+        """Learn from a step that took `milliseconds`. `is_first`: OpenVINO built kernels for its size, so its time says
+        nothing about other steps."""
         is_decode = shape.prompt_tokens == 0
         if not is_first:
             milliseconds = min(milliseconds, self.most_ms(shape))

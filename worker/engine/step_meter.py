@@ -61,7 +61,7 @@ class StepMeter:
         return StepSize(shape, num_padding, graph)
 
     def passed(self, num_tokens: int, graph: Graph = Graph.MAIN) -> None:
-        """Note that the latest step had this many tokens, if its size was not asked for."""
+        """Record that the latest step had this many tokens, for steps for which `size` was not called."""
         self._num_tokens[graph] = num_tokens
 
     def observe(self, size: StepSize, step_s: float, tokens_per_stream: float = 1.0, draft_s: float = 0.0) -> None:
@@ -89,8 +89,8 @@ class StepMeter:
 
 
 class StepLog:
-    """A log for those who measure the machine: a line of JSON for each step. Appends to a file, which several workers
-    may share. Raises OSError if it cannot be written."""
+    """Writes one JSON line for each step, for measurements of the machine. Appends to a file, which several workers may
+    share. OSError if the file cannot be written."""
 
     def __init__(self, path: Path, worker_id: str) -> None:
         self._worker_id = worker_id

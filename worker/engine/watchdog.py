@@ -62,8 +62,7 @@ class Watched(Protocol):
 
 
 class Verdict(enum.Enum):
-    """What the watchdog finds: whether the engine works, is stuck, or has been stuck for so long that the process must
-    end."""
+    """The result of a check: the engine works, is stuck, or has been stuck for so long that the process must end."""
 
     ALIVE = enum.auto()
     STUCK = enum.auto()

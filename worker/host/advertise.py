@@ -1,4 +1,5 @@
-"""How others name and reach this worker: its name with its host, and its address if it listens on all of the host's."""
+"""The name and the address under which others reach this worker: its name with its host, and an address of the host if
+the worker listens on all of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Whether a process that has work gets on with it, as far as the kernel knows.
+"""Detects a process that has work but makes no progress, by what the kernel counts.
 
-Loading a model takes seconds to hours, so no time tells how long is too long. But a process that loads computes, or
-reads or writes files. One that does neither for long waits for something that does not come: a file system that is
-gone, a lock, a signal to go on.
+Loading a model takes seconds to hours, so no time limit fits. But a process that loads computes, or reads or writes
+files. One that does neither for long waits for something that does not come: a file system that is gone, a lock, a
+signal to continue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 def work_of(pid: int, root: Path = ROOT) -> Work:
-    """What a process and those that it has started have done, with all their threads; nothing if it has ended."""
+    """The work that a process and its descendants have done so far, with all their threads; zeros if it has ended."""
     children = " ".join(map(read_text, root.glob(f"proc/{pid}/task/[0-9]*/children"))).split()
     done = [_own_work_of(each, root) for each in (pid, *map(int, children))]
     return Work(sum(work.cpu_s for work in done), sum(work.of_files for work in done))
@@ -47,8 +47,9 @@ def _own_work_of(pid: int, root: Path) -> Work:
 
 
 class Progress:
-    """Of a process that should not stand still for `bound_s` seconds. `is_lost` is asked while it has work, from
-    `begin` on. Time in which nobody asked counts little, because the one who asks may have stood still too."""
+    """Detects that a process makes no progress for `bound_s` seconds. Call `begin` when it gets work, and then
+    `is_lost` repeatedly. Time in which nobody called `is_lost` counts little, because the caller may have been
+    suspended as well."""
 
     def __init__(
         self,
@@ -65,12 +66,12 @@ class Progress:
         self.begin()
 
     def begin(self) -> None:
-        """Work begins now."""
+        """Start measuring, because work begins now."""
         self._still_s, self._looked_s = 0.0, self._clock()
         self._done = self._work(self._pid)
 
     def is_lost(self) -> bool:
-        """Whether it has stood still for the bound."""
+        """Whether the process has made no progress for `bound_s` seconds."""
         now_s = self._clock()
         passed_s = now_s - self._looked_s
         if passed_s < self.every_s:

@@ -41,7 +41,7 @@ _Kind = TypeVar("_Kind")
 
 
 class GroupBudget(Protocol):
-    """What the memory has for a group of layers, in units of the group."""
+    """The memory for a group of layers, in units of that group."""
 
     def make(self, pool: BlockPool, persistence: Persistence) -> CacheGroup | EvictingAttention:
         """The group, over the blocks of `pool`. `persistence` keeps what the group has in addition to blocks."""
@@ -135,8 +135,8 @@ class KVCache:
         )
 
     def counters(self) -> dict[str, int]:
-        """Totals since the start: blocks that were evicted, restored from an earlier process, and that requests have
-        evicted themselves."""
+        """Totals since the start: blocks that were evicted, blocks that were restored from an earlier process, and
+        blocks that requests have evicted from their own sequences."""
         return {
             "blocks_evicted": self.pool.num_evictions,
             "blocks_restored": self.pool.num_restored,
@@ -149,12 +149,13 @@ class KVCache:
 
     @property
     def most_draft_tokens(self) -> int:
-        """How many tokens the drafts of a step may have in all. Each needs a slot for the state after it."""
+        """The largest number of draft tokens in a step, over all requests. Each needs a slot for the state after it."""
         return sys.maxsize if self.states is None else self.states.num_for_drafts
 
     @property
     def has_branches(self) -> bool:
-        """Whether drafts may have branches. States have none."""
+        """Whether drafts may have branches. They may not in models with recurrent layers, whose states cannot
+        branch."""
         return self.states is None
 
     @property
@@ -163,7 +164,7 @@ class KVCache:
         return not self._beside
 
     def _spill_block(self, block: int, content: Content) -> None:
-        """A block is about to be evicted."""
+        """Copy a block to the tiers, because it is about to be evicted."""
         slot = self.slot_of(block)
         if self._spill is not None:
             self._spill.spill(block, NO_SLOT if slot is None else slot, content)
@@ -199,7 +200,8 @@ class KVCache:
             self.windows.parts.restore(parts)
 
     def take_last(self, blocks: Iterable[int], slots: Iterable[int] = ()) -> None:
-        """Take these free blocks and slots after all others, so that the previous process's content stays in them."""
+        """Move these free blocks and slots to the end of the eviction order, so that they keep the previous process's
+        content for as long as possible."""
         self.pool.put_last(blocks)
         if self.windows is not None:
             self.windows.parts.take_last(slots)
@@ -283,7 +285,7 @@ class KVCache:
         self.pool.release(reversed(prefix))
 
     def num_usable(self, request: Request, prefix: Sequence[int]) -> int:
-        """After how many of these blocks at its beginning a request without blocks could continue."""
+        """The number of blocks of `prefix`, from its beginning, after which a request without blocks could continue."""
         return self._usable(request, len(prefix), lambda index: prefix[index])
 
     def take_wanted(self, request: Request, prefix: list[int], end: int) -> tuple[Held, list[Wanted]] | None:
@@ -311,7 +313,7 @@ class KVCache:
         return Held(prefix, there), wanted
 
     def _take_empty(self, count: int) -> list[int]:
-        """Take blocks that nobody computes."""
+        """Take blocks that no request computes, to be filled by a tier."""
         blocks = self.pool.take(count)
         if self.windows is not None:
             for block in blocks:
@@ -459,8 +461,8 @@ class KVCache:
         return source, gained
 
     def chunk_of(self, request: Request, num_tokens: int) -> int:
-        """How many of the request's next `num_tokens` tokens one step should compute: no more than to where a state is
-        to be saved, or blocks are to be evicted."""
+        """How many of the request's next `num_tokens` tokens one step should compute. The step ends at the latest where
+        a state is to be saved or blocks are to be evicted."""
         if self.evicting is not None and request.eviction is not None:
             num_tokens = self.evicting.chunk_of(request, request.eviction, num_tokens)
         return num_tokens if self.states is None else self.states.chunk_of(request, num_tokens)
@@ -527,7 +529,8 @@ class KVCache:
                 self.windows.release(given_up)
 
     def plan(self, scheduled: Sequence[Scheduled]) -> StepPlan:
-        """What the next step does to the cache. Copies and moves are in it once."""
+        """The copies, moves and states of the next step. Each call returns only the copies and moves recorded since the
+        last call."""
         copies, self._copies = self._copies, []
         windows, evicting = self.windows, self.evicting
         return StepPlan(

@@ -146,7 +146,8 @@ def _opened(path: Path) -> int:
 
 
 def _own(path: Path) -> int:
-    """Open the file. ConfigurationError if other users can read or change it: then its blocks may be theirs."""
+    """Open the file. ConfigurationError if other users can read or change it, because its blocks might then come from
+    them."""
     descriptor = _opened(path)
     found = os.fstat(descriptor)
     if not is_private(found) or found.st_nlink > 1:
@@ -230,7 +231,7 @@ def _remove_unused(directory: Path, identity: str) -> None:
 
 
 def _remaining(directory: Path, own: Path) -> str:
-    """What the stores in the directory take that were not removed."""
+    """Describe the size of the stores that remain in the directory, for an error message."""
     found = []
     for path in sorted(directory.glob(f"{_PREFIX}*.blocks")):
         with contextlib.suppress(OSError):

@@ -99,13 +99,14 @@ class SlotIndex:
         return change
 
     def touch(self, slot: int, name: int) -> None:
-        """The block was in use until now. Among blocks of the same second, one that is touched later is worth more."""
+        """Record that the block was in use until now. Of blocks used in the same second, the one touched last is the
+        most valuable."""
         if int(self._names[slot]) == name:
             self._stamp(slot)
 
     def count_hit(self, slot: int, name: int) -> None:
-        """A request has found the block with this name in a slot. Makes it more valuable, unless the slot has another
-        block by now."""
+        """Record that a request has found the block with this name in a slot. This makes the block more valuable. Does
+        nothing if the slot has another block by now."""
         if int(self._names[slot]) == name:
             found = int(self._found[slot])
             # The mark is left if a writer died before it removed the name.
@@ -200,7 +201,7 @@ def index_bytes(num_slots: int) -> int:
 
 
 def _worth(entries: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """How valuable the blocks are now."""
+    """The value of each block now; the least valuable is replaced first."""
     used_s, found = entries["used_s"].astype(np.int64), entries["found"]
     is_marked = found == _RESERVED
     hits = np.where(is_marked, 0, np.minimum(found, _MOST_FOUND)).astype(np.int64)

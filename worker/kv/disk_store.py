@@ -96,7 +96,8 @@ class DiskStore:
         return changes
 
     def touch(self, block_hash: int) -> None:
-        """The block was in use until now. Among blocks of the same second, one that is touched later is worth more."""
+        """Record that the block was in use until now. Of blocks used in the same second, the one touched last is the
+        most valuable."""
         name = self._name_of(block_hash)
         slot = self._slot_of.get(name)
         if slot is not None:

@@ -1,4 +1,5 @@
-"""What cannot be combined: flags of the worker with one another, and with what a model has. The only such table.
+"""All combinations that are not possible: of flags of the worker with each other, and of flags with properties of a
+model. The only such table.
 
 Each row is one sentence: an error, or a warning if the flag has no effect. `docs/reference/exclusions.md` is written
 from it.
@@ -49,7 +50,7 @@ def _flag(name: str, field: str) -> Setting:
 
 
 def _heads(name: str, *kinds: HeadsKind) -> Setting:
-    """What `name` stands for when --draft-model has heads of one of these kinds."""
+    """The setting `name`, which is on if --draft-model has heads of one of these kinds."""
 
     def given(config: WorkerConfig) -> str | None:
         directory = config.draft_model
@@ -156,7 +157,8 @@ def refuse_for_model(config: WorkerConfig, groups: Sequence[LayerGroup]) -> None
 
 
 def impossible(setting: Setting, other: LayerKind | Property, given: str = "") -> ConfigurationError:
-    """The error for a setting, as it was `given`, with a model that has this."""
+    """The error for the setting `given`, which cannot be combined with this property of the model or this other
+    setting."""
     why = next(row.why for row in EXCLUSIONS if (row.setting, row.other) == (setting, other))
     what = f"{other.value} layers" if isinstance(other, LayerKind) else other.name
     return ConfigurationError(

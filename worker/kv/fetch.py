@@ -113,11 +113,11 @@ class LearnedTime:
 
 
 def nobody() -> None:
-    """Does nothing: stands for a function that wakes a thread."""
+    """Do nothing. A default for functions that wake a thread."""
 
 
 class Bell:
-    """Wakes the engine's thread: `changed` is notified, and `has_rung` set, until that thread resets it."""
+    """Wakes the engine thread: notifies `changed` and sets `has_rung`, which the engine thread resets."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -131,20 +131,20 @@ class Bell:
 
 
 class Spill(Protocol):
-    """Takes what the cache evicts. The engine thread calls it before the bytes change."""
+    """Takes blocks that the cache evicts. The engine thread calls it before their bytes change."""
 
     def spill(self, block: int, slot: int, content: Content) -> None:
-        """A block, with its part for layers with a window in `slot`, unless that is NO_SLOT."""
+        """Take a block, and its part for layers with a window in `slot`, unless that is NO_SLOT."""
         ...
 
     def spill_part(self, slot: int, content: Content) -> None:
-        """Only the part of a block for layers with a window."""
+        """Take only the part of a block for layers with a window."""
         ...
 
 
 class Persistence(NamedTuple):
-    """What keeps content beyond the cache: `journal` records for the next process what is in each block, `part_journal`
-    the same for each slot with a part of a block for layers with a window, and `spill` takes what is evicted."""
+    """Stores content beyond the life of the cache. `journal` records the content of each block for the next process,
+    `part_journal` that of each slot with a part of a block for layers with a window. `spill` takes what is evicted."""
 
     journal: BlockJournal | None = None
     part_journal: BlockJournal | None = None

@@ -68,7 +68,7 @@ class BlockJournal:
         return bool(self._unsealed)
 
     def note(self, block: int, content: Content) -> None:
-        """The block has this content now. The next `seal` reads its bytes and records it."""
+        """Record that the block has this content now. The next `seal` reads its bytes and writes the record."""
         self._unsealed[block] = content
 
     def drop(self, block: int) -> None:
@@ -77,7 +77,8 @@ class BlockJournal:
         self._unsealed.pop(block, None)
 
     def grow(self, block: int) -> None:
-        """The block with this number comes into use. Huge pages are prepared for it and the next ones."""
+        """Note that the block with this number comes into use, so that huge pages are prepared for it and the next
+        ones."""
         if self._on_growth is not None and block >= self._grown:
             self._grown = self._on_growth(block)
 

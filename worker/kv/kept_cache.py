@@ -289,8 +289,8 @@ class KeptCache:
         return found if found is not None and self.memory.size_bytes >= found.total_bytes else None
 
     def _lacks_room(self) -> bool:
-        """Whether the cache may grow beyond the room of its file system. Then it cannot be taken back: touching a page
-        without room ends the process."""
+        """Whether the cache could outgrow its file system. If so, its old content cannot be used, because touching a
+        page for which there is no room ends the process."""
         room, size = self.memory.room_bytes, self.memory.size_bytes
         if room is None or size <= room:
             return False

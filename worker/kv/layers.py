@@ -1,4 +1,5 @@
-"""What a model has, for the KV cache: groups of layers that keep the same things, as its graph shows them."""
+"""The layers of a model as the KV cache sees them: groups of layers that keep the same kind of content, found in the
+graph."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 
 
 class LayerKind(enum.Enum):
-    """What the layers of a group keep of a sequence: the keys and values of all tokens; those that the queries of a
-    sliding window can reach; or a state of fixed size."""
+    """The content that the layers of a group keep of a sequence: the keys and values of all tokens; those within a
+    sliding window; or a state of fixed size."""
 
     FULL = "full attention"
     WINDOW = "sliding window"

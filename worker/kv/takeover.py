@@ -17,7 +17,8 @@ from headrace.worker.kv.fetch import ChainedBlock, Fetch, Held, Tier, nobody
 
 
 class Taken(NamedTuple):
-    """What came of an offer: the blocks that arrived, and all of the offered ones that are in the cache now."""
+    """The result of an offer: the number of blocks that arrived, and the number of offered blocks that are in the cache
+    now."""
 
     num_blocks: int
     num_present: int

@@ -69,7 +69,8 @@ class LowRank(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The inputs and outputs of a linear layer that one rank of a divided model has, in order; None for all of them."""
+    """The part of a linear layer that one rank of a divided model has: the indices of its inputs and outputs,
+    ascending. None stands for all of them."""
 
     inputs: Positions | None = None
     outputs: Positions | None = None
@@ -87,14 +88,15 @@ class Cut(NamedTuple):
 
 
 class AdapterPart(NamedTuple):
-    """What one rank of a divided model has of adapters: `cuts` of linear layers by the friendly names of their
-    products, of others all. `node` is the NUMA node that its memory prefers; None for that of the writer."""
+    """The adapter weights that one rank of a divided model has. `cuts` has the parts of divided linear layers, by the
+    friendly names of their products; other layers are whole. `node` is the NUMA node that its memory prefers; None for
+    the writer's node."""
 
     cuts: Mapping[str, Cut]
     node: int | None = None
 
     def cut_of(self, linear: Linear) -> Cut:
-        """What the rank has of a layer."""
+        """The part of a layer that the rank has."""
         return self.cuts.get(linear.product, _ALL)
 
 

@@ -104,7 +104,7 @@ class Batch:
 
 
 class Sums(enum.Enum):
-    """Which sums of weights are computed with the logits: none, if only the best token is needed; at each row's
+    """The sums of weights that are computed with the logits: none, if only the best token is needed; at each row's
     temperature, for draws; also at temperature 1, for log-probabilities."""
 
     NONE = enum.auto()
@@ -113,8 +113,8 @@ class Sums(enum.Enum):
 
 
 class Graph(enum.Enum):
-    """Which compiled graph computes a step: the main one, that of small decode steps, that with adapters, or the
-    vocabulary's product of the first stage of a pipeline."""
+    """The compiled graph that computes a step: the main graph, the graph for small decode steps, the graph with
+    adapters, or the vocabulary's product in the first stage of a pipeline."""
 
     MAIN = enum.auto()
     SMALL_DECODE = enum.auto()
@@ -248,7 +248,7 @@ class _SampledRows(NamedTuple):
     later: list[Request]
 
     def add(self, row: int, request: Request, ahead: int) -> None:
-        """A row that is `ahead` tokens beyond those that its request has."""
+        """Add a row that is `ahead` tokens beyond the request's own tokens."""
         if ahead and depends_on_tokens(request.sampling):
             self.later_rows.append(row)
             self.later.append(request)

@@ -135,8 +135,8 @@ class EndRequest(Protocol):
 
 
 class GraphEnd(Protocol):
-    """What a graph ends with: `replace` it before the graph is compiled, `prepare` it afterwards, then `open` it for
-    each inference request."""
+    """The end of a graph, such as the product that gives logits. Call `replace` before the graph is compiled, `prepare`
+    afterwards, then `open` for each inference request."""
 
     vocab_size: int
     """The number of logits of a row, known once it is prepared; 0 if there are none."""
@@ -146,7 +146,7 @@ class GraphEnd(Protocol):
         ...
 
     def prepare(self, compiled: ov.CompiledModel, /) -> None:
-        """Read what the compiled model says."""
+        """Read the properties of the compiled model."""
         ...
 
     def open(self, request: ov.InferRequest) -> EndRequest:

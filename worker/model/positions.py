@@ -40,7 +40,7 @@ class UnservableError(Exception):
 
 
 class _Kind(enum.IntEnum):
-    """The kind of dependence of a value. A node has the highest kind of its inputs."""
+    """How a value depends on the tokens of a step. A node has the highest kind of its inputs."""
 
     CONSTANT = 0
     SHAPE = 1
@@ -129,8 +129,8 @@ def _kind_of(node: ov.Node, kinds: dict[str, _Kind]) -> _Kind:
 
 
 def _takes_all_tokens(node: ov.Node, kind: _Kind) -> bool:
-    """Whether one output value is computed from several tokens. Integers other than positions count tokens for experts;
-    they determine where a token is computed, but not its result."""
+    """Whether one output value is computed from several tokens. Integers other than positions are ignored: they count
+    tokens for experts, which determines where a token is computed but not its result."""
     name = node.get_type_name()
     if name == "Range":
         is_dynamic = kind is not _Kind.CONSTANT and node.get_output_partial_shape(0).is_dynamic
@@ -171,7 +171,7 @@ def _numbers_elements(numbers: ov.Node) -> bool:
 
 
 def _keeps_tokens(node: ov.Node) -> bool:
-    """Whether a node takes a part of each token's elements, or rearranges all of them."""
+    """Whether a node only takes a part of each token's elements, or rearranges them."""
     name = node.get_type_name()
     if name in _MOVES:
         return True

@@ -57,15 +57,15 @@ _FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
 class StateReader(Protocol):
-    """Reads hidden states of the model's steps."""
+    """Reads hidden states from the model's steps."""
 
     def add_outputs(self, model: ov.Model) -> None:
         """Add outputs to a graph of the model that is about to be compiled. Raises ConfigurationError."""
         ...
 
     def prepare(self, model: ov.Model) -> None:
-        """The same before the graph gets adapters, and before its end is replaced, which then computes sampled rows
-        only."""
+        """Change the graph before adapters are added and before its end is replaced by one that computes only the
+        sampled rows. Raises ConfigurationError."""
         ...
 
     def read(self, batch: Batch, request: ov.InferRequest) -> None:
@@ -74,12 +74,13 @@ class StateReader(Protocol):
 
 
 class Part(NamedTuple):
-    """What a graph needs that is a part of a divided model: what must live as long as it; the length of the runs in its
-    part of the vocabulary, 0 for none, and None if it has the whole vocabulary. `adapters` says what a rank has of
-    adapters, and after that, what other ranks have whose adapters it writes.
+    """What makes a graph a part of a divided model. `keeps` is an object that must live as long as the graph. `run` is
+    the length of the runs in its part of the vocabulary: 0 for none, None if the graph has the whole vocabulary.
+    `adapters` has this rank's part of adapters first, then those of the ranks whose adapters it writes.
 
-    That of a stage of a pipeline has these `layers`, and ends with hidden states, as `end` makes it. The first stage
-    also has `head`, the graph that makes logits of those that come back."""
+    A stage of a pipeline has the layers `layers`, and its graph ends with hidden states, as `end` makes it. The first
+    stage also has `head`, the graph that computes logits from the hidden states that come back.
+    """
 
     keeps: object
     run: int | None = None
@@ -90,7 +91,8 @@ class Part(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """The layers of a stage: from `first` to before `end`, or with None all that follow."""
+    """The layers of a stage: from `first` up to but not including `end`. With `end` None, all layers from `first`
+    on."""
 
     first: int
     end: int | None
@@ -312,7 +314,7 @@ class OpenVINOModelRunner:
 
     def touch(self) -> None:
         """Touch the first page of each cache. The kernel clears new pages when they are touched, which takes
-        milliseconds for huge ones. Existing content stays, because it may come from the previous process."""
+        milliseconds for huge pages. Existing content stays, because it may come from the previous process."""
         for cache in self._cache_views:
             cache[0, 0] = cache[0, 0]
 
@@ -325,12 +327,14 @@ class OpenVINOModelRunner:
 
     @property
     def gives_logits(self) -> bool:
-        """Whether the step that was bound last gives logits, and not hidden states for another stage of a pipeline."""
+        """Whether the latest bound step returns logits; False if it returns hidden states for another stage of a
+        pipeline."""
         return self._graph.vocab_size > 0
 
     @property
     def ranks_of_stages(self) -> Sequence[int]:
-        """Among how many ranks each stage of a pipeline divides its layers; one number for a model without stages."""
+        """The number of ranks among which each stage of a pipeline divides its layers. A model without stages has one
+        entry."""
         return (self.num_ranks,)
 
     @property
@@ -347,14 +351,15 @@ class OpenVINOModelRunner:
         return ()
 
     def end_warm_up(self) -> None:
-        """Called once, when all that happens seldom has happened, such as copies of weights."""
+        """Release memory that was needed only for loading and first steps, such as the pages of weight files. Called
+        once, after the warm-up."""
 
     def most_blocks(self, _node_share: float, _kept_bytes: int = 0) -> int | None:
         """The maximum number of KV blocks, apart from the room of a single NUMA node; None for no limit."""
         return None
 
     def close(self) -> None:
-        """End what other processes compute of the model."""
+        """End the other processes that compute parts of the model."""
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
         """Set the inputs of the next step. With `keeps_logits`, the logits of the last step stay valid while it runs.
@@ -395,7 +400,7 @@ class OpenVINOModelRunner:
         slot.head.bind(batch.sampled_tokens_indices, batch.inverse_temperatures, batch.sums, least=least)
 
     def least_rows(self, batch: Batch) -> int:
-        """The fewest rows that are computed of a step with any."""
+        """The smallest number of rows that are computed in a step that samples any."""
         return batch.least_rows or (self.least_decode if batch.is_decode else MIN_PROMPT_STEP)
 
     def _graph_for(self, batch: Batch) -> _Graph:
@@ -471,9 +476,10 @@ class _Asked(NamedTuple):
 
 
 class _Graph:
-    """A compiled model with a new `end`, by default the usual one, and its `slots`, which alternate. `part` says what
-    it is if it is a part; `properties` add to the requested ones. `hidden_shape` is that of the hidden states of a
-    token with which it begins; None if it begins with tokens."""
+    """A compiled model with a replaced end (`end`; the vocabulary's product by default) and two `slots`, which
+    alternate. `part` describes the graph if it is a part of a divided model; `properties` add to the requested ones.
+    `hidden_shape` is the shape of the hidden states of one token that are the graph's input; None if its input is
+    tokens."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The sequences of a step whose attention decides which blocks stay, and the arrays of such a step. Pure."""
+"""The sequences of a step whose attention scores decide which of their blocks are evicted, and the step's arrays.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from headrace.worker.request.eviction import Eviction, FloatArray, IntArray
 
 
 class Scored(NamedTuple):
-    """The number of a sequence in the batch, its state, and how many of its last queries are scored. Unless it
-    `is_whole`, more queries of the prompt follow in later steps."""
+    """A sequence in the batch whose attention is scored: its number, its state, and how many of its last queries count.
+    Unless `is_whole`, later steps add more queries of the prompt."""
 
     sequence: int
     eviction: Eviction
@@ -21,7 +22,7 @@ class Scored(NamedTuple):
 
 
 def tables_of(block_indices: IntArray, block_tables: IntArray | None, num_layers: int) -> IntArray:
-    """The block indices of each layer, `[layers, blocks]`, if all layers have the same."""
+    """The block indices of each layer, `[layers, blocks]`, if all layers have the same blocks."""
     return np.broadcast_to(block_indices, (num_layers, len(block_indices))) if block_tables is None else block_tables
 
 

@@ -1,4 +1,4 @@
-"""The images of a step: the rows of their tokens, and what the graph takes for them instead of embeddings. Pure.
+"""The image tokens of a step: their rows, and the inputs that replace their embeddings. Pure.
 
 A step may have a part of an image's tokens, and tokens of several images. Text beside them keeps its inputs, but the
 positions of text after an image may differ from its places (see `Grid`).
@@ -63,8 +63,8 @@ def arrays_of(images: StepImages | None, inputs: ImageInputs) -> Mapping[str, np
 
 
 class _Part(NamedTuple):
-    """Tokens of an image in a step: those from `low` to `high`, whose rows are their places plus `offset`. `shift` is
-    that of the text before the image."""
+    """The tokens of one image in a step: those from `low` to `high`. Their rows are their places in the prompt plus
+    `offset`. `shift` is the shift of the text before the image."""
 
     image: PlacedImage
     low: int

@@ -19,9 +19,9 @@ NUM_POSITIONS = 3
 
 
 class ImageInputs(NamedTuple):
-    """What a graph takes of images: states of `hidden_size` numbers; positions or none; more for `num_layers` layers.
-    With `keeps_whole`, the tokens of an image also see those after them, so a step needs all of an image's tokens or
-    none."""
+    """The inputs for images that a graph has: states of `hidden_size` numbers, positions if `has_positions`, and
+    further states for the first `num_layers` layers. With `keeps_whole`, the tokens of an image also see later tokens
+    of the image, so a step needs all of an image's tokens or none."""
 
     hidden_size: int
     has_positions: bool

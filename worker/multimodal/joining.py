@@ -73,8 +73,8 @@ def _join(language: ov.Model, embeddings: Sequence[ov.Model], *, has_images: boo
 
 
 def settle_types(model: ov.Model) -> None:
-    """Let a paged model take all tokens for text, but those of images. Does nothing if it does not ask which are, or
-    takes no tokens."""
+    """Make a paged model treat all tokens as text, except image tokens. Does nothing if the model has no input for
+    token types, or takes no tokens."""
     types, tokens = input_of(model, TYPES), input_of(model, TOKENS)
     if types is None or tokens is None:
         return
@@ -90,7 +90,7 @@ def settle_types(model: ov.Model) -> None:
 
 
 def _forget_types(model: ov.Model, types: ov.Node) -> None:
-    """Let attention see only tokens before each token."""
+    """Restrict attention to the tokens before each token."""
     for attention in model.get_ordered_ops():
         if attention.get_type_name() == "PagedAttentionExtension":
             for port in attention.inputs():
@@ -101,7 +101,7 @@ def _forget_types(model: ov.Model, types: ov.Node) -> None:
 
 
 def _replace(model: ov.Model, parameter: ov.Node, value: ov.Output) -> None:
-    """Replace an input by a value. It is not among the model's inputs then."""
+    """Replace an input of the model by a value, and remove the input."""
     kind = parameter.get_element_type()
     if kind != value.get_element_type():
         value = opset13.convert(value, kind.get_type_name()).output(0)
@@ -111,7 +111,7 @@ def _replace(model: ov.Model, parameter: ov.Node, value: ov.Output) -> None:
 
 
 def _embedded(graph: ov.Model, tokens: ov.Node, name: str) -> ov.Output:
-    """What a graph computes of the tokens."""
+    """The output that a graph computes for these tokens."""
     if len(graph.inputs) != 1 or len(graph.outputs) != 1:
         raise JoiningError(f"the network that gives its {name} does not turn tokens into embeddings")
     _replace(graph, graph.get_parameters()[0], tokens.output(0))
@@ -120,7 +120,7 @@ def _embedded(graph: ov.Model, tokens: ov.Node, name: str) -> ov.Output:
 
 
 def _settle_positions(model: ov.Model, *, has_images: bool) -> None:
-    """Let one row of positions stand for all, for tokens of text."""
+    """Use one row of positions for all rows, as text tokens require."""
     rows = input_of(model, POSITION_IDS)
     if rows is None or rows.get_partial_shape().rank != ov.Dimension(_RANK_OF_ROWS):
         return
@@ -139,7 +139,8 @@ def _settle_positions(model: ov.Model, *, has_images: bool) -> None:
 
 
 def _settle_images(model: ov.Model, tokens: ov.Node, *, has_images: bool) -> None:
-    """Let what is added to the states of images' tokens come from the new inputs; else remove it."""
+    """Take the values that are added to the states of image tokens from the new inputs. Without `has_images`, remove
+    the addition."""
     is_of_image, states = input_of(model, _IS_OF_IMAGE), input_of(model, _IMAGE_STATES)
     if is_of_image is None:
         return

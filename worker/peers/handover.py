@@ -55,7 +55,8 @@ class _Drain:
         """Routers that knew no worker that could take blocks."""
 
     def note(self, end: _End, num_sent: int) -> None:
-        """A call has ended with or without the router's word, and others have fetched so many blocks meanwhile."""
+        """Record that a router's call has ended, with or without its final message, and how many blocks others have
+        fetched meanwhile."""
         how = end.result() if end.done() and not end.cancelled() else worker_pb2.HANDOVER_END_UNSPECIFIED
         if how == worker_pb2.HANDOVER_END_DONE:
             log.info("%d KV blocks were handed over to other workers", num_sent)
@@ -69,8 +70,8 @@ class _Drain:
             self.has_broken_off = True
 
     def is_pointless(self, num_routers: int) -> bool:
-        """Whether no router can be expected that has not said yet that it knows no taker. One whose handover broke off
-        may come again, although it does not watch the worker now."""
+        """Whether it is useless to wait for routers: all of them have said that they know no worker that takes blocks.
+        A router whose handover broke off may come again, even if it does not watch the worker now."""
         return not self.has_broken_off and self.num_without_takers >= num_routers
 
 
@@ -92,12 +93,13 @@ class Handover:
         self._drain = _Drain()
 
     def reset(self) -> None:
-        """The worker takes requests again, so that its blocks may be handed over once more when it drains next."""
+        """Allow the blocks to be handed over again at the next drain, because the worker takes requests again."""
         self._drain = _Drain()  # a running handover has the old one
 
     async def name_blocks(self, end: _End, *, draining: bool) -> _Named:
-        """Answer HandOver: wait for the turn, name the blocks, most recently used first, then wait for `end`, the
-        router's word. StatusError if the worker does not drain, or its blocks are handed over already."""
+        """Answer HandOver: wait until it is this router's turn, name the blocks, most recently used first, then wait
+        for `end`, the router's final message. StatusError if the worker does not drain, or if its blocks were already
+        handed over."""
         if not draining:
             problem = "this worker does not drain; hand its blocks over when it does"
             raise StatusError(Reason.INVALID_FIELD, problem)

@@ -83,8 +83,8 @@ class PeerTier:
         return self._block_bytes / self._block_time.seconds if self._is_speed_known else 0.0
 
     def is_resting(self, source: str) -> bool:
-        """Engine thread: whether no request should wait for this worker at the moment, because its last call took time
-        and sent nothing, or a running one waits in vain."""
+        """Engine thread: whether requests should not wait for this worker at the moment, because its last call took
+        time and sent nothing, or because a running call has received nothing for too long."""
         return time.monotonic() < self._rests_until_s.get(source, 0.0) or source in self._calls.silent_sources()
 
     def fetch(self, fetch: Fetch) -> None:

@@ -30,9 +30,9 @@ Key = tuple[str, int]
 
 
 class Cuts(NamedTuple):
-    """Where a model may be cut: `values[i]` is what layer i + 1 and all after it get of the layers before. `costs` has
-    the number of the weights of each layer's products, and `head_cost` half of that of the vocabulary's, which steps of
-    prompts do without."""
+    """The places where a model can be cut. `values[i]` is the value that layer i + 1 and all later layers receive from
+    the layers before. `costs` has the number of weights in the products of each layer. `head_cost` is half the number
+    of weights of the vocabulary's product, because prompt steps do not need that product."""
 
     values: Sequence[ov.Output]
     costs: Sequence[int]
@@ -96,7 +96,7 @@ def _values_between(nodes: Sequence[ov.Node], places: dict[str, int], starts: Se
 
 
 def _is_of_tokens(value: ov.Output) -> bool:
-    """Whether a value has numbers in f32 for each token along its first axis."""
+    """Whether a value is f32 and has the tokens along its first axis."""
     shape = value.get_partial_shape()
     if shape.rank.is_dynamic or len(shape) < 2 or shape[0].is_static or shape[len(shape) - 1].is_dynamic:
         return False
@@ -133,7 +133,7 @@ def divide(costs: Sequence[float], head_cost: float, speeds: Sequence[float]) ->
 
 
 def cut_stage(model: ov.Model, cuts: Cuts, layers: Layers) -> Part:
-    """Make of a whole model what the stage with these layers computes."""
+    """Reduce a whole model to the layers of one stage."""
     head = take_head(model)
     keep_layers(model, cuts, layers.first, cuts.num_layers if layers.end is None else layers.end)
     end = StatesEnd(of_rows=layers.end is None)
@@ -141,8 +141,8 @@ def cut_stage(model: ov.Model, cuts: Cuts, layers: Layers) -> Part:
 
 
 def take_head(model: ov.Model) -> ov.Model:
-    """Take the vocabulary's product, and what follows it, from a whole model. It becomes a model whose input are hidden
-    states; those of all tokens are what is left as the result."""
+    """Remove the vocabulary's product, and the operations after it, from a whole model. The remaining model returns the
+    hidden states of all tokens. Returns the removed part as a model from hidden states to logits."""
     product = _head_product(model)
     (result,) = model.get_results()
     states = product.input_value(0)
@@ -155,7 +155,7 @@ def take_head(model: ov.Model) -> ov.Model:
 
 
 def keep_layers(model: ov.Model, cuts: Cuts, first: int, end: int) -> None:
-    """Leave of a model without head the layers from `first` to before `end`."""
+    """Remove all layers from a model without head, except those from `first` up to but not including `end`."""
     if end < cuts.num_layers:
         (result,) = model.get_results()
         model.remove_result(result)
@@ -178,7 +178,7 @@ def _input_like(value: ov.Output) -> ov.Node:
 
 
 def _remove_unused(model: ov.Model) -> None:
-    """Remove the inputs that no result needs."""
+    """Remove the inputs that no result depends on."""
     reached: set[str] = set()
     waiting = list(model.get_results())
     while waiting:

@@ -1,4 +1,4 @@
-"""What the graphs of stages end with: hidden states, instead of logits."""
+"""Ends of the graphs of stages, which return hidden states instead of logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LongArray = npt.NDArray[np.int64]
 
 
 class StatesEnd:
-    """Hidden states of all tokens, or with `of_rows` of the rows that are asked for."""
+    """The hidden states of all tokens; with `of_rows`, only those of the requested rows."""
 
     def __init__(self, *, of_rows: bool) -> None:
         self.vocab_size = 0
@@ -47,7 +47,7 @@ class StatesEnd:
 
 
 class StatesRequest:
-    """A request of a graph that ends with hidden states. They are its values instead of logits."""
+    """An inference request of a graph that ends with hidden states, which it returns as the values of `Logits`."""
 
     def __init__(self, request: ov.InferRequest, *, of_rows: bool) -> None:
         self._request = request

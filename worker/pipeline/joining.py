@@ -1,4 +1,4 @@
-"""How stages and the worker that is their first find one another: each stage offers itself to the worker.
+"""Connects stages to the worker that runs the first stage: each stage offers itself to the worker.
 
 stage B: headrace serve --join A    -- its name, address and model -->    worker A: --pipeline 3 --await-stages
 stage C: headrace serve --join A    -->
@@ -35,8 +35,9 @@ log = logging.getLogger("headrace.worker.pipeline")
 
 
 class StageOffers:
-    """The stages that have offered themselves to a worker; see `Others`. It wants `num_stages` of them, with a model of
-    this `outline`, called `model`. The worker is called `worker`, and `listen` is where stages offer themselves.
+    """The stages that have offered themselves to a worker; see `Others`. It needs `num_stages` of them, with the model
+    `model`, whose files have the hash `outline`. `worker` is the worker's name, and `listen` the address at which
+    stages offer themselves.
 
     `join`, `leave` and `changes` are for one event loop, the others for one other thread.
     """
@@ -52,7 +53,8 @@ class StageOffers:
         self._watchers: set[asyncio.Event] = set()
 
     def join(self, request: JoinRequest) -> None:
-        """Take an offer, until `leave`. Raises StatusError if the pipeline cannot have this stage, or not now."""
+        """Accept a stage's offer, until `leave`. StatusError if the stage does not fit the pipeline, or cannot join
+        now."""
         if request.outline != self._outline:
             raise StatusError(
                 Reason.INVALID_FIELD,
@@ -97,7 +99,7 @@ class StageOffers:
             watcher.set()
 
     async def changes(self) -> AsyncIterator[JoinResponse]:
-        """Who has joined, now and after each change."""
+        """The stages that have joined: the present list, then the new list after each change."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
@@ -109,7 +111,8 @@ class StageOffers:
             self._watchers.discard(changed)
 
     def addresses(self) -> Sequence[str]:
-        """Where the stages are, in the order of their names. Waits until all have joined, and tells of that."""
+        """The addresses of the stages, in the order of their names. Waits until all stages have joined, and logs that
+        it waits."""
         with self._changed:
             while (missing := self._num_stages - len(self._offers)) > 0:
                 here = f" ({', '.join(sorted(self._offers))} joined)" if self._offers else ""
@@ -163,14 +166,14 @@ class StagesService(stage_pb2_grpc.StagesServicer):
 
 
 class Taken:
-    """Whether this process has become a stage, and the name of the worker whose stage it is, if that gave one."""
+    """Whether a worker has taken this process as a stage, and the worker's name, if known."""
 
     def __init__(self) -> None:
         self.worker = ""
         self._event = asyncio.Event()
 
     def by(self, worker: str) -> None:
-        """It has."""
+        """Record that this worker has taken the process."""
         self.worker = worker
         self._event.set()
 
@@ -178,7 +181,7 @@ class Taken:
         return self._event.is_set()
 
     async def wait(self) -> None:
-        """Wait until it has."""
+        """Wait until a worker has taken the process."""
         await self._event.wait()
 
 
@@ -193,8 +196,8 @@ class Joining:
         self._answered = asyncio.Event()
 
     async def run(self) -> None:
-        """Offer it again and again. Returns when it is a stage, and no longer an offer. ConfigurationError if the
-        worker never takes it."""
+        """Repeat the offer until the process is taken as a stage. ConfigurationError if the worker rejects it for
+        good."""
         waiting = Waiting(f"the worker at {self._address}", f"--join {self._address}")
         while not self._taken:
             version = self._transport.version
@@ -211,8 +214,8 @@ class Joining:
                         await asyncio.sleep(RETRY_S)
 
     async def _offer(self, stub: stage_pb2_grpc.StagesStub) -> None:
-        """Offer it once. The offer holds while this process is a stage of that worker: otherwise, the worker would take
-        it for gone. Raises RpcError."""
+        """Offer the process once. The call stays open while the process is a stage of this worker, because the worker
+        would otherwise consider the stage lost. Raises RpcError."""
         call: JoinCall = stub.Join(self._request)
         self._answered.clear()
         reading = asyncio.create_task(self._read(call))
@@ -228,7 +231,7 @@ class Joining:
             await end_tasks(reading, taking)
 
     async def _is_taken_by_another(self) -> bool:
-        """Wait until it is taken, and the worker has answered. Returns whether it is the stage of another one."""
+        """Wait until the process is taken and the worker has answered. Returns whether another worker has taken it."""
         await self._taken.wait()
         await self._answered.wait()
         return self._taken.worker != self._worker

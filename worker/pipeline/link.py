@@ -35,31 +35,33 @@ class StageLostError(Exception):
 
 
 def failure_of(error: grpc.RpcError) -> StatusError:
-    """Why a call to a stage has failed. gRPC has several statuses for a process or connection that is lost during a
-    call; all of them are WORKER_LOST."""
+    """The error for a failed call to a stage. gRPC reports the loss of a process or connection during a call with
+    several statuses; all of them become WORKER_LOST."""
     found = error_of(error)
     return StatusError(Reason.WORKER_LOST, found.message) if is_peer_lost(error) else found
 
 
 def lost_stage(address: str, why: object) -> str:
-    """What is said of a stage that has ended or is silent."""
+    """The error message for a stage that has ended or is silent."""
     return f"the stage at {address} has ended or is silent: {why}"
 
 
 def said_nothing(bound_s: float) -> str:
-    """What is said of a stage that should say that it gets on, and has said nothing for so long."""
+    """The error message for a stage that has reported no progress for `bound_s` seconds while it loads."""
     return f"it hangs while it loads: it has said nothing for {bound_s:g} s"
 
 
 class Waiting:
-    """Tells now and then that a process is waited for, and why. `what` names it, and `flag` is the one that does."""
+    """Logs from time to time that this process waits for another one, and why. `what` names the other process, and
+    `flag` is the flag that does."""
 
     def __init__(self, what: str, flag: str) -> None:
         self._what, self._flag = what, flag
         self._told_s = -TELL_EVERY_S
 
     def tell(self, error: StatusError) -> None:
-        """Note an attempt that has failed. ConfigurationError if later ones would fail too."""
+        """Note a failed attempt: log it, unless a message was logged recently. ConfigurationError if later attempts
+        would fail too."""
         if error.reason not in _WAITS_FOR:
             raise ConfigurationError(f"{self._flag}: {error.message}")
         now_s = time.monotonic()
@@ -69,20 +71,20 @@ class Waiting:
 
 
 def waiting_for_stage(address: str) -> Waiting:
-    """Of the stage at an address."""
+    """A `Waiting` for the stage at this address."""
     return Waiting(f"the stage at {address}", f"--stage {address}")
 
 
 class Others(Protocol):
-    """The stages other than the worker's own."""
+    """The other stages of a worker's pipeline."""
 
     def addresses(self) -> Sequence[str]:
-        """Where they are, in order. Waits until all are known."""
+        """The addresses of the stages, in order. Waits until all are known."""
         ...
 
     def present(self, on_leave: Callable[[str], object], /) -> AbstractContextManager[None]:
-        """Context manager: while it is open, `on_leave` is called, in any thread, with a sentence about a stage of the
-        last `addresses` that is known to be gone."""
+        """Context manager: while it is open, calls `on_leave`, in any thread, when a stage of the latest `addresses` is
+        known to be lost. The argument is a sentence that says so."""
         ...
 
 
@@ -103,9 +105,9 @@ class NamedStages:
 
 
 class StageLink:
-    """The call to the first of the `others`, which `open` begins. Stages get the name of the worker from it. If the
-    stage ends before `close`, `on_lost` is called with the reason, in any thread. Until the warm-up ends, it is also
-    lost when it says nothing for `hangs_after_s` seconds while it is waited for; later, a watchdog looks after the
+    """The call to the first of the `others`, which `open` begins. It tells the stages the worker's name. If the stage
+    ends before `close`, `on_lost` is called with the reason, in any thread. Until the warm-up ends, a stage also counts
+    as lost if it is silent for `hangs_after_s` seconds while this process waits for it. Later, a watchdog checks the
     steps."""
 
     def __init__(
@@ -132,8 +134,8 @@ class StageLink:
         self._is_closed = False
 
     def open(self, setup: stage_pb2.StageSetup) -> stage_pb2.StageOffer:
-        """Begin the call, as soon as all stages are known and answer. ConfigurationError if one is none, or refuses
-        this process."""
+        """Begin the call, as soon as all stages are known and answer. ConfigurationError if an address belongs to no
+        stage, or if a stage refuses this process."""
         setup.worker, setup.hangs_after_seconds = self._worker, self._hangs_after_s
         while True:
             stub = self._stub_of(self._others.addresses())
@@ -155,7 +157,7 @@ class StageLink:
             time.sleep(RETRY_S)
 
     def _stub_of(self, addresses: Sequence[str]) -> stage_pb2_grpc.StageStub:
-        """Take these addresses. Returns the stub of the first, whose channel stays while it is the same."""
+        """Use these addresses. Returns the stub of the first; its channel is kept while the address is the same."""
         if self._channel is None or addresses[0] != self.addresses[0]:
             if self._channel is not None:
                 self._channel.close()
@@ -182,8 +184,8 @@ class StageLink:
             raise why from None
 
     def _response_of(self, call: Any, give_up: Callable[[str], None]) -> ComputeResponse:
-        """Wait for a response that says more than that the stage gets on. While stages load, `give_up` is called, in
-        another thread, with the reason if there is nothing for too long. It should end the call."""
+        """Wait for a response other than a progress report. While stages load, call `give_up` in another thread, with
+        the reason, if nothing arrives for too long. It should end the call."""
         while True:
             with nullcontext() if self._is_loaded else self._in_time(give_up):
                 found: ComputeResponse = next(call)

@@ -36,7 +36,7 @@ def message_of(batch: Batch) -> stage_pb2.StageStep:
 
 
 def batch_of(step: stage_pb2.StageStep, pieces: Sequence[bytes]) -> Batch:
-    """The step of a message, with all that a stage needs of it, and the hidden states of its tokens in pieces."""
+    """The step in a message, with everything that a stage needs, and the hidden states of its tokens in pieces."""
     copies = _numbers(step.copies, np.int32).reshape(-1, 2).tolist()
     input_ids = _numbers(step.input_ids, np.int64)
     return Batch(
@@ -62,14 +62,14 @@ def batch_of(step: stage_pb2.StageStep, pieces: Sequence[bytes]) -> Batch:
 
 
 def pieces_of(states: FloatArray) -> Iterator[bytes]:
-    """Hidden states, copied into pieces of a message's size. None without any."""
+    """The hidden states, copied into pieces that fit into messages. Yields nothing without hidden states."""
     flat = np.ascontiguousarray(states).reshape(-1).view(np.uint8)
     for start in range(0, flat.size, PIECE_BYTES):
         yield flat[start : start + PIECE_BYTES].tobytes()
 
 
 def states_of(pieces: Sequence[bytes], num_rows: int) -> FloatArray:
-    """Hidden states of so many tokens or rows: `[rows, numbers]`."""
+    """The hidden states of `num_rows` tokens or rows: `[rows, numbers]`."""
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     return np.frombuffer(data, np.float32).reshape(num_rows, -1) if num_rows else np.zeros((0, 0), np.float32)
 

@@ -26,14 +26,14 @@ _MOST_PARTS = 4
 
 
 class Part(NamedTuple):
-    """Some tokens of a step, and which of the step's rows are among them, in the part's order."""
+    """Some tokens of a step, as a batch, and the step's rows that belong to them, in the order of the batch."""
 
     batch: Batch
     rows: npt.NDArray[np.intp]
 
 
 def num_parts(batch: Batch) -> int:
-    """Into how many parts a step is divided."""
+    """The number of parts into which a step is divided."""
     return 1 if batch.is_decode else max(1, min(_MOST_PARTS, len(batch.input_ids) // LEAST_TOKENS))
 
 

@@ -42,7 +42,7 @@ from headrace.worker.sampling.reduction import FloatArray
 
 @dataclass(slots=True)
 class _Awaited:
-    """A part whose result has not come: how many rows it has, and their hidden states once they are there."""
+    """A part whose result has not arrived yet: its number of rows, and their hidden states once they arrive."""
 
     num_rows: int
     states: FloatArray | None = None
@@ -50,7 +50,7 @@ class _Awaited:
 
 @dataclass(slots=True)
 class _Begun:
-    """A step on its way: its parts, and the seconds that this stage has computed."""
+    """A step that has begun and not ended: its parts, and the seconds for which this stage has computed."""
 
     batch: Batch
     parts: Sequence[parts.Part]
@@ -59,27 +59,27 @@ class _Begun:
 
 
 class Times(NamedTuple):
-    """Seconds since the start: in which steps were on their way, and in which each stage has computed."""
+    """Seconds since the start: during which steps were under way, and during which each stage has computed."""
 
     on_way_s: float
     computed_s: Sequence[float]
 
     def waited_s(self, stage: int) -> float:
-        """In which a stage has waited for others or for the network. What it computes after the end of a step that
-        samples nothing is not on the way."""
+        """The seconds for which a stage has waited for other stages or for the network. Excludes computation after the
+        end of a step that samples nothing."""
         return max(0.0, self.on_way_s - self.computed_s[stage])
 
 
 class Link(Protocol):
-    """The way to the other stages; see `StageLink`."""
+    """The connection to the other stages; see `StageLink`."""
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Where the other stages are, in order, once it is open."""
+        """The addresses of the other stages, in order, once the connection is open."""
         ...
 
     def open(self, setup: stage_pb2.StageSetup) -> stage_pb2.StageOffer:
-        """Begin, and wait for the answer."""
+        """Open the connection, and wait for the answer."""
         ...
 
     def send(self, request: ComputeRequest) -> None:
@@ -95,19 +95,19 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """End."""
+        """Close the connection."""
         ...
 
 
 class PipelineRunner(OpenVINOModelRunner):
-    """The model with its first layers, and the vocabulary's product, in this process. The others are in those to which
-    `link` leads; all together are `num_stages`. `fingerprint` gives the hash of the model's files, as all stages must
-    have them. Blocks of `block_bytes` bytes are this stage's parts, and `exact_rows` are the fewest of any stage. The
-    pipeline has no second graph, adapters, eviction, or windows in slots. What this stage computes, the base class
-    does; `of_base` is what only that has to know.
+    """A model of which this process has the first layers and the vocabulary's product. The processes behind `link` have
+    the other layers; there are `num_stages` stages in all. `fingerprint` gives the hash of the model's files, which
+    must be the same at all stages. `block_bytes` is the size of this stage's part of a block, and `exact_rows` the
+    smallest of all stages. The pipeline has no second graph, adapters, eviction, or windows in slots. The base class
+    computes this stage; `of_base` are further arguments for it.
 
-    If a stage is lost, or if this one fails in a step, the others cannot go on: `on_lost` is called with the reason,
-    which should end the process. That may be in any thread.
+    If a stage is lost, or if this one fails in a step, the others cannot continue. `on_lost` is then called with the
+    reason, in any thread. It should end the process.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class PipelineRunner(OpenVINOModelRunner):
         self.numerics += f" stages at {layers}: {'; '.join(compiled.numerics)}"
 
     def _divide(self, model: ov.Model) -> Part:
-        """Make a whole model that of stage 0, and tell the others which layers they have."""
+        """Reduce a whole model to the layers of stage 0, and tell the other stages which layers they have."""
         if self.image_inputs is not None:
             raise impossible(PIPELINE, IMAGES, f"--pipeline {self.num_stages}")
         cuts = find_cuts(model)
@@ -184,11 +184,11 @@ class PipelineRunner(OpenVINOModelRunner):
 
     @property
     def ranks_of_stages(self) -> Sequence[int]:
-        """Among how many ranks each stage divides its layers."""
+        """The number of ranks among which each stage divides its layers."""
         return (self.num_ranks, *(max(1, stage.num_ranks) for stage in self._offer.stages))
 
     def most_blocks(self, node_share: float, kept_bytes: int = 0) -> int | None:
-        """How many KV blocks all stages have room for, as far as that is known."""
+        """The number of KV blocks for which all stages have room, as far as that is known."""
         own = super().most_blocks(node_share, kept_bytes)
         return self._most_blocks if own is None else min(own, self._most_blocks)
 
@@ -306,7 +306,8 @@ class PipelineRunner(OpenVINOModelRunner):
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """After a failure in a step, the stages do not agree on what is computed."""
+        """Context manager: if a step fails inside, call `on_lost`, because the stages no longer agree on what was
+        computed."""
         try:
             yield
         except BaseException as error:

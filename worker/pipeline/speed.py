@@ -1,4 +1,4 @@
-"""Measures how fast this process multiplies, by which layers are divided among stages."""
+"""Measures how fast this process multiplies. The layers of a pipeline are divided by these speeds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _REPEATS = 30
 
 
 def bytes_per_s(threads: int) -> float:
-    """Bytes of 8-bit weights that a product of one row reads in a second on so many threads: the best of some
-    tries, because what else runs while models are loaded must not move layers. Takes a few tenths of a second."""
+    """How many bytes of 8-bit weights a product of one row reads in a second with this many threads. Takes the best of
+    several attempts, because other work during loading must not change the division of layers. Takes a few tenths of a
+    second."""
     weights = np.full((_OUTPUTS, _INPUTS), 7, np.uint8)
     stored = opset13.convert(opset13.constant(weights), "f16")
     scales = opset13.constant(np.full((_OUTPUTS, 1), 0.01, np.float16))

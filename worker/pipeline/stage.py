@@ -63,19 +63,19 @@ _Result = TypeVar("_Result")
 
 
 class MakeRunner(Protocol):
-    """Loads what a stage computes."""
+    """Makes the runner that computes a stage."""
 
     def __call__(
         self, setup: stage_pb2.StageSetup, layers: Layers, on_lost: Callable[[str], None], /
     ) -> OpenVINOModelRunner:
-        """Compile these layers as the worker wants it. If the runner cannot go on, `on_lost` is called with the reason,
-        in any thread. ConfigurationError if that is not possible."""
+        """Compile these layers with the worker's settings. If the runner fails later, it calls `on_lost` with the
+        reason, in any thread. ConfigurationError if the layers cannot be compiled."""
         ...
 
 
 class StageService(stage_pb2_grpc.StageServicer):
-    """Computes for one worker at a time, with what `make_runner` gives. `taken` is told when that has called, and
-    `ended` is set when it has ended: what it has loaded should then go."""
+    """Computes for one worker at a time, with the runner from `make_runner`. When a worker calls, `taken` records it.
+    When its call has ended, `ended` is set; the process should then free what it has loaded."""
 
     def __init__(self, config: WorkerConfig, transport: Transport, threads: int, make_runner: MakeRunner) -> None:
         self.taken = Taken()
@@ -114,8 +114,8 @@ class StageService(stage_pb2_grpc.StageServicer):
 
 
 class StageCall:
-    """One call of the stage before, from which `requests` come, and to which `write` answers. `on_setup` gets the name
-    of the worker."""
+    """One call from the stage before: `requests` come from it, and `write` sends responses to it. `on_setup` gets the
+    name of the worker."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class StageCall:
         self._lost: asyncio.Future[str] = self._loop.create_future()
 
     def state(self, worker: str) -> GetStageStateResponse:
-        """What it does for the worker of this name."""
+        """The state of this stage, for GetStageState. `worker` is the name of the worker whose stage it is."""
         first, end = self._layers
         state = stage_pb2.STAGE_STATE_READY if self._is_ready else stage_pb2.STAGE_STATE_LOADING
         return GetStageStateResponse(
@@ -155,8 +155,8 @@ class StageCall:
         )
 
     async def run(self) -> None:
-        """Load, and compute until the stage before has ended. Raises StatusError if that is not possible, or if it
-        stands still while it loads."""
+        """Load, and compute until the stage before has ended. Raises StatusError if that is not possible, or if loading
+        makes no progress."""
         serving = asyncio.create_task(self._serve())
         ends: set[asyncio.Future[Any]] = {serving, self._lost}
         try:
@@ -168,7 +168,7 @@ class StageCall:
             await end_tasks(serving)
 
     def _lose(self, why: str) -> None:
-        """Called in any thread, also while the process ends."""
+        """Mark the stage as lost. Any thread may call it, also while the process ends."""
 
         def tell() -> None:
             if not self._lost.done():
@@ -189,7 +189,8 @@ class StageCall:
             await end_tasks(telling)
 
     async def _tell_progress(self) -> None:
-        """While the model is loaded, tell the stage before that this one gets on. When it stands still, it is lost."""
+        """While the model is loaded, report progress to the stage before. If loading makes no progress, mark the stage
+        as lost."""
         progress = self._progress
         while math.isfinite(progress.bound_s) and not self._is_loaded:
             await asyncio.sleep(progress.every_s)
@@ -335,7 +336,7 @@ class StageCall:
         await self._write(ComputeResponse(result=last))
 
     async def _relay(self, runner: OpenVINOModelRunner, later: LaterCall) -> None:
-        """Pass on the results of the stages after this one."""
+        """Pass the results of the later stages on to the stage before."""
         while True:
             response = await self._read(later)
             if response.result.is_last:
@@ -356,12 +357,13 @@ class StageCall:
         raise StatusError(Reason.INVALID_FIELD, f"the call has no {kind} where it should have", field="kind")
 
     async def _write(self, response: ComputeResponse) -> None:
-        """Answer the stage before. gRPC takes one message at a time."""
+        """Send a response to the stage before, one at a time, because gRPC allows no more."""
         async with self._writing:
             await self._write_one(response)
 
     async def _read(self, later: LaterCall) -> ComputeResponse:
-        """The next response of the stage after this one. Raises StatusError if it has ended or stands still."""
+        """The next response of the stage after this one. Raises StatusError if that stage has ended or makes no
+        progress."""
         try:
             return await self._response_of(later)
         except grpc.RpcError as error:
@@ -370,8 +372,8 @@ class StageCall:
             raise StatusError(error.reason, lost_stage(self._later_address, error.message)) from error
 
     async def _response_of(self, later: LaterCall) -> ComputeResponse:
-        """The next response of a stage after this one, besides its progress. Raises StatusError if the call is over, or
-        if the stage says nothing for too long while it loads, and RpcError."""
+        """The next response of a later stage, other than a progress report. Raises RpcError, or StatusError if the call
+        is over or if the stage is silent for too long while it loads."""
         while True:
             response = await (later.read() if self._is_loaded else self._read_in_time(later))
             if response is grpc.aio.EOF:
@@ -381,7 +383,8 @@ class StageCall:
                 return response
 
     async def _read_in_time(self, later: LaterCall) -> object:
-        """The next response, or the end of the call, which a stage must not keep one waiting for while it loads."""
+        """The next response, or the end of the call. StatusError if nothing arrives within the bound while the stage
+        loads."""
         reading: asyncio.Task[object] = asyncio.ensure_future(later.read())
         bound_s = self._progress.bound_s
         try:
@@ -405,7 +408,7 @@ class StageCall:
             raise StatusError(Reason.WORKER_LOST, lost_stage(self._later_address, error)) from error
 
     def _failure(self, error: grpc.RpcError) -> StatusError:
-        """Why the call to the stage after this one has failed."""
+        """The error for a failed call to the stage after this one."""
         failure = failure_of(error)
         if failure.reason is not Reason.WORKER_LOST:
             return failure
@@ -418,7 +421,7 @@ class StageCall:
 
     @contextlib.contextmanager
     def _busy(self, doing: str) -> Iterator[None]:
-        """It has work, which should get on while it loads."""
+        """Context manager: this stage has work, and must make progress while it loads."""
         if self._is_loaded:
             yield
             return
@@ -431,8 +434,8 @@ class StageCall:
 
 
 def compute(runner: OpenVINOModelRunner, batch: Batch) -> FloatArray:
-    """Compute the layers of a stage. Returns the hidden states that go on, as a view that the next step overwrites:
-    `[tokens or rows, numbers]`."""
+    """Compute the layers of a stage. Returns the hidden states for the next stage, as a view that the next step
+    overwrites: `[tokens or rows, numbers]`."""
     runner.bind(batch, keeps_logits=False)
     return floats_of(runner.run().values)
 
@@ -443,7 +446,7 @@ def ranks_of(runner: OpenVINOModelRunner) -> stage_pb2.StageRanks:
 
 
 def most_blocks(config: WorkerConfig, runner: OpenVINOModelRunner) -> int:
-    """How many KV blocks a stage has room for, besides one for padding."""
+    """The number of KV blocks for which a stage has room, besides one for padding."""
     found = budget_for(config) // runner.block_bytes
     on_nodes = runner.most_blocks(config.kv_cache_node_share)
     if on_nodes is not None and config.kv_cache_bytes is None:

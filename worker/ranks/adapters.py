@@ -1,4 +1,5 @@
-"""What a rank has of LoRA adapters: of each linear layer the part that it has of the layer's weights.
+"""The part of LoRA adapters that a rank has: for each linear layer, the part that matches its part of the layer's
+weights.
 
 divided by rows       A whole, the rank's rows of B       y + (x A) B is divided like y
 divided by columns    the rank's inputs of A, B whole     the parts are summed up with those of the product
@@ -14,7 +15,7 @@ from headrace.worker.ranks.owners import Owners, Share, positions_of
 
 
 def cuts_of(model: ov.Model, division: Division, rank: int) -> dict[str, Cut]:
-    """The cuts of a rank, by the friendly names of the products that are divided. The model is not cut yet."""
+    """A rank's cuts, by the friendly names of the divided products. Call it before the model is cut."""
     made: dict[bytes, Positions] = {}
 
     def positions(share: Share | None) -> Positions:

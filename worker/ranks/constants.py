@@ -32,7 +32,8 @@ LEAST_GROUP = 16
 
 
 class ConstantCutter:
-    """Cuts the constants of one rank. It must live as long as the model that has them: some are views."""
+    """Cuts the constants of one rank. It must live as long as the model that uses the constants, because some are
+    views."""
 
     def __init__(self, memory: FileMemory) -> None:
         self._memory = memory
@@ -154,8 +155,8 @@ class ConstantCutter:
 
 
 def keeps_groups(weights: ov.Output, share: Share, least: int = 0) -> bool:
-    """Whether constant weights can be divided without splitting a group that has a scale of its own; or with `least`,
-    with parts of at least so many weights."""
+    """Whether constant weights can be divided without splitting a group that has its own scale. With `least`, each part
+    must also have at least this many weights."""
     node = weights.get_node()
     kind = node.get_type_name()
     if weights.get_shape()[share.axis] == 1 or kind == "Constant":
@@ -174,7 +175,7 @@ def keeps_groups(weights: ov.Output, share: Share, least: int = 0) -> bool:
 
 
 def _finest(size: int, share: Share) -> int:
-    """The size of groups that the borders of a share do not split, in groups of `size`."""
+    """The size of groups, at most `size`, that no border of a share splits."""
     borders = np.flatnonzero(np.diff(share.owners)) + 1
     return math.gcd(size, *borders.tolist())
 

@@ -21,13 +21,13 @@ class RankLostError(Exception):
 
 
 def bytes_for(num_ranks: int) -> int:
-    """The size of the memory for the counters of so many ranks."""
+    """The size in bytes of the memory for the counters of `num_ranks` ranks."""
     return 8 * _LINE * num_ranks
 
 
 class Counters:
-    """One rank's end of the counters in `memory` of `bytes_for` bytes, all 0 when the first rank begins. `is_alive` is
-    asked while a rank waits long."""
+    """One rank's view of the counters in `memory` of `bytes_for` bytes, all 0 when the first rank begins. A rank that
+    waits long calls `is_alive`."""
 
     def __init__(self, memory: memoryview, rank: int, is_alive: Callable[[], bool] = lambda: True) -> None:
         self._counters = memory.cast("B").cast("q")
@@ -42,12 +42,12 @@ class Counters:
         return int(self._counters[_LINE * rank])
 
     def set(self, count: int) -> None:
-        """Set the own counter, after all that was written before."""
+        """Set the rank's own counter, after all its earlier writes."""
         self._fence()
         self._counters[self._own] = count
 
     def wait(self, ranks: Iterable[int], count: int) -> None:
-        """Wait until these ranks' counters have reached `count`. RankLostError if `is_alive` says no."""
+        """Wait until these ranks' counters have reached `count`. RankLostError if `is_alive` returns False."""
         counters = self._counters
         start = 0.0
         for place in (_LINE * rank for rank in ranks):
@@ -65,8 +65,8 @@ class Counters:
         self._fence()
 
     def _fence(self) -> None:
-        """Keep the order of what is read and written before and after, on CPUs that would change it: a lock that is
-        released and taken again."""
+        """Keep earlier memory accesses before later ones, on CPUs that would reorder them. A lock that is taken and
+        released does this."""
         for _ in range(2):
             with self._fence_lock:
                 pass

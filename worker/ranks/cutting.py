@@ -1,4 +1,4 @@
-"""Makes of a model what one rank computes of it, as `division` says.
+"""Reduces a model to the part that one rank computes, as `division` says.
 
 Weights are cut as they are stored. What every rank has, such as norms and embeddings, stays as it is.
 """
@@ -30,8 +30,9 @@ _SINKS = 20
 
 
 def cut(model: ov.Model, division: Division, rank: int, memory: FileMemory, add: Add) -> ConstantCutter:
-    """Make the model that of a rank: its logits are those of `division.vocabulary`, and `add` is called for each sum of
-    `division.sums`. The model uses memory of what is returned. ConfigurationError if some weights cannot be cut."""
+    """Reduce the model to the part of a rank: it returns the logits of `division.vocabulary`, and calls `add` for each
+    sum in `division.sums`. The model uses memory of the returned object. ConfigurationError if some weights cannot be
+    cut."""
     made = _Cut(division, rank, ConstantCutter(memory))
     # Sums come last, because operations may be replaced before.
     nodes = list(model.get_ordered_ops())
@@ -54,7 +55,7 @@ def _sum_up(output: ov.Output, number: int, add: Add) -> None:
 
 
 class _Cut:
-    """What one rank has of each operation."""
+    """Cuts each operation to one rank's part."""
 
     def __init__(self, division: Division, rank: int, cutter: ConstantCutter) -> None:
         self._division = division
@@ -62,8 +63,8 @@ class _Cut:
         self.cutter = cutter
 
     def cut(self, node: ov.Node) -> Iterator[tuple[tuple[str, int], ov.Output]]:
-        """Change an operation where it stands. Yields outputs that now have another node, by the keys of those that
-        they replace."""
+        """Change an operation in place. Yields the outputs that replace others, with the keys of the outputs that they
+        replace."""
         kind, name = node.get_type_name(), node.get_name()
         if name in self._division.rows:
             self._cut_weights(node, 0)

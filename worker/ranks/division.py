@@ -60,10 +60,10 @@ _QUERY, _KEY, _VALUE = range(3)
 
 
 class Division(NamedTuple):
-    """A divided model. `shares` has the divided values; `rows` and `columns` the names of the products that are
-    divided by the rows or columns of their weights; `means` those of the means over a divided axis, with its length;
-    `sums` the values that are summed up over the ranks, in order; `vocabulary` the owners of logits, and None if every
-    rank has all or none. `whole_share` is the part of the weights of products that every rank has."""
+    """A divided model. `shares` has the divided values. `rows` and `columns` are the names of the products that are
+    divided by the rows or columns of their weights. `means` has the means over a divided axis, with the length of the
+    axis. `sums` are the values that are summed up over the ranks, in order. `vocabulary` has the owners of logits; None
+    if every rank has all of them or none. `whole_share` is the share of the products' weights that every rank has."""
 
     num_ranks: int
     shares: Mapping[Key, Share]
@@ -78,8 +78,8 @@ class Division(NamedTuple):
 
     @property
     def run(self) -> int | None:
-        """The length of the runs in the ranks' parts of the vocabulary, which are those of the whole; 0 if a run would
-        be split, and None if the vocabulary is not divided."""
+        """The length of the runs in the ranks' parts of the vocabulary, the same as in the whole vocabulary; 0 if a run
+        would be split. None if the vocabulary is not divided."""
         if self.vocabulary is None:
             return None
         run = run_length(self.vocabulary.size)
@@ -128,8 +128,8 @@ def divide(model: ov.Model, num_ranks: int) -> Division:
 
 
 def divide_stage(model: ov.Model, head: ov.Model | None, num_ranks: int) -> tuple[Division, Division | None]:
-    """The same for the layers of a stage of a pipeline, and for its `head`, which makes logits of hidden states, if it
-    has one. Every rank has the hidden states with which the layers begin and end."""
+    """As `divide`, for the layers of a pipeline stage and for its `head`, which computes logits from hidden states, if
+    it has one. Every rank has the hidden states with which the layers begin and end."""
     of_layers = _Divider(model, num_ranks)
     division, weights = of_layers.divide(has_logits=False), of_layers.weights()
     if head is None:
@@ -166,7 +166,7 @@ def _refused(why: str, num_ranks: int) -> ConfigurationError:
 
 
 class _Divider:
-    """The regions of a model, found one after another."""
+    """Finds the regions of a model, one after another."""
 
     def __init__(self, model: ov.Model, num_ranks: int) -> None:
         self._model = model
@@ -295,7 +295,7 @@ class _Divider:
                 closed[name] = all(closed.get(value, False) for value in values)
 
     def weights(self) -> list[_Weights]:
-        """Those of all products."""
+        """The weights of all products."""
         return [
             _Weights(
                 node.get_friendly_name(),
@@ -386,7 +386,7 @@ class _Region:
         self._waiting += [port.get_node() for port in output.get_target_inputs()]
 
     def _set_whole(self, output: ov.Output) -> None:
-        """Let every rank have a value, and what it is computed from."""
+        """Give every rank the whole of a value and of its inputs."""
         key = key_of(output)
         if key in self.shares:
             raise _conflict(output.get_node())
@@ -395,7 +395,7 @@ class _Region:
             self._waiting.append(output.get_node())
 
     def complete(self) -> None:
-        """Divide all other values that must be. DivisionError if they cannot be."""
+        """Divide all other values that must be divided. DivisionError if one cannot be."""
         while self._waiting:
             self._visit(self._waiting.popleft())
 
@@ -475,7 +475,7 @@ class _Region:
             self._set_whole(value)
 
     def _concat(self, node: ov.Node, axis: int) -> None:
-        """A concatenation along the divided axis."""
+        """Divide a concatenation along the divided axis."""
         values, output = node.input_values(), node.output(0)
         share = self.shares.get(key_of(output))
         if share is not None:
@@ -593,7 +593,7 @@ class _Region:
             self._need_whole(source)
 
     def _moved(self, node: ov.Node, places: Mapping[int, int]) -> None:
-        """An operation that puts axes in other places."""
+        """Divide an operation that moves axes to other places."""
         source, output = node.input_value(0), node.output(0)
         share, of_output = self.shares.get(key_of(source)), self.shares.get(key_of(output))
         if share is not None:

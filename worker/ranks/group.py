@@ -51,17 +51,17 @@ _SPARE_ROWS = 4096
 
 
 class GroupRunner(OpenVINOModelRunner):
-    """The model as one rank for each entry of `cpus`, the CPUs of each, computes it. The first are this process's, of
-    which it uses `threads`; each other rank is a process with at most so many threads. `block_bytes` and `vocab_size`
-    are those of all ranks together, and `exact_rows` the fewest of any. The group has no second graph for decode steps,
-    and no eviction. Blocks are copied with the parts of all ranks, and adapters are written for all ranks.
+    """A model that is computed by one rank for each entry of `cpus`, on the CPUs of the entry. The first rank is this
+    process, with `threads` threads; each other rank is a process with at most as many. `block_bytes` and `vocab_size`
+    are those of all ranks together, and `exact_rows` the smallest of any rank. The group has no second graph for decode
+    steps, and no eviction. Blocks are copied with the parts of all ranks, and adapters are written for all ranks.
 
-    `divide` makes the graph that of a stage of a pipeline, which is then divided among the ranks. All of them have the
-    hidden states with which it begins and ends.
+    With `divide`, the graph is reduced to a stage of a pipeline before it is divided among the ranks. All ranks have
+    the hidden states with which the stage begins and ends.
 
-    If a rank is lost, or if it fails in a step, the others cannot go on: `on_lost` is called with the reason, which
-    should end the process. That may be in any thread. Until the end of the warm-up, a rank is also lost when it stands
-    still for `hangs_after_s` seconds while rank 0 waits for it. Steps have up to `most_tokens` tokens.
+    If a rank is lost, or if it fails in a step, the others cannot continue. `on_lost` is then called with the reason,
+    in any thread. It should end the process. Until the end of the warm-up, a rank also counts as lost if it makes no
+    progress for `hangs_after_s` seconds while rank 0 waits for it. Steps have up to `most_tokens` tokens.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class GroupRunner(OpenVINOModelRunner):
         self._join_ranks()
 
     def _divide_among_ranks(self, model: ov.Model) -> Part:
-        """Make a whole model that of rank 0, and tell the others what of it is divided."""
+        """Reduce a whole model to the part of rank 0, and tell the other ranks how it is divided."""
         if self._cut_stage is None:
             return self._rank.divide(model)
         part = self._cut_stage(model)
@@ -174,8 +174,8 @@ class GroupRunner(OpenVINOModelRunner):
         self.numerics += f" ranks {self.num_ranks}"
 
     def most_blocks(self, node_share: float, kept_bytes: int = 0) -> int | None:
-        """How many KV blocks fit into this share of the free memory of the ranks' NUMA nodes; None if these are not
-        known. Blocks of the previous process take `kept_bytes` of it, which count as free."""
+        """How many KV blocks fit into this share of the free memory of the ranks' NUMA nodes; None if the nodes are not
+        known. The `kept_bytes` of the previous process's blocks count as free."""
         on_nodes: dict[int, int] = {}
         for node, num_bytes in zip(self._nodes, self.rank_bytes, strict=True):
             if node is None:
@@ -243,7 +243,7 @@ class GroupRunner(OpenVINOModelRunner):
         return BlockBytes([cache for cache, _ in found], [shape for _, shape in found])
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:
-        """Set the inputs of the next step on all ranks. Those of the others begin it."""
+        """Set the inputs of the next step on all ranks. The other ranks begin to compute it."""
         if keeps_logits:
             self._place = 1 - self._place
         if batch.adapter_slots is not None:

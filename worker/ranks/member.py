@@ -1,4 +1,4 @@
-"""A rank besides the first, as a process of its own: `python -m headrace.worker.ranks.member LINK MEMORY LOGITS BELL`,
+"""A rank other than the first, as a separate process: `python -m headrace.worker.ranks.member LINK MEMORY LOGITS BELL`,
 descriptors that it inherits.
 
     rank 0                                   this process
@@ -152,7 +152,7 @@ def compute_steps(
 
 
 def _wait_for(count: int, memory: GroupMemory, bell: int) -> None:
-    """Wait until rank 0 has announced so many steps."""
+    """Wait until rank 0 has announced step number `count`."""
     end_s = time.perf_counter() + _SPIN_S
     while memory.steps.of(0) < count:
         if time.perf_counter() > end_s:

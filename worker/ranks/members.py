@@ -1,4 +1,4 @@
-"""The processes of the ranks after the first: how they start, and what happens when one ends."""
+"""The processes of all ranks but the first: starts them, and detects when one ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Message = TypeVar("_Message")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The process of a rank: the socket to it, the event that wakes it, and whether it gets on while it loads."""
+    """The process of a rank: the socket to it, the event that wakes it, and its progress while it loads."""
 
     rank: int
     link: socket.socket
@@ -38,17 +38,17 @@ class Member:
     progress: Progress
 
     def ending(self) -> str:
-        """What is said when it has ended. Waits for that."""
+        """Wait until the process has ended. Returns a description of how it ended, for an error message."""
         of_process = f"process {self.process.pid}, status {self.process.wait()}"
         return f"rank {self.rank} of the divided model has ended ({of_process})"
 
 
 class Members:
-    """Starts a process on each of `cpus`, which share the files `descriptors`. They end when this
-    process ends. `on_lost` is called in a thread with the reason when one has ended before `close`.
+    """Starts a process on each of `cpus`. The processes share the files `descriptors`, and end when this process ends.
+    If one ends before `close`, `on_lost` is called with the reason, in a thread.
 
-    Until `loaded`, it is also called when this process waits for one that stands still for `hangs_after_s` seconds.
-    Later, a watchdog looks after the steps.
+    Until `loaded` is called, a process also counts as lost if it makes no progress for `hangs_after_s` seconds while
+    this process waits for it. Later, a watchdog checks the steps.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Members:
         return iter(self._members)
 
     def ring(self) -> None:
-        """Wake all of them: there is a step."""
+        """Wake all processes, because there is a new step."""
         for member in self._members:
             if not self._is_loaded:
                 member.progress.begin()
@@ -92,7 +92,8 @@ class Members:
             self._lose(f"{member.ending()} while it loaded")
 
     def hear(self, member: Member, kind: type[_Message]) -> _Message:
-        """Wait for what a rank says while it loads. RankLostError, after `on_lost`, if it has ended or stands still."""
+        """Wait for a rank's message of this `kind` while it loads. RankLostError, after `on_lost`, if the rank ends or
+        makes no progress."""
         poll = select.poll()
         poll.register(member.link, select.POLLIN)
         member.progress.begin()
@@ -104,15 +105,15 @@ class Members:
             self._lose(f"{member.ending()} while it loaded; is there enough memory on its NUMA node?")
 
     def get_on(self) -> bool:
-        """True, for one who waits long for a step. RankLostError, after `on_lost`, if one stands still while it
-        loads."""
+        """Return True: the rank that waits may go on waiting. RankLostError, after `on_lost`, if a rank makes no
+        progress while it loads."""
         if not self._is_loaded:
             for member in self._members:
                 self._refuse_hanging(member)
         return True
 
     def loaded(self) -> None:
-        """Look no longer whether they get on."""
+        """Stop checking the progress of the processes."""
         self._is_loaded = True
 
     def _refuse_hanging(self, member: Member) -> None:
@@ -157,7 +158,7 @@ class Members:
         return Member(rank, ours, bell, process, Progress(process.pid, self._hangs_after_s))
 
     def _watch(self) -> None:
-        """Wait for the end of a process."""
+        """Wait until a process ends."""
         poll = select.poll()
         members = {}
         for member in self._members:

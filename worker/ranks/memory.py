@@ -71,7 +71,7 @@ class _Array(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
-    """What is in the memory of a step. Without arrays, the warm-up has ended."""
+    """The contents of the memory of a step. A head without arrays means that the warm-up has ended."""
 
     arrays: list[_Array]
     copies: list[tuple[int, int]]
@@ -83,8 +83,8 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupMemory:
-    """One rank's view of the memory in `descriptor`, which `make` has made for `num_ranks` ranks. `is_alive` is asked
-    while the rank waits long for others."""
+    """One rank's view of the memory in `descriptor`, which `make` has created for `num_ranks` ranks. A rank that waits
+    long for others calls `is_alive`."""
 
     def __init__(self, descriptor: int, rank: int, num_ranks: int, is_alive: Callable[[], bool] = lambda: True) -> None:
         ends = _ends_of(num_ranks)
@@ -112,8 +112,8 @@ class GroupMemory:
         self._times[self._rank, 1] = self.sums.waited_s + self.steps.waited_s
 
     def write_step(self, batch: Batch | None, place: int, num_moves: int = 0) -> None:
-        """Write a step (see `Step`), or with None that the warm-up has ended. All ranks must have ended the step
-        before. StepTooLargeError."""
+        """Write a step (see `Step`). None tells the ranks that the warm-up has ended. All ranks must have completed the
+        previous step. StepTooLargeError if the step does not fit."""
         arrays: list[_Array] = []
         # Arrays begin behind the head, whose size is known last.
         first = STEP_BYTES // 4
@@ -167,7 +167,7 @@ class GroupMemory:
 
 
 class SharedLogits:
-    """The logits of steps in the memory of `descriptor`, which `make_logits` has made in this shape."""
+    """The logits of steps, in the memory of `descriptor`, which `make_logits` has created."""
 
     def __init__(self, descriptor: int, shape: LogitsShape) -> None:
         self._shape = shape
@@ -212,12 +212,12 @@ class SharedLogits:
 
 
 def make_logits() -> int:
-    """Make the file for logits, without room yet. Returns its descriptor."""
+    """Create the file for logits, with size 0. Returns its descriptor."""
     return _new_file("headrace-logits", 0)
 
 
 def give_room(descriptor: int, shape: LogitsShape) -> None:
-    """Give the file for logits the room for this shape."""
+    """Enlarge the file for logits, so that it has room for this shape."""
     os.ftruncate(descriptor, 2 * _bytes_of_place(shape))
 
 
@@ -246,7 +246,7 @@ def _bytes_of_place(shape: LogitsShape) -> int:
 
 
 def _ends_of(num_ranks: int) -> list[int]:
-    """Where the parts of the group's memory end."""
+    """The offsets at which the parts of the group's memory end."""
     sizes = (shared_sums.bytes_for(num_ranks, SUM_CAPACITY), counters.bytes_for(num_ranks), 16 * num_ranks, STEP_BYTES)
     ends: list[int] = []
     for size in sizes:

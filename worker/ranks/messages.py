@@ -1,4 +1,5 @@
-"""What rank 0 and another rank tell each other, mostly before the first step: packets of MessagePack over a socket."""
+"""The messages between rank 0 and another rank, most of them before the first step: packets of MessagePack over a
+socket."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ class StageLayers(msgspec.Struct, frozen=True):
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """The rank's graph is compiled; or the model cannot be divided so, because of this problem. `shapes` are those of
-    its part of a KV block: heads, tokens and bytes of a token in each of its caches, of which some are `in_slots`."""
+    """Reports that the rank's graph is compiled, or the `problem` why the model cannot be divided. `shapes` describe
+    the rank's part of a KV block: heads, tokens and bytes of a token in each of its caches. `in_slots` says which of
+    these are in slots."""
 
     exact_rows: int = 0
     shapes: Sequence[tuple[int, int, int]] = ()
@@ -65,7 +67,7 @@ class Allocate(msgspec.Struct, frozen=True):
 
 
 class Allocated(msgspec.Struct, frozen=True):
-    """The KV cache is there, unless there is a problem."""
+    """Reports that the KV cache is allocated, or the problem why it is not."""
 
     problem: str = ""
 
@@ -78,7 +80,7 @@ class MovedAdapters(msgspec.Struct, frozen=True):
 
 
 def make_links() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that keep packets apart."""
+    """Two connected sockets that preserve the boundaries of packets."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

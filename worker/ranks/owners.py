@@ -16,7 +16,7 @@ Owners = npt.NDArray[np.int64]
 
 
 class Share(NamedTuple):
-    """How a value is divided: along which axis, and who has which position of it."""
+    """How a value is divided: along which axis, and which ranks have each position of the axis."""
 
     axis: int
     owners: Owners
@@ -66,8 +66,8 @@ def positions_of(owners: Owners, rank: int) -> npt.NDArray[np.int64]:
 
 
 def reshaped(share: Share, source: Sequence[int | None], target: Sequence[int | None]) -> Share | None:
-    """The share of a value after it is reshaped from the dimensions `source` to `target`, of which None are unknown.
-    None if no single axis divides it then."""
+    """The share of a value after a reshape from the dimensions `source` to `target`; unknown dimensions are None.
+    Returns None if the result is not divided along a single axis."""
     before, behind = source[: share.axis], source[share.axis + 1 :]
     if any(size is None for size in behind):
         is_same = None not in before and [*before, share.owners.size] == list(target[: share.axis + 1])

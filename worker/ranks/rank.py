@@ -20,8 +20,8 @@ from headrace.worker.weights.file_memory import FileMemory
 
 class Rank:
     """Rank `number` of `num_ranks`, whose graph calls `add` for each sum over the ranks. It also writes the adapters of
-    the ranks in `writes_for`, whose memory prefers these NUMA nodes. `division` is known once `divide` was called, and
-    `division_of_logits`, which is another one in the first stage of a pipeline, and None in later ones."""
+    the ranks in `writes_for`, whose memory prefers these NUMA nodes. `divide` sets `division` and `division_of_logits`.
+    The latter differs in the first stage of a pipeline, and is None in later stages."""
 
     division: Division
     division_of_logits: Division | None
@@ -40,8 +40,8 @@ class Rank:
         self._nodes = {number: node, **writes_for}
 
     def divide(self, model: ov.Model, part: Part = WHOLE) -> Part:
-        """Make a model with PagedAttention that of this rank, or `part` of one, such as a stage of a pipeline.
-        ConfigurationError if it cannot be divided."""
+        """Reduce a model with PagedAttention to this rank's part. With `part`, the model is already a part, such as a
+        stage of a pipeline. ConfigurationError if it cannot be divided."""
         if part.layers is None:
             self.division = self.division_of_logits = divide(model, self.num_ranks)
         else:

@@ -37,8 +37,8 @@ class Piece(NamedTuple):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where the caches of a rank are in a file: `own_bytes` after the first `skipped_bytes` of the arena at `offset`,
-    which has room for `arena_bytes`."""
+    """The location of a rank's caches in a file: `own_bytes` bytes, after the first `skipped_bytes` of the arena at
+    `offset`, which has room for `arena_bytes`."""
 
     offset: int
     arena_bytes: int
@@ -63,7 +63,7 @@ class SharedPieces(NamedTuple):
 
 
 def shared_pieces(arena: KVArena, pieces: Sequence[Piece]) -> SharedPieces:
-    """Take the pieces of another rank from an arena in a file."""
+    """Take another rank's pieces from an arena in a file."""
     assert arena.descriptor is not None, "the arena is private"
     skipped = arena.taken_bytes
     caches = [arena.take(piece.num_bytes) for piece in pieces]

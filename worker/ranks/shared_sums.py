@@ -22,13 +22,13 @@ Array = npt.NDArray[np.float32]
 
 
 def bytes_for(num_ranks: int, capacity: int) -> int:
-    """The size of the memory for sums, of up to `capacity` numbers at a time."""
+    """The size in bytes of the memory for sums of up to `capacity` numbers at a time."""
     return counters.bytes_for(num_ranks) + 4 * 2 * num_ranks * capacity
 
 
 class SharedSums:
-    """One rank's end of the sums in `memory` of at least `bytes_for` bytes, all 0 when the first rank begins.
-    `is_alive` is asked while a rank waits long; RankLostError when it says no."""
+    """One rank's view of the sums in `memory` of at least `bytes_for` bytes, all 0 when the first rank begins. A rank
+    that waits long calls `is_alive`. RankLostError if that returns False."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class SharedSums:
         return self._counters.waited_s
 
     def add(self, _number: int, part: Array, total: Array) -> None:
-        """Write the sum of all ranks' parts to `total`, both of the same shape; the ranks must call this equally often,
-        with equal shapes."""
+        """Write the sum of all ranks' parts to `total`, which has the same shape as `part`. All ranks must call it
+        equally often, with equal shapes."""
         flat, totals = part.reshape(-1), total.reshape(-1)
         capacity = self._parts.shape[2]
         for start in range(0, flat.size, capacity):

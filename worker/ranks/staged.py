@@ -16,8 +16,8 @@ from headrace.worker.ranks.members import Cpus
 
 
 class StagedGroupRunner(PipelineRunner, GroupRunner):
-    """The model of `PipelineRunner`, whose first layers and vocabulary are divided among ranks, one for each entry of
-    `cpus`, as by `GroupRunner`. Its `ranks` are those of this stage."""
+    """A pipeline as by `PipelineRunner`, whose first stage is divided among ranks as by `GroupRunner`: one rank for
+    each entry of `cpus`. `ranks` are those of this stage."""
 
     def __init__(
         self,

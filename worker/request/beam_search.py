@@ -83,7 +83,7 @@ class BeamSearch:
         self.begin()
 
     def end_at(self, stop_texts: StopTexts) -> None:
-        """End hypotheses at texts too, from its first step on."""
+        """Also end hypotheses at these texts. Call it before the first step."""
         assert self.is_at_prompt, "it has begun"
         self._stop_texts = stop_texts
 
@@ -192,7 +192,7 @@ class BeamSearch:
 
 
 def _listed(opinions: _Opinions) -> Sequence[TokenLogprobs]:
-    """In the order of the tokens."""
+    """The log-probabilities as a sequence, in the order of the tokens."""
     found = []
     while opinions is not None:
         opinions, last = opinions

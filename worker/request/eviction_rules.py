@@ -1,4 +1,4 @@
-"""The flag --cache-eviction, and the rules of requests."""
+"""Parses the flag --cache-eviction, and makes the eviction rules of requests."""
 
 from __future__ import annotations
 

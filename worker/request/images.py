@@ -1,4 +1,4 @@
-"""The images of a prompt: where their tokens are, and the states that stand there instead of embeddings of tokens.
+"""The images of a prompt: the places of their tokens, and the states that replace the embeddings of these tokens.
 
 In a request's tokens, each token of an image is a pseudo token (headrace.common.vision.identity), so that equal blocks
 have equal images. The model never sees it: a step gives the token's place the image's state.
@@ -17,7 +17,7 @@ LongArray = npt.NDArray[np.int64]
 
 
 class ImageStates(NamedTuple):
-    """What a vision tower computes of an image of n tokens, in the order of the tokens.
+    """The states that a vision tower computes for an image of n tokens, in the order of the tokens.
 
     `states` `[n, hidden]` replaces the embeddings of the tokens. `deepstack` `[layers, n, hidden]` is added to the
     states after each of the first layers; None if the model has none.
@@ -28,7 +28,7 @@ class ImageStates(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The memory that they take."""
+        """The size of the states in bytes."""
         return self.states.nbytes + (0 if self.deepstack is None else self.deepstack.nbytes)
 
     def fits(self, num_tokens: int, hidden_size: int, num_layers: int) -> bool:

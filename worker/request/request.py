@@ -63,7 +63,7 @@ class TokenPath(NamedTuple):
 
 
 def num_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences begin with that are the same."""
+    """The number of equal tokens at the beginning of two sequences."""
     return next(
         (place for place, (one, other) in enumerate(zip(left, right, strict=False)) if one != other),
         min(len(left), len(right)),

@@ -32,7 +32,7 @@ _Kept = npt.NDArray[np.bool_]
 
 
 class Drawn(NamedTuple):
-    """The place of the drawn token among the values, and mirostat's state after it."""
+    """The index of the drawn token among the values, and mirostat's state after it."""
 
     place: int
     mu: float
@@ -47,11 +47,11 @@ def draw_by_chain(
     vocab_size: int,
     mu: float = 0.0,
 ) -> Drawn:
-    """Draw from `values` `[k]`, the logits of the tokens that are allowed, of which -inf is none. At least one is
-    finite.
+    """Draw a token from `values` `[k]`, the logits of the allowed tokens. Values of -inf are never drawn; at least one
+    value must be finite. `vocab_size` is the size of the whole vocabulary.
 
     `for_draw` and `for_xtc` are random numbers in [0, 1), and `mu` is mirostat's state. Of equal logits, the one with
-    the lower place counts as the more probable.
+    the lower index counts as the more probable.
     """
     places = np.flatnonzero(values > -np.inf)
     logits = values[places].astype(np.float64)
@@ -94,13 +94,13 @@ def _temperature(logits: DoubleArray, sampling: SamplingParams) -> float:
 
 
 def _entropy(probabilities: DoubleArray) -> float:
-    """In nats."""
+    """The entropy in nats."""
     some = probabilities[probabilities > 0.0]
     return max(0.0, float(-(some * np.log(some)).sum()))
 
 
 def _best(logits: DoubleArray, count: int) -> _Kept:
-    """The `count` most probable."""
+    """The `count` most probable tokens."""
     size = len(logits)
     if count >= size:
         return np.ones(size, np.bool_)

@@ -43,7 +43,7 @@ class DryPenalty:
         """Where the latest breaker begins, and its last token."""
 
     def penalties(self, request: Request) -> tuple[IndexArray, FloatArray]:
-        """Tokens `[n]`, and what their logits lose."""
+        """Tokens `[n]`, and the amounts to subtract from their logits."""
         self._count(request)
         size = self._num_tokens
         window = size if self._most_tokens < 0 else min(size, self._most_tokens)
@@ -88,7 +88,7 @@ class DryPenalty:
             self._note_breaker(tokens, place)
 
     def _begin(self, tokens: Sequence[int]) -> None:
-        """All tokens at once: their lengths are those of a Z array of the reversed tokens."""
+        """Count all tokens at once: the lengths are those of a Z array of the reversed tokens."""
         size = self._num_tokens = len(tokens)
         self._tokens = np.array(tokens, np.uint32)
         self._lengths = np.zeros(size, np.int32)

@@ -178,8 +178,8 @@ class LogitsProcessors:
             self._look_ahead.begin(steps)
 
     def begin_again(self, request: Request) -> None:
-        """Begin with the request's constraint, which may be another one now, and what follows from its tokens, when
-        it is sampled next."""
+        """Restart the request's constraint, which may have changed, and everything that follows from its tokens, when
+        it is next sampled."""
         self._matchers.pop(request, None)
         if request.sampling.has_dry or request.sampling.thinking_budget is not None:
             self._edits.pop(request, None)

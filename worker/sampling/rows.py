@@ -33,7 +33,7 @@ class RowParams(NamedTuple):
 
     @classmethod
     def of(cls, requests: Sequence[Request], ahead: IndexArray | None = None) -> RowParams:
-        """Those of the next token of each request, or of the token after `ahead` `[n]` more."""
+        """The parameters for the next token of each request, or for the token after `ahead` `[n]` more."""
         samplings = [request.sampling for request in requests]
         positions = np.array([request.num_generated_tokens for request in requests], np.uint64)
         return cls(

@@ -1,4 +1,4 @@
-"""Ends reasoning after a number of tokens: the next tokens are those of its end."""
+"""Ends reasoning after a number of tokens, by forcing the tokens that end it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from headrace.worker.request.request import Request
 
 
 class ThinkingEnd:
-    """What is forced in one request's answer. It follows from the answer's tokens, which are read once."""
+    """The end of reasoning in one request's answer. Its state follows from the answer's tokens, each of which is read
+    once."""
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget

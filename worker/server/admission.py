@@ -454,7 +454,8 @@ def _sampling(decoded: DecodedRequest, limits: ModelLimits, room: int) -> Sampli
 
 
 def _beam_search(message: inference_pb2.SamplingParams, lists: _Lists, limits: ModelLimits) -> BeamParams | None:
-    """The beam search that is asked for. StatusError if another field has no effect on one."""
+    """The requested beam search; None without one. StatusError if a field is set that has no effect on beam
+    searches."""
     if not message.HasField("beam_search"):
         return None
     for name, number in NUMBERS.items():

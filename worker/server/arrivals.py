@@ -51,21 +51,21 @@ class Arrivals:
         return arrival
 
     def hand_over(self, arrival: Arrival) -> None:
-        """The engine's mailbox has the request. It counts here until a report of the engine includes it."""
+        """Record that the engine's mailbox has the request. It counts here until a report of the engine includes it."""
         self._handed_over.append(arrival)
 
     def drop(self, arrival: Arrival) -> None:
-        """The engine will not get the request, or a report includes it."""
+        """Stop counting the request, because a report includes it or because the engine will never get it."""
         self.num_requests -= 1
         self.num_tokens -= arrival.num_tokens
         self.num_blocks -= arrival.num_blocks
 
     def add(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """A request has arrived, and the engine has got it."""
+        """Count a request that has arrived and that the engine already has."""
         self.hand_over(self.expect(num_tokens, num_cached_tokens))
 
     def shown(self, num_taken: int) -> None:
-        """A report includes the first `num_taken` requests that were ever handed over."""
+        """Stop counting the requests that a report includes: the first `num_taken` that were ever handed over."""
         while self._handed_over and self._num_shown < num_taken:
             self.drop(self._handed_over.popleft())
             self._num_shown += 1

@@ -85,7 +85,7 @@ class BlockCalls:
 async def _listen(
     requests: AsyncIterator[worker_pb2.HandOverRequest], end: asyncio.Future[worker_pb2.HandoverEnd]
 ) -> None:
-    """Give `end` the router's word how its handover has ended. There may be none."""
+    """Wait for the router's final message, and set `end` to it. There may be none."""
     with contextlib.suppress(grpc.aio.BaseError):  # the call is over
         async for request in requests:
             if request.end and not end.done():

@@ -45,7 +45,7 @@ class RequestObserver:
         return span
 
     def refused(self, span: Span, error: StatusError) -> None:
-        """A request was refused with `error`: count it, and end its span."""
+        """Count a request that was refused with `error`, and end its span."""
         if error.reason is Reason.GIVEN_BACK:  # its router places it again, so this is not a refusal
             span.set({"headrace.given_back": True})
             span.end()
@@ -57,16 +57,16 @@ class RequestObserver:
         span.end()
 
     def image_refused(self, label: str) -> None:
-        """An image of a request was refused, for the reason that the word names."""
+        """Count a request that was refused because of an image. `label` is one word for the reason."""
         if self._metrics is not None:
             self._metrics.image_refused(label)
 
     def broken_off(self, span: Span, error: BaseException) -> None:
-        """The call was cancelled, or its handler failed, before the engine had the request."""
+        """End the span of a call that was cancelled, or whose handler failed, before the engine had the request."""
         span.__exit__(type(error), error, None)
 
     def ended(self, span: Span, request: Request, error: StatusError | None, *, is_whole: bool) -> None:
-        """The request has ended. Without `is_whole` and without an error, its caller has disconnected."""
+        """Record that the request has ended. Without `is_whole` and without an error, its caller has disconnected."""
         now_s = time.monotonic()
         if self._metrics is not None:
             self._metrics.ended(request, now_s)

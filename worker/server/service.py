@@ -200,7 +200,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request.sampling = replace(request.sampling, constraint=constraint)
 
     async def _find_texts(self, request: Request) -> None:
-        """If it is a beam search that ends at texts, tell it what the texts of tokens are."""
+        """If the request is a beam search that ends at texts, give it the texts of the vocabulary's tokens."""
         params = request.sampling.beam_search
         if params is None or not params.stop:
             return

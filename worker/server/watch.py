@@ -34,7 +34,7 @@ MAX_PLACEMENTS = 65536
 
 
 class _Changes:
-    """The unsent changes of the disk's content, or of saved states: hash -> whether it is there."""
+    """The unsent changes of a watcher: hash -> whether the block is on the disk, or the state is saved."""
 
     def __init__(self, present: dict[int, None]) -> None:
         self._is_new = True
@@ -218,8 +218,8 @@ class WatchHub:
 
     @contextlib.contextmanager
     def expecting(self, num_tokens: int, belief: Belief) -> Iterator[None]:
-        """A request has arrived, and is handed to the engine inside the block, unless the block raises. The engine's
-        reports do not include it yet, nor may the next ones after the block."""
+        """Context manager: a request has arrived, and is handed to the engine inside the block, unless the block
+        raises. It counts as an arrival until a report of the engine includes it."""
         arrival = self._arrivals.expect(num_tokens, belief.num_cached_tokens)
         for watcher in self._watchers:
             if belief.watcher_id and watcher.watcher_id == belief.watcher_id:
@@ -234,7 +234,7 @@ class WatchHub:
         self._arrivals.hand_over(arrival)
 
     def _note_change(self) -> None:
-        """The load has changed."""
+        """Wake all watchers, because the load has changed."""
         self._version += 1
         for watcher in self._watchers:
             watcher.changed.set()
@@ -253,11 +253,11 @@ class WatchHub:
         return StatusError(Reason.GIVEN_BACK, problem, detail=detail)
 
     def bind(self, binding: Binding) -> None:
-        """Receive the placement of threads and memory. Watchers get it with the next report."""
+        """Store the placement of threads and memory. Watchers get it with the next report."""
         self.binding = binding
 
     def note_lease(self, is_published: bool) -> None:
-        """Receive whether the lease in Redis was renewed. Exported as a metric."""
+        """Store whether the lease in Redis was renewed. Exported as a metric."""
         self.is_published = is_published
 
     def _adapters_changed(self, name: str) -> None:
@@ -306,7 +306,7 @@ class WatchHub:
         self._may_speak.set()
 
     def stop(self) -> None:
-        """Drain, without undoing it later."""
+        """Drain for good: `drain` can no longer undo it."""
         self.is_stopping = True
         self.drain()
 

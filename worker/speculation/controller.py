@@ -148,7 +148,7 @@ class DraftSteps:
 
 
 class _Sizes(NamedTuple):
-    """The predicted costs of steps of other sizes than the previous one's, `size_before`. Steps have at least
+    """The predicted costs of steps whose size differs from the previous step's, `size_before`. Steps have at least
     `least_size` tokens. `back_ms` is the cost of a change to fewer tokens."""
 
     line: StepLine
@@ -230,8 +230,8 @@ def best_counts(
 
 
 class Planned(NamedTuple):
-    """What a step has before tokens of trees: `num_streams` streams, `num_tokens` tokens with their drafts, of which
-    the streams are expected to get `expected`."""
+    """A step before the tokens of trees are added: `num_streams` streams, and `num_tokens` tokens including drafts,
+    from which the streams are expected to gain `expected` tokens."""
 
     num_streams: int
     num_tokens: int

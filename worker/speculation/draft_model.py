@@ -205,7 +205,7 @@ class DraftModel:
         self.spent_s = 0.0
 
     def _begin(self, asked: Sequence[Asked]) -> list[Request]:
-        """What proposals begin with: the requests as the smaller model sees them."""
+        """Make the state from which proposals begin: the requests as the smaller model sees them."""
         shadows = []
         for request, count, constraint, _ in asked:
             progress = self._follow(request)
@@ -214,7 +214,7 @@ class DraftModel:
         return shadows
 
     def _end(self, asked: Sequence[Asked], shadows: Sequence[Request]) -> None:
-        """Note what the smaller model has computed for proposals, and keep the shadows for the next ones."""
+        """Record what the smaller model has computed for proposals, and keep the shadows for the next ones."""
         for (request, *_), shadow in zip(asked, shadows, strict=True):
             progress = self._progress[request]
             progress.tokens = shadow.token_ids[: self._num_kept(request, shadow)]

@@ -88,7 +88,8 @@ class EagleModel(DraftModel):
         return progress
 
     def _note_replaced(self, request: Request) -> None:
-        """If an accepted branch has replaced a block, the heads' part of it was copied too."""
+        """If an accepted branch has replaced a block, use the new block: the heads' part of the old one was copied to
+        it."""
         progress, replaced = self._progress.get(request), request.replaced
         request.replaced = None
         if progress is None or replaced is None:
@@ -116,6 +117,6 @@ class EagleModel(DraftModel):
 
 
 class MtpModel(EagleModel):
-    """The same for a layer that predicts more tokens, whose features are the model's last hidden states."""
+    """As `EagleModel`, for a layer that predicts more tokens (MTP). Its features are the model's last hidden states."""
 
     source: ClassVar[Source] = Source.MTP

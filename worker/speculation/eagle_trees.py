@@ -87,7 +87,7 @@ class _Growth:
 
 
 class _Row(NamedTuple):
-    """The place of a step in which a tree is continued: after this node."""
+    """A row of a step in which a tree is continued after this node."""
 
     growth: _Growth
     node: int
@@ -225,7 +225,7 @@ class EagleTrees(EagleModel):
 
 
 class MtpTrees(EagleTrees):
-    """The same for a layer that predicts more tokens."""
+    """As `EagleTrees`, for a layer that predicts more tokens (MTP)."""
 
     source: ClassVar[Source] = Source.MTP
 

@@ -52,13 +52,13 @@ class _Places(NamedTuple):
         return _Places(keys, positions).in_order()
 
     def followed_by(self, later: _Places) -> _Places:
-        """These and later ones."""
+        """These entries and later ones."""
         return _Places(
             np.concatenate((self.keys, later.keys)), np.concatenate((self.positions, later.positions))
         ).in_order()
 
     def in_order(self) -> _Places:
-        """Sorted. Takes time in proportion to the number where the keys are two sorted runs."""
+        """The same entries, sorted. Takes linear time if the keys are two sorted runs."""
         order = np.argsort(self.keys, kind="stable")
         return _Places(self.keys[order], self.positions[order])
 
@@ -104,7 +104,7 @@ class History:
     __slots__ = ("_at", "_indexes", "_length", "_num_indexed", "_num_packed", "_offset", "_tokens")
 
     def __init__(self, prediction: Sequence[int], prompt: Sequence[int]) -> None:
-        """No token of the answer is known yet."""
+        """Begin without any token of the answer."""
         self._tokens = array("I", prediction)
         self._offset = len(self._tokens)
         self._indexes = tuple(_Index() for _ in SIZES)

@@ -38,9 +38,9 @@ DEFAULT_DEPTH, DEFAULT_TOP_K = 5, 4
 
 
 def speculation_for(config: WorkerConfig, *, with_amx: bool) -> str:
-    """How much to speculate: as in the flags, else by the kind of --draft-model, else "auto". On CPUs with AMX it is
-    "off" in performance mode, because there the bits of a decode step depend on its size, and its size depends on when
-    drafts are worth verifying. So it is in a pipeline, which computes several steps at a time."""
+    """How much to speculate: as the flags say, else by the kind of --draft-model, else "auto". The default is "off" in
+    two cases. On CPUs with AMX in performance mode, the bits of a decode step depend on its size, and the size depends
+    on when drafts are worth verifying. A pipeline computes several steps at a time."""
     if config.speculation is not None:
         return config.speculation
     if config.draft_model is not None:
@@ -87,7 +87,7 @@ def read_heads(draft_dir: Path | None, speculation: str, tree: TreeShape | None 
 
 
 def kind_of_drafts(heads: Heads | None, tree: TreeShape | None = None) -> Callable[..., DraftModel]:
-    """Makes the object that drafts with the loaded runner, in trees of a shape or without branches."""
+    """The function that makes the drafting object for the loaded runner, with trees of a shape or without branches."""
     if heads is None:
         return DraftModel
     from headrace.worker.draft_heads.eagle_runner import EagleHeads

@@ -1,4 +1,4 @@
-"""Chooses the requests that a smaller model drafts for, and handles the cases that it has to catch up, lacks blocks or
+"""Chooses the requests for which a smaller model drafts. Handles requests for which it must catch up, lacks blocks or
 fails."""
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class ModelDrafts:
         return asked, behind
 
     def _proposals(self, asked: Mapping[int, Asked]) -> dict[int, Proposal]:
-        """The proposals, by place. If that raises, each request is asked alone, and only those that raise get none."""
+        """The proposals, by index in the step's streams. If proposing for all fails, each request is tried alone, and
+        only those that fail get none."""
         if len(asked) > 1:
             try:
                 found = self._model.propose(list(asked.values()))

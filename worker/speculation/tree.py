@@ -45,12 +45,12 @@ class Candidate(NamedTuple):
 
 
 def greedy_candidate(probability: float) -> Candidate:
-    """A token that has this probability for the heads."""
+    """The candidate for a token to which the heads give this probability."""
     return Candidate(probability, _FIRST_LEVEL + bisect(_BOUNDS, probability))
 
 
 def drawn_candidate(number: int) -> Candidate:
-    """The token that was drawn after `number` others, without these."""
+    """The candidate for the token that was drawn after `number` other tokens were excluded."""
     number = min(number, len(_BY_NUMBER) - 1)
     return Candidate(_BY_NUMBER[number], _FIRST_LEVEL + len(_BY_CONFIDENCE) + number)
 

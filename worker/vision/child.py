@@ -84,7 +84,7 @@ def serve(link: socket.socket, open_encoder: Callable[[Setting], ImageEncoder]) 
 
 
 def _warm_up(encoder: ImageEncoder) -> None:
-    """Within the bound on memory, and for the time of one small image. The worker is ready meanwhile."""
+    """Encode one small image to prepare the kernels, within the bound on memory. The worker is ready meanwhile."""
     start = time.perf_counter()
     try:
         encoder.warm_up()
@@ -95,7 +95,7 @@ def _warm_up(encoder: ImageEncoder) -> None:
 
 
 def _encode(encoder: ImageEncoder, files: Sequence[ImageFile]) -> list[ImageStates | Result]:
-    """What became of each file. If encoding all of them fails, each is tried alone."""
+    """The result for each file: states, or a problem. If encoding all files together fails, each is tried alone."""
     try:
         return [_checked(entry) for entry in encoder.encode(files)]
     except MemoryError:
@@ -118,7 +118,7 @@ def _checked(entry: ImageStates | BadImageError) -> ImageStates | Result:
 
 
 def _bound_memory(num_bytes: int) -> None:
-    """Let the process allocate this much more than it has."""
+    """Limit the process's memory to `num_bytes` more than it has now."""
     status = Path("/proc/self/status").read_text()
     held = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
     resource.setrlimit(resource.RLIMIT_DATA, (held + num_bytes, held + num_bytes))
@@ -148,7 +148,7 @@ def run(open_encoder: Callable[[Setting], ImageEncoder]) -> None:
 
 
 def open_tower(setting: Setting) -> ImageEncoder:
-    """The tower of a model."""
+    """Make the encoder that runs a model's vision tower."""
     # Imported late: this loads OpenVINO.
     from headrace.worker.vision.tower_encoder import TowerEncoder
 

@@ -1,4 +1,4 @@
-"""What the process that encodes images needs of a model: an encoder, which makes states of the files of images."""
+"""The interface between the process that encodes images and a model's encoder, which turns image files into states."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from headrace.worker.request.images import ImageStates
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What to serve: the model's directory, the most pixels that a tower reads, threads, precision, the bytes that
-    encoding may take beside the tower, and what states the engine takes: their size, and the number of layers that get
-    more of them. `warms_up`: before the first image comes."""
+    """What to serve: the model's directory, the largest number of pixels that a tower reads, threads, precision, the
+    bytes that encoding may take in addition to the tower, and the states that the engine expects: their size, and the
+    number of layers with additional states. `warms_up`: encode an image before the first request."""
 
     model_dir: str
     max_view_pixels: int
@@ -42,7 +42,7 @@ class ImageFile(NamedTuple):
 
 
 class ImageEncoder(Protocol):
-    """Makes states of images; see `headrace.worker.vision.tower_encoder.TowerEncoder`."""
+    """Turns image files into states; see `headrace.worker.vision.tower_encoder.TowerEncoder`."""
 
     def encode(self, images: Sequence[ImageFile]) -> Sequence[ImageStates | BadImageError]:
         """The states of each image, or what is wrong with its file."""

@@ -34,7 +34,7 @@ class BrokenFrameError(OSError):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """The process is ready; or the model's images cannot be encoded, because of this problem."""
+    """Reports that the process is ready, or the problem why the model's images cannot be encoded."""
 
     problem: str = ""
 
@@ -53,7 +53,7 @@ class Encode(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What became of an image: its number of tokens, whose states are a payload; or the problem, in our words."""
+    """The result for one image: its number of tokens, whose states are a payload; or the problem, in our own words."""
 
     num_tokens: int = 0
     problem: str = ""
@@ -79,7 +79,7 @@ def send(link: socket.socket, head: msgspec.Struct, payloads: Sequence[Buffer] =
 
 
 def receive(link: socket.socket, kind: type[_Head]) -> _Head:
-    """The head of the next frame. BrokenFrameError, or TimeoutError after the socket's time."""
+    """The head of the next frame. BrokenFrameError, or TimeoutError after the socket's timeout."""
     (size,) = _SIZE.unpack(receive_bytes(link, _SIZE.size))
     if size > _MAX_HEAD_BYTES:
         raise BrokenFrameError("the head of a frame is too long")

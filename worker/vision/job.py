@@ -1,4 +1,4 @@
-"""An image to be encoded, what came of it, who encodes it, and how fast. Pure."""
+"""Image encoding jobs, their results, the interface of encoders, and the learned rate of encoding. Pure."""
 
 from __future__ import annotations
 
@@ -45,17 +45,18 @@ class EncodeRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 while unknown."""
+        """Image tokens that are encoded per second; 0 while unknown."""
         return self._num_tokens / self._seconds if self._seconds else 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from images with so many tokens, which took so long."""
+        """Learn from images with `num_tokens` tokens in all that took `seconds`."""
         keep = 0.5 ** (seconds / _HALF_LIFE_S)
         self._num_tokens = self._num_tokens * keep + num_tokens
         self._seconds = self._seconds * keep + max(seconds, 1e-6)
 
     def seconds(self, num_tokens: int, guess: float = math.inf) -> float:
-        """Expected time of images with so many tokens. While the rate is unknown, `guess` tokens a second."""
+        """Expected seconds for images with `num_tokens` tokens. Assumes `guess` tokens per second while the rate is
+        unknown."""
         return num_tokens / (self.tokens_per_s or guess)
 
 
@@ -79,7 +80,7 @@ class Encoder(Protocol):
         ...
 
     def drop(self, job: EncodeJob) -> None:
-        """Forget a queued image. One that is being encoded goes on, and ends."""
+        """Remove an image from the queue. If it is already being encoded, it continues to its end."""
         ...
 
     def take_ended(self) -> list[EncodeJob]:

@@ -75,7 +75,7 @@ def vision_for(
 
 
 def _family(config: WorkerConfig, inputs: ImageInputs | None) -> ImageFamily | None:
-    """The family of a model whose images are served."""
+    """The image family of a model; None if its images are not served."""
     if not config.max_images:
         return None
     try:

@@ -124,7 +124,7 @@ class EncoderProcess:
             self._changed.notify()
 
     def drop(self, job: EncodeJob) -> None:
-        """Forget a queued image. One that is being encoded goes on, and ends."""
+        """Remove an image from the queue. If it is already being encoded, it continues to its end."""
         with self._changed:
             if job in self._queue:
                 self._queue.remove(job)
@@ -206,8 +206,8 @@ class EncoderProcess:
             self._try_again(batch, Reason.INVALID_FIELD, ENDED_TWICE)
 
     def _try_again(self, batch: list[EncodeJob], reason: Reason, problem: str) -> None:
-        """After a failure: queue images again, each alone, before others. An image that hung while it was alone, or
-        that has been tried before, fails."""
+        """After a failure: queue images again, each alone, before all others. An image fails for good if it hung while
+        it was alone, or if this was its second try."""
         is_last = len(batch) == 1 and (reason is Reason.INTERNAL or batch[0].num_tries > 0)
         for job in batch:
             job.num_tries += 1
@@ -247,7 +247,7 @@ class EncoderProcess:
         job.states = ImageStates(states, deepstack)
 
     def _limit_s(self, num_tokens: int) -> float:
-        """The time that an answer may take."""
+        """The timeout of an answer for images with `num_tokens` tokens, in seconds."""
         if not self.rate.tokens_per_s:
             return _MOST_LIMITS * self._stuck_after_s
         expected_s = _PATIENCE * num_tokens / self.rate.tokens_per_s

@@ -48,7 +48,7 @@ class StateStore:
 
     @property
     def num_holders(self) -> int:
-        """How often images are held, in all."""
+        """The number of holds on images, over all images."""
         return sum(entry.num_holders for entry in self._entries.values())
 
     def __len__(self) -> int:
@@ -84,8 +84,8 @@ class StateStore:
         return self._entries[digest].states
 
     def put(self, digest: bytes, states: ImageStates) -> None:
-        """The states of an image. If nobody holds them any more, they are kept if there is room without evicting
-        others."""
+        """Store the states of an image. If no request holds the image any more, they are kept only if there is room
+        without eviction."""
         entry = self._entries.get(digest)
         if entry is None and self._num_bytes + states.num_bytes <= self._budget:
             entry = self._entries[digest] = _Entry(states.num_bytes)
@@ -94,8 +94,8 @@ class StateStore:
             entry.states = states
 
     def release(self, digest: bytes) -> bool:
-        """The opposite of `hold`, for one image. Returns whether its states were promised and nobody waits for them any
-        more; they are then forgotten."""
+        """Release one hold on an image. Returns True if its states were only promised and no other request waits for
+        them; the promise is then forgotten."""
         entry = self._entries[digest]
         entry.num_holders -= 1
         if entry.num_holders:

@@ -80,7 +80,7 @@ def _converts_behind(multiply: ov.Node) -> list[ov.Node]:
 
 
 def _shared(zeros: ov.Output) -> ov.Output:
-    """One zero point, if all are equal."""
+    """The zero points as a single number, if all are equal."""
     stored = np.asarray(zeros.get_node().data).reshape(-1).view(np.uint8)
     first = int(stored[0])
     is_half = zeros.get_element_type().bitwidth == 4

@@ -85,8 +85,8 @@ class EvictingAttention:
         eviction.tables = np.concatenate([np.take_along_axis(eviction.tables, kept, axis=1), free], axis=1)
 
     def reserve(self, request: Request, eviction: Eviction) -> bool:
-        """Make room for the request's next tokens after it has evicted blocks. Returns False if there is too little
-        room for private blocks."""
+        """Make room for the next tokens of a request that has evicted blocks. Returns False if there are too few free
+        blocks for its private blocks."""
         return eviction.kept is None or self._move(request, eviction)
 
     def take_moves(self) -> Sequence[LayerMoves]:

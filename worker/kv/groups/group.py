@@ -1,4 +1,4 @@
-"""What the coordinator asks of every group beside the blocks themselves."""
+"""The interface of cache groups: what the coordinator asks of each group, in addition to the blocks of the pool."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Elsewhere: TypeAlias = Callable[[int], bool]
 
 
 def nowhere(index: int) -> bool:
-    """No tier brings anything."""
+    """Return False: no tier will bring this block."""
     del index
     return False
 
 
 class Exchange(NamedTuple):
-    """A request's block `place` was `own`, and is now `standing`, an older one with the same content."""
+    """The request's block at index `place` was `own`, and is now `standing`, an older block with the same content."""
 
     place: int
     own: int
@@ -33,26 +33,28 @@ class Exchange(NamedTuple):
 
 
 class CacheGroup(Protocol):
-    """Keeps what layers of one kind need of each request's tokens. It follows the blocks of the pool."""
+    """Keeps what the layers of one kind need of each request's tokens. It follows the blocks of the pool."""
 
     def usable(self, request: Request, end: int, block_at: BlockAt, elsewhere: Elsewhere) -> int:
-        """The largest number of cached blocks, at most `end` and at least those that the request holds, after which
-        the request can continue, if what is missing and `elsewhere` is fetched."""
+        """The largest number of cached blocks after which the request can continue: at most `end`, and at least the
+        blocks that the request holds. Blocks that are missing here count as present if a tier has them
+        (`elsewhere`)."""
         ...
 
     def hold(self, request: Request, first: int, found: Sequence[int]) -> None:
-        """The request continues after the blocks in its table. Those from `first` on are new. `found` are all cached
-        blocks from there on that match its tokens; if there are more than it could use, others may begin alike."""
+        """Note that the request continues after the blocks in its table. Those from `first` on are new. `found` are all
+        cached blocks from there on that match its tokens. If there are more than it can use, other requests may begin
+        alike."""
         ...
 
     def fits(self, request: Request, num_tokens: int) -> bool:
-        """Whether there is room for the request up to `num_tokens` tokens, once it no longer keeps what its queries
-        cannot reach."""
+        """Whether there is room for the request's first `num_tokens` tokens, after releasing what its queries can no
+        longer reach."""
         ...
 
     def publish(self, request: Request, first: int, exchanges: Sequence[Exchange]) -> None:
-        """The request's full blocks from index `first` on became findable. It now holds others of the same content for
-        some of them."""
+        """Note that the request's full blocks from index `first` on have become findable. Some of them were replaced by
+        other blocks of the same content."""
         ...
 
     def free(self, request: Request) -> None:
@@ -64,5 +66,5 @@ class CacheGroup(Protocol):
         ...
 
     def check(self) -> None:
-        """Assert that all of it is accounted for. For tests."""
+        """Assert that everything is accounted for. For tests."""
         ...

@@ -112,7 +112,7 @@ class RecurrentStates:
 
     @property
     def num_for_drafts(self) -> int:
-        """How many slots drafts may use: those that no running request needs. Each token of a draft needs one."""
+        """The number of slots that drafts may use: those that no running request needs. Each draft token needs one."""
         return max(0, self.slots.num_available - len(self._progress))
 
     def usable(self, request: Request, end: int, block_at: BlockAt, elsewhere: Elsewhere) -> int:

@@ -201,7 +201,7 @@ class WindowAttention:
                 self.note(request.block_table[index])
 
     def note(self, block: int) -> None:
-        """The part of a block that can be found, or whose beginning can, is computed."""
+        """Record that the part of a block is computed. The block, or its beginning, is findable."""
         content = self._pool.content_of(block)
         if content is not None:
             self.parts.note(block, content)
@@ -240,7 +240,7 @@ class WindowAttention:
         return max(0, num_tokens - self.window) // self._block_size
 
     def _spill_part(self, block: int, slot: int) -> None:
-        """The part of a block is about to be evicted, and requests may continue there."""
+        """Copy the part of a block to the tiers if requests may continue there, because it is about to be evicted."""
         content = self._pool.content_of(block)
         if self._spill is not None and content is not None:
             self._spill.spill_part(slot, content)

@@ -42,7 +42,8 @@ def see_all(model: ov.Model) -> None:
 
 
 def see_all_and_windows(model: ov.Model) -> None:
-    """The same, and compute windows by themselves in layers that have them, with the inputs of `window_inputs`."""
+    """As `see_all`, and compute each window by itself in layers that have windows. Adds the inputs of
+    `window_inputs`."""
     see_all(model)
     members = _new_input(model, _MEMBERS, [-1, -1], np.int64)
     unseen = _new_input(model, _UNSEEN, [-1, 1, 1, -1], np.float32)
@@ -79,7 +80,7 @@ def attend_in_bfloat16(model: ov.Model) -> None:
 
 
 def window_inputs(sizes: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-    """The inputs for windows of these numbers of patches, which follow each other."""
+    """The inputs for windows with these numbers of patches, in order."""
     most, ends = int(sizes.max()), np.cumsum(sizes)
     inside = np.arange(most) < sizes[:, None]
     members = np.where(inside, (ends - sizes)[:, None] + np.arange(most), 0)
@@ -91,7 +92,7 @@ def window_inputs(sizes: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]
 
 
 def _users(model: ov.Model, name: str) -> list[ov.Node]:
-    """The attentions that take this mask."""
+    """The attention operations that use this mask."""
     (mask,) = (node for node in model.get_parameters() if name in node.output(0).get_names())
     ports = list(mask.output(0).get_target_inputs())
     attentions = [port.get_node() for port in ports if port.get_index() == _MASK_PORT]

@@ -23,7 +23,7 @@ _BETWEEN = {"OneHot", "Convert", "Transpose"}
 
 
 class Gemma4:
-    """The tower."""
+    """Encodes images with the tower of Gemma 4."""
 
     def __init__(self, network: Network) -> None:
         self._network = network

@@ -63,8 +63,8 @@ def _constants(value: ov.Output) -> list[ov.Node]:
 
 
 def _fits(stored: ov.Node, rank: int) -> bool:
-    """Of weights `[outputs, inputs]` or `[outputs, groups, inputs of a group]`. Others, such as those of several
-    experts, are not known to be computed in integers."""
+    """Whether the product of these stored weights is computed in integers. True only for weights `[outputs, inputs]` or
+    `[outputs, groups, inputs of a group]`; others, such as those of several experts, are not known to be."""
     shape = stored.get_output_shape(0)
     if rank != 2 or stored.get_output_element_type(0) not in _COMPRESSED:
         return False

@@ -18,7 +18,8 @@ from headrace.worker.request.images import ImageStates
 
 
 class Mistral3:
-    """The tower. `patch` is the side of a patch in pixels, `merged` the side of a square in patches."""
+    """Encodes images with the tower of Mistral 3. `patch` is the side of a patch in pixels, `merged` the side of a
+    square in patches."""
 
     def __init__(self, embeddings: Network, projector: Network, patch: int, merged: int) -> None:
         self._embeddings, self._projector, self._patch, self._merged = embeddings, projector, patch, merged

@@ -40,8 +40,8 @@ class Places:
 
 
 class Qwen:
-    """The tower. `side` is the side of a token in patches. Qwen2.5 has windows of `window` times `window` tokens, Qwen3
-    embeddings of `places`."""
+    """Encodes images with Qwen's towers. `side` is the side of a token in patches. Qwen2.5 has windows of `window`
+    times `window` tokens, and Qwen3 has embeddings of `places`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Towers that give each picture of a fixed size its states alone: LLaVA, Gemma 3, SmolVLM and Idefics 3, LLaVA-NeXT.
+"""Towers that encode pictures of a fixed size, each by itself: LLaVA, Gemma 3, SmolVLM and Idefics 3, LLaVA-NeXT.
 
 An image is one such picture, or several tiles. They are computed one after the other: together they take as long, and
 80 MB more for each tile (docs/decisions/images.md). So the states of an image do not depend on those beside it.
@@ -20,8 +20,8 @@ from headrace.worker.request.images import ImageStates
 class Tiled:
     """Encodes images by tiles, `pixel_values` `[tiles, 3, height, width]`.
 
-    `more` gives further inputs of the network for a tile `[1, 3, height, width]`. `packed` makes the states of an image
-    of those of its tiles `[tiles, n, hidden]`; else they follow each other.
+    `more` gives further inputs of the network for a tile `[1, 3, height, width]`. `packed` computes the states of an
+    image from the states of its tiles `[tiles, n, hidden]`; without it, they are concatenated.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What encodes images."""
+"""The interface of vision towers, which encode images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Pixels = Mapping[str, npt.NDArray[Any]]
 
 
 class TowerError(Exception):
-    """Why a model's images cannot be encoded, as the end of a sentence that begins with the model."""
+    """The images of a model cannot be encoded. The text says why, as the end of a sentence that begins with the
+    model."""
 
 
 class Tower(Protocol):
