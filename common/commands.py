@@ -1,5 +1,5 @@
-"""What commands have in common: each failure is one sentence on standard error and an exit status, and times are told
-alike."""
+"""Behaviour shared by all commands: each failure is one sentence on standard error and an exit status, and durations
+have one format."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def told(error: Exception) -> int:
 
 
 def _meant(error: click.NoSuchOption) -> str:
-    """What a wrong option may mean: an argument, the name that it has here, or options that contain its words. Empty if
-    none is known; click then knows those with a similar spelling."""
+    """A hint at what a wrong option may mean: an argument, the name of the option here, or options that contain its
+    words. Empty if none is known; click then suggests options with a similar spelling."""
     if error.ctx is None or not error.option_name.startswith("--"):
         return ""
     wrong = error.option_name.removeprefix("--").replace("_", "-")
@@ -105,8 +105,8 @@ def _meant(error: click.NoSuchOption) -> str:
 
 
 def run(command: click.Command, name: str, args: Sequence[str] | None = None) -> int:
-    """Run a command whose words are `name`, with these arguments or those of the process. Failures are told in one
-    line. Returns the exit status."""
+    """Run a command called `name`, with these arguments or those of the process. Each failure is reported in one line.
+    Returns the exit status."""
     try:
         prefix = name.upper().replace(" ", "_")
         status = command.main(args, name, standalone_mode=False, auto_envvar_prefix=prefix)

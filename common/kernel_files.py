@@ -1,4 +1,4 @@
-"""What files of the kernel say of this host, in /proc and /sys. `root` is "/" except in tests."""
+"""Reads facts about this host from the kernel's files in /proc and /sys. `root` is "/" except in tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """The kernel's names of the CPU's features; empty if it does not say them."""
+    """The kernel's names of the CPU's features; empty if they are not known."""
     for line in read_text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):

@@ -1,4 +1,4 @@
-"""What was delivered of one answer, over all its attempts, and the request that continues it. Pure.
+"""Records the delivered part of one answer over all attempts, and makes the request that continues it. Pure.
 
     attempt 0   t0 t1 t2 |x                 the worker, the router or the connection is lost
     attempt 1            | t3 t4 ...        resume_token_ids = [t0, t1, t2], start_pos = 3
@@ -56,7 +56,7 @@ class Ledger:
         return len(self.token_ids) > self._num_before_attempt
 
     def begin_attempt(self) -> None:
-        """A new attempt begins: it has delivered nothing yet, and continues after the delivered tokens."""
+        """Begin a new attempt, which has delivered nothing yet and continues after the delivered tokens."""
         self._num_before_attempt = len(self.token_ids)
 
     def record(self, message: GenerateResponse) -> None:

@@ -1,4 +1,4 @@
-"""Functions that are told of a change, by the object that changes. Pure."""
+"""Functions that an object calls after it has changed. Pure."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def free_port(host: str) -> int:
 
 
 def _first_outgoing_port() -> int:
-    """The lowest port that the system gives to outgoing connections; 0 where it does not say."""
+    """The lowest port that the system gives to outgoing connections; 0 if it is not known."""
     try:
         return int(_OUTGOING_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""What follows when an attempt at an answer fails, and how many attempts there may be. Pure.
+"""Decides what happens after a failed attempt at an answer, and how many attempts are allowed. Pure.
 
 Gateways call routers, and routers call workers. For both, one generation is one or more attempts:
 
@@ -22,7 +22,7 @@ MAX_FAILED = 32
 
 
 class Verdict(enum.Enum):
-    """What a failed attempt means for its request: whether it is tried again, and where."""
+    """The consequence of a failed attempt: whether the request is tried again, and where."""
 
     LOST = enum.auto()  # the peer or its connection failed: go elsewhere, and suspect the peer
     LOST_BEHIND = enum.auto()  # what the peer depends on failed: go elsewhere

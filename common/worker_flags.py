@@ -21,7 +21,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class _Text(click.ParamType[str]):
-    """A text, with what help texts call it."""
+    """A text. `name` is the placeholder for its value in help texts."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,19 +86,19 @@ class WorkerFlag:
 
     @property
     def least(self) -> int:
-        """The least value of a flag that counts."""
+        """The least value of a flag that is a number."""
         assert isinstance(self.type, click.IntRange)
         assert self.type.min is not None
         return int(self.type.min)
 
     def worker_option(self) -> Callable[[_Command], _Command]:
-        """The decorator of the worker's command."""
+        """The decorator that adds the flag to the worker's command."""
         default = {} if self.default is None else {"default": self.default}
         names = [self.flag, self.option] if self.is_repeated else [self.flag]
         return click.option(*names, type=self.type, multiple=self.is_repeated, help=self.of_worker, **default)
 
     def serve_option(self) -> Callable[[_Command], _Command]:
-        """The decorator of `headrace serve`."""
+        """The decorator that adds the flag to `headrace serve`."""
         kind = self.serve_type or self.type
         flag = self.serve_flag or self.flag
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
@@ -388,22 +388,23 @@ WORKER_FLAGS = (
 
 
 def worker_options(command: _Command) -> _Command:
-    """The decorator of the worker's command, for all of them."""
+    """Decorator: add all flags of workers to the worker's command."""
     for flag in reversed(WORKER_FLAGS):
         command = flag.worker_option()(command)
     return command
 
 
 def serve_options(command: _Command) -> _Command:
-    """The decorator of `headrace serve`, for all of them."""
+    """Decorator: add all flags of workers to `headrace serve`."""
     for flag in reversed(WORKER_FLAGS):
         command = flag.serve_option()(command)
     return command
 
 
 def arguments(of_all: Mapping[str, Any], own: Mapping[str, Any], *, is_encoder: bool) -> list[str]:
-    """The arguments of a model's workers, from the options of `headrace serve` and from the model's own, which come
-    first. With None, an option is not given. A worker that encodes texts gets its own, and what is for encoders too."""
+    """The arguments of a model's workers, from the options of `headrace serve` (`of_all`) and from the model's own
+    options (`own`), which take precedence. None means that an option is not given. A worker that encodes texts gets its
+    own options and those for encoders."""
     assert {*of_all, *own} <= {flag.option for flag in WORKER_FLAGS}
     argv: list[str] = []
     for flag in WORKER_FLAGS:

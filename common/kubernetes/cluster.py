@@ -164,7 +164,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[list[bytes]]:
 
 
 def _refusal(response: httpx.Response, raw: bytes) -> CallError:
-    """The error of an answer that is none, with the remedy if it is known."""
+    """The error for a response with a failed status, with a remedy if one is known."""
     code = response.status_code
     try:
         said = decode(raw, Status).message

@@ -1,4 +1,4 @@
-"""What the EndpointSlices of a Service say: its pods, their addresses and conditions. Pure.
+"""The pods of a Service, with their addresses and conditions, read from its EndpointSlices. Pure.
 
 A Service has one or more slices (API group discovery.k8s.io/v1). A pod may be in several of them: in one for each
 family of addresses, and for a moment in two while the controller moves it.
@@ -164,15 +164,15 @@ def endpoints_of(slices: Iterable[EndpointSlice], port: int) -> dict[str, Endpoi
 
 
 def _condition_of(given: _Conditions) -> Condition:
-    """Absent conditions mean: ready, and not terminating."""
+    """The condition of an endpoint. Absent conditions mean: ready, and not terminating."""
     if given.terminating:
         return Condition.TERMINATING
     return Condition.NOT_READY if given.ready is False else Condition.READY
 
 
 def usable(endpoints: Endpoints) -> Collection[str]:
-    """The addresses that may get new requests: those of ready pods. If no pod is ready, all of them: a cluster that has
-    lost its nodes from sight calls them all not ready, while they serve."""
+    """The addresses that may get new requests: those of ready pods. If no pod is ready, all of them, because a cluster
+    that cannot reach its nodes reports all pods as not ready although they serve."""
     ready = [address for address, one in endpoints.items() if one.condition is Condition.READY]
     return ready or list(endpoints)
 

@@ -59,7 +59,7 @@ PACE = Pace()
 
 
 class ServiceWatch:
-    """Tells of the pods of a Service whenever they change. Start and close it in one event loop."""
+    """Reports the pods of a Service whenever they change. Start and close it in one event loop."""
 
     def __init__(
         self,

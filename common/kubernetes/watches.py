@@ -58,7 +58,7 @@ class ServiceWatches:
 
 
 class _Metrics:
-    """What is measured of the watches of one process."""
+    """The metrics of the watches of one process."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         from prometheus_client import Counter, Gauge

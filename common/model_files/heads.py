@@ -29,8 +29,8 @@ _DFLASH = (
 
 
 def unusable_heads(config: Mapping[str, object]) -> str | None:
-    """What a config.json describes, and what to use instead, if these are heads of a known format that cannot be used;
-    None if not."""
+    """For heads in a known format that cannot be used: what the config.json describes, and what to use instead. None
+    for anything else."""
     names = config.get("architectures")
     is_dflash = any("dflash" in str(name).lower() for name in (names if isinstance(names, list) else ()))
     return _DFLASH if is_dflash or "dflash_config" in config else None

@@ -20,7 +20,7 @@ _LAYERS_OF_LARGEST = 46
 
 
 def needs_score_cap(config: Mapping[str, Any]) -> bool:
-    """Whether the model with this config.json writes no sense without the cap: the largest one."""
+    """Whether the model with this config.json needs the cap to produce meaningful text. Only the largest one does."""
     text = text_part(config)
     is_largest = text.get("model_type") == "gemma2" and text.get("num_hidden_layers") == _LAYERS_OF_LARGEST
     return is_largest and bool(text.get(SCORE_CAP, _DEFAULT))

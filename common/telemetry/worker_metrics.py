@@ -57,8 +57,8 @@ Labelled = tuple[Sequence[str], Load]
 def load_metrics(
     loads: Sequence[Labelled], labels: Sequence[str], gauges: Iterable[str], counters: Iterable[str]
 ) -> Iterator[Metric]:
-    """The metrics of these loads, which have these `labels`: the fields `gauges`, the `counters`, and where threads and
-    memory are. A metric for which no load has a value has no samples."""
+    """The metrics of these loads with the labels `labels`: the fields `gauges`, the `counters`, and the placement of
+    threads and memory. A metric for which no load has a value has no samples."""
     for field in gauges:
         gauge = worker_gauge(*_GAUGES[field], *labels)
         for values, load in loads:

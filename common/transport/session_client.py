@@ -134,7 +134,7 @@ class SessionClient:
         return turns[0]
 
     def listen(self, silent: ClientSession) -> None:
-        """A session was given up for silence. Begin another one, to notice when the server answers again."""
+        """Begin another session after one was given up for silence, to notice when the server answers again."""
         if silent in self._sessions:
             session = ClientSession(self, self._begin_session(), is_silent=True)
             self._sessions[self._sessions.index(silent)] = session
@@ -423,7 +423,7 @@ class ClientCall:
         self._count_unread(self, num_bytes)
 
     def finish(self, error: grpc.aio.AioRpcError | None) -> None:
-        """End the answer after the messages that have come: with `error`, or well if it is None."""
+        """End the answer after the messages that have arrived: with `error`, or successfully if it is None."""
         self._end = error or grpc.aio.EOF
         self._close()
 

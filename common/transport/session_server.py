@@ -328,7 +328,7 @@ class _ServerContext:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._expire, task)
 
     def disarm(self) -> None:
-        """The call has ended."""
+        """Stop the timer of the deadline, because the call has ended."""
         if self._timer is not None:
             self._timer.cancel()
 

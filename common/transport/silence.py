@@ -68,7 +68,7 @@ class Silences:
             self._stalled_s = self.now_s()
 
     def rename(self, peer: Peer, name: Hashable) -> None:
-        """Count the stream `peer` to the peer `name`, once that is known. A peer is silent if all of its streams
+        """Assign the stream `peer` to the peer `name`, once the name is known. A peer is silent if all of its streams
         are."""
         self._peers.setdefault(name, {})[peer] = None
         streams = self._peers[peer.name]

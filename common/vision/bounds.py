@@ -16,7 +16,7 @@ faster than its pixels."""
 
 
 def check_size(header: ImageHeader, max_pixels: int = MAX_PIXELS) -> None:
-    """Raises `ImageError` if an image of this size is not to be decoded."""
+    """Raises `ImageError` if an image of this size is too large to be decoded."""
     width, height = header.width, header.height
     if width * height > max_pixels:
         raise ImageError(
@@ -26,7 +26,7 @@ def check_size(header: ImageHeader, max_pixels: int = MAX_PIXELS) -> None:
 
 
 def check_ratio(width: int, height: int) -> None:
-    """Raises `ImageError` if one side is too long for the other."""
+    """Raises `ImageError` if one side is too long in proportion to the other."""
     if max(width, height) > MAX_RATIO * min(width, height):
         raise ImageError(
             f"the image has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other. Crop it"

@@ -1,4 +1,4 @@
-"""What differs between families of vision-language models: how an image lengthens a prompt, and its pixels.
+"""The interface of families of vision-language models: how an image lengthens a prompt, and its pixels.
 
 A chat template writes one placeholder for an image. In its place the model expects marks, which are ordinary tokens,
 and image tokens, whose embeddings are replaced with the states that the vision tower computes. How many there are
@@ -28,7 +28,7 @@ class FamilyError(ValueError):
 
 
 class Detail(enum.StrEnum):
-    """How finely an image is read. HIGH and AUTO are the model's own way; LOW is its least."""
+    """How finely an image is read. HIGH and AUTO are the model's normal way, LOW its coarsest."""
 
     LOW = "low"
     HIGH = "high"
@@ -37,7 +37,7 @@ class Detail(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLayout:
-    """What stands in a prompt for an image of one size."""
+    """The tokens in a prompt for an image of one size."""
 
     width: int
     """Pixels a row of the image, after its orientation is applied."""
@@ -81,7 +81,7 @@ class ImageFamily(Protocol):
 
     @property
     def placeholder(self) -> str:
-        """What the chat template writes for an image: the text of one special token."""
+        """The text that the chat template writes for an image: that of one special token."""
 
     @property
     def placeholder_token_id(self) -> int:
@@ -118,7 +118,7 @@ class ImageFamily(Protocol):
 
 
 class UsualFamily:
-    """What those families have in common whose templates write an image as one image token."""
+    """The common part of families whose templates write an image as one image token."""
 
     text_around = ""
     keeps_images_whole = False
@@ -129,7 +129,7 @@ class UsualFamily:
         return self.image_token_id
 
     def settings(self, detail: Detail) -> bytes:
-        """All fields, and whether it is low detail."""
+        """The settings: all fields, and whether the detail is low."""
         return canonical(self, detail is Detail.LOW)
 
 

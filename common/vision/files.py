@@ -33,7 +33,7 @@ class Fields:
         return FamilyError(f"{self._source}: {name} {problem}")
 
     def part(self, name: str) -> Fields:
-        """An object in this one; empty if it is missing."""
+        """A nested object; empty if it is missing."""
         return Fields(f"{self._source}: {name}", self._typed(name, dict, "is no object") or {})
 
     def _typed(self, name: str, kind: type[_T], problem: str) -> _T | None:
@@ -69,14 +69,15 @@ class Fields:
         return value
 
     def side(self, name: str, default: int | None = None) -> int:
-        """A side of an image in pixels. Longer ones than any model reads are refused, because they take memory."""
+        """A side of an image in pixels. Raises `FamilyError` for longer sides than any model reads, because they take
+        memory."""
         found = self.whole(name, default)
         if found > _LONGEST_SIDE:
             raise self.error(name, f"is {found}, more than {_LONGEST_SIDE}")
         return found
 
     def resample(self, default: Image.Resampling) -> Image.Resampling:
-        """How images are scaled; stored as Pillow's number of it."""
+        """The filter with which images are scaled; stored as Pillow's number of it."""
         value = self._content.get("resample")
         try:
             return default if value is None else Image.Resampling(value)
@@ -112,7 +113,7 @@ class Fields:
         return tuple(found)
 
     def demand(self, name: str, default: bool, wanted: bool) -> None:
-        """Raises `FamilyError` if a flag is not as it is wanted."""
+        """Raise `FamilyError` unless a flag has the wanted value."""
         if self.flag(name, default) is not wanted:
             raise self.error(name, f"is {json.dumps(not wanted)}, which is not supported")
 
@@ -132,7 +133,7 @@ class ModelFiles:
             self.preprocessor = Fields(f"{PROCESSOR}: image_processor", nested)
 
     def image_token_id(self, default: int) -> int:
-        """The image token, which config.json names in one of two ways."""
+        """The id of the image token, which config.json stores under one of two names."""
         name = "image_token_id" if "image_token_id" in self.config else "image_token_index"
         return self.config.whole(name, default, least=0)
 

@@ -42,7 +42,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the header of an image says."""
+    """The facts in the header of an image."""
 
     format: Format
     width: int

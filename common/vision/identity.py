@@ -1,7 +1,7 @@
 """The identity of an image in prompts, in KV blocks and in caches.
 
-In the token ids of a prompt, each image token is replaced with a pseudo token: 31 bits of a hash of the image, with
-the highest bit set, different for each place. So all that compares or hashes token ids tells images apart.
+In the token ids of a prompt, each image token is replaced with a pseudo token: 31 bits of a hash of the image, with the
+highest bit set, different for each place. So all code that compares or hashes token ids can tell images apart.
 """
 
 from __future__ import annotations

@@ -51,6 +51,6 @@ class Normalising:
         return found
 
     def of(self, image: Image.Image | npt.NDArray[np.uint8]) -> Pixels:
-        """[3, height, width] of an image in mode RGB, or of an array [height, width, 3]."""
+        """The normalised pixels [3, height, width] of an image in mode RGB, or of an array [height, width, 3]."""
         raw: npt.NDArray[Any] = np.asarray(image)
         return np.stack([self.table[channel][raw[:, :, channel]] for channel in range(3)])

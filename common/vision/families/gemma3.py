@@ -33,8 +33,8 @@ class Gemma3:
 
     @classmethod
     def read(cls, files: ModelFiles) -> Gemma3:
-        """From the files of a model. Crops of long images are refused: they lengthen the text itself, and are off
-        by default."""
+        """The images of a model, from its files. Crops of long images are refused: they lengthen the text itself, and
+        are off by default."""
         config, settings = files.config, files.preprocessor
         settings.demand("do_resize", True, True)
         settings.demand("do_pan_and_scan", False, False)
@@ -55,15 +55,15 @@ class Gemma3:
 
     @property
     def reserved_token_ids(self) -> frozenset[int]:
-        """Image token, begin and end of an image."""
+        """The image token, and the tokens that begin and end an image."""
         return frozenset({self.image_token_id, self.placeholder_token_id, self.end_token_id})
 
     def settings(self, detail: Detail) -> bytes:
-        """All fields."""
+        """The settings: all fields."""
         return canonical(self)
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
-        """The same for all images."""
+        """The layout, which is the same for all images."""
         return ImageLayout(
             width=width,
             height=height,

@@ -48,7 +48,7 @@ class Gemma4:
 
     @classmethod
     def read(cls, files: ModelFiles) -> Gemma4:
-        """From the files of a model."""
+        """The images of a model, from its files."""
         config, settings = files.config, files.preprocessor
         settings.demand("do_resize", True, True)
         tower = config.part("vision_config")
@@ -74,15 +74,15 @@ class Gemma4:
 
     @property
     def placeholder_token_id(self) -> int:
-        """The template writes one image token."""
+        """The image token, of which the template writes one."""
         return self.image_token_id
 
     def settings(self, detail: Detail) -> bytes:
-        """All fields; at low detail with its own bound."""
+        """The settings: all fields. At low detail, they include its own bound."""
         return canonical(self, self._num_tokens(low=detail is Detail.LOW))
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
-        """At low detail, at most 70 tokens."""
+        """The layout of an image. At low detail, it has at most 70 tokens."""
         check_ratio(width, height)
         low = detail is Detail.LOW
         rows, columns = self._grid(width, height, low=low)
@@ -112,11 +112,11 @@ class Gemma4:
         return _NUM_TOKENS[0] if low else self.max_tokens
 
     def _scale(self, width: int, height: int, *, low: bool) -> float:
-        """From the image's sides to those with the most pixels that its tokens can have."""
+        """The factor from the image's sides to those with the most pixels that its tokens can have."""
         return math.sqrt(self._num_tokens(low=low) * (self.patch * self.pool) ** 2 / (height * width))
 
     def _grid(self, width: int, height: int, *, low: bool) -> tuple[int, int]:
-        """Rows and columns of tokens: as many as fit, but at least one of either."""
+        """The rows and columns of tokens: as many as fit, but at least one of each."""
         most, side = self._num_tokens(low=low), self.patch * self.pool
         scale = self._scale(width, height, low=low)
         rows, columns = math.floor(scale * height / side), math.floor(scale * width / side)

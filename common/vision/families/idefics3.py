@@ -44,7 +44,7 @@ class Idefics3(UsualFamily):
 
     @classmethod
     def read(cls, files: ModelFiles) -> Idefics3:
-        """From the files of a model."""
+        """The images of a model, from its files."""
         config, settings = files.config, files.preprocessor
         settings.demand("do_resize", True, True)
         tower = config.part("vision_config")
@@ -68,11 +68,11 @@ class Idefics3(UsualFamily):
         return frozenset({self.image_token_id})
 
     def settings(self, detail: Detail) -> bytes:
-        """All fields, and whether images are cut."""
+        """The settings: all fields, and whether images are cut into tiles."""
         return canonical(self, self._cuts(detail))
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
-        """Rows of tiles, then the whole image."""
+        """The layout: rows of tiles, then the whole image."""
         rows, columns = self._tiles(width, height) if self._cuts(detail) else (0, 0)
         pieces: list[str | int] = []
         before = ""
@@ -110,7 +110,8 @@ class Idefics3(UsualFamily):
         return self.splits and detail is not Detail.LOW
 
     def _first_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height whose longer is the longest edge; the shorter is even."""
+        """The width and height of the image after scaling its longer side to the longest edge. The shorter side is
+        even."""
         ratio = width / height
         if width >= height:
             width, height = self.longest_edge, int(self.longest_edge / ratio)

@@ -1,4 +1,4 @@
-"""Which family a model's images belong to."""
+"""Finds the family that a model's images belong to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Read = Callable[[ModelFiles, int], ImageFamily]
 
 
 def _llava(files: ModelFiles, max_image_pixels: int) -> ImageFamily:
-    """Pixtral's first release is a LLaVA with another tower."""
+    """The family of a model of type LLaVA. Pixtral's first release is a LLaVA with another tower."""
     if files.config.part("vision_config").text("model_type", "clip_vision_model") == "pixtral":
         return Pixtral.read(files, max_image_pixels)
     return Llava.read(files)

@@ -42,7 +42,7 @@ class LlavaNext(UsualFamily):
 
     @classmethod
     def read(cls, files: ModelFiles) -> LlavaNext:
-        """From the files of a model."""
+        """The images of a model, from its files."""
         config, settings = files.config, files.preprocessor
         if processor_kind(settings, "LlavaNextImageProcessor") != "LlavaNextImageProcessor":
             raise settings.error("image_processor_type", "is not LlavaNextImageProcessor, which is the only one known")
@@ -79,8 +79,8 @@ class LlavaNext(UsualFamily):
         return frozenset({self.image_token_id})
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
-        """The whole image and, but at low detail, the grid of the tiles. Each of the grid's rows has one more token;
-        the whole image has one if it is alone."""
+        """The layout: the whole image and, except at low detail, the grid of the tiles. Each row of the grid has one
+        more token; the whole image has one if it is alone."""
         low = detail is Detail.LOW
         tiles = 1
         tokens = self.tile_side**2
@@ -125,7 +125,8 @@ class LlavaNext(UsualFamily):
         return {"pixel_values": np.stack([self.normalising.of(each) for each in tiles]), **more}
 
     def _fit(self, width: int, height: int) -> tuple[int, int]:
-        """Height and width of the size in which the image keeps most of its pixels, and which it fills best."""
+        """The height and width of the supported size in which the image keeps most of its pixels, and which it fills
+        best."""
 
         def worth(size: tuple[int, int]) -> tuple[int, int]:
             scale = min(size[1] / width, size[0] / height)
@@ -135,7 +136,7 @@ class LlavaNext(UsualFamily):
         return max(self.sizes, key=worth)
 
     def _unpadded(self, width: int, height: int, fit: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of the tiles' grid without what lies outside of the image."""
+        """The rows and columns of the tiles' grid without the part outside of the image."""
         top, left = self._borders(width, height, fit)
         rows, columns = self._grid(fit)
         return rows - 2 * top, columns - 2 * left

@@ -24,7 +24,7 @@ class OneSize:
 
     @classmethod
     def read(cls, fields: Fields, kind: str) -> OneSize:
-        """From the settings of an image processor; `kind` is its class if the file names none."""
+        """Read the settings of an image processor. `kind` is its class if the file names none."""
         kind = processor_kind(fields, kind)
         fields.demand("do_resize", True, True)
         resample = fields.resample(Image.Resampling.BICUBIC)
@@ -57,7 +57,7 @@ class OneSize:
         return min(1.0, self.width / width, self.height / height)
 
     def of(self, image: Image.Image) -> Pixels:
-        """[3, height, width] of an image in mode RGB."""
+        """The pixels [3, height, width] of an image in mode RGB."""
         if self.shortest_edge is None:
             return self.normalising.of(image.resize((self.width, self.height), self.resample))
         short, long = sorted(image.size)
@@ -69,7 +69,7 @@ class OneSize:
 
 
 def processor_kind(fields: Fields, default: str) -> str:
-    """Class of an image processor. Its fast variants have the same settings."""
+    """The class of an image processor. Its fast variants have the same settings."""
     kind = fields.text("image_processor_type", default)
     for end in ("Fast", "Pil"):
         kind = kind.removesuffix(end)

@@ -37,7 +37,7 @@ class Pixtral(UsualFamily):
 
     @classmethod
     def read(cls, files: ModelFiles, max_image_pixels: int) -> Pixtral:
-        """From the files of a model."""
+        """The images of a model, from its files."""
         config, settings, processor = files.config, files.preprocessor, files.processor
         settings.demand("do_resize", True, True)
         is_mistral3 = config.text("model_type", "") == "mistral3"
@@ -67,7 +67,7 @@ class Pixtral(UsualFamily):
         return frozenset({self.image_token_id})
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
-        """At low detail, about 256 tokens at most."""
+        """The layout of an image. At low detail, it has about 256 tokens at most."""
         low = detail is Detail.LOW
         rows, columns = self._grid(width, height, low=low)
         pieces = [piece for _ in range(rows) for piece in (columns, self.break_mark)]
@@ -87,14 +87,15 @@ class Pixtral(UsualFamily):
         return {"pixel_values": self.normalising.of(image.resize(size, self.resample))[None]}
 
     def _shrink(self, width: int, height: int, *, low: bool) -> float:
-        """The longer side that is too long, to the longest that fits."""
+        """The factor by which an image has to be reduced so that both sides are within their bounds. At most 1 if it
+        fits."""
         # The reference has no bound on pixels: ours shortens the longest edges that the image may have.
         pixels = min(self.max_pixels, _LOW_TOKENS * self.patch**2) if low else self.max_pixels
         longest = max(1, math.isqrt(pixels * max(width, height) // min(width, height)))
         return max(height / min(self.max_height, longest), width / min(self.max_width, longest))
 
     def _grid(self, width: int, height: int, *, low: bool) -> tuple[int, int]:
-        """Rows and columns of tokens."""
+        """The rows and columns of tokens."""
         shrink = self._shrink(width, height, low=low)
         if shrink > 1:
             width, height = max(1, math.floor(width / shrink)), max(1, math.floor(height / shrink))

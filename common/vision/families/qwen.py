@@ -29,7 +29,7 @@ _PATCHES = {"qwen2_vl": 14, "qwen2_5_vl": 14}
 
 @dataclass(frozen=True)
 class Qwen(UsualFamily):
-    """The images of one model of Qwen's."""
+    """The images of one Qwen model."""
 
     image_token_id: int
     reserved_token_ids: frozenset[int]
@@ -48,7 +48,7 @@ class Qwen(UsualFamily):
 
     @classmethod
     def read(cls, files: ModelFiles, max_image_pixels: int) -> Qwen:
-        """From the files of a model. A smaller bound on pixels than the model's own replaces it."""
+        """The images of a model, from its files. A smaller bound on pixels replaces the model's own."""
         config, settings = files.config, files.preprocessor
         kind = config.text("model_type", "")
         tower = config.part("vision_config")
@@ -81,7 +81,7 @@ class Qwen(UsualFamily):
         )
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
-        """At low detail, at most 256 tokens."""
+        """The layout of an image. At low detail, it has at most 256 tokens."""
         check_ratio(width, height)
         low = detail is Detail.LOW
         columns, rows = self._size(width, height, low=low)
@@ -110,11 +110,11 @@ class Qwen(UsualFamily):
         return {"pixel_values": frames.reshape(rows * columns * merge**2, -1), "image_grid_thw": grid}
 
     def _most(self, *, low: bool) -> int:
-        """The most pixels."""
+        """The largest number of pixels."""
         return min(self.max_pixels, _LOW_TOKENS * (self.patch * self.merge) ** 2) if low else self.max_pixels
 
     def _size(self, width: int, height: int, *, low: bool) -> tuple[int, int]:
-        """Columns and rows of tokens."""
+        """The columns and rows of tokens."""
         side, most = self.patch * self.merge, self._most(low=low)
         columns, rows = round(width / side), round(height / side)
         if columns * rows * side * side > most:
