@@ -82,7 +82,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class _Given(NamedTuple):
-    """What a worker took of its part: blocks, and how many of the part came before those that it did not take."""
+    """What a worker took of its part: the number of blocks, and how many blocks of the part precede those that it did
+    not take."""
 
     num_taken: int
     num_passed: int
@@ -227,7 +228,7 @@ class _Handover:
         return blocks
 
     async def end(self, how: worker_pb2.HandoverEnd) -> None:
-        """Tell the worker how it ended, and wait until it knows."""
+        """Tell the worker how the handover ended, and wait until the worker confirms."""
         with contextlib.suppress(asyncio.InvalidStateError):  # it did not wait any longer
             await self._call.write(worker_pb2.HandOverRequest(end=how))
         while await self._call.read() is not grpc.aio.EOF:
@@ -236,7 +237,8 @@ class _Handover:
 
 @asynccontextmanager
 async def _handover(link: WorkerLink) -> AsyncIterator[_Handover]:
-    """Context manager: the call. If it ends without a word how, the worker knows that the handover broke off."""
+    """Context manager: the call of HandOver. If it ends without a final message, the worker knows that the handover
+    broke off."""
     call = link.hand_over()
     try:
         yield _Handover(call)

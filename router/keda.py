@@ -50,7 +50,7 @@ class ExternalScaler(keda_pb2_grpc.ExternalScalerServicer):
     async def StreamIsActive(
         self, request: keda_pb2.ScaledObjectRef, context: _Context
     ) -> AsyncIterator[keda_pb2.IsActiveResponse]:
-        """The same now, and after each change."""
+        """Whether the model needs a worker, now and after each change."""
         told: bool | None = None
         while True:
             is_active = (await self._signal(request, context)).num_wanted > 0

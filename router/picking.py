@@ -94,7 +94,7 @@ class Picking:
 
 
 class _Pick:
-    """The booking of one request, wherever it is served."""
+    """The booking of one request. It moves if another worker serves the request."""
 
     def __init__(self, fleet: Fleet, placed: PlacedRequest) -> None:
         self._fleet = fleet
@@ -102,11 +102,11 @@ class _Pick:
         self._link, self._booking = placed.link, placed.booking
 
     def settle(self) -> None:
-        """The reports of the worker include the request by now."""
+        """Stop counting the request as extra load, because the worker's reports include it by now."""
         self._link.settle(self._booking)
 
     def served_at(self, host: str) -> None:
-        """The answer has begun on this host."""
+        """Record that the answer has begun on this host. Moves the booking if it is on another host."""
         if host_of(self._link.address) != host:
             other = next(
                 (link for link in self._fleet.links() if host_of(link.address) == host and link.is_ready), None
@@ -118,7 +118,7 @@ class _Pick:
         self.settle()
 
     def release(self) -> None:
-        """The request has ended."""
+        """Release the booking, because the request has ended."""
         self._link.release(self._booking)
 
 

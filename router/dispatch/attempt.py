@@ -44,7 +44,7 @@ class UpstreamError(Exception):
 
 
 class End(enum.Enum):
-    """How an attempt ended without a finish, if the answer can continue."""
+    """The way in which an attempt ended without a finish, if the answer can continue."""
 
     LOST = enum.auto()  # the worker will not finish it
     REFUSED = enum.auto()  # the worker is full or draining
@@ -150,7 +150,7 @@ class Attempting:
         return Outcome(End.LOST, f"worker {placed.link.worker_id} ended the stream without a finish")
 
     def _judged(self, generation: Generation, link: WorkerLink, life: Hashable, error: grpc.aio.AioRpcError) -> Outcome:
-        """What follows from the failure of a call. Raises UpstreamError if it is final."""
+        """The outcome that follows from the failure of a call. Raises UpstreamError if the failure is final."""
         verdict = verdict_of(error, AT_WORKERS)
         why = f"worker {link.worker_id}: {error.code().name}: {error.details()}"
         if verdict is Verdict.FULL:

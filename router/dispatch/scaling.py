@@ -183,7 +183,7 @@ class Scaling:
         return next((signal for signal in self.signals() if signal.model == model), None)
 
     async def changed(self) -> None:
-        """Wait until the signals are made the next time: at most a second."""
+        """Wait until the signals are computed again, for at most a second."""
         await self._changed.wait()
 
     async def _tick(self) -> None:
@@ -192,8 +192,8 @@ class Scaling:
             await asyncio.sleep(_TICK_S)
 
     def _held(self, model: str) -> None:
-        """Called when a request begins to wait for a model without a worker: notifies the followers of the signals at
-        once."""
+        """Notify the followers of the signals at once, because a request begins to wait for a model without a
+        worker."""
         self._tell()
 
     def _tell(self) -> None:

@@ -281,7 +281,7 @@ class Fleet:
         return self._models.resolve(model, self.links)
 
     def described(self, asked: router_pb2.ExplainRequest) -> tuple[worker_pb2.ModelCard, inference_pb2.GenerateRequest]:
-        """The model and the request, without its prompt, that a caller describes instead of sending it.
+        """The model, and the request without its prompt, that an Explain request or a pick describes.
 
         Raises StatusError: NO_CAPACITY while no worker of the model has been reached, and what `resolve` raises.
         """

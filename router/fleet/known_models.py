@@ -21,7 +21,7 @@ _SETTLE_S = 5.0
 
 
 def _preference(card: worker_pb2.ModelCard) -> tuple[str | int, ...]:
-    """The greater, the sooner gateways get this card of a model. Equal fleets get equal cards."""
+    """Sort key for cards of one model: gateways get the card with the largest key. Equal fleets give equal cards."""
     evicts, images = card.max_evicting_context_tokens > 0, card.images
     return card.name, evicts, card.HasField("images"), card.max_context_tokens, images.max_view_pixels
 

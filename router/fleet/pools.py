@@ -188,7 +188,7 @@ def _layouts(links: Iterable[tuple[WorkerLink, worker_pb2.ModelCard]], *roles: w
 
 
 def _has_room(link: WorkerLink) -> bool:
-    """Whether a worker takes another request, with those that are placed there and not reported yet."""
+    """Whether a worker has room for another request, including requests that were placed there but not reported yet."""
     load = link.reported.load
     return load.has_room(load.num_arrived + link.bookings.num_pending)
 

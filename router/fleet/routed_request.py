@@ -34,7 +34,7 @@ class Prefilled(NamedTuple):
 
     @classmethod
     def at(cls, placed: PlacedRequest, num_tokens: int) -> Prefilled:
-        """The tokens of a request, at the worker where it was placed."""
+        """The first `num_tokens` tokens of a request, at the worker where it was placed."""
         return cls(placed.link.address, placed.card.kv_layout, num_tokens)
 
 

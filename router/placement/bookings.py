@@ -62,7 +62,8 @@ class Bookings:
         return booking
 
     def settle(self, booking: Booking) -> bool:
-        """The worker's reports include this request from now on. Returns False if they already did."""
+        """Stop counting a booking as pending, because the worker's reports include it from now on. Returns False if
+        they already did."""
         if not booking.is_pending:
             return False
         booking.is_pending = False
@@ -73,14 +74,14 @@ class Bookings:
         return True
 
     def settle_named(self, placement_ids: Iterable[int]) -> None:
-        """The worker's reports include these placements from now on. Ids that are not pending have no effect."""
+        """As `settle`, for the placements with these ids. Ids that are not pending have no effect."""
         for placement_id in placement_ids:
             booking = self._pending.get(placement_id)
             if booking is not None:
                 self.settle(booking)
 
     def settle_until(self, at_s: float) -> None:
-        """The worker's reports include everything that was booked until then."""
+        """As `settle`, for everything that was booked until `at_s`."""
         shown = []
         for booking in self._pending.values():
             if booking.at_s > at_s:

@@ -52,10 +52,10 @@ class Capacity(msgspec.Struct, frozen=True, gc=False):
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
-    """The requests of a model at one moment. `num_at_workers` are running there, wait there or are on the way;
-    `num_waiting` wait at routers, with `waiting_tokens` of prompts; `num_refused` would be there if they had not been
-    refused. `uncached_tokens` of prompts are at workers and remain to be computed, and `tokens_per_s` more arrive. The
-    requests at workers use `used_blocks`."""
+    """The work on a model at one moment. `num_at_workers` requests run or wait at workers, or are on the way there;
+    `num_waiting` wait at routers, with `waiting_tokens` prompt tokens; `num_refused` were refused and would otherwise
+    be there. At workers, `uncached_tokens` prompt tokens remain to be computed, and `tokens_per_s` more arrive. The
+    requests at workers use `used_blocks` blocks."""
 
     num_at_workers: float = 0.0
     num_waiting: float = 0.0
@@ -78,7 +78,7 @@ def kv_pressure(columns: Columns[Values]) -> float:
 
 
 def backlog_s(work: Work, num_workers: int, capacity: Capacity) -> float:
-    """Seconds in which so many workers, or one, compute the prompts that wait."""
+    """Seconds in which `num_workers` workers, at least one, compute the prompts that wait."""
     return (work.uncached_tokens + work.waiting_tokens) / (max(num_workers, 1) * capacity.prefill_tokens_per_s)
 
 
@@ -95,8 +95,8 @@ def need_of(work: Work, capacity: Capacity) -> float:
 
 
 class Mean:
-    """An exponentially weighted mean of values that are observed at irregular times. A value counts for the time since
-    the one before it."""
+    """An exponentially weighted mean of values that are observed at irregular times. Each value is weighted by the time
+    since the previous one."""
 
     __slots__ = ("_at_s", "_span_s", "value")
 
@@ -106,7 +106,7 @@ class Mean:
         self._at_s: float | None = None
 
     def observe(self, value: float, now_s: float) -> float:
-        """Take a value. Returns the mean."""
+        """Add a value. Returns the mean."""
         if self._at_s is None:
             self.value = value
         else:
@@ -125,7 +125,7 @@ class Forecast:
         self._num_wanted = 0
 
     def observe(self, need: float, now_s: float) -> int:
-        """Take the need now. Returns the number of workers that are wanted; once there was a need, at least one."""
+        """Add the current need. Returns the number of wanted workers: at least one if there ever was a need."""
         mean = self._mean.observe(need, now_s)
         behind = self._mean_of_mean.observe(mean, now_s)
         slow = self._slow.observe(need, now_s)

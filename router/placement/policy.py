@@ -423,7 +423,8 @@ def expected_wait_ms(candidates: Candidates, now_s: float, priors: Priors) -> fl
 
 
 def _totals(request: RequestFacts, costs: CostTerms[Values], total_ms: Values) -> Values:
-    """The costs that determine the choice. Workers that meet the request's limit come before all others."""
+    """The costs that determine the choice. If some workers meet the request's time limit, the costs of all others are
+    infinite."""
     if request.max_ttft_ms != math.inf:
         is_in_time = costs.ttft_ms <= request.max_ttft_ms
         if is_in_time.any():
