@@ -1,4 +1,5 @@
-"""What a request asks for and this server takes without effect: named in a header, and once in the log.
+"""Hints: parts of a request that this server accepts without effect. They are named in a response header, and once in
+the log.
 
 A hint is a field, value or tool type that the API's own provider accepts and whose absence the caller cannot notice in
 the answer. Whatever would change the answer is applied or refused instead (`fields`).

@@ -69,7 +69,7 @@ class Limits(Protocol):
 
 
 class OwnLimits:
-    """`LocalLimits` as `Limits`."""
+    """`LocalLimits` behind the interface of `Limits`."""
 
     def __init__(self, local: LocalLimits) -> None:
         self._local = local
@@ -216,8 +216,8 @@ class AdmissionControl:
         return Authorization(key, next(self._names), self._limits)
 
     def background(self, key_id: str) -> Authorization | None:
-        """The authorization of a request that the key of this id left to be run later; empty without keys. Limits of
-        requests and tokens do not hold for it. Raises StatusError (UNAUTHENTICATED) if the key is not valid any
+        """The authorization of a request that runs later for the key with this id; empty without keys. It is exempt
+        from the key's limits of requests and tokens. Raises StatusError (UNAUTHENTICATED) if the key is not valid any
         more."""
         if self._keys is None or self._limits is None:
             return None

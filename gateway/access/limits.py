@@ -42,7 +42,8 @@ class LimitState(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """`wait_us` is 0 if the cost was taken. Otherwise nothing was taken, and the same cost fits after `wait_us`."""
+    """The answer to taking a cost. If `wait_us` is 0, the cost was taken. Otherwise nothing was taken, and the same
+    cost fits after `wait_us` microseconds."""
 
     wait_us: int
     state: LimitState
@@ -54,7 +55,8 @@ def drained(bucket: Bucket, limit: int, now_us: int) -> int:
 
 
 def take(bucket: Bucket, limit: int, cost: int, now_us: int, *, anyway: bool = False) -> tuple[Bucket, Answer]:
-    """The bucket with `cost` in it, if there is room or it is put in `anyway`; a negative cost is taken out.
+    """Add `cost` to the bucket, if there is room or with `anyway`; a negative cost is removed. Returns the new bucket
+    and the answer.
 
     A cost over the limit never fits; the caller must check that.
     """
@@ -136,13 +138,13 @@ class LocalLimits:
         return answer
 
     def leave(self, key: KeyLimits, request: str) -> None:
-        """An admitted request has ended."""
+        """Record that an admitted request has ended."""
         account = self._accounts.get(key.key_id)
         if account is not None:
             account.inside.discard(request)
 
     def retain(self, key_ids: Collection[str]) -> None:
-        """Forget all other keys without running requests."""
+        """Forget all keys except these, and except keys with running requests."""
         for key_id in [one for one, account in self._accounts.items() if one not in key_ids and not account.inside]:
             del self._accounts[key_id]
 

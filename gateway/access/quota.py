@@ -233,7 +233,7 @@ class SharedLimits:
             self._note(_Script(LEAVE, [_name(key, "inside")], [request]))
 
     def retain(self, key_ids: Collection[str]) -> None:
-        """Forget all other keys that have no running requests."""
+        """Forget all keys except these, and except keys with running requests."""
         self._local.retain(key_ids)
 
     # --- Redis ------------------------------------------------------------------------------------------------------

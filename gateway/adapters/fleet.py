@@ -171,8 +171,9 @@ class _FleetView:
 
 
 def _scope(authorization: Authorization | None, body: ExplainBody) -> str | None:
-    """The cache scope to explain for, as requests have it; None without one. An API key is not told of the caches of
-    others, because hits would tell what they have asked."""
+    """The cache scope for which to explain; None without one. An API key gets its own scope only, because hits in other
+    scopes would reveal what other callers have asked. Raises StatusError (PERMISSION_DENIED) if it names another
+    one."""
     if authorization is None:
         is_named = body.tenant is not None or body.cache_group is not None
         return cache_scope(body.tenant or "", body.cache_group) if is_named else None

@@ -168,7 +168,7 @@ class _AnthropicErrors(ErrorShape):
     kind = AnthropicError
 
     def status(self, failure: Failure) -> int:
-        """That of the provider: 529 if the server has no capacity, as against 429 for the limits of a key."""
+        """The status of the provider: 529 if the server has no capacity, and 429 for the limits of a key."""
         return OVERLOADED if failure.status == 503 or failure.code == "queue_full" else failure.status
 
     def whole(self, failure: Failure) -> bytes:
@@ -216,7 +216,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Showing:
-    """What a message shows of the answer."""
+    """Which parts of the answer a message shows."""
 
     thoughts: bool = True
     """Whether there are blocks of thinking."""
@@ -287,7 +287,7 @@ class MessageAnswer:
         return Message(id=self._message_id, model=self._model, content=[], usage=MessageUsage(**self._tokens(usage)))
 
     def _tokens(self, usage: Usage) -> dict[str, Any]:
-        """The usage; the token that a worker samples in order to compute a prompt is not in it."""
+        """The usage so far. It excludes the token that a worker samples only to compute a prompt."""
         return {
             "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
             "cache_read_input_tokens": usage.num_cached_tokens,
@@ -325,7 +325,7 @@ class MessageAnswer:
                 return self._text(text)
 
     def _into(self, kind: str) -> bytes:
-        """A block of this kind is open."""
+        """Open a block of this kind, unless the open block is of this kind. Returns the events."""
         if self._open is not None and self._open.kind == kind:
             return b""
         return self._close() + self._add(_Block(kind))

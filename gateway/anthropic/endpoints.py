@@ -124,7 +124,8 @@ class _Messages:
 
 @contextmanager
 def _in_providers_words() -> Iterator[None]:
-    """Says that a prompt is too long as the provider does: clients look for exactly these words to shorten theirs."""
+    """Context manager: rewrite the error for a prompt that is too long in the provider's words, because clients look
+    for exactly these words to shorten their prompts."""
     try:
         yield
     except ContextTooLongError as error:

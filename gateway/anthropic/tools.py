@@ -120,7 +120,8 @@ class Catalogue:
         return added
 
     def load(self, name: str) -> str:
-        """The conversation makes the tool of this name available. Returns what it says to the model."""
+        """Make the tool of this name available, because the conversation loads it. Returns the text that tells the
+        model."""
         tool = self._find(name)
         if tool is None:
             ignored("tool_reference", "it names no tool of the request")
@@ -129,19 +130,19 @@ class Catalogue:
         return f"The tool {name} is available." if tool.is_listed else tool.text()
 
     def define(self, place: str, tool: Mapping[str, Any]) -> str:
-        """The conversation brings a tool. Returns what it says to the model. Raises `StatusError`."""
+        """Add a tool that the conversation brings. Returns the text that tells the model. Raises `StatusError`."""
         added = self._add(place, tool, is_loaded=True)
         return "" if added is None else added.text()
 
     def withdraw(self, name: str) -> str:
-        """The conversation withdraws the tool of this name. Returns what it says to the model."""
+        """Withdraw the tool of this name, because the conversation does. Returns the text that tells the model."""
         tool = self._find(name)
         if tool is not None and not tool.is_listed:
             tool.is_offered = False
         return f"The tool {name} is no longer available. Do not call it."
 
     def name(self, name: str) -> None:
-        """The caller's choice is this tool. Raises `StatusError` if it was left out."""
+        """Check that the tool that the caller chooses is available. Raises `StatusError` if it was left out."""
         if name in self._left_out:
             problem = f"tool_choice.name: the tool '{name[:MAX_ECHO_CHARS]}' is not available here, because the server"
             raise unsupported("tool_choice.name", f"{problem} runs no hosted tools; choose another one")

@@ -99,7 +99,7 @@ def _is_billing(block: object) -> bool:
 
 
 def _is_over(where: str, message: Mapping[str, Any], is_before_user: bool) -> bool:
-    """Whether a turn of the system is no longer shown, because it was for an earlier turn of the user."""
+    """Whether a system turn is no longer shown, because it applied only until the next turn of the user."""
     clear_at = message.get("clear_at")
     if clear_at not in (None, "never", _UNTIL_NEXT_USER):
         raise invalid(f"{where}.clear_at", f"{where}.clear_at must be never or {_UNTIL_NEXT_USER}")
@@ -171,7 +171,7 @@ class _Reader:
         self.turns.append(turn)
 
     def end_turn(self) -> None:
-        """The turn at the end has all its blocks."""
+        """Complete the turn at the end, which has all its blocks."""
         if self._pieces:
             _fill(self.turns[-1], self._pieces)
         if self._thoughts:
@@ -314,7 +314,7 @@ def _thinking(where: str, block: Mapping[str, Any]) -> str:
 
 
 def _tool_change(where: str, block: Mapping[str, Any], catalogue: Catalogue) -> str:
-    """What a turn of the system says about a tool that it adds or removes."""
+    """The text of a system turn that adds or removes a tool."""
     tool = block.get("tool")
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(tool, dict) and kind == "tool_reference":

@@ -1,4 +1,4 @@
-"""Runs a request of a batch at the endpoint that serves such requests, without a connection."""
+"""Runs a request of a batch at the endpoint for such requests, without a connection."""
 
 from __future__ import annotations
 

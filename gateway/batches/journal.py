@@ -1,4 +1,5 @@
-"""What the store knows of a batch. All objects are written once, except heartbeats, so any gateway may read and write.
+"""The state of batches in the store. All objects are written once, except heartbeats, so any gateway may read and
+write.
 
     open/FOLDER--ID              the batch has not ended (FOLDER is the tenant's); the index that gateways poll
     gateways/GATEWAY             a heartbeat; its time of writing, by the clock of the store, says who is alive
@@ -58,12 +59,12 @@ class OpenBatch(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str:
-        """Where its objects are."""
+        """The folder of its objects in the store."""
         return f"tenants/{self.folder}/batches/{self.id}"
 
     @property
     def marker(self) -> str:
-        """The object that says that it is open."""
+        """The name of the object that marks the batch as open."""
         return f"open/{self.folder}--{self.id}"
 
 
@@ -85,7 +86,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Progress:
-    """The state of the parts: done ones by the names of their objects; the claims of all; counts of lines."""
+    """The state of the parts of a batch: the names of the objects of completed parts, the claims of all parts, and
+    counts of lines."""
 
     done: dict[int, str]
     counts: RequestCounts
@@ -94,7 +96,7 @@ class Progress:
 
 
 class Journal:
-    """Reads and writes what the store knows of batches, as the gateway named `own`."""
+    """Reads and writes the state of batches in the store, for the gateway named `own`."""
 
     def __init__(self, store: BatchStore, own: str, lease_s: float = LEASE_S) -> None:
         self._lease = timedelta(seconds=lease_s)
@@ -105,7 +107,7 @@ class Journal:
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def beat(self) -> None:
-        """Say that this gateway is alive."""
+        """Record that this gateway is alive."""
         await self._store.put(f"gateways/{self._own}", str(time.time()).encode())
 
     async def alive(self) -> set[str]:
@@ -118,13 +120,13 @@ class Journal:
         return {name for name, written in beats.items() if now - written <= self._lease} | {self._own}
 
     async def leave(self) -> None:
-        """Say that this gateway has ended, so that others take its parts over at once."""
+        """Record that this gateway has ended, so that others take over its parts at once."""
         await self._store.delete([f"gateways/{self._own}"])
 
     # --- creation and state -----------------------------------------------------------------------------------------
 
     async def create(self, record: BatchRecord) -> OpenBatch:
-        """Write a new batch, and that it is open."""
+        """Write a new batch, and the object that marks it as open."""
         batch = OpenBatch(tenant_folder(record.tenant).partition("/")[2], record.id)
         await self._store.create(f"{batch.path}/batch.json", encode(record))
         await self._store.create(batch.marker, b"")
@@ -160,11 +162,11 @@ class Journal:
         return (await self._store.folders(f"{tenant_folder(tenant)}/batches/"))[::-1]
 
     async def cancel(self, batch: OpenBatch) -> None:
-        """Cancel a batch, if nobody has."""
+        """Cancel a batch, unless it is already cancelled."""
         await self._store.create(f"{batch.path}/cancel", str(now_s()).encode())
 
     async def cancelled_at(self, batch: OpenBatch) -> int | None:
-        """Since when a batch is cancelled; None if it is not."""
+        """The Unix time at which a batch was cancelled; None if it was not."""
         raw = await self._store.get(f"{batch.path}/cancel")
         return None if raw is None else int(raw)
 
@@ -219,7 +221,7 @@ class Journal:
     # --- the plan ---------------------------------------------------------------------------------------------------
 
     async def summary(self, batch: OpenBatch) -> PlanSummary | None:
-        """What the check of the input file has found; None while it is being checked."""
+        """The summary of the check of the input file; None while it is being checked."""
         raw = await self._store.get(f"{batch.path}/plan.json")
         return None if raw is None else msgspec.json.decode(raw, type=PlanSummary)
 
@@ -292,7 +294,7 @@ class Journal:
     # --- answers ----------------------------------------------------------------------------------------------------
 
     async def _kinds(self, batch: OpenBatch, part: int | None = None) -> dict[int, dict[int, str]]:
-        """The lines with an answer that no part object has: for each part, the kind by the line's number."""
+        """The answered lines of parts without a part object: for each part, the kind of answer by line number."""
         found: dict[int, dict[int, str]] = {}
         below = f"{batch.path}/lines/" if part is None else f"{batch.path}/lines/{part:06d}/"
         for entry in await self._store.entries(below):
@@ -313,8 +315,9 @@ class Journal:
         await self._store.create(f"{batch.path}/lines/{part:06d}/{number:09d}.{kind}", row)
 
     async def end_part(self, batch: OpenBatch, part: int, num_lines: int) -> None:
-        """Put all answers of a part, whose `num_lines` lines all have one, into one object. If another gateway has
-        already done so, its lines are deleted, and the remaining ones are not the whole part."""
+        """Combine all answers of a part into one object, and delete the separate ones. Each of the part's `num_lines`
+        lines must have an answer, unless another gateway has already combined them; otherwise raises StatusError
+        (INTERNAL)."""
         rows = await self._rows(batch, part)
         if len(rows) == num_lines:
             num_ok = sum(is_ok for _, is_ok, _ in rows)
@@ -355,7 +358,7 @@ class Journal:
         return is_first
 
     async def close(self, batch: OpenBatch) -> None:
-        """Delete what only an open batch needs."""
+        """Delete the objects that only an open batch needs."""
         for below in ("lines", "parts", "claims"):
             await self._store.delete_below(f"{batch.path}/{below}/")
         await self._store.delete([f"{batch.path}/index", batch.marker])

@@ -98,7 +98,7 @@ def check_lines(pieces: Iterable[bytes], endpoint: str, max_lines: int, max_line
 
 
 def parse_line(content: bytes) -> BatchLine:
-    """A line that was checked."""
+    """Parse the content of a line that was already checked."""
     return msgspec.json.decode(content, type=BatchLine)
 
 
@@ -123,7 +123,8 @@ class _Groups:
 
 
 def prompt_text(body: dict[str, Any]) -> str:
-    """The beginning of a text that begins alike where prompts begin alike."""
+    """A text that represents the prompt of a request body: equal beginnings of prompts give equal beginnings of
+    texts."""
     parts = []
     left = _LENGTHS[-1]
     for name in _PROMPT_FIELDS:
@@ -140,7 +141,7 @@ class _RawLine(NamedTuple):
 
 
 def _split(pieces: Iterable[bytes], max_bytes: int) -> Iterator[tuple[_RawLine, int]]:
-    """The lines, with the place of each in the file. Of a line that is too long, only the fact is kept."""
+    """The lines, each with its offset in the file. For a line that is too long, the content is dropped."""
     rest = bytearray()
     start = number = 0
     num_dropped = 0

@@ -26,7 +26,7 @@ class OpenBatches(OpenProtocol):
     """Files and batches while the gateway runs."""
 
     def __init__(self, runner: BatchRunner | None, files: Files | None, bounds: Bounds) -> None:
-        """None: the gateway has no store."""
+        """Without a store, `runner` and `files` are None."""
         super().__init__(endpoints(runner, files, bounds))
         self._runner = runner
 
@@ -44,7 +44,7 @@ class OpenBatches(OpenProtocol):
             await self._runner.run()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let running lines end, and leave the others to other gateways."""
+        """Let running lines finish within this time, and leave the others to other gateways."""
         if self._runner is not None:
             await self._runner.drain(timeout_s)
 

@@ -188,5 +188,5 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def _row_id(batch_id: str, custom_id: str) -> str:
-    """The id of a line's answer. It is the same whenever it is made."""
+    """The id of a line's answer. The same batch and `custom_id` always give the same id."""
     return f"batch_req_{hashlib.sha256(f'{batch_id} {custom_id}'.encode()).hexdigest()[:32]}"

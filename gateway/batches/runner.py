@@ -70,7 +70,8 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What this gateway has of an open batch: its record and plan, which never change, and the work on it."""
+    """What this gateway knows of an open batch: its record and plan, which never change, and its own work on the
+    batch."""
 
     record: BatchRecord
     plan: Plan | None = None
@@ -119,7 +120,7 @@ class BatchRunner:
         self._is_reachable = True
 
     def meet(self, endpoints: Mapping[str, Endpoint]) -> None:
-        """The endpoints for lines, by path."""
+        """Learn the endpoints for lines, by path."""
         self._endpoints = endpoints
 
     @property
@@ -128,7 +129,7 @@ class BatchRunner:
         return tuple(self._endpoints)
 
     def wake(self) -> None:
-        """There is a new batch, or one was cancelled."""
+        """Look for work at once, because a batch was created or cancelled."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -351,7 +352,7 @@ class BatchRunner:
             return None
 
     async def _patiently(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """The result of work in the store, which may be unreachable for any time."""
+        """Repeat an operation of the store until it succeeds. The store may be unreachable for any time."""
         wait_s = _LEAST_WAIT_S
         while True:
             try:

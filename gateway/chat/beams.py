@@ -1,4 +1,4 @@
-"""Beam search in chats and completions: who asks for it, and what it leaves no room for (pure).
+"""Beam search in chats and completions: which requests use it, and which fields it excludes (pure).
 
 The fields are those of vLLM and of OpenVINO Model Server. With vLLM, `use_beam_search` asks for it. With OpenVINO Model
 Server, a `best_of` over 1 does, which here means independent answers unless a field says that beams are meant.
@@ -91,7 +91,7 @@ def answers_of(message: GenerateResponse) -> list[GenerateResponse]:
 
 
 def in_callers_names(error: StatusError, sampling: Sampling) -> StatusError:
-    """A worker's error about a beam search, with the names that callers know."""
+    """Replace the field names in a worker's error about a beam search by the names that callers use."""
     names = {
         "sampling.beam_search.width": sampling.choices_field,
         "sampling.beam_search.stop": "stop",

@@ -1,4 +1,4 @@
-"""Leaves out of a conversation what agents write at its head for the billing of their own provider (pure).
+"""Removes the billing header that agents write at the beginning of a conversation for their own provider (pure).
 
 Claude Code begins its system prompt with
 
@@ -31,8 +31,8 @@ def is_billing(text: str) -> bool:
 
 
 def without_billing(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without the header at the head of texts of the system. A message of nothing else is left out, unless
-    it is the only one."""
+    """The messages without the billing header at the beginning of system texts. A message that becomes empty is left
+    out, unless it is the only one."""
     found: list[dict[str, Any]] = []
     for message in messages:
         content = message["content"]

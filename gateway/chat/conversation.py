@@ -36,7 +36,7 @@ _KIMI = "<|tool_call_argument_begin|>"
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Inputs other than text that a model reads."""
+    """The inputs other than text that a model reads."""
 
     placeholder: str = ""
     """What its template writes for an image; empty if it reads no images."""
@@ -155,8 +155,8 @@ def _template_message(
     reader: Reader,
     images: list[tuple[str, GivenImage]],
 ) -> dict[str, Any]:
-    """A message as templates expect it. What earlier turns have is history, and not a request: what cannot be shown is
-    left out and named. Its images are added to `images`."""
+    """A message as templates expect it. Earlier turns are history, not a request, so their parts that cannot be shown
+    are left out and named as hints. The message's images are added to `images`."""
     where = f"messages[{position}]"
     role = message.role
     if role not in ROLES:

@@ -343,8 +343,8 @@ def as_chats(kind: type[msgspec.Struct]) -> dict[str, Row]:
 def lacking(
     body_types: Iterable[type[msgspec.Struct]], instead: Mapping[str, str], others: Mapping[str, Row] | None = None
 ) -> dict[str, Row]:
-    """Rows for the fields of chats that a body of these types does not have, but for those that are in `others`.
-    `instead` says what to use instead of some of them."""
+    """Rows for the fields of chats that bodies of these types lack, except those in `others`. `instead` has the
+    remedies for some of them."""
     own = {field.encode_name for kind in body_types for field in msgspec.structs.fields(kind)}
     return {
         name: REFUSED.get(name) or Refused(instead.get(name, "use /v1/chat/completions"), neutral)

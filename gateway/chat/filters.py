@@ -82,7 +82,7 @@ def order_of(given: Sequence[str] | str | None) -> Order | None:
 
 
 def without_others(numbers: SamplingNumbers, order: Order) -> SamplingNumbers:
-    """The numbers, where those of samplers that are not named have no effect."""
+    """The numbers with neutral values for the samplers that the order does not name."""
     changes: dict[str, Any] = {}
     for name in SAMPLERS:
         if name not in order.names:

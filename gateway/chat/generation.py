@@ -476,7 +476,7 @@ def _choice_of(job: Job) -> Choice:
 
 
 def _of_image(error: StatusError, images: Sequence[PromptImage]) -> StatusError:
-    """A worker's error with the name that the caller gave the image at fault, if it is one."""
+    """A worker's error, with the name that the caller gave to the image at fault, if an image is at fault."""
     found = _IMAGE.match(error.field or "")
     if found is None or int(found[1]) >= len(images):
         return error
@@ -501,7 +501,7 @@ class _Failures:
         self._num_tokens[index] += piece.num_tokens
 
     def add(self, index: int, error: StatusError) -> None:
-        """A choice failed. Raises the error of the first one if no choice is left."""
+        """Record that a choice failed. Raises the error of the first choice if no choice is left."""
         self._first = self._first or error
         self._num_failed += 1
         if self._num_failed == len(self._num_tokens):

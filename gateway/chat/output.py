@@ -125,7 +125,7 @@ class ChatChoice:
         return [own for delta in deltas for own in self._of_kind(delta)] if self._use.custom else deltas
 
     def _of_kind(self, delta: Delta) -> Iterator[Delta]:
-        """The delta; that of a custom tool with its text instead of arguments."""
+        """Yield the delta. For a call of a custom tool, yield its text instead of its arguments."""
         if isinstance(delta, CallDelta):
             yield from self._rest_of_inputs()
             if delta.name in self._use.custom:
@@ -139,7 +139,7 @@ class ChatChoice:
         yield delta
 
     def _rest_of_inputs(self) -> Iterator[Delta]:
-        """The calls before are complete."""
+        """Yield the remaining text of custom calls, because the calls so far are complete."""
         for index, custom in self._inputs.items():
             if text := custom.finish():
                 yield ArgumentsDelta(index, text, is_custom=True)

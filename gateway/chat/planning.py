@@ -53,7 +53,7 @@ _OF_CONVERSATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """A chat that was checked."""
+    """A checked chat."""
 
     model: Model
     plan: Plan
@@ -66,7 +66,7 @@ class ChatPlan:
 
 @dataclass(frozen=True, slots=True)
 class CompletionPlan:
-    """A completion that was checked."""
+    """A checked completion."""
 
     model: Model
     plans: Sequence[Plan]
@@ -188,7 +188,7 @@ class Chats:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Counts the refusal of an image that is raised within."""
+        """Context manager: if an image is refused inside, count the refusal."""
         try:
             yield
         except ImageRefusal as refusal:

@@ -34,9 +34,9 @@ def one_budget(given: Mapping[str, Any]) -> int | None:
 def budget_of(
     budget: int | None, reading: Reading, encode: _Encode, *, is_number: bool = True
 ) -> ThinkingBudget | None:
-    """The budget of answers that are read so; None if there is none. `encode` tokenizes a text, in which the texts of
-    special tokens are these tokens. If the caller gave it as a number (`is_number`), notes as a hint that it has no
-    effect."""
+    """The token budget of the reasoning in answers with this `reading`; None without one. `encode` tokenizes a text and
+    turns the texts of special tokens into these tokens. If the budget is a number from the caller (`is_number`) and
+    cannot be applied, this is noted as a hint."""
     if budget is None or budget < 0:
         return None
     if reading.output.reasoning is None and not reading.output.is_harmony:

@@ -1,4 +1,4 @@
-"""How long prompt and answer took, as llama.cpp's server tells it (pure)."""
+"""Times of prompt and answer, in the format of llama.cpp's server (pure)."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ _BREAK = '("\\n" "\\n"?)?'
 
 
 def _content(structure: Structure) -> str:
-    """The rule of an answer that must be as a structure says. Raises `StatusError` for a grammar of the caller's."""
+    """The rule for an answer with this structure. Raises `StatusError` for a grammar of the caller."""
     constraint = structure.constraint
     kind = constraint.WhichOneof("kind")
     if kind == "regex":

@@ -218,7 +218,7 @@ def host_of(address: str, own_host: str) -> str:
 
 
 def model_value(card: ModelCard) -> dict[str, Any]:
-    """A model: its defaults for the page, and what plans of fleets need to know."""
+    """A model: its default values for the page, and the figures that are needed to plan a fleet."""
     return {
         "id": card.name,
         "sampling": sampling_value(card),

@@ -64,7 +64,7 @@ class Endpoint:
 
     @property
     def is_probe(self) -> bool:
-        """Whether it is polled by machines: then it is not in the access log or among requests in flight."""
+        """Whether machines poll the endpoint. Such requests are neither in the access log nor counted as in flight."""
         return self.name in _PROBES
 
 

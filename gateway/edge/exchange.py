@@ -284,7 +284,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _names(self) -> Headers:
-        """The headers with the request's id, the state of its key's limits, and what had no effect."""
+        """The headers with the request's id, the state of its key's limits, and the hints."""
         request_id = self.caller.request_id.encode()
         authorization = self.caller.authorization
         return [

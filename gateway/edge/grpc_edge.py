@@ -139,7 +139,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return guarded
 
     def _streams(self, behaviour: Callable[..., Any], key: ApiKey | None, counted: bool) -> Callable[..., Any]:
-        """Each request of the stream is admitted by the behaviour, through `admission_var`."""
+        """Wrap a streaming handler: it admits each request of the stream itself, through `admission_var`."""
 
         @asynccontextmanager
         async def admitted() -> AsyncIterator[None]:

@@ -34,13 +34,13 @@ class Lingering:
         return len(self._held)
 
     def add(self, transport: LingeringTransport) -> None:
-        """Hold one more. If there are too many, the oldest one ends."""
+        """Add a connection. If there are too many, the oldest one is closed."""
         if len(self._held) >= self.max_connections:
             next(iter(self._held)).end()
         self._held[transport] = None
 
     def remove(self, transport: LingeringTransport) -> None:
-        """Forget one that has ended."""
+        """Remove a connection that has closed."""
         del self._held[transport]
 
 
@@ -94,7 +94,7 @@ class LingeringTransport(asyncio.Transport):
             self.end()
 
     def end(self) -> None:
-        """Close without lingering, or end it."""
+        """Close at once: do not linger, or stop lingering."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""What a request asks for: its body, and the parameters in the query of its URL."""
+"""Reads HTTP requests: the body, and the parameters in the query of the URL."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class EdgeTls:
         return len(self._paths) > 2
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server; they follow the files too."""
+        """Credentials for a gRPC server. They follow changes of the files too."""
         return grpc.dynamic_ssl_server_credentials(
             self._grpc_configuration(), self._grpc_configuration, self.wants_client_certificate
         )

@@ -71,7 +71,7 @@ def image_of_base64(name: str, text: object) -> GivenImage:
 
 
 def refuse_file(where: str, part: Mapping[str, Any]) -> None:
-    """Raise `StatusError` if a part names a file that the server is to have."""
+    """Raise `StatusError` if a part refers to a file that was uploaded to the server."""
     if part.get("file_id") is not None:
         name = f"{where}.file_id"
         raise unsupported(name, f"{name} is not supported: the server keeps no images; send it as a data: URL")

@@ -120,7 +120,7 @@ def check_number(images: Sequence[tuple[str, GivenImage]], limits: ImageLimits) 
 
 
 def _least_bytes(image: GivenImage) -> int:
-    """As many bytes as an image has at least, as far as that is known before it is loaded."""
+    """A lower bound of the image's size in bytes, as far as it is known before the image is loaded."""
     if image.data is not None:
         return len(image.data)
     return 0 if image.base64 is None else max(len(image.base64) // 4 * 3 - 2, 0)

@@ -42,8 +42,8 @@ _OTHER_MEDIA = {
 
 
 def remedy_for(kind: str) -> str:
-    """Why a part or a file of this type is refused, such as `input_audio` or `application/pdf`, and what to send in its
-    place; empty for types that are not known."""
+    """The reason why a part or a file of this type is refused, such as `input_audio` or `application/pdf`, and what to
+    send instead. Empty for unknown types."""
     words = kind.lower().replace("/", "_").split("_")
     return next((_OTHER_MEDIA[word] for word in words if word in _OTHER_MEDIA), "")
 

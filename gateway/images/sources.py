@@ -1,4 +1,4 @@
-"""The flags that say from where images may be fetched."""
+"""The flags that define from where images may be fetched."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ImageSources:
     timeout_s: float = FETCH_TIMEOUT_S
 
     def loader(self, executor: Executor) -> ImageLoader:
-        """The loader of images from there, on the running event loop."""
+        """The loader of images from these sources, for the running event loop."""
         if not self.domains:
             return ImageLoader(executor, None, self.directory)
         from headrace.gateway.images.remote import RemoteImages  # its client of HTTP takes long to import

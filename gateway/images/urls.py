@@ -21,7 +21,7 @@ _DOMAIN = re.compile(r"(?:\*\.)?[a-z0-9._-]+(?::[0-9]{1,5})?|all", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a request needs of a URL."""
+    """The parts of a URL that a request needs."""
 
     scheme: str
     host: str
@@ -61,7 +61,7 @@ class Domains:
 
 
 def target_of(name: str, url: str) -> Target:
-    """What a URL says. `name` is its field. Raises `ImageRefusal` for one that is not plain."""
+    """Parse a URL. `name` is its field. Raises `ImageRefusal` unless the URL is plain."""
     found = _URL.fullmatch(url) if len(url) <= MAX_URL_CHARS else None
     scheme = "" if found is None else found["scheme"].lower()
     port = int((found and found["port"]) or _PORTS.get(scheme, 0))

@@ -1,6 +1,6 @@
-"""What the gateway shows to MCP servers: headers of the operator's, tokens in files, and tokens of an OAuth 2.0 server
-for the gateway itself (the grant `client_credentials`). Nothing here ever comes from a caller, and nothing is logged.
-"""
+"""The credentials that the gateway sends to MCP servers: the operator's headers, tokens in files, and tokens that an
+OAuth 2.0 server issues to the gateway (the grant `client_credentials`). Nothing here ever comes from a caller, and
+nothing is logged."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Post = Callable[[str, Headers, bytes], Awaitable[tuple[int, bytes]]]
 
 
 class Credentials(Protocol):
-    """The headers with which requests to one server go."""
+    """The headers that are sent with requests to one server."""
 
     async def prepare(self) -> None:
-        """Get what `headers` needs. Raises `McpError`."""
+        """Obtain the credentials that `headers` returns. Raises `McpError`."""
         ...
 
     def headers(self) -> Headers:
@@ -42,12 +42,13 @@ class Credentials(Protocol):
         ...
 
     async def refused(self) -> bool:
-        """The server did not accept them (401). Whether there may be others now, with which to try once more."""
+        """Handle a refusal of the credentials by the server (401). Returns whether new credentials may exist, so that
+        the request should be tried once more."""
         ...
 
 
 class GivenHeaders:
-    """Headers that a function knows."""
+    """Headers that a function returns."""
 
     def __init__(self, headers: Callable[[], Headers]) -> None:
         self.headers = headers
@@ -143,7 +144,7 @@ class ClientCredentials:
         return True
 
     async def _asked(self) -> tuple[str, float]:
-        """A token, and the seconds for which it is good."""
+        """Request a token. Returns it, and the seconds for which it is valid."""
         client = self._client
         try:
             secret = secret_in(client.client_secret_file)

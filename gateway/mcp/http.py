@@ -73,7 +73,7 @@ class HttpExchange:
         pool: httpcore.AsyncConnectionPool,
         in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """`in_background` runs what nobody waits for."""
+        """`in_background` runs work that no caller waits for."""
         self._server = server
         self._url = httpcore.URL(server.url)
         self._pool = pool
@@ -143,7 +143,7 @@ class HttpExchange:
         raise McpError("the MCP server's answer has no result", CONNECTION_LOST)
 
     async def _messages(self, message: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The messages in the answer to a request, and requests of the server answered."""
+        """The messages in the answer to a request. Also answers the requests that the server sends."""
         num_requests = 0
         async with self._pool.stream(
             "POST", self._url, headers=self._headers(), content=msgspec.json.encode(message)
@@ -171,7 +171,7 @@ class HttpExchange:
                         yield one
 
     async def _send(self, message: Mapping[str, Any]) -> None:
-        """Send a message that has no answer."""
+        """Send a message that gets no answer."""
         await self._request("POST", self._headers(), msgspec.json.encode(message))
 
     async def _end(self, headers: Sequence[tuple[str, str]], notice: asyncio.Task[None] | None) -> None:
@@ -180,7 +180,7 @@ class HttpExchange:
         await self._request("DELETE", headers, b"")
 
     async def _request(self, method: str, headers: Sequence[tuple[str, str]], content: bytes) -> None:
-        """Send a request whose answer has nothing of interest."""
+        """Send a request and ignore the content of its answer."""
         url = self._url
         async with self._pool.stream(method, url, headers=headers, content=content) as response:
             async for _ in _bounded(response.aiter_stream()):
@@ -206,7 +206,7 @@ class HttpExchange:
         return [*headers, *self._server.credentials.headers()]
 
     def _check(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        """Raise `McpError` unless there is an answer."""
+        """Raise `McpError` unless the response has an answer."""
         if status in range(300, 400):
             raise McpError("the MCP server redirects to another URL, which is not followed", status, is_http=True)
         if status != 200:

@@ -35,7 +35,7 @@ def version_in(result: Mapping[str, Any]) -> str:
 
 
 def cancellation_of(request_id: int) -> dict[str, Any]:
-    """Tells a server that nobody waits for its answer."""
+    """The message that tells a server to cancel a request."""
     reason = {"requestId": request_id, "reason": "the caller does not wait any more"}
     return {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": reason}
 

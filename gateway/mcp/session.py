@@ -1,5 +1,5 @@
-"""A session with one MCP server: its tools, and calls of these. An exchange carries the requests: over HTTP (`http`),
-or over the pipes of a process (`stdio`)."""
+"""A session with one MCP server: its tools, and calls of them. An exchange carries the requests: over HTTP (`http`), or
+over the pipes of a process (`stdio`)."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class StdioServer:
         return StdioExchange(self)
 
     async def _ready(self) -> _Pipes:
-        """The process, once it can be asked."""
+        """Wait until the process accepts requests. Returns its pipes."""
         while self._pipes is None:
             if self._waits:
                 raise McpError("the MCP server has ended, and is started again soon", CONNECTION_LOST)
@@ -122,7 +122,7 @@ class StdioServer:
         self._changed = asyncio.Event()
 
     async def _live(self) -> str:
-        """One life of the program. Returns why it ended."""
+        """Run the program once, until it ends. Returns the reason."""
         program = self._program
         self._on_start(self.name)
         try:
@@ -164,7 +164,7 @@ class StdioServer:
             await end_tasks(reading, serving, logging_)
 
     async def _serve(self, pipes: _Pipes) -> None:
-        """Begin, and let requests in until the process does not answer any more."""
+        """Initialize the session, and serve requests until the process stops answering."""
         try:
             async with asyncio.timeout(START_S):
                 messages.version_in(await pipes.result("initialize", messages.first_params()))
@@ -254,7 +254,7 @@ class _Pipes:
             self._probe.cancel()
 
     def probe(self, timeout_s: float) -> None:
-        """Ping the server, unless that is being done. It is `silent` if no answer comes within this time."""
+        """Ping the server, unless a ping is under way. Sets `silent` if no answer arrives within this time."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._ping(timeout_s))
 
@@ -295,7 +295,7 @@ async def _log_lines(name: str, lines: asyncio.StreamReader | None) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a process and its children, which may be the server itself: politely, then for certain."""
+    """End a process and its children, which may be the server itself: first with SIGTERM, then with SIGKILL."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""What MCP servers offer and answer (pure)."""
+"""The tools and results of MCP servers (pure)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class McpTool:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether its server says that it changes nothing."""
+        """Whether the server declares that the tool changes nothing."""
         return bool((self.annotations or {}).get("readOnlyHint"))
 
 

@@ -295,7 +295,7 @@ class _Generations:
             self._managing.stay(request.model or "", None if kept is None else seconds_of(kept))
 
     def _release(self, request: OllamaChat | OllamaGenerate) -> None:
-        """The request has ended: its model may be unloaded as it says."""
+        """After a request has ended, unload its model as its `keep_alive` says."""
         if not self._managing.unloads or request.keep_alive is None:
             return
         if is_zero(request.keep_alive):
@@ -438,7 +438,7 @@ class _Models:
 
 
 class _Managed:
-    """What changes the models of a host."""
+    """Endpoints that change the models of a host."""
 
     def __init__(self, managing: Managing) -> None:
         self._managing = managing

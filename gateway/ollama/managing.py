@@ -1,4 +1,4 @@
-"""What clients of Ollama may change of a host's models, if its operator allows it (`--ollama-manage`).
+"""Changes that clients of Ollama may make to a host's models, if the operator allows them (`--ollama-manage`).
 
     copy, create       another name for a model: an alias of the host
     create from files  a model of a GGUF file that was uploaded, if there is a folder for uploads (--ollama-blobs)
@@ -120,8 +120,8 @@ class Managing:
         blobs.forget(files)
 
     async def forget(self, name: str) -> None:
-        """Take a name away that was given, or remove a model that was created, with its files, once its requests have
-        ended. Raises `StatusError`."""
+        """Remove a name that a client has given, or a model that a client has created, with its files, once its
+        requests have ended. Raises `StatusError`."""
         self._host.check_address()
         for alias in (name, name.removesuffix(LATEST)):
             if alias in self._aliases:
@@ -153,14 +153,14 @@ class Managing:
         return True
 
     def unload_soon(self, name: str) -> None:
-        """The same in the background."""
+        """As `unload`, in the background."""
         task = asyncio.create_task(self._unload_or_log(name))
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
 
     def stay(self, name: str, seconds: float | None) -> None:
-        """A request for this model has come, which may say how long the model is to stay afterwards. The latest request
-        decides."""
+        """Cancel a pending unload, because a request for this model has come. `seconds` is how long the request asks
+        the model to stay, or None; for a model that stays loaded anyway, this is noted as a hint."""
         model = self._known(name)
         if model is None or not self._host.models[model].is_on_demand:
             if seconds is not None and seconds > 0:
@@ -178,7 +178,8 @@ class Managing:
         task.add_done_callback(lambda done: self._leaving.pop(model) if self._leaving.get(model) is done else None)
 
     async def _leave(self, model: str, seconds: float) -> None:
-        """The host knows of requests through other protocols and gateways too."""
+        """Unload a model after `seconds` without requests. The host also counts requests through other protocols and
+        gateways."""
         left_s = seconds
         while left_s > 0:
             await asyncio.sleep(min(left_s, _LONGEST_WAIT_S))
@@ -207,8 +208,8 @@ class Managing:
         return self._host.aliases or Aliases()
 
     def _known(self, name: str) -> str | None:
-        """The host's model of a name, with or without `:latest`; None if it has none. That of the largest weight if
-        several share the name."""
+        """The host's model of this name, with or without `:latest`; None if it has none. If an alias stands for several
+        models, the one with the largest weight."""
         split = dict(self._aliases.items())
         for one in (name, name.removesuffix(LATEST)):
             model = split.get(one, one)
@@ -230,7 +231,7 @@ def _new_name(name: str, field: str) -> str:
 
 @contextlib.contextmanager
 def _in_field(name: str) -> Iterator[None]:
-    """Context manager: failures of the host concern this field of the caller."""
+    """Context manager: name this field of the caller in failures of the host."""
     try:
         yield
     except StatusError as error:

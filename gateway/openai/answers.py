@@ -446,7 +446,8 @@ def card_of(model: ListedModel) -> ModelCard:
 
 
 def _architecture(card: worker_pb2.ModelCard) -> Architecture:
-    """What a model reads and writes, as clients look for it that offer images only where they are read."""
+    """The types of input and output of a model. Clients read them to offer images only for models that accept
+    images."""
     read = ["text", "image"] if card.HasField("images") else ["text"]
     written = {TASK_EMBED: "embeddings", TASK_RANK: "scores"}.get(card.task, "text")
     return Architecture(f"{'+'.join(read)}->{written}", read, [written])

@@ -249,7 +249,7 @@ class _Models:
         )
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
-        """What clients that render prompts by themselves need, such as lm-eval."""
+        """GET /tokenizer_info: the data that clients such as lm-eval need to render prompts themselves."""
         model = await self._services.models.find(query_of(exchange).get("model", ""))
         text = model.text
         before, after = text.tokenizer.special_around

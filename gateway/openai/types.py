@@ -132,7 +132,7 @@ def check_chat_body(request: ChatRequest) -> None:
 
 
 def _apply_reasoning(request: ChatRequest, reasoning: ChatReasoning) -> None:
-    """The object `reasoning` becomes the fields of the same meaning."""
+    """Copy the members of the object `reasoning` to the fields with the same meaning."""
     effort = "none" if reasoning.enabled is False else reasoning.effort
     if effort is not None:
         if request.reasoning_effort not in (None, effort):

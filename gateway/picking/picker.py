@@ -127,7 +127,8 @@ class EndpointPicker(ext_proc_pb2_grpc.ExternalProcessorServicer):
         return call, endpoints
 
     async def _explained(self, path: str, body: bytes) -> ExplainRequest:
-        """What the router needs to know of a request; only the model if the tokens of its prompt are not known."""
+        """The description of a request for the router. It has only the model if the tokens of the prompt are not
+        known."""
         for protocol in self._protocols:
             try:
                 plan = await protocol.plan_of(path, body)
@@ -154,7 +155,7 @@ class EndpointPicker(ext_proc_pb2_grpc.ExternalProcessorServicer):
 
 
 def _of_plan(plan: Plan) -> ExplainRequest:
-    """The first of a plan's requests, for the router."""
+    """The first request of a plan, in the form that the router needs."""
     first, job = plan.requests[0], plan.job
     request = ExplainRequest(
         model=first.model,

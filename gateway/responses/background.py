@@ -62,7 +62,7 @@ class ResponseRun:
         await asyncio.Event().wait()
 
     def end(self) -> None:
-        """The response is final."""
+        """Record that the response is final."""
         self.ended = True
         self._last = self.answer.last_event()
         if self.stored.events is not None:
@@ -91,7 +91,7 @@ class ResponseRun:
 
 
 class ResponseRuns:
-    """The runs of this gateway, at most `MAX_RUNS` at once."""
+    """The running responses of this gateway, at most `MAX_RUNS` at once."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

@@ -41,7 +41,7 @@ Leave out what no longer matters. Write only the summary, and call no tool."""
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The summary of the first turns of those that are left."""
+    """A pass: the summary of the first `num_turns` of the remaining turns."""
 
     plan: ChatPlan
     names: FieldNames
@@ -64,8 +64,8 @@ class Compaction:
     summary of those before."""
 
     def __init__(self, services: Services, request: ResponsesRequest, turns: Sequence[Turn], offer: Offer) -> None:
-        """`offer` are the tools that the conversation knows. The model reads them where it read them before, so that
-        its prompt is cached, but is to call none."""
+        """`offer` has the tools that the conversation knows. The prompt lists them at the same place as before, so that
+        it is cached, but the model must not call them."""
         self._services = services
         self._request = msgspec.structs.replace(
             request, tool_choice=None, text=None, include=None, top_logprobs=None, truncation=None, stream=None
@@ -146,7 +146,8 @@ class Compaction:
         return "".join(text.texts).strip(), usage
 
     async def _pass(self, turns: Sequence[Turn], offer: Offer, least: int = 1) -> _Pass:
-        """As many of the first turns as fit beside a whole summary. Raises `StatusError` if the `least` do not."""
+        """Plan the summary of as many turns as fit into the context beside it. Raises `StatusError` if fewer than
+        `least` fit."""
         # A part ends before any turn that is not the result of a call before it.
         ends = [i for i in range(least, len(turns)) if turns[i].message.role != "tool"] + [len(turns)]
         found: _Pass | None = None

@@ -353,8 +353,8 @@ class _Responses:
             raise
 
     async def _mcp_use(self, request: ResponsesRequest, conversation: Sequence[dict[str, Any]]) -> McpUse | None:
-        """The MCP servers of a request with their tools listed; None if it offers none. Raises `StatusError` or
-        `HttpError`."""
+        """The MCP servers of a request, with their tools listed; None if the request offers none. Raises `StatusError`
+        or `HttpError`."""
         use = mcp_use_of(self._servers, request, conversation)
         if use is None:
             return None
@@ -549,7 +549,7 @@ class _Responses:
 
 
 def _answer_of(request: ResponsesRequest, plan: ChatPlan, offer: Offer, use: McpUse | None) -> ResponseAnswer:
-    """What makes the response of a plan."""
+    """The builder of the response of a plan."""
     params = plan.plan.requests[0]
     wants_logprobs = params.sampling.HasField("logprobs")
     return ResponseAnswer(

@@ -1,6 +1,7 @@
-"""What callers may include when they read what is stored: reasoning in the form in which clients send it back.
+"""Parts that callers may include when they read stored data: reasoning, in the form in which clients send it back.
 
-Log-probabilities are there if the response was created with them, and whatever else can be included is always there.
+Log-probabilities are there if the response was created with them. All other parts that can be included are always
+there.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _event(encoded: bytes, include: Sequence[str]) -> bytes:
 
 
 def _with_seal(item: Item) -> Item:
-    """The item; one of reasoning with its text in the form that is sent back."""
+    """The item; a reasoning item also gets its text in the opaque form that clients send back."""
     if not isinstance(item, ReasoningItem):
         return item
     return msgspec.structs.replace(item, encrypted_content=_sealed([part.text for part in item.content]))

@@ -141,7 +141,7 @@ def turns_of(
 
 
 def is_kept(item: Mapping[str, Any]) -> bool:
-    """Whether the item has its effect before a compaction, too."""
+    """Whether the item still has an effect before a compaction."""
     return bool(item["type"] == "message" and item["role"] != "assistant")
 
 
@@ -472,7 +472,7 @@ def _reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thoughts(where: str, value: Any) -> list[Mapping[str, Any]]:
-    """The parts of a list that have a text."""
+    """The parts of a list that have text."""
     if value is None:
         return []
     if not isinstance(value, list):

@@ -130,7 +130,7 @@ def _filter(where: str, given: Any) -> _Filter:
 
 
 def _never(where: str, given: Any) -> _Filter | None:
-    """The tools that need no approval. Those that the caller does not speak of need it."""
+    """The tools that need no approval; the caller must approve all others."""
     if given in (None, "always"):
         return None
     if given == "never":

@@ -50,7 +50,7 @@ class PlanNext(Protocol):
     def __call__(
         self, output: Sequence[dict[str, Any]], offer: Offer, max_output_tokens: int | None
     ) -> Awaitable[ChatPlan]:
-        """The plan for the next round, whose prompt includes the output so far. Raises `StatusError`."""
+        """The plan for the next round, whose prompt includes `output`, the items so far. Raises `StatusError`."""
 
 
 class McpUse:
@@ -79,7 +79,7 @@ class McpUse:
         }
 
     async def list_tools(self) -> None:
-        """Ask the servers for their tools. Raises `HttpError` if one does not tell."""
+        """Request the tools of the servers. Raises `HttpError` if a server does not list them."""
         for offer in self._offers:
             tools = self._known.get(offer.label)
             if tools is None:

@@ -44,7 +44,7 @@ _BRINGS_TOOLS = ("additional_tools", "tool_search_output")
 
 @dataclass(frozen=True, slots=True)
 class CallName:
-    """The name of a tool as the caller has it."""
+    """The name of a tool as the caller wrote it."""
 
     namespace: str | None
     name: str
@@ -72,7 +72,7 @@ class Offer:
 
     @property
     def after_a_call(self) -> Offer:
-        """The same once the model has called a tool as it had to: it may answer."""
+        """The same offer after the model has made a required call: from now on it may answer."""
         choice = self.choice
         if isinstance(choice, dict) and choice["type"] == "allowed_tools":
             choice = {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}
@@ -81,7 +81,7 @@ class Offer:
         return replace(self, choice=choice)
 
     def without(self, names: Collection[CallName]) -> Offer:
-        """The same without tools that may not be called any more, and without a choice."""
+        """The same offer without tools that must not be called any more, and without a tool choice."""
         kept = [i for i, tool in enumerate(self.tools) if self.names[_name_of(tool)] not in names]
         return Offer([self.tools[i] for i in kept], [self.places[i] for i in kept], names=self.names)
 
@@ -122,7 +122,7 @@ def offer_of(
 
 
 def _add_listed(offer: Offer, where: str, server: Mapping[str, Any], listed: Mapping[str, Sequence[McpTool]]) -> None:
-    """The tools of an MCP server. The first one has the caller's description of the server."""
+    """Add the tools of an MCP server. The first one also gets the caller's description of the server."""
     label = str(server.get("server_label"))
     about = server.get("server_description")
     for position, tool in enumerate(listed.get(label, ())):

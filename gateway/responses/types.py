@@ -116,7 +116,7 @@ class CompactRequest(msgspec.Struct, kw_only=True):
 
     @property
     def as_response(self) -> ResponsesRequest:
-        """The request of a response about the same conversation."""
+        """The equivalent request for a response about the same conversation."""
         return ResponsesRequest(**msgspec.structs.asdict(self))
 
 
@@ -140,7 +140,7 @@ class InputTokensRequest(msgspec.Struct, kw_only=True):
 
     @property
     def as_response(self) -> ResponsesRequest:
-        """The request of a response whose input is counted."""
+        """The equivalent request for a response, whose input is to be counted."""
         return ResponsesRequest(**{name: getattr(self, name) for name in self.__struct_fields__})
 
 

@@ -66,8 +66,8 @@ class Ref:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Term:
-    """A terminal for a tree without recursion. There is one for each such tree. Only trees that are being written
-    contain it."""
+    """A terminal that stands for a tree without recursion. Equal trees have the same terminal. Terminals occur only in
+    trees that are being written as Lark."""
 
     node: Node
 

@@ -120,7 +120,7 @@ class _Grammar:
         return node
 
     def _written(self, parts: Mapping[str, Node]) -> str:
-        """The Lark rules for `parts`, and the terminals that they need."""
+        """Write the Lark rules for `parts` and the terminals that they need."""
         names = {name: "start" if name == ROOT else f"r{self._numbers[name]}" for name in parts}
         terminals: dict[Term, str] = {}
         lines = [f"{names[name]}: {_lark(part, names, terminals)}" for name, part in parts.items()]

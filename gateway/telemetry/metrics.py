@@ -144,7 +144,7 @@ class Metrics:
         self._repeated.labels(model).inc(num_repeated_tokens)
 
     def images(self, number: int, num_tokens: int) -> None:
-        """Count the images of a prompt, and the tokens that stand for them."""
+        """Count the images of a prompt, and their tokens."""
         self._images.inc(number)
         self._image_tokens.inc(num_tokens)
 

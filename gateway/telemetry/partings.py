@@ -1,4 +1,4 @@
-"""Notices prompts that repeat much of a recent one, but after a difference, so that the prefix cache cannot help. The
+"""Detects prompts that repeat much of a recent prompt after a difference, so that the prefix cache cannot help. The
 cache finds the longest common prefix of two prompts. A date, a session's id or a checksum in the first line of a long
 prompt makes all of it new in each request:
 

@@ -55,7 +55,7 @@ def _no_times() -> array[float]:
 
 @dataclass(slots=True)
 class Figures:
-    """What an interval counts of one model."""
+    """The figures of one model within an interval."""
 
     num_tokens: int = 0
     """Delivered to callers."""

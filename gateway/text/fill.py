@@ -89,7 +89,7 @@ class FillTokens:
 
 
 def fill_tokens(token_bytes: Sequence[bytes]) -> FillTokens | None:
-    """Those of a vocabulary; None if its model fills no gaps."""
+    """The tokens of a vocabulary for texts with a gap; None if its model fills no gaps."""
     ids = _ids_of(token_bytes)
     families = [one for one in _FAMILIES if {one.prefix, one.suffix, one.middle or one.prefix} <= ids.keys()]
     if not families:

@@ -1,4 +1,4 @@
-"""The tokens of a model's images: what its chat template writes for an image, and what a prompt has in its place.
+"""The tokens of a model's images: the placeholder that its chat template writes, and the tokens that replace it.
 
     template    ... <image> ...                     one placeholder for each image
     prompt      ... <row> P P P <row> P P P ...     marks, and the image's pseudo tokens (`common.vision.identity`)
@@ -53,12 +53,12 @@ class ImageTokens:
 
     @property
     def placeholder(self) -> str:
-        """What a chat template writes for an image."""
+        """The text that a chat template writes for an image."""
         return self.family.placeholder
 
     @property
     def placeholder_id(self) -> int:
-        """Its token."""
+        """The token of the placeholder."""
         return self.family.placeholder_token_id
 
     @property
@@ -67,7 +67,7 @@ class ImageTokens:
         return self.family.reserved_token_ids | {self.placeholder_id, self.family.image_token_id}
 
     def expanded_text(self, text: str) -> str:
-        """The text of a template before it is tokenized, with what the family writes around each placeholder."""
+        """The text of a template before it is tokenized, with the family's marks around each placeholder."""
         placeholder, around = self.family.placeholder, self.family.text_around
         return text.replace(placeholder, f"{around}{placeholder}{around}") if around else text
 
@@ -110,6 +110,6 @@ def with_images(token_ids: Sequence[int], placeholder_id: int, images: Iterable[
 
 
 def shown(token_ids: Sequence[int], images: ImageTokens) -> list[int]:
-    """The tokens as callers know them: the model's image token in place of pseudo tokens."""
+    """The prompt's tokens as callers see them: with the model's image token in place of pseudo tokens."""
     image_token_id = images.family.image_token_id
     return [image_token_id if token_id >= FIRST_PSEUDO_TOKEN else token_id for token_id in token_ids]

@@ -29,7 +29,7 @@ AS_IS, ONE_SYSTEM_TURN, NO_SYSTEM_TURN = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is done with a conversation before it is rendered. By default nothing."""
+    """The changes to make to a conversation before it is rendered. By default none."""
 
     systems: int = AS_IS
     joins: bool = False
@@ -68,7 +68,8 @@ def shapes_of(messages: Sequence[Message]) -> Iterator[tuple[Shape, Sequence[Mes
 
 
 def traits_of(messages: Sequence[Message]) -> Hashable:
-    """What templates may refuse of a conversation, whatever its texts and its length."""
+    """A key of the properties of a conversation for which templates may refuse it, independent of its texts and its
+    length."""
     roles = ["system" if message["role"] in _SYSTEM else message["role"] for message in messages]
     num_leading = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
     rest = roles[num_leading:]
@@ -84,7 +85,7 @@ def traits_of(messages: Sequence[Message]) -> Hashable:
 
 
 def skeleton_of(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with other texts."""
+    """The conversation with each text replaced by a fixed one."""
     return [{**message, "content": "text"} if message.get("content") else message for message in messages]
 
 

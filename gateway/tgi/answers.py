@@ -185,7 +185,7 @@ class TgiChoice:
         self._pending = self._pending[len(due) :]
 
     def _add(self, one: TokenLogprob, following: TokenLogprob | None) -> None:
-        """A token with its text, which ends where that of the following one begins."""
+        """Add a token with its text, which ends where the text of the following token begins."""
         if one.token_id in self._shown.special_ids:
             self.tokens.append(self._token(one.token_id, one.logprob))
         else:

@@ -57,7 +57,7 @@ class _Generations:
         await self._stream(exchange, request)
 
     async def either(self, exchange: Exchange) -> None:
-        """POST /: like one of the others, depending on `stream`. A whole answer is in a list."""
+        """POST /: as /generate or /generate_stream, depending on `stream`. A whole answer is in a list."""
         request = await request_of(exchange, TgiRequest, REQUEST)
         if request.stream:
             await self._stream(exchange, request)

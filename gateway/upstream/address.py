@@ -100,7 +100,8 @@ def fallback_of(service: str) -> str:
 
 
 def best_of(in_turn: Sequence[Address]) -> Address:
-    """The first of these addresses that is connected and not avoided, or else the next best. At least one is given."""
+    """The first of these addresses that is connected and not avoided; otherwise the next best. At least one must be
+    given."""
     now_s = time.monotonic()
     # Reading the state of each address reconnects those that are not connected.
     connected = [address for address in in_turn if address.is_connected]

@@ -145,7 +145,7 @@ class ModelHost:
         del self._again[name]
 
     def problem_of(self, name: str) -> StatusError | None:
-        """Why a running request can have no worker of this model; None if it may get one."""
+        """The reason why a running request can never get a worker of this model; None if it may get one."""
         model = self.models.get(name)
         if model is None:
             gone = StatusError(
@@ -166,8 +166,8 @@ class ModelHost:
         return self._address is not None
 
     async def latest(self, name: str) -> HostedModel | None:
-        """A model as it is now, also when it was last used, which `models` has as of the last change only; None if the
-        host does not have it. Raises `StatusError`."""
+        """The current state of a model, including its last use, which `models` has only as of the last change. None if
+        the host does not have the model. Raises `StatusError`."""
         self.check_address()
         try:
             async with self._host() as host:
@@ -258,7 +258,7 @@ class ModelHost:
                 self._end(name, loading)
 
     def _end(self, name: str, loading: _Loading) -> None:
-        """Nobody wants the model any more. Without the call, the host does not make room for it."""
+        """End the call that loads a model, because no caller wants it any more. The host then makes no room for it."""
         if self._loading.get(name) is loading:
             del self._loading[name]
         if loading.task.cancel():

@@ -478,7 +478,7 @@ class Upstream:
             self._retire(endpoint)
 
     def _avoid(self, endpoint: Address, failure: StatusError) -> None:
-        """Prefer other addresses for a while. All requests that fail during this time share one log line."""
+        """Prefer other addresses for a while. All requests that fail meanwhile share one log line."""
         now_s = time.monotonic()
         if endpoint.avoided_until_s + LOG_AGAIN_S < now_s:
             _LOG.warning("%s fails; its requests use another address or wait: %s", endpoint.address, failure.message)
@@ -487,7 +487,7 @@ class Upstream:
 
 
 def _target_of(address: str) -> str:
-    """The target to connect to at first."""
+    """The target to connect to until the pods of a Service are known."""
     return fallback_of(address) if is_service(address) else address
 
 
@@ -501,14 +501,14 @@ def _begin(
 
 
 def _noted(span: Span, failure: StatusError) -> StatusError:
-    """Record a failure in the span of its attempt. Returns it."""
+    """Record a failure in the span of its attempt, and return the failure."""
     span.fail(failure.reason.name.lower(), failure.message)
     return failure
 
 
 async def _of_router(endpoint: Address, call: Awaitable[_T]) -> _T:
-    """The answer of a call that workers do not have. Raises grpc.aio.AioRpcError, or `StatusError` (UNSUPPORTED) if
-    there is no router at the address."""
+    """The response to a call that only routers have. Raises grpc.aio.AioRpcError, or `StatusError` (UNSUPPORTED) if the
+    address is not a router."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:

@@ -94,12 +94,12 @@ def _described(
 
 
 def _with_token(name: str, description: _Description, token: str, models: str, shape: str) -> ToolFormat:
-    """The sign of the family is a special token."""
+    """The format of a family that is recognised by a special token."""
     return _described(name, description, (token,), models, shape, token)
 
 
 def _tagged(name: str, tags: tuple[str, str], signs: tuple[Sign, ...], models: str) -> ReasoningFormat:
-    """Both tags may be special tokens."""
+    """The format of reasoning between these tags, which may be special tokens."""
     return ReasoningFormat(name, tags, tags, signs, models)
 
 

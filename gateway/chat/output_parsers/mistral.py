@@ -36,7 +36,7 @@ def mistral(source: Source, output: Output, tools: Tools) -> Steps[None]:
 
 
 def _behind_tag(source: Source) -> Steps[str]:
-    """The first character after the tag and white space. Consumes nothing."""
+    """The first character after the tag and any white space. Consumes nothing."""
     offset = len(OPENING)
     while (yield from has(source, offset + 1)) and source.text[source.pos + offset] in SPACE:
         offset += 1

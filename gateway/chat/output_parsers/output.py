@@ -104,7 +104,7 @@ class Output:
         self._space = text[len(words) :]
 
     def reasoning(self, text: str) -> None:
-        """More reasoning. White space around it is removed."""
+        """Add reasoning. White space around it is removed."""
         self._trim = True
         words = text.rstrip(SPACE)
         if not words:
@@ -122,14 +122,14 @@ class Output:
             self._reasoning_space += "\n"
 
     def call(self, name: str) -> None:
-        """A call begins; arguments that follow are its own."""
+        """Begin a call. The arguments that follow belong to it."""
         self._add(self._wrapping.finish())
         self._trim = True
         self.deltas.append(CallDelta(self.num_calls, name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """More arguments of the last call."""
+        """Add arguments to the last call."""
         index = self.num_calls - 1
         last = self.deltas[-1] if self.deltas else None
         if isinstance(last, ArgumentsDelta) and last.index == index:
@@ -138,7 +138,7 @@ class Output:
             self.deltas.append(ArgumentsDelta(index, text))
 
     def finish(self) -> None:
-        """The text ends."""
+        """End the text."""
         self._add(self._wrapping.finish())
         if self._space and not self._trim:
             self._show(ContentDelta, self._space)
