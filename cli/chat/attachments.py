@@ -113,7 +113,7 @@ def _content(path: str, kind: str) -> bytes:
 
 
 def _data_url(data: bytes) -> str:
-    """Raises ImageError if it is not an image."""
+    """Encode an image file as a data URL. Raises ImageError if the data are not an image."""
     return f"data:image/{read_header(data).format.lower()};base64,{base64.b64encode(data).decode()}"
 
 

@@ -142,7 +142,7 @@ def _converse(session: Session, read: Read, *, is_terminal: bool) -> None:
 
 
 def _take(session: Session, typed: Typed, *, may_name_files: bool) -> None:
-    """Obey or ask. Files whose paths are typed, or dragged in, go with the question."""
+    """Execute a command, or ask a question. Files whose paths are typed or dragged in go with the question."""
     text = typed.text
     if may_name_files and not typed.is_quoted and not is_command(text):
         paths, text = paths_in(text)

@@ -15,8 +15,9 @@ _FORM = 1
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far, and the images, as data URLs, and texts for the next question. A turn is added only when its
-    answer has arrived, in whole or in part; then, or when the server refuses the question, they are used up."""
+    """The messages so far, and the attachments of the next question: images as data URLs, and texts. A turn is added
+    only when its answer has arrived, in whole or in part. Then, or when the server refuses the question, the
+    attachments are dropped."""
 
     system: str | None = None
     images: list[str] = field(default_factory=list)
@@ -24,14 +25,14 @@ class Conversation:
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def attach(self, found: str | TextFile) -> None:
-        """Keep an image or a text for the next question."""
+        """Add an image or a text to the attachments of the next question."""
         if isinstance(found, TextFile):
             self.texts.append(found)
         else:
             self.images.append(found)
 
     def user_turn(self, question: str) -> dict[str, Any]:
-        """The message of a question, with what goes with it."""
+        """The message of a question, with the attachments."""
         text = "\n".join([*(one.quoted for one in self.texts), question])
         if not self.images:
             return {"role": "user", "content": text}
@@ -44,7 +45,7 @@ class Conversation:
         return [*head, *self.turns, turn]
 
     def add(self, turn: dict[str, Any], answer: str) -> None:
-        """Keep a turn and its answer."""
+        """Add a turn and its answer."""
         self.turns += [turn, {"role": "assistant", "content": answer}]
         self.drop_attachments()
 
@@ -67,11 +68,12 @@ class Conversation:
 
     @property
     def document(self) -> dict[str, Any]:
-        """What a file keeps of it."""
+        """The content of a file with this conversation."""
         return {"headrace_chat": _FORM, "system": self.system, "turns": self.turns}
 
     def replace(self, document: Mapping[str, Any]) -> None:
-        """Become the conversation of a file. Raises CommandError, and stays as it is, if it is none."""
+        """Replace this conversation by the one in a file. Raises CommandError, and changes nothing, if the file has
+        none."""
         system, turns = document.get("system"), document.get("turns")
         if document.get("headrace_chat") != _FORM or not isinstance(system, str | None):
             raise CommandError("it is no saved conversation")

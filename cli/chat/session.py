@@ -233,7 +233,7 @@ class Session:
     # --- completion -------------------------------------------------------------------------------------------------
 
     def complete(self, line: str) -> Sequence[str]:
-        """What the line up to the cursor may become."""
+        """The possible completions of the line up to the cursor."""
         name, space, argument = line.partition(" ")
         if not line.startswith("/"):
             return []
@@ -259,7 +259,7 @@ class Session:
 
 
 def _paths(beginning: str) -> Sequence[str]:
-    """Files and directories whose paths begin so."""
+    """The files and directories whose paths begin with this text."""
     head, slash, _ = beginning.rpartition("/")
     try:
         with os.scandir(Path(f"{head}{slash}" or ".").expanduser()) as entries:

@@ -1,5 +1,4 @@
-"""What `/set` changes of the requests: the numbers of sampling, from their one table, and a few fields beside them
-(pure)."""
+"""The settings of `/set`: the numbers of sampling, from their one table, and a few other fields of requests (pure)."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _OF_THE_SERVER = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field that can be set. `read` makes its value of a text, or raises ValueError."""
+    """A field that can be set. `read` converts a text to its value, or raises ValueError."""
 
     field: str
     """Its name in requests."""
@@ -93,7 +92,7 @@ SWITCHES: Mapping[str, tuple[str, Any, str]] = {
 
 
 class Settings:
-    """The fields that were set. All others are left to the server, which takes the model's own defaults."""
+    """The fields that were set. For all others, the server uses the model's own defaults."""
 
     def __init__(self, *, max_tokens: int | None = None) -> None:
         self._fields: dict[str, Any] = {}
@@ -117,8 +116,8 @@ class Settings:
         return True
 
     def set(self, name: str, text: str) -> str:
-        """Set a field to the value of a text, or give it back to the model if there is none. Returns what is true now,
-        in words. Raises CommandError."""
+        """Set a field to the value of a text. An empty text, or `default`, restores the model's default. Returns a
+        sentence that states the result. Raises CommandError."""
         name = OTHER_NAMES.get(name, name)
         setting = _setting(name)
         if not text or text == "default":
@@ -134,12 +133,12 @@ class Settings:
         return f"{name}: {_shown(value)}"
 
     def described(self) -> Sequence[tuple[str, str]]:
-        """What is set, by the names for people."""
+        """The settings, by their names for people."""
         names = {setting.field: name for name, setting in SETTINGS.items()}
         return [(names.get(field, field), _shown(value)) for field, value in self._fields.items()]
 
     def replace(self, fields: object) -> None:
-        """Become the settings of a file. Raises CommandError, and stays as it is, if these are none."""
+        """Replace the settings by those in a file. Raises CommandError, and changes nothing, if they are not valid."""
         if not isinstance(fields, dict):
             raise CommandError("its settings are not valid")
         others = {field for field, _, _ in SWITCHES.values()}

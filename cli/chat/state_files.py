@@ -30,7 +30,7 @@ def state_directory() -> Path:
 
 
 class History:
-    """What was typed, oldest first. Several chats may add to it at once."""
+    """The lines that were typed, oldest first. Several chats may add to it at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,7 +48,7 @@ class History:
         return [text for line in lines[-_MAX_ENTRIES:] if (text := _text_of(line))]
 
     def add(self, text: str) -> None:
-        """Keep an entry. Raises CommandFailed."""
+        """Add an entry. Raises CommandFailed."""
         try:
             _make_private_directory(self._path.parent)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -73,7 +73,7 @@ class SavedChats:
         self._directory = directory
 
     def names(self) -> Sequence[str]:
-        """Those with a name."""
+        """The names of conversations that were saved by a name."""
         with contextlib.suppress(OSError):
             return sorted(path.stem for path in self._directory.glob("*.json"))
         return []

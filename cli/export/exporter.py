@@ -65,7 +65,7 @@ _REASON_CHARACTERS = 300
 
 
 class ExportError(Exception):
-    """Why a checkpoint cannot be exported, in one sentence."""
+    """A checkpoint cannot be exported. The text says why in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ def _reranker(directory: Path) -> Any:
 
 
 def _keep_served(directory: Path, exported: Path, task: str, vision: Sequence[str]) -> list[Path]:
-    """Remove the parts of a multimodal model that neither text nor the networks in `vision` need, and add its template
-    and the settings of its images. Returns the networks."""
+    """Remove the parts of a multimodal model that neither text nor the networks in `vision` need. Add its template and
+    its image settings. Returns the networks."""
     names = _MULTIMODAL_NETWORKS if task == _MULTIMODAL_TASK else (_NETWORK,)
     networks = [exported / name for name in names if (exported / name).is_file()]
     if not networks:

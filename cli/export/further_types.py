@@ -1,5 +1,4 @@
-"""Architectures that transformers has and optimum-intel cannot export, or not so that workers can serve them: how to
-trace them.
+"""Traces architectures of transformers that optimum-intel cannot export in a form that workers can serve.
 
 The exporter loads this file by its path, in a Python of its own, as do the tests that export small models.
 
@@ -43,7 +42,7 @@ Forward = Callable[..., Any]
 
 
 class PlainConfig(TextDecoderWithPositionIdsOpenVINOConfig):
-    """Of decoders that can be traced as they are."""
+    """The export configuration of decoders that can be traced as they are."""
 
     MIN_TRANSFORMERS_VERSION = _LEAST
     MAX_TRANSFORMERS_VERSION = _MOST
@@ -68,12 +67,13 @@ def over_experts(
 
 
 def routed(self: torch.nn.Module, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The method `moe` of GLM-4-MoE and DeepSeek."""
+    """Replaces the method `moe` of GLM-4-MoE and DeepSeek."""
     return over_experts(self.experts, states, chosen, weights)
 
 
 def chosen_in_groups(self: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The method `forward` of DeepSeek V2's choice of experts, with as many experts in a group as the model has."""
+    """Replaces the method `forward` of DeepSeek V2's choice of experts, with as many experts in a group as the model
+    has."""
     logits = torch.nn.functional.linear(states.view(-1, states.shape[-1]).float(), self.weight.float())
     scores = torch.softmax(logits, -1)
     if self.topk_method == "group_limited_greedy":
@@ -86,8 +86,8 @@ def chosen_in_groups(self: torch.nn.Module, states: torch.Tensor) -> tuple[torch
 
 
 def ernie_block(self: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The method `forward` of ERNIE's experts. The correction of scores decides which experts are chosen, and does not
-    count in their weights."""
+    """Replaces the method `forward` of ERNIE's experts. The correction of scores affects which experts are chosen, but
+    not their weights."""
     tokens = states.view(-1, states.shape[-1])
     logits = self.gate(tokens.float())
     scores = torch.softmax(logits, 1)
@@ -101,7 +101,8 @@ def ernie_block(self: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tens
 
 
 def rotary_factors(self: torch.nn.Module, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The method `forward` of DeepSeek V2's rotary embedding, in real numbers: cosines and sines, each twice."""
+    """Replaces the method `forward` of DeepSeek V2's rotary embedding, in real numbers: cosines and sines, each
+    twice."""
     angles = positions[:, :, None].float() * self.inv_freq[None, None].float()
     angles = torch.cat((angles, angles), -1)
     return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
@@ -126,7 +127,7 @@ def latent_attention(
     cache_position: torch.Tensor | None = None,
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The method `forward` of DeepSeek's attention, with one latent head of keys and values."""
+    """Replaces the method `forward` of DeepSeek's attention, with one latent head of keys and values."""
     batch, length = hidden_states.shape[:2]
     if self.q_lora_rank is None:
         queries = self.q_proj(hidden_states)
@@ -160,7 +161,7 @@ def scaled_attention(
     cache_position: torch.Tensor | None = None,
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The method `forward` of the layers of Llama 4 without rotation. The positions follow the rotary factors."""
+    """Replaces the method `forward` of Llama 4's layers without rotation. The positions follow the rotary factors."""
     batch, length = hidden_states.shape[:2]
     steps = torch.floor((position_embeddings[2].float() + 1.0) / self.floor_scale)
     scales = torch.log1p(steps) * self.attn_scale + 1.0
@@ -174,7 +175,7 @@ def scaled_attention(
 
 
 class Llama4Patcher(Llama4TextModelPatcher):
-    """Llama 4's text."""
+    """Patches the text model of Llama 4."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -189,7 +190,7 @@ class Llama4Patcher(Llama4TextModelPatcher):
 
 
 def no_mask(_self: torch.nn.Module, *_of: Any) -> None:
-    """The method `_update_mamba_mask` of Granite 4 without Mamba."""
+    """Replaces the method `_update_mamba_mask` of Granite 4 without Mamba."""
 
 
 class Replacing(OVDecoderModelPatcher):
@@ -221,38 +222,38 @@ _LATENT_ATTENTION = ("DeepseekV2Attention", "DeepseekV3Attention")
 
 
 class Llama4Config(Llama4TextOpenVINOConfig):
-    """Llama 4's text."""
+    """The export configuration of Llama 4's text model."""
 
     _MODEL_PATCHER = Llama4Patcher
 
 
 class Gemma3nConfig(Gemma3nTextOpenVINOConfig):
-    """Gemma 3n's text."""
+    """The export configuration of Gemma 3n's text model."""
 
     MAX_TRANSFORMERS_VERSION = _MOST_5
 
 
 class Plain5Config(PlainConfig):
-    """Of plain decoders of transformers 5."""
+    """The export configuration of plain decoders of transformers 5."""
 
     MIN_TRANSFORMERS_VERSION = _LEAST_5
     MAX_TRANSFORMERS_VERSION = _MOST_5
 
 
 class GlmPatcher(Replacing):
-    """GLM-4-MoE."""
+    """Patches GLM-4-MoE."""
 
     methods: ClassVar[Mapping[str, Mapping[str, Forward]]] = {"Glm4MoeMoE": {"moe": routed}}
 
 
 class ErniePatcher(Replacing):
-    """ERNIE 4.5 with experts."""
+    """Patches ERNIE 4.5 with experts."""
 
     methods: ClassVar[Mapping[str, Mapping[str, Forward]]] = {"Ernie4_5_MoeSparseMoeBlock": {"forward": ernie_block}}
 
 
 class DeepseekPatcher(Replacing):
-    """DeepSeek V2 and V3."""
+    """Patches DeepSeek V2 and V3."""
 
     methods: ClassVar[Mapping[str, Mapping[str, Forward]]] = {
         **{name: {"moe": routed} for name in ("DeepseekV2MoE", "DeepseekV3MoE")},
@@ -263,19 +264,19 @@ class DeepseekPatcher(Replacing):
 
 
 class DenseGranitePatcher(Replacing):
-    """Granite 4 without layers of Mamba, which needs no mask for them and asks for one."""
+    """Patches Granite 4 without Mamba layers, which asks for a mask of Mamba layers without needing one."""
 
     methods: ClassVar[Mapping[str, Mapping[str, Forward]]] = {"GraniteMoeHybridModel": {"_update_mamba_mask": no_mask}}
 
 
 class DenseGraniteConfig(Plain5Config):
-    """Granite 4 without layers of Mamba."""
+    """The export configuration of Granite 4 without Mamba layers."""
 
     _MODEL_PATCHER = DenseGranitePatcher
 
 
 class GraniteConfig(GraniteMoeHybridOpenVINOConfig):
-    """Granite 4 with layers of Mamba, or as a plain decoder without any."""
+    """The export configuration of Granite 4 with Mamba layers, or of a plain decoder if it has none."""
 
     def __new__(cls, config: Any, *arguments: Any, **options: Any) -> Any:
         """The configuration that fits the model."""
@@ -285,19 +286,19 @@ class GraniteConfig(GraniteMoeHybridOpenVINOConfig):
 
 
 class GlmConfig(PlainConfig):
-    """GLM-4-MoE."""
+    """The export configuration of GLM-4-MoE."""
 
     _MODEL_PATCHER = GlmPatcher
 
 
 class ErnieConfig(PlainConfig):
-    """ERNIE 4.5 with experts."""
+    """The export configuration of ERNIE 4.5 with experts."""
 
     _MODEL_PATCHER = ErniePatcher
 
 
 class LatentCache(MistralDummyPastKeyValuesGenerator):
-    """Examples of DeepSeek's keys and values."""
+    """Makes example inputs for DeepSeek's keys and values."""
 
     def __init__(self, task: str, normalized_config: NormalizedTextConfig, **options: Any) -> None:
         super().__init__(task, normalized_config, **options)
@@ -316,7 +317,7 @@ class LatentCache(MistralDummyPastKeyValuesGenerator):
 
 
 class DeepseekConfig(PlainConfig):
-    """DeepSeek V2 and V3."""
+    """The export configuration of DeepSeek V2 and V3."""
 
     DUMMY_INPUT_GENERATOR_CLASSES = (DummyTextInputGenerator, LatentCache)
     DUMMY_PKV_GENERATOR_CLASS = LatentCache

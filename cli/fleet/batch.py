@@ -34,7 +34,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The files of a batch on this host."""
+    """The paths of a batch's files on this host."""
 
     input: Path
     output: Path
@@ -42,7 +42,7 @@ class Places:
 
     @classmethod
     def of(cls, given: Path, output: Path | None) -> Places:
-        """Where the results of an input file go: beside it, unless `output` is given."""
+        """The paths for an input file. Results go beside it, unless `output` is given."""
         stem = given.with_suffix("") if given.suffix == ".jsonl" else given
         output = output or stem.with_name(f"{stem.name}.output.jsonl")
         name = output.name.removesuffix(".jsonl").removesuffix(".output")
@@ -132,7 +132,7 @@ class BatchClient:
 
 
 class Unreachable(CommandFailed):
-    """The server does not answer now."""
+    """The server does not answer at the moment."""
 
 
 class NotThere(CommandFailed):

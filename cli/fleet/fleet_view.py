@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Rates:
-    """Rates of each worker between the last two updates. A new or restarted worker has none."""
+    """The rates of each worker between the last two updates. A new or restarted worker has none."""
 
     _seen: dict[tuple[str, str], tuple[float, Counters]] = field(default_factory=dict)
 

@@ -48,7 +48,7 @@ _LINES_AROUND = 6
 
 @dataclass(slots=True)
 class Screen:
-    """What the keys have chosen."""
+    """The state that the keys have selected: view, order, filter and position."""
 
     view: str = "workers"
     sort: str = "worker"
@@ -60,7 +60,7 @@ class Screen:
     is_over: bool = False
 
     def press(self, key: str, models: Sequence[str], page: int) -> None:
-        """Obey a key. `models` are those to filter by, `page` is the number of rows in sight."""
+        """Handle a key. `models` are the models to filter by, and `page` is the number of visible rows."""
         titles = [*_SORTS[self.view]]
         match key:
             case "q" | "Q" | "\x1b" | "\x03":
@@ -96,7 +96,7 @@ class Screen:
         return sorted(by_name, key=column.key, reverse=column.is_number != self.is_reversed)
 
     def window(self, rows: Sequence[Row], height: int) -> list[Row]:
-        """The rows in sight."""
+        """The visible rows."""
         self.first = max(0, min(self.first, len(rows) - height))
         return [*rows[self.first : self.first + height]]
 
@@ -130,7 +130,7 @@ class Fleet:
         return sorted({worker["model"] for worker in self.workers if worker["model"]})
 
     def lines(self) -> list[str]:
-        """The head: gateway, routers and sums."""
+        """The head of the screen: gateway, routers and sums."""
         if self.picture is None:
             return [self.problem or "no picture yet", ""]
         return [headline(self.picture, self.workers), sums_of(self.workers)]

@@ -55,7 +55,7 @@ def slowest_rank(ranks: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def slowest_stage(stages: Sequence[Mapping[str, Any]]) -> int | None:
-    """The same of the stages of a pipeline."""
+    """As `slowest_rank`, for the stages of a pipeline."""
     return _slowest([(stage["wait_s"], stage["compute_s"] + stage["wait_s"]) for stage in stages])
 
 

@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file say about the graph of its model, by architecture.
+"""Derives the dimensions and constants of a model's graph from the metadata of a GGUF file, by architecture.
 
 The rules are llama.cpp's, with which files are made and tried. What a graph would not honour is refused by name
 (docs/decisions/models.md#gguf).
@@ -31,7 +31,7 @@ _NORMS_BEHIND = r"post_(attention|ffw)_norm\.weight"
 
 
 class ArchitectureError(Exception):
-    """Why the graph of a file cannot be made, as the end of a sentence that begins with the file."""
+    """The graph of a file cannot be built. The text says why, as the end of a sentence that begins with the file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,7 +191,7 @@ def model_type_of(architecture: str) -> str:
 
 
 def unknown_tensor(architecture: str, names: Iterable[str]) -> str | None:
-    """The first of these tensors that graphs of the architecture have no place for."""
+    """The first of these tensors that the architecture's graphs do not use; None if there is none."""
     known = re.compile(rf"{_TABLE}|blk\.\d+\.({_FAMILIES[architecture].tensors_of_layers})")
     return next((name for name in sorted(names) if not known.fullmatch(name)), None)
 
@@ -242,7 +242,7 @@ def score_cap_of(metadata: Metadata) -> float:
 
 
 def check_shape(metadata: Mapping[str, Any]) -> None:
-    """Raise ArchitectureError if the metadata ask for something that the graph would not have."""
+    """Raise ArchitectureError if the metadata require something that the graph would not have."""
     values = Metadata(metadata)
     name = values.architecture
     if name not in _FAMILIES:
@@ -316,7 +316,8 @@ def shape_of(metadata: Mapping[str, Any], vectors: Mapping[str, _Array]) -> Shap
 
 
 def _is_largest_gemma3(values: Metadata) -> bool:
-    """Gemma 3 27B divides by the root of another number than the size of its heads. No key says so."""
+    """Whether the model is Gemma 3 27B, which divides attention scores by the root of another number than the size of
+    its heads. No key in the file says so."""
     return values.architecture == "gemma3" and values.whole("block_count") == _LAYERS_OF_LARGEST_GEMMA3
 
 
@@ -396,7 +397,7 @@ def _yarn_ramp(values: Metadata, rotated: int, base: float, original: int) -> _A
     """The part of each frequency that YaRN keeps: 1 for the fast ones, 0 for the slow ones."""
 
     def turning(turns: float) -> float:
-        """The place of the frequency that turns so many times in the original context."""
+        """The index of the frequency that makes `turns` turns in the original context."""
         return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = (

@@ -327,12 +327,12 @@ def _swish(gate: ov.Output, up: ov.Output) -> ov.Node:
 
 
 def _gelu(gate: ov.Output, up: ov.Output) -> ov.Node:
-    """As ggml computes it, with a tangent."""
+    """GELU as ggml computes it, with the hyperbolic tangent."""
     return opset13.multiply(opset13.gelu(gate, "tanh"), up)
 
 
 def _clamped(gate: ov.Output, up: ov.Output) -> ov.Node:
-    """That of gpt-oss, with its constants."""
+    """The clamped activation of gpt-oss, with its constants."""
     limit, slope = 7.0, opset13.constant(np.float32(1.702))
     opened = opset13.swish(opset13.minimum(gate, _floats(np.full((1, 1), limit))), slope)
     return opset13.multiply(opset13.add(opset13.clamp(up, -limit, limit), _floats(np.ones((1, 1)))), opened)

@@ -70,7 +70,7 @@ class CachedModel:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """What it takes."""
+        """The types of input that the model accepts."""
         return ("text", "image") if self.vision_bytes else ("text",)
 
     @property
@@ -332,7 +332,7 @@ def _held_bytes(model: CachedModel) -> int:
 
 
 def _settle_downloads(model: CachedModel, held: int, *, remove: bool) -> None:
-    """Remove the model's files from the Hub's cache, or tell that they stay there."""
+    """Remove the model's files from the Hub's cache, or tell the user that they stay there."""
     from headrace.cli.models.hub import hub_cache, remove_held
 
     files = (

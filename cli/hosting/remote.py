@@ -177,7 +177,7 @@ def _call(record: ServeRecord, method: str, request: Any, timeout_s: float | Non
 
 @contextmanager
 def _failing(record: ServeRecord) -> Iterator[None]:
-    """Raises CommandFailed for a failed call to a serve."""
+    """Context manager: raise CommandFailed if a call to a serve fails inside."""
     import grpc
 
     from headrace.protos.status import Reason, error_of

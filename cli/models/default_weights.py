@@ -1,5 +1,5 @@
-"""The kind of weights that a checkpoint is exported with if nobody names one, and why: a rule that `pull` shows before
-the download (docs/decisions/models.md#exports)."""
+"""Chooses the kind of weights with which a checkpoint is exported by default, and states the reason, which `pull` shows
+before the download (docs/decisions/models.md#exports)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def default_weights(
     shape: ModelShape | None = None,
     with_images: bool = False,
 ) -> tuple[ExportedWeights, str]:
-    """The weights, and the reason as a sentence without its end. `node_bytes` is the memory of one NUMA node."""
+    """The default weights, and the reason as a sentence without a full stop. `node_bytes` is the memory of one NUMA
+    node."""
     if task != TEXT:
         kind = BF16 if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else FP16
         return ExportedWeights(kind), (

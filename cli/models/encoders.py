@@ -1,5 +1,5 @@
-"""What a checkpoint is for, from the files of its repository: text, vectors or scores. Found before the weights are
-fetched, with the reasons why an encoder cannot be served."""
+"""Finds the task of a checkpoint from the files of its repository: text, vectors or scores. It is found before the
+weights are downloaded, with the reason if an encoder cannot be served."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether a model's images can be served, found before its weights are fetched: by its configuration, and by the files
-that its repository lists."""
+"""Decides whether a model's images can be served before its weights are downloaded, from its configuration and from the
+files that its repository lists."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class PlainStages:
         self._next_s = _FIRST_REMINDER_S
 
     def at(self, stage: str) -> None:
-        """A stage begins."""
+        """Begin a stage."""
         self._stage, self._since_s, self._next_s = stage, self._now_s(), _FIRST_REMINDER_S
 
     def tick(self) -> None:
@@ -129,7 +129,7 @@ class PlainStages:
                 self._next_s *= 2
 
     def end(self) -> None:
-        """No more stages."""
+        """End the last stage."""
         self._stage = ""
 
 
@@ -150,16 +150,16 @@ class LiveStages:
         self._progress.start()
 
     def at(self, stage: str) -> None:
-        """A stage begins."""
+        """Begin a stage."""
         self._tell()
         self._stage, self._since_s = stage, time.monotonic()
         self._progress.reset(self._task, description=f"{self._title}: {stage}")
 
     def tick(self) -> None:
-        """rich redraws by itself."""
+        """Do nothing: rich redraws by itself."""
 
     def end(self) -> None:
-        """No more stages."""
+        """End the last stage."""
         self._tell()
         self._progress.stop()
 

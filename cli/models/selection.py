@@ -164,7 +164,8 @@ def _checkpoint(listing: HubListing) -> HubChoice:
 
 
 def gguf_of_images(listing: HubListing) -> str:
-    """The GGUF file with the networks for images, which llama.cpp reads beside a model; empty without one."""
+    """The name of the GGUF file with the networks for images, which llama.cpp loads in addition to the model; empty if
+    there is none."""
     names = (file.path for file in listing.files if file.path.endswith(".gguf"))
     return next((name for name in names if _OF_IMAGES in name.rpartition("/")[2].lower()), "")
 
@@ -205,7 +206,8 @@ def choose_heads(
 
 
 def _files_of_mtp(index: bytes) -> set[str]:
-    """The files of a checkpoint that have a layer that predicts more tokens, and the vocabulary that it shares."""
+    """The files of a checkpoint that contain a layer that predicts more tokens, and the vocabulary that the layer
+    shares."""
     try:
         places = json.loads(index)["weight_map"].items()
         return {str(file) for name, file in places if name.startswith(MTP_TENSORS)}

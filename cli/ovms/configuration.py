@@ -42,7 +42,8 @@ VERSION = re.compile(r"[1-9][0-9]*")
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The models of a file that can be served, what has no effect, and why others are not served."""
+    """The models of a file that can be served, the settings without effect, and the reasons why other models are not
+    served."""
 
     models: tuple[ModelSettings, ...]
     notes: tuple[str, ...] = ()

@@ -162,7 +162,7 @@ class GraphFlags:
 
 
 def notes_of(given: Mapping[str, Any]) -> list[str]:
-    """What has no effect of the given flags. Raises OptionError for a flag that is refused."""
+    """Notes about the given flags that have no effect. Raises OptionError for a flag that is refused."""
     notes = []
     for flag in FLAGS:
         value = given.get(flag.parameter)

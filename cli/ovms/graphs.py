@@ -157,7 +157,7 @@ def parse_graph(text: str) -> Graph:
 
 
 def _sentence(error: text_format.ParseError) -> str:
-    """What is wrong with a text, without the text itself."""
+    """A description of the error in a text, without the text itself."""
     at = f"line {error.GetLine()}, column {error.GetColumn()}"
     if (matched := re.search(r'Enum type "[^"]*\.(\w+)_values" has no value named (\S+)\.$', str(error))) is not None:
         return f"{at}: {matched[1]} has no value {matched[2]}"

@@ -1,4 +1,5 @@
-"""The models of `headrace serve --config`: keeps the host's models as the file says, when it is read again."""
+"""Manages the models of `headrace serve --config`: when the file is read again, the host's models are changed to match
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from headrace.common.commands import CommandError
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What a reload has done: whether it changed any model, and the models that are not served as the file says."""
+    """The result of a reload: whether it changed any model, and the models that are not served as the file says."""
 
     has_changed: bool
     problems: tuple[str, ...] = ()
@@ -50,8 +51,8 @@ class ModelsFile:
         return self.last
 
     def settings(self) -> tuple[HostSettings, list[str]]:
-        """The models for a start, and lines about what has no effect and what is not served. Raises CommandError if no
-        model can be served."""
+        """The models for a start, and lines about settings without effect and models that are not served. Raises
+        CommandError if no model can be served."""
         found = self.read()
         if not found.models:
             why = "; ".join(found.problems) or "it names none"
@@ -60,7 +61,7 @@ class ModelsFile:
 
 
 def lines_of(found: Configuration) -> list[str]:
-    """What to tell the operator about a configuration."""
+    """Lines for the operator about a configuration."""
     return [*found.notes, *(f"not served: {problem}" for problem in found.problems)]
 
 
@@ -106,7 +107,7 @@ class ConfiguredModels:
             return Reloaded(bool(gone or changed or again), tuple(problems))
 
     def _tell(self, found: Configuration) -> None:
-        """Name what has no effect and what is not served, if it is new."""
+        """Log the settings without effect and the models that are not served, if they are new."""
         lines = lines_of(found)
         for line in lines:
             if line not in self._lines:
@@ -121,7 +122,7 @@ class ConfiguredModels:
             return  # an operator removed it
 
     async def _change(self, model: ModelSettings) -> str:
-        """Add or change a model. Returns what is wrong with it, or an empty text."""
+        """Add or change a model. Returns a description of the error; empty on success."""
         assert model.name is not None, "configurations name their models"
         name = model.name
         before = self.served.get(model.name)
@@ -137,7 +138,7 @@ class ConfiguredModels:
         return ""
 
     async def _loaded(self, name: str) -> str:
-        """Wait until a model is loaded. Returns why it is not, or an empty text."""
+        """Wait until a model is loaded. Returns the reason if it fails to load; empty on success."""
         self._failed.discard(name)
         try:
             await self.host.load(name, by_operator=True)

@@ -1,4 +1,4 @@
-"""`headrace doctor`: what of this host costs speed or stability, what to change, and what the change brings.
+"""`headrace doctor`: finds properties of this host that cost speed or stability, with remedies and their gains.
 
 Each check is a function of the kernel's files below `root` and of the topology read from them. A gain is a figure of
 benchmarks/RESULTS.md, whose section it names, or a size that the check has read on this host. Where nothing was
@@ -31,7 +31,7 @@ _SLOW_GOVERNORS = frozenset({"powersave", "ondemand", "conservative", "schedutil
 
 
 class Verdict(StrEnum):
-    """How much a finding matters."""
+    """The severity of a finding."""
 
     GOOD = "good"
     HINT = "hint"
@@ -42,7 +42,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has found. `remedy` and `gain` are empty if all is well; `figures` says where gain was measured."""
+    """The result of a check. `remedy` and `gain` are empty if all is well; `figures` names the section with the
+    measurement of the gain."""
 
     check: str
     verdict: Verdict

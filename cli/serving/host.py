@@ -494,12 +494,12 @@ class ModelHost:
 
 
 def _is_over(model: HostedModel) -> bool:
-    """Whether no worker of the model runs or is started again."""
+    """Whether all workers of the model have ended and none will be restarted."""
     return all(process.state is ProcessState.FAILED for process in model.processes)
 
 
 def _refusal(model: HostedModel) -> str:
-    """The error of a worker that has refused the model; empty if none has."""
+    """The error message of a worker that has refused the model; empty if none has."""
     for process in model.processes:
         if process.state is ProcessState.FAILED:
             return process.last_error or "its worker refused to start"

@@ -60,7 +60,7 @@ class Sizing:
     pipeline: int | None = None
 
     def stages_of(self, own: Mapping[str, Any]) -> int:
-        """Among how many stages a model is divided, by its own options of workers and those of all."""
+        """The number of stages among which a model is divided, from its own worker options and those for all models."""
         return num_stages(own, {"pipeline": self.pipeline})
 
 

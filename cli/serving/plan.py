@@ -227,7 +227,8 @@ def _address_after(address: str, count: int) -> str:
 
 
 def num_stages(own: Mapping[str, Any], of_all: Mapping[str, Any]) -> int:
-    """Among how many stages a model's layers are divided, by its own options of workers or those of all models."""
+    """The number of stages among which a model's layers are divided, from its own worker options or those for all
+    models."""
     return int(own.get("pipeline") or of_all.get("pipeline") or 1)
 
 

@@ -1,4 +1,4 @@
-"""Chooses among how many ranks a model is divided: what `--tensor-parallel auto` means on this machine.
+"""Chooses the number of ranks among which a model is divided: the meaning of `--tensor-parallel auto` on this machine.
 
 A worker of one node has no one to wait for, so workers of one node each have the most throughput. A model is divided
 only if it does not fit into the memory of a node, or if its tokens would take longer than --target-tpot-ms, as far as
@@ -31,7 +31,7 @@ _REPEATED = 1.1
 
 
 class Choice(NamedTuple):
-    """Among how many ranks, and a sentence that says why."""
+    """The number of ranks, and a sentence that says why."""
 
     num_ranks: int
     why: str
@@ -39,10 +39,10 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Among how many ranks each model of a host is divided. `given` is the flag of all models: a number, "auto", or
-    None for whole models. Flags give the models adapters if they say so. `tell` gets the reason of each choice, for
-    which a model is fetched if it is missing. The layers of models are divided among `pipeline` stages, of which one is
-    here; None: all are here."""
+    """Chooses the number of ranks for each model of a host. `given` is the flag for all models: a number, "auto", or
+    None for whole models. Models have adapters if the flags say so. `tell` gets the reason of each choice that is made
+    automatically; such a model is downloaded if it is missing. The layers of models are divided among `pipeline`
+    stages, of which one is here; None: all are here."""
 
     given: int | str | None = None
     target_ms: float | None = None
@@ -82,9 +82,9 @@ def chosen(
     token_ms: float | None = None,
     target_ms: float | None = None,
 ) -> Choice:
-    """Choose for a model with so many bytes of weights, of which adapters take a second copy. Its tokens take a single
-    stream `token_ms` on one node, if that was measured. Raises CommandError if the model does not fit into all nodes.
-    Pure."""
+    """Choose the number of ranks for a model with `weight_bytes` of weights. Adapters need a second copy of them.
+    `token_ms` is the measured time of a token of a single stream on one node, if known. Raises CommandError if the
+    model does not fit into all nodes together. Pure."""
     limits = most_weights(machine)
     if len(limits) == 1:
         return Choice(1, "this machine has one NUMA node")
@@ -109,8 +109,8 @@ def chosen(
 
 
 def most_weights(machine: Topology) -> dict[int, int]:
-    """The bytes of weights that fit beside a KV cache, for each number of ranks with which all nodes of this machine
-    are used, ascending; one node alone only as one rank. Pure."""
+    """For each number of ranks that uses all nodes of this machine, ascending: the largest size in bytes of the weights
+    that fit beside a KV cache. A single node counts only as one rank. Pure."""
     nodes = nodes_with_cores(machine)
     room = _WEIGHTS_SHARE * min(node.memory_bytes for node in nodes) - worker_bytes(0)
     per_byte = (worker_bytes(GIB) - worker_bytes(0)) / GIB
@@ -123,7 +123,7 @@ def most_weights(machine: Topology) -> dict[int, int]:
 
 
 def describe_limits(machine: Topology) -> str:
-    """Which weights get how many ranks."""
+    """Lines that state the sizes of weights for which each number of ranks is chosen."""
     return ", ".join(
         f"{number} rank{'s' if number > 1 else ''} up to {most / GIB:.1f} GiB"
         for number, most in most_weights(machine).items()
@@ -131,8 +131,8 @@ def describe_limits(machine: Topology) -> str:
 
 
 def _token_ms(model: str, machine: Topology) -> float | None:
-    """What a token of a single stream takes on one node, as the calibration in the cache says; None without one for
-    this kind of machine."""
+    """The time of a token of a single stream on one node, from the calibration in the cache; None without a calibration
+    for this kind of machine."""
     # Imported late: this takes a while.
     from headrace.bench import calibration as files
     from headrace.bench.calibration import this_host

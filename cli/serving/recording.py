@@ -1,4 +1,4 @@
-"""What a supervisor's process tells other commands of its processes, at each change."""
+"""Writes a record of a supervisor's processes for other commands, at each change."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def records_of(processes: Sequence[SupervisedProcess]) -> tuple[ProcessRecord, .
 
 
 class Recording:
-    """Calls `write`, which writes a record. `tell` gets a line when that fails after it has succeeded."""
+    """Calls `write`, which writes a record. If that fails after it succeeded before, `tell` gets a line about it."""
 
     def __init__(self, write: Callable[[], None], tell: Callable[[str], None]) -> None:
         self._write, self._tell = write, tell
         self._is_recorded = True
 
     def update(self) -> None:
-        """Write it again."""
+        """Write the record again."""
         try:
             self._write()
             self._is_recorded = True

@@ -36,7 +36,8 @@ def _command(role: str) -> click.Command:
 
 
 def _complete_its_own(role: str, command: list[str]) -> None:
-    """During completion, let the command of a role complete its own words. Returns if the shell did not ask."""
+    """During shell completion, let the command of a role complete its own words. Returns if this is not a
+    completion."""
     asked = os.environ.get(VARIABLE, "")
     if not asked.endswith("_complete"):
         return

@@ -121,8 +121,8 @@ def _started(model: str, name: str) -> Iterator[str]:
 
 
 def _ready_line(process: subprocess.Popen[str], log: Path, at: Callable[[str], None]) -> str:
-    """The first line of a server's output; empty if it ends without one. `at` is called with each stage that the log
-    names: that of the most advanced worker."""
+    """The first line of a server's output; empty if the server ends without one. `at` is called with each loading stage
+    in the log, that of the most advanced worker."""
     assert process.stdout is not None
     order = list(LoadStage)
     reached, rest = -1, ""

@@ -191,7 +191,7 @@ class Serving:
 
     @property
     def _is_one(self) -> bool:
-        """Whether a single model is loaded at the start."""
+        """Whether exactly one model is loaded at the start."""
         return len(self.plans) == 1 and self.plans[0].is_pinned
 
     def _on_change(self) -> None:

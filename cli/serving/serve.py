@@ -316,7 +316,8 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where a server listens. Without a port of gRPC, the next port is used if it is free; 0 is none."""
+    """The addresses on which a server listens. If no gRPC port is given, the next port is used if it is free. A gRPC
+    port of 0 turns gRPC off."""
 
     host: str
     port: int
@@ -341,13 +342,13 @@ class Run:
     """The configuration that names the models, if it can be read again."""
 
     def ranks(self, tell: Callable[[str], None]) -> Ranks:
-        """Among how many ranks models are divided. `tell` gets the reason of a choice."""
+        """Choose the number of ranks of each model. `tell` gets the reason of each choice."""
         given = self.given
         asked = (given["tensor_parallel"], given["target_tpot_ms"], has_adapters(given))
         return Ranks(*asked, self.offline, tell, given["pipeline"])
 
     def places(self, ranks: Ranks) -> list[tuple[WorkerPlace, ...]]:
-        """The places of each model's workers. `ranks` also tells of nodes that compute nothing. Raises CommandError."""
+        """The places of each model's workers. Also logs the nodes that compute nothing. Raises CommandError."""
         machine, given = read_topology(), self.given
         models = [with_usual_workers(model, given) for model in self.settings.models]
         places = checked_places(machine, models, given["prefill_workers"], ranks)
@@ -404,8 +405,8 @@ class Run:
 def _tell_of_idle_nodes(
     machine: Topology, places: Sequence[Sequence[WorkerPlace]], joins: str, tell: Callable[[str], None]
 ) -> None:
-    """Tell of the NUMA nodes on which no worker runs, because a pipeline, whose stages join at an address, has only one
-    here."""
+    """Log the NUMA nodes on which no worker runs, because a pipeline has only one worker here. `joins` is the address
+    at which other stages may join."""
     used = {node for of_model in places for place in of_model for node in place.nodes}
     idle = [node.number for node in nodes_with_cores(machine) if node.number not in used]
     if idle:
@@ -418,8 +419,8 @@ def _tell_of_idle_nodes(
 
 
 def batch_store_of(given: str | None, port: int) -> str | None:
-    """Where the server at a port keeps files and batches; None for nowhere. Each has a place of its own by default: the
-    gateways of one place share its batches, and must serve the same models."""
+    """The place where the server at a port stores files and batches; None for nowhere. By default, each server has its
+    own: gateways with the same place share its batches and must serve the same models."""
     if given is not None:
         is_place = "://" in given or given == "none"
         return None if given == "none" else given if is_place else str(Path(given).absolute())
