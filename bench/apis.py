@@ -1,4 +1,4 @@
-"""The APIs that the client speaks: how a request is written, and what a line of the stream says.
+"""The APIs that the client supports: how a request is written, and how a line of the stream is read.
 
 OpenAI's three come in server-sent events, as do TGI's and KServe's; Ollama's lines are JSON. A line is decoded into the
 few fields that count, which costs about a microsecond.
@@ -17,7 +17,7 @@ Message = Mapping[str, str]
 
 
 class Prompt(NamedTuple):
-    """What a request asks: messages, the last one from the user, and the length of the answer in tokens."""
+    """The content of a request: messages, the last one from the user, and the length of the answer in tokens."""
 
     messages: Sequence[Message]
     max_tokens: int
@@ -33,8 +33,8 @@ class Prompt(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What every request has. `sampling` goes where the API has its parameters, in the words of the API, and `extra`
-    into the body at its top."""
+    """Fields that all requests share. `sampling` goes to the place of the API's parameters, with the API's names;
+    `extra` goes into the body at its top level."""
 
     model: str
     ignore_eos: bool = False
@@ -48,7 +48,7 @@ _OWN_WORDS: Mapping[str, str] = {name: name for name in SAMPLING}
 
 
 class Piece(NamedTuple):
-    """What an event says. `is_last` ends the stream as the protocol has it."""
+    """The content of an event. `is_last` ends the stream as the protocol defines."""
 
     text: str = ""
     has_content: bool = False
@@ -67,7 +67,7 @@ _LAST = Piece(is_last=True, is_of_answer=False)
 
 
 class Api(Protocol):
-    """An API."""
+    """The interface of an API."""
 
     models_path: str
     """Where the names of models are."""
@@ -81,16 +81,17 @@ class Api(Protocol):
     """Its words for those of SAMPLING that it has."""
 
     def path(self, model: str) -> str:
-        """Where requests go."""
+        """The path of requests."""
 
     def body(self, prompt: Prompt, options: Options) -> bytes:
         """A request's body."""
 
     def read(self, payload: bytes) -> Piece | str:
-        """An event; only its text if it says nothing else. Raises msgspec.DecodeError if it is none of this API."""
+        """Decode an event. Returns a text if the event has nothing else. Raises msgspec.DecodeError if it is no event
+        of this API."""
 
     def model_names(self, raw: bytes) -> list[str]:
-        """Names in the answer from `models_path`. Raises msgspec.DecodeError."""
+        """The names in the response from `models_path`. Raises msgspec.DecodeError."""
 
 
 class _Delta(msgspec.Struct, gc=False):
@@ -129,7 +130,7 @@ _OF_CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 class _OpenAI:
-    """What completions and chats have in common."""
+    """The common part of completions and chats."""
 
     models_path = "/v1/models"
     has_prefix = True
@@ -141,11 +142,11 @@ class _OpenAI:
         self._endpoint = endpoint
 
     def path(self, model: str) -> str:
-        """The same for all models."""
+        """The path, which is the same for all models."""
         return self._endpoint
 
     def read(self, payload: bytes) -> Piece | str:
-        """A chunk, or the mark of the end."""
+        """Decode a chunk, or the mark of the end."""
         if payload == b"[DONE]":
             return _LAST
         chunk = _OF_CHUNK.decode(payload)
@@ -172,7 +173,7 @@ class _OpenAI:
         return Piece(text, has_content, choice.finish_reason or "", prompt_tokens, completion_tokens)
 
     def model_names(self, raw: bytes) -> list[str]:
-        """Ids in the list."""
+        """The ids in the list."""
         return [named.id for named in msgspec.json.decode(raw, type=_List).data]
 
 
@@ -180,7 +181,7 @@ class Completions(_OpenAI):
     """POST /v1/completions."""
 
     def body(self, prompt: Prompt, options: Options) -> bytes:
-        """One text, streamed with usage."""
+        """The body: one text, streamed with usage."""
         return _encoded({"model": options.model, "prompt": prompt.text, "max_tokens": prompt.max_tokens}, options)
 
 
@@ -188,7 +189,7 @@ class Chat(_OpenAI):
     """POST /v1/chat/completions."""
 
     def body(self, prompt: Prompt, options: Options) -> bytes:
-        """Messages, streamed with usage."""
+        """The body: messages, streamed with usage."""
         head = {"model": options.model, "messages": prompt.messages, "max_completion_tokens": prompt.max_tokens}
         return _encoded(head, options)
 
@@ -235,7 +236,7 @@ class Responses(_OpenAI):
     _deltas = frozenset({"response.output_text.delta", "response.reasoning_text.delta"})
 
     def body(self, prompt: Prompt, options: Options) -> bytes:
-        """Messages as the input."""
+        """The body: messages as the input."""
         head = {"model": options.model, "input": prompt.messages, "max_output_tokens": prompt.max_tokens}
         fields = {**head, "stream": True, "store": False, **options.sampling}
         if options.ignore_eos:
@@ -243,7 +244,7 @@ class Responses(_OpenAI):
         return msgspec.json.encode({**fields, **options.extra})
 
     def read(self, payload: bytes) -> Piece | str:
-        """An event. The last one has the whole response."""
+        """Decode an event. The last one has the whole response."""
         if payload == b"[DONE]":
             return _NOTHING
         event = _OF_RESPONSE_EVENT.decode(payload)
@@ -290,17 +291,17 @@ class Ollama:
     _of_chunk = msgspec.json.Decoder(_OllamaChunk)
 
     def path(self, model: str) -> str:
-        """The same for all models."""
+        """The path, which is the same for all models."""
         return "/api/chat"
 
     def body(self, prompt: Prompt, options: Options) -> bytes:
-        """Messages; `num_predict` bounds the answer. Ollama cannot ignore ends of answers."""
+        """The body: messages. `num_predict` bounds the answer. Ollama cannot ignore end-of-sequence tokens."""
         numbers = {"num_predict": prompt.max_tokens, **options.sampling}
         head = {"model": options.model, "messages": prompt.messages, "stream": True, "options": numbers}
         return msgspec.json.encode({**head, **options.extra})
 
     def read(self, payload: bytes) -> Piece | str:
-        """A line."""
+        """Decode a line."""
         chunk = self._of_chunk.decode(payload)
         if chunk.error is not None:
             return Piece(error=_message(chunk.error))
@@ -309,7 +310,7 @@ class Ollama:
         return Piece(text, bool(text), reason, chunk.prompt_eval_count, chunk.eval_count, is_last=chunk.done)
 
     def model_names(self, raw: bytes) -> list[str]:
-        """Names in the list."""
+        """The names in the list."""
         return [tag.name for tag in msgspec.json.decode(raw, type=_OllamaTags).models]
 
 
@@ -348,16 +349,16 @@ class Tgi:
     _reasons = {"eos_token": "stop", "stop_sequence": "stop"}  # noqa: RUF012
 
     def path(self, model: str) -> str:
-        """One model is served."""
+        """The path. The server has a single model."""
         return "/generate_stream"
 
     def body(self, prompt: Prompt, options: Options) -> bytes:
-        """One text. TGI cannot ignore ends of answers."""
+        """The body: one text. TGI cannot ignore end-of-sequence tokens."""
         numbers = {"max_new_tokens": prompt.max_tokens, "details": True, **options.sampling}
         return msgspec.json.encode({"inputs": prompt.text, "parameters": numbers, **options.extra})
 
     def read(self, payload: bytes) -> Piece | str:
-        """A token; the last one has details."""
+        """Decode a token; the last one has details."""
         chunk = self._of_chunk.decode(payload)
         if chunk.error is not None:
             return Piece(error=_message(chunk.error))
@@ -370,7 +371,7 @@ class Tgi:
         return Piece(text, has_content, reason, details.input_length, details.generated_tokens, is_last=True)
 
     def model_names(self, raw: bytes) -> list[str]:
-        """The model."""
+        """The name of the single model."""
         return [msgspec.json.decode(raw, type=_TgiInfo).model_id]
 
 
@@ -393,11 +394,11 @@ class KServe:
     _of_chunk = msgspec.json.Decoder(_KserveChunk)
 
     def path(self, model: str) -> str:
-        """The model's."""
+        """The path, which has the model's name."""
         return f"/v2/models/{quote(model, safe='')}/generate_stream"
 
     def body(self, prompt: Prompt, options: Options) -> bytes:
-        """One text."""
+        """The body: one text."""
         asked = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
         numbers = {"max_tokens": prompt.max_tokens, "stream": True, **dict.fromkeys(asked, True), **options.sampling}
         if options.ignore_eos:
@@ -405,7 +406,7 @@ class KServe:
         return msgspec.json.encode({"text_input": prompt.text, "parameters": numbers, **options.extra})
 
     def read(self, payload: bytes) -> Piece | str:
-        """A part of the text."""
+        """Decode a part of the text."""
         chunk = self._of_chunk.decode(payload)
         if chunk.error is not None:
             return Piece(error=_message(chunk.error))
@@ -413,7 +414,7 @@ class KServe:
         return Piece(chunk.text_output, bool(chunk.text_output), chunk.finish_reason or "", *counts, counts_itself=True)
 
     def model_names(self, raw: bytes) -> list[str]:
-        """Ids in OpenAI's list, which such servers often have too."""
+        """The ids in OpenAI's list, which such servers often have too."""
         return [named.id for named in msgspec.json.decode(raw, type=_List).data]
 
 

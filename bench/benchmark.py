@@ -33,7 +33,7 @@ _READY_POLL_S = 0.5
 
 
 class BenchmarkError(Exception):
-    """The server cannot be asked; the message says why."""
+    """The server cannot be benchmarked. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Benchmark:
         await each_at_once(plan.num_warmups, plan.max_concurrency or plan.num_warmups, one)
 
     async def run(self, plan: Plan, conversations: Sequence[Conversation], arrivals: Arrivals, title: str) -> Result:
-        """Put the load on and compute the result."""
+        """Run the load and compute the result."""
         load = Load(self._sender, time.perf_counter, plan.max_concurrency)
         rng = random.Random(f"arrivals {plan.seed}")
         gc.collect()
@@ -169,7 +169,7 @@ class Benchmark:
         return record
 
     async def _count(self, records: Sequence[Record]) -> str:
-        """Fill in the lengths of answers from the best source that there is, and name the sources."""
+        """Set the lengths of answers from the best available source. Returns the names of the sources."""
         good = [record for record in records if record.succeeded]
         counted = [record for record in good if record.usage_completion_tokens is not None]
         rest = [record for record in good if record.usage_completion_tokens is None]
@@ -235,7 +235,8 @@ async def first_model(client: Client, api: Api) -> str:
 
 
 async def writer_of(client: Client, model: str, tokenizer: str | None) -> Writer:
-    """What writes prompts and counts tokens. Raises BenchmarkError, and ValueError for a useless tokenizer."""
+    """The writer of prompts, which also counts tokens. Raises BenchmarkError, and ValueError for a useless
+    tokenizer."""
     try:
         return await writer_for(await tokens.counter_for(client, model, tokenizer))
     except ExchangeError as error:

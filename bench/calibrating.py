@@ -56,12 +56,12 @@ _LIVE_LOAD = 0.7
 
 
 class CalibrateError(Exception):
-    """It could not be measured. The message says why."""
+    """The measurement failed. The message says why."""
 
 
 class Cell(NamedTuple):
-    """Requests at once, for each worker, with prompts and answers of this many tokens. Those of a worker begin with the
-    same `shared` tokens, which the KV cache has already."""
+    """A load: a number of simultaneous requests for each worker, with prompts and answers of these lengths in tokens.
+    The prompts of a worker begin with the same `shared` tokens, which are already in the KV cache."""
 
     batch: int
     prompt: int
@@ -123,7 +123,7 @@ class Loader:
     """Tokens of answers."""
 
     def tokens(self, count: int) -> list[int]:
-        """So many random tokens."""
+        """A list of `count` random tokens."""
         return self.rng.choices(range(min(_FIRST_TOKEN, self.vocabulary // 2), self.vocabulary), k=count)
 
     async def ask(self, prompt: int, answer: int, first: Sequence[int] = ()) -> Record:

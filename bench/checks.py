@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the answers are like."""
+    """The results of the checks."""
 
     finish_reasons: dict[str, int]
     errors: dict[str, int]
@@ -37,7 +37,7 @@ class Checked:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the server answered something wrongly. Failed requests are counted apart."""
+        """Whether some answers are wrong. Failed requests are counted separately."""
         return bool(self.findings)
 
 

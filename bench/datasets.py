@@ -1,6 +1,5 @@
-"""What is asked: conversations of one turn or several, generated or read from files. A generated prompt has exactly the
-requested number of tokens, if there is a tokenizer to count them (`texts`).
-"""
+"""Datasets: conversations of one turn or several, generated or read from files. A generated prompt has exactly the
+requested number of tokens, if there is a tokenizer to count them (`texts`)."""
 
 from __future__ import annotations
 
@@ -358,7 +357,7 @@ async def _prompts(
 
 
 def repeated(found: list[Conversation], count: int, rng: random.Random) -> list[Conversation]:
-    """So many, some again if there are too few."""
+    """Exactly `count` conversations: the given ones, some of them repeated if there are too few."""
     return found + [rng.choice(found) for _ in range(count - len(found))]
 
 

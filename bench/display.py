@@ -1,4 +1,4 @@
-"""What a run shows on standard error: live figures on a terminal, otherwise a line from time to time."""
+"""Shows the progress of a run on standard error: live figures on a terminal, otherwise a line from time to time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Display:
         self._last = (time.monotonic(), 0, 0)
 
     def shown(self) -> Coroutine[Any, Any, None] | None:
-        """What shows it for as long as it runs; None if nothing is shown."""
+        """The coroutine that shows the progress while it runs; None if nothing is shown."""
         if not self._is_shown:
             return None
         return self._live() if sys.stderr.isatty() else self._plain()

@@ -225,7 +225,7 @@ class Load:
                 progress.gaps_s.append((record.times[-1] - record.times[0]) / (len(record.times) - 1))
 
     async def _send(self, request: bytes, record: Record, is_timed: bool, may_s: float) -> None:
-        """Send a request that may be sent since `may_s`."""
+        """Send a request, which could have been sent since `may_s`."""
         record.sent_s = record.ended_s = self._now()
         if is_timed:
             self._num_timed += 1
@@ -266,7 +266,7 @@ async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 async def each_at_once(count: int, at_once: int, one: Callable[[], Awaitable[None]]) -> None:
-    """Await `one` so many times, `at_once` at a time."""
+    """Call and await `one` `count` times, at most `at_once` at a time."""
     left = iter(range(count))
 
     async def some() -> None:
@@ -278,7 +278,7 @@ async def each_at_once(count: int, at_once: int, one: Callable[[], Awaitable[Non
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None] | None) -> AsyncIterator[None]:
-    """Run `work`, if there is any, while the context is open. Then it is cancelled."""
+    """Context manager: run `work`, if there is any, while the context is open, then cancel it."""
     if work is None:
         yield
         return

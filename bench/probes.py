@@ -1,4 +1,4 @@
-"""Small requests beside a load, one after the other: how much does the load delay others?"""
+"""Small requests beside a load, one after the other, to measure how much the load delays others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Probes:
         self._records: list[Record] = []
 
     def asked(self) -> Coroutine[Any, Any, None] | None:
-        """What asks for as long as it runs; None if nothing is asked."""
+        """The coroutine that sends the probes while it runs; None if none are sent."""
         return self._ask() if self._rate else None
 
     async def _ask(self) -> None:

@@ -1,4 +1,4 @@
-"""What the kernel says of processes: who started whom, and how much CPU time each has taken."""
+"""Reads facts about processes from the kernel: their descendants, and the CPU time of each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 def process_of(directory: Path) -> Process | None:
-    """None if it has ended."""
+    """The process of a directory in /proc; None if it has ended."""
     try:
         fields = _fields(directory)
     except OSError:

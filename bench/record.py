@@ -1,4 +1,4 @@
-"""What is recorded of each request."""
+"""The record of one request."""
 
 from __future__ import annotations
 

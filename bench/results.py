@@ -36,7 +36,7 @@ _LATE_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What was run."""
+    """The setup of a run: server, load and settings."""
 
     url: str
     backend: str
@@ -166,7 +166,7 @@ def _say_client(result: Result, say: Any, title: Any) -> None:
 
 
 def warnings(result: Result) -> list[str]:
-    """What a reader of the figures must know first; empty if all is well."""
+    """The warnings that a reader of the figures must see first; empty if all is well."""
     run = result.run
     found = []
     if run.is_partial:

@@ -1,4 +1,4 @@
-"""Tells results: prints them, saves them, and writes the report."""
+"""Reports results: prints them, saves them, and writes the HTML report."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _shout(warnings: Sequence[str]) -> None:
-    """Print warnings so that nobody overlooks them."""
+    """Print warnings in a form that is hard to overlook."""
     if warnings:
         for line in (_BAR, *(f"!!! {warning}" for warning in warnings), _BAR):
             click.secho(line, fg="red", bold=True, err=True)

@@ -1,4 +1,4 @@
-"""What is asked: the flags of datasets, their lengths and their files."""
+"""The flags of datasets, their lengths and their files: what is sent."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ FLAGS = Section(
 
 
 def count(flags: Mapping[str, Any]) -> int:
-    """How many requests there are; of a file all, if that is asked for."""
+    """The number of requests. For a file, all requests in it if the flags say so."""
     asked = flags["num_prompts"]
     return _NUM_PROMPTS if asked is None else asked if asked > 0 else sys.maxsize
 

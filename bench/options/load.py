@@ -1,4 +1,4 @@
-"""When it is asked: the flags of rates, concurrency, users, warm-up and sweeps."""
+"""The flags of rates, concurrency, users, warm-up and sweeps: when requests are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told and kept: the flags of figures, files and reports."""
+"""The flags of figures, files and reports: what is printed and saved."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FLAGS = Section(
 
 
 def outputs(flags: Mapping[str, Any]) -> Outputs:
-    """The outputs of a run: what is written, and where."""
+    """The outputs of a run: the files to write, and their paths."""
     asks = ("save_result", "save_detailed", "append_result", "result_filename")
     return Outputs(
         is_saved=any(flags[name] for name in asks),

@@ -1,4 +1,4 @@
-"""How it is asked: the flags of the fields that every request has."""
+"""The flags of the fields that every request has."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ FLAGS = Section(
 
 
 def request_options(flags: Mapping[str, Any], api: Api, model: str) -> Options:
-    """What every request has. Raises CommandError for what the API does not have."""
+    """The fields that every request has. Raises CommandError for fields that the API does not have."""
     fields = _sampling(flags, api) | _logprobs(flags, api)
     return Options(model, _ignores_eos(flags, api), fields, _template(flags, api) | flags["extra_body"])
 

@@ -1,4 +1,4 @@
-"""Whom to ask: the flags that name the server, its API and the model."""
+"""The flags that name the server, its API and the model."""
 
 from __future__ import annotations
 

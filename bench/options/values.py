@@ -136,7 +136,7 @@ class RangeRatio(click.ParamType[tuple[float, float]]):
     name = "ratio"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
-        """That of prompts and that of answers."""
+        """The share of prompts and the share of answers."""
         if isinstance(value, tuple):
             return value
         try:
@@ -178,6 +178,6 @@ class OneOf(click.Choice[str]):
 
 
 class Alias(NamedTuple):
-    """Another name of the same."""
+    """The name that a value of `vllm bench serve` has here."""
 
     name: str

@@ -1,4 +1,4 @@
-"""What `vllm bench serve` has and `headrace bench` has not: names of APIs and datasets, and flags.
+"""Names of APIs and datasets, and flags, that `vllm bench serve` has and `headrace bench` has not.
 
 A flag that changes nothing in what is measured is accepted. One that would change it is refused, with what to do
 instead. tests/bench/test_vllm_flags.py holds this table and the flags of the other files to the flags of vLLM.

@@ -148,7 +148,7 @@ class Study:
         return finished.figure("request_throughput") or 0.0
 
     async def _try(self, run: Run) -> None:
-        """Run it and keep it. A peer that cannot take part is left out from here on."""
+        """Run and store one run. A peer that cannot take part is left out from now on."""
         try:
             finished = await self._run(run)
         except (MissingError, ServerError, BenchmarkError) as error:
@@ -259,7 +259,7 @@ class Study:
         return counted(raw.decode(errors="replace"), kind.preemptions) if status == 200 else None
 
     def _expected(self, run: Run) -> float:
-        """Seconds that a run takes, about."""
+        """The approximate duration of a run in seconds."""
         arrivals_s = run.num_prompts / run.rate if math.isfinite(run.rate) else self._scale.seconds
         return self._kinds[run.server].start_s + arrivals_s + 10.0
 
@@ -268,7 +268,7 @@ class Study:
 
 
 def told(run: Run) -> str:
-    """A run in words."""
+    """A description of a run."""
     rate = "all at once" if math.isinf(run.rate) else f"{run.rate:g} requests/s"
     name = f"experiment {run.experiment}" if run.experiment.isdigit() and run.experiment != "0" else run.experiment
     head = {"0": "capacity"}.get(run.experiment, name)
@@ -287,7 +287,7 @@ def counted(metrics: str, name: str) -> float | None:
 
 
 def _remarks(finished: Finished) -> str:
-    """What a reader must know of a run at once."""
+    """Remarks about a run that a reader must see at once."""
     found = []
     if finished.result.get("failed"):
         found.append(f"{finished.result['failed']} requests FAILED")

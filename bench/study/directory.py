@@ -33,7 +33,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run and what came of it: `result` as `headrace bench` saves it, and what `server` and `machine` did."""
+    """A finished run: `result` as `headrace bench` saves it, and the measurements `server` and `machine`."""
 
     run: Run
     result: Mapping[str, Any]

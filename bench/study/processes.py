@@ -146,7 +146,7 @@ def end(pid: int, wait: Callable[[float], object]) -> None:
 
 
 def _kill(process: Process) -> None:
-    """Unless its number is that of another process by now."""
+    """Kill a process, unless its pid belongs to another process by now."""
     if _began(process.pid) == process.began:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)

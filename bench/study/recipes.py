@@ -81,12 +81,12 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """In requests per second; infinite for all at once."""
+        """The rate in requests per second; infinite for all at once."""
         return float(self.rate_name)
 
     @property
     def key(self) -> str:
-        """Names the run, and its file."""
+        """The name of the run and of its file."""
         parts = (self.experiment, self.model, self.server, f"rate-{self.rate_name}", f"batch-{self.batch}")
         return "_".join((*parts, f"kv-{self.kv_tokens}", f"r{self.repetition}")).replace("/", "-").replace(" ", "")
 
@@ -217,7 +217,7 @@ QUICK = Scale(
 
 
 def capacity_run(model: str, scale: Scale) -> Run:
-    """The run that finds what the host can do, from which the rates of the others follow."""
+    """The run that measures the capacity of the host, from which the rates of the other runs follow."""
     return Run("0", OURS, model, "inf", scale.capacity_prompts, _BATCH, _KV_TOKENS, 1)
 
 
@@ -271,5 +271,5 @@ def _points(
 
 
 def _shares(shares: Sequence[float], capacity: float) -> list[float]:
-    """Rates with two digits, as people say them."""
+    """The rates, rounded to two digits."""
     return [float(f"{share * capacity:.2g}") for share in shares]

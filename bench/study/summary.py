@@ -1,4 +1,5 @@
-"""What the runs of a study say: a table for each experiment, with the mean and the spread of its repetitions. Pure."""
+"""Summarises the runs of a study: a table for each experiment, with the mean and the spread of its repetitions.
+Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Cell:
 
     @property
     def mean(self) -> float:
-        """Of the repetitions."""
+        """The mean of the repetitions."""
         return statistics.fmean(self.values)
 
     def told(self, form: str) -> str:
@@ -115,7 +116,7 @@ def _place(finished: Finished, across: str) -> float | None:
 
 
 def _order(experiment: Experiment, finished: Finished) -> tuple[object, ...]:
-    """By the horizontal axis, then by line, then by repetition. Ours stands before its peers."""
+    """Sort key: the horizontal axis, then the line, then the repetition. headrace comes before its peers."""
     run = finished.run
 
     def rank(name: str) -> tuple[float, str]:
@@ -184,7 +185,7 @@ def lines_of(table: Table) -> list[list[str]]:
 
 
 def head_of(found: Sequence[Table], finished: Sequence[Finished]) -> list[str]:
-    """What a reader needs to know first: the servers with their flags, and what brackets and marks mean."""
+    """The introduction for a reader: the servers with their flags, and the meaning of brackets and marks."""
     marks = "".join(row.marks for table in found for row in table.rows)
     words = []
     most = max((each.run.repetition for each in finished), default=1)
