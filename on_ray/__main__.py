@@ -195,14 +195,14 @@ def _fleet_of_options(models: tuple[str, ...], options: dict[str, Any]) -> Fleet
 
 
 def _plain(value: Any) -> Any:
-    """A value that every node understands: paths as they are written here, from the root."""
+    """A value that every node understands. Paths become absolute."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return str(value.absolute()) if isinstance(value, Path) else value
 
 
 def _absolute(model: str) -> str:
-    """A directory from the root, because actors run elsewhere; other names as they are."""
+    """The absolute path of a directory, because actors run elsewhere. Other names stay as they are."""
     return os.path.abspath(model) if os.sep in model and os.path.isdir(model) else model
 
 
@@ -261,8 +261,9 @@ def resources(resource: str) -> None:
 
 @contextlib.contextmanager
 def _connected(address: str | None) -> Iterator[TextIO]:
-    """A connection to the cluster, and where to print: meanwhile standard output is standard error, because Ray tells
-    there of nodes that have died. Raises CommandError without Ray, CommandFailed if there is no cluster."""
+    """Context manager: a connection to the cluster. Yields the stream for output; meanwhile, standard output goes to
+    standard error, because Ray prints messages about dead nodes there. Raises CommandError without Ray, CommandFailed
+    if there is no cluster."""
     try:
         import ray
     except ImportError:

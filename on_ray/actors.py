@@ -1,4 +1,5 @@
-"""What Ray Serve runs: workers, gateways with their routers, and the directory by which they find each other.
+"""The actors that Ray Serve runs: workers, gateways with their routers, and the directory by which they find each
+other.
 
 Worker       one for each worker: claims NUMA nodes, and owns the process that computes there
 Front        one for each gateway: owns a gateway and a router, and passes on what comes through Serve's own proxies
@@ -53,15 +54,15 @@ class Directory:
         self._members = directory.Directory()
 
     async def meet(self, member: directory.Member) -> list[directory.Front]:
-        """See there."""
+        """See `directory.Directory.meet`."""
         return self._members.meet(member)
 
     async def leave(self, member_id: str) -> None:
-        """See there."""
+        """See `directory.Directory.leave`."""
         self._members.leave(member_id)
 
     async def members(self) -> list[directory.Member]:
-        """See there."""
+        """See `directory.Directory.members`."""
         return self._members.members()
 
 
@@ -97,7 +98,7 @@ class Worker:
         self._tasks.append(asyncio.create_task(self._keep_known(), name="registration"))
 
     def _begin(self, fleet: Fleet, handle: Any) -> None:
-        """What `close` needs, whatever comes."""
+        """Set what `close` needs, so that it works even if loading fails."""
         self._handle = handle
         self._member_id = serve.get_replica_context().replica_id.unique_id
         self._transport = _transport_of(fleet)
@@ -129,11 +130,11 @@ class Worker:
             self._processes.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The signal of the model, as routers see it. Every worker reports the same."""
+        """The scaling signal of the model, as routers see it. Every worker reports the same."""
         return dict(self._signal)
 
     async def awaken(self) -> None:
-        """Return at once. Serve starts a worker for the call, if there is none."""
+        """Return at once. Ray Serve starts a worker for the call if there is none."""
 
     async def close(self) -> None:
         """Drain the worker, and give its places back."""
@@ -148,7 +149,7 @@ class Worker:
         await _leave(self._handle, self._member_id)
 
     async def __del__(self) -> None:
-        """Serve calls it before it ends the replica."""
+        """Close the worker. Ray Serve calls this before it ends the replica."""
         if not self._is_closing:
             await self.close()
 
@@ -235,7 +236,7 @@ class Front:
         await self._until()
 
     async def _until(self, status: int | None = None) -> None:
-        """Wait until the gateway answers whether it is ready; with this status, if one is given."""
+        """Wait until the gateway answers a readiness request; with `status`, until it answers with this status."""
         parts = httpx.URL(self._url)
 
         async def answers() -> bool:
@@ -276,12 +277,12 @@ class Front:
         await _leave(self._handle, self._member_id)
 
     async def __del__(self) -> None:
-        """Serve calls it before it ends the replica."""
+        """Close the gateway. Ray Serve calls this before it ends the replica."""
         if not self._is_closing:
             await self.close()
 
     async def _keep_known(self) -> None:
-        """Tell the directory of this gateway and its router, and what the router knows of the models' load."""
+        """Report this gateway and its router to the directory, with the load of the models that the router knows."""
         channel = self._transport.channel(self._router)
         stub: Any = router_pb2_grpc.RouterStub(channel)
         try:
@@ -303,8 +304,8 @@ class Front:
 
 
 class Awakening:
-    """Calls for the first worker of each model that has none and is asked for. Serve's own scaling starts a worker for
-    a waiting call; until then, requests wait at the router. For one event loop."""
+    """Calls for the first worker of each requested model that has none. Ray Serve's own scaling starts a worker for a
+    waiting call; until then, requests wait at the router. For one event loop."""
 
     def __init__(self, workers: Mapping[str, Any]) -> None:
         """`workers`: the handle of each deployment of workers, by its name."""
@@ -312,7 +313,7 @@ class Awakening:
         self._calls: dict[str, asyncio.Task[None]] = {}
 
     async def follow(self, signals: Mapping[str, Signal]) -> None:
-        """Call for the workers that are missing now, and no longer for others."""
+        """Call for the workers that are missing now, and end the calls for others."""
         missing = {
             workers_of(model)
             for model, signal in signals.items()
@@ -324,7 +325,7 @@ class Awakening:
         await end_tasks(*(self._calls.pop(name) for name in self._calls.keys() - missing))
 
     async def close(self) -> None:
-        """Call for nothing any more."""
+        """End all calls."""
         await self.follow({})
 
     async def _call(self, name: str) -> None:
@@ -348,7 +349,8 @@ async def _passed_on(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 async def _met(handle: Any, member: directory.Member) -> list[directory.Front] | None:
-    """What the directory answers; None if it does not, as while Ray replaces it."""
+    """Report a member to the directory. Returns the directory's answer; None if it does not answer, for example while
+    Ray replaces it."""
     found: list[directory.Front] | None = await _asked(lambda: handle.meet.remote(member))
     return found
 

@@ -52,7 +52,7 @@ def build_app(settings: Mapping[str, Any] | Fleet) -> serve.Application:
 
 
 def build_openai_app(settings: Mapping[str, Any]) -> serve.Application:
-    """The same from the settings of Ray Serve LLM, {"llm_configs": [...]}. Raises SettingsError."""
+    """As `build_app`, from the settings of Ray Serve LLM, {"llm_configs": [...]}. Raises SettingsError."""
     return build_app(fleet_of_llm_configs(settings))
 
 
@@ -62,17 +62,17 @@ def settings_of_workers(fleet: Fleet) -> Fleet:
 
 
 def settings_of_worker(model: Model) -> Model:
-    """The same of a model: not how many workers there are, and when. Routers must know the name of a model that may be
-    without workers before one has told it."""
+    """As `settings_of_workers`, for one model: all settings except the number of workers and when it changes. Routers
+    must know the name of a model that may have no workers before any worker has reported it."""
     name = name_of(model) if model.min_workers == 0 else model.name
     replace = msgspec.structs.replace
     return replace(model, name=name, min_workers=1, max_workers=None, surge_percent=0, scaling=Scaling())
 
 
 def settings_of_gateways(fleet: Fleet) -> Fleet:
-    """The settings that concern processes of gateways and routers. Routers take no longer to want fewer workers than it
-    takes until these are stopped, hold the requests for models that may be without any, and let requests wait as long
-    as the most patient workers do."""
+    """The settings of gateway and router processes. Routers decide to want fewer workers no later than these are
+    stopped, hold the requests for models that may have no worker, and let requests wait as long as the most patient
+    workers do."""
     window_s = max(1.0, min(model.scaling.down_delay_s for model in fleet.models))
     window = ("--scaling-window", str(window_s)) if window_s < WINDOW_S else ()
     on_demand = [model for model in fleet.models if model.min_workers == 0]

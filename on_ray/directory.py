@@ -1,4 +1,4 @@
-"""Who is in the fleet: every actor tells the directory of itself, and learns of the others.
+"""The directory of the fleet's members: every actor reports itself to it, and learns about the others.
 
 The directory is one small actor. It keeps nothing that cannot be told again: after its death, a new one knows everyone
 within `PERIOD_S`. Meanwhile nothing changes, because workers keep the routers that they know (`KnownRouters`).
@@ -53,13 +53,13 @@ Member = Front | WorkerMember
 
 
 class Directory:
-    """The members, each until it was silent for long."""
+    """The members. A member is forgotten when it has been silent for too long."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Member, float]] = {}
 
     def meet(self, member: Member) -> list[Front]:
-        """Enter a member, and return the gateways with their routers."""
+        """Add or update a member, and return the gateways with their routers."""
         self._seen[member.member_id] = (member, time.monotonic())
         return [other for other in self.members() if isinstance(other, Front)]
 
@@ -88,7 +88,8 @@ class KnownRouters:
 
 
 def merged(fronts: Iterable[Front], model: str) -> Signal:
-    """What the routers know of a model: the largest of each value, because a new router may not know all workers."""
+    """The routers' combined knowledge of a model: the largest of each value, because a new router may not know all
+    workers."""
     found: dict[str, float] = {}
     for front in fronts:
         for name, value in front.signals.get(model, {}).items():

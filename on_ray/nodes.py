@@ -1,4 +1,4 @@
-"""The Ray node of this process, and what nodes offer to workers."""
+"""The Ray node of this process, and the resources that nodes offer to workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def places_of(num_places: int) -> tuple[WorkerPlace, ...]:
 
 
 def offered(resource: str) -> dict[str, int]:
-    """How many of a resource the live nodes of the cluster have, by their names; those that have none are left out."""
+    """The amount of a resource on each live node of the cluster, by node name. Nodes without it are left out."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     amounts = {str(node["NodeName"]): int(node["Resources"].get(resource, 0)) for node in nodes}
     return {name: amount for name, amount in amounts.items() if amount}

@@ -1,4 +1,4 @@
-"""Which NUMA node of its host a worker gets. Ray counts the nodes' resources, but does not name them.
+"""Assigns NUMA nodes of a host to workers. Ray counts the nodes' resources, but does not name them.
 
 A place is a NUMA node, or a part of one if a host offers more resources than it has nodes. A file lock says that a
 place is taken: it ends with the process that holds it, however that ends.

@@ -74,7 +74,7 @@ class Processes:
             raise ProcessesError(f"{len(recent)} restarts within {_RESTARTS_WITHIN_S:.0f} s: {endings}")
 
     async def until(self, serves: Callable[[], Awaitable[bool]]) -> None:
-        """Wait until `serves`. Raises ProcessesError if the processes end before."""
+        """Call `serves` repeatedly, until it returns True. Raises ProcessesError if the processes end before."""
         while not await serves():
             self.check()
             await asyncio.sleep(_POLL_S)
@@ -104,7 +104,7 @@ async def end_without_raylet(end: Callable[[], Awaitable[None]], period_s: float
 
 
 async def grpc_serves(address: str, transport: Transport) -> bool:
-    """Whether a router or worker says that it serves."""
+    """Whether a router or worker reports that it serves."""
     channel = transport.channel(address)
     try:
         check: Any = health_pb2_grpc.HealthStub(channel)

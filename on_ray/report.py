@@ -1,4 +1,4 @@
-"""What `headrace ray status` shows of a fleet."""
+"""The output of `headrace ray status`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.ray.directory import Front, Member, WorkerMember, merged
 def as_object(
     app: str, state: str, message: str, deployments: Mapping[str, Any], members: Sequence[Member]
 ) -> dict[str, Any]:
-    """All of it for --json: what Ray knows of the application, the fleet's members, and the signal of each model."""
+    """The object for --json: Ray's state of the application, the fleet's members, and the signal of each model."""
     return {
         "app": app,
         "state": state,
@@ -29,7 +29,7 @@ def as_object(
 
 
 def as_tables(app: str, state: str, message: str, deployments: Mapping[str, Any], members: Sequence[Member]) -> None:
-    """Print it for people."""
+    """Print the state as tables."""
     click.echo(f"{app}: {state.lower()}{f' ({message.splitlines()[-1]})' if message else ''}")
     rows = [("deployment", "state", "replicas")]
     for name, one in sorted(deployments.items()):
@@ -61,6 +61,6 @@ def _fronts(members: Sequence[Member]) -> list[Front]:
 
 
 def _models(members: Sequence[Member]) -> list[str]:
-    """Those of workers, and those that routers know though they have no worker."""
+    """The models of workers, and those that routers know although they have no worker."""
     of_workers = {one.model for one in members if isinstance(one, WorkerMember)}
     return sorted(of_workers.union(*(front.signals for front in _fronts(members))))

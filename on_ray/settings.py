@@ -27,8 +27,8 @@ class SettingsError(ValueError):
 
 
 class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the number of a model's workers changes: there are as many as routers want, and more while a value is above
-    its target. Delays are in seconds."""
+    """When the number of a model's workers changes: it follows the number that routers want, and is higher while a
+    value exceeds its target. Delays are in seconds."""
 
     queue_wait_s: float = 2.0
     """Expected wait of a request that arrives, before its prompt is computed."""
@@ -117,7 +117,8 @@ def fleet_of(given: Mapping[str, Any] | Fleet) -> Fleet:
 
 
 def name_of(model: Model) -> str:
-    """What the deployment of a model's workers is called: the name in requests, or the end of the model's."""
+    """The name of the deployment of a model's workers: the model's name in requests, or the last part of its
+    location."""
     return model.name or model.model.rstrip("/").rpartition("/")[2]
 
 

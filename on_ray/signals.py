@@ -1,4 +1,4 @@
-"""What a router says of the need of each model, as the values that scaling follows. Pure."""
+"""The need of each model as a router reports it, in the values that scaling follows. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Signal = Mapping[str, float]
 
 
 def signals_of(signals: Iterable[router_pb2.ScalingSignal]) -> dict[str, Signal]:
-    """The signal of each model. The only place that knows where it comes from."""
+    """The signal of each model. Only this function reads the router's message."""
     return {
         signal.model: {
             "workers": float(signal.workers_ready),

@@ -1,4 +1,4 @@
-"""The answer of `headrace plan`: what to start, how it does, and at which load it breaks. Pure."""
+"""The answer of `headrace plan`: how to start the fleet, how it performs, and at which load it fails. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _BAR = 24
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A plan for one kind of host. `trial` is that of the hosts that the load needs, without `spare` ones, `least_kv`
-    that of the smallest KV cache, `held` and `missed` those on both sides of the knee, and `curve` those of several
-    loads, in their order. `trial` is None if not even `most_hosts` hosts meet the objectives: `missed` is theirs."""
+    """A plan for one kind of host. `trial` is the trial of the hosts that the load needs, without the `spare` ones, and
+    `least_kv` that of the smallest KV cache. `held` and `missed` are the trials on both sides of the knee, and `curve`
+    those of several loads, in order. If not even `most_hosts` hosts meet the objectives, `trial` is None and `missed`
+    is the trial of that many."""
 
     load: Load
     objectives: Objectives
@@ -46,7 +47,7 @@ class Answer:
 
     @property
     def cost(self) -> float | None:
-        """What they cost, if that is known."""
+        """The cost of the hosts, if it is known."""
         each = self.fleet.kind.cost
         return None if each is None or self.trial is None else each * self.hosts
 
@@ -175,7 +176,7 @@ def _shown(figures: Figures) -> float:
 
 
 def nearness(trial: Trial, objectives: Objectives) -> float:
-    """The larger share of a limit that is used up."""
+    """The larger of the shares of the limits that are used up."""
     shares = [0.0]
     if objectives.ttft is not None:
         shares.append(trial.ttft.of_limit / objectives.ttft.seconds)

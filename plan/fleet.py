@@ -21,7 +21,8 @@ MAX_WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of host: its calibration, the file's name, and what one costs, in any unit; None if that is not given."""
+    """A kind of host: its calibration, the file's name, and the cost of one host in any unit; None if that is not
+    given."""
 
     name: str
     calibration: Calibration
@@ -30,8 +31,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What each worker has for blocks: GiB of KV cache (None: as in the calibration), GiB of the disk of its host (0:
-    none) with the bytes a second that it reads, and bytes a second from other workers (0: none)."""
+    """The memory of each worker for blocks: GiB of KV cache (None: as in the calibration), GiB of its host's disk (0:
+    no disk) with its reading speed in bytes per second, and the speed of fetches from other workers in bytes per second
+    (0: no fetches)."""
 
     kv_gb: float | None = None
     disk_gb: float = 0.0
@@ -52,7 +54,7 @@ class Fleet:
 
     @property
     def workers(self) -> int:
-        """All workers."""
+        """The number of workers on all hosts."""
         return self.hosts * self.kind.calibration.layout.workers
 
     @property
@@ -69,7 +71,7 @@ class Fleet:
         return self.max_num_seqs or self.kind.calibration.layout.max_num_seqs
 
     def blocks(self) -> tuple[int, WindowBudget | None]:
-        """The number of blocks of a worker's KV cache, and what there is for layers with a window."""
+        """The number of blocks of a worker's KV cache, and the budget for layers with a window."""
         model, layout = self.kind.calibration.model, self.kind.calibration.layout
         size = model.block_tokens
         if not model.window_tokens:
@@ -86,11 +88,11 @@ class Fleet:
         return self.blocks()[0] * self.kind.calibration.model.block_tokens
 
     def with_hosts(self, hosts: int) -> Fleet:
-        """The same with so many hosts."""
+        """The same fleet with this number of hosts."""
         return replace(self, hosts=hosts)
 
     def settings(self, seed: int) -> FleetSettings:
-        """For the simulator."""
+        """The settings for the simulator."""
         found, memory = self.kind.calibration, self.memory
         layout, token_bytes = found.layout, found.model.kv_token_bytes
         # The simulator has one disk for all workers or one for each.

@@ -17,7 +17,7 @@ _FIRST_OWN = 1 << 20
 
 
 def lengths(shape: Shape, mean: float, most: int) -> Lengths:
-    """A distribution of this mean."""
+    """The distribution of lengths with this mean."""
     if shape == "lognormal":
         return Lengths(shape, mean / math.exp(_SIGMA**2 / 2), _SIGMA, most)
     return Lengths(shape, mean, 0.5 if shape == "uniform" else 0.0, most)
@@ -25,9 +25,9 @@ def lengths(shape: Shape, mean: float, most: int) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What is asked: each conversation begins with one of `num_prefixes` prefixes of `prefix` tokens, if that is not 0,
-    and has `turns` turns on average (geometric). A turn adds a prompt to all that was said before. No request exceeds
-    `most` tokens."""
+    """The requests of a load. Each conversation begins with one of `num_prefixes` prefixes of `prefix` tokens, unless
+    that is 0, and has `turns` turns on average (geometric). A turn appends a prompt to the conversation so far. No
+    request exceeds `most` tokens."""
 
     prompt: Lengths
     answer: Lengths
@@ -90,7 +90,7 @@ class Load:
         return asked
 
     def scaled(self, factor: float) -> Load:
-        """So many times this load."""
+        """This load multiplied by a factor."""
         return replace(
             self,
             per_s=None if self.per_s is None else factor * self.per_s,
@@ -101,7 +101,7 @@ class Load:
 
     @property
     def offered_per_s(self) -> float:
-        """Requests a second; for users, if answers took no time."""
+        """The number of requests per second. For users, the number if answers took no time."""
         if self.per_s is not None:
             return self.per_s
         if self.users is not None:
@@ -111,7 +111,7 @@ class Load:
 
     @property
     def settle_s(self) -> float:
-        """How long conversations must have come until as many end as begin; 0 without later turns."""
+        """The time after which as many conversations end as begin; 0 without later turns."""
         if self.per_s is None or self.requests is None:
             return 0.0
         return 3 * (self.requests.turns - 1) * self.think_s  # lengths of conversations are geometric

@@ -13,7 +13,7 @@ _USUAL_PERCENTILE = 95.0
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most that a percentile of a time may be, in seconds."""
+    """The maximum of a percentile of a time, in seconds."""
 
     percentile: float
     seconds: float

@@ -44,14 +44,14 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float], limit: Limit | None) -> Figures:
-        """Those of `values`; 0 if there are none."""
+        """The figures of `values`; 0 if there are none."""
         p50, p95, p99 = (percentile(values, percent) for percent in (50.0, 95.0, 99.0))
         return cls(p50, p95, p99, percentile(values, limit.percentile) if limit is not None else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a fleet did under a load. Shares are from 0 to 1; rates are per second."""
+    """The performance of a fleet under a load. Shares are from 0 to 1; rates are per second."""
 
     fleet: Fleet
     factor: float
@@ -87,7 +87,7 @@ class Trial:
         return not self.broken
 
     def why(self) -> str:
-        """What the fleet lacks, if it misses an objective, as a sentence."""
+        """A sentence that says what the fleet lacks, if it misses an objective."""
         most = self.fleet.batch
         if self.kv_used >= _FULL or self.preemptions:
             return f"the KV cache is full: running requests hold up to {self.kv_used:.0%} of it"
@@ -120,7 +120,7 @@ class Search:
         self._trials: dict[tuple[Fleet, float], Trial] = {}
 
     def trial(self, fleet: Fleet, factor: float = 1.0) -> Trial:
-        """Simulate a fleet under so many times the load."""
+        """Simulate a fleet under the load multiplied by `factor`."""
         known = self._trials.get((fleet, factor))
         if known is None:
             self._told(f"{fleet.kind.name}: {fleet.hosts} host{'s' * (fleet.hosts > 1)} at {factor:.3g} x the load")
@@ -143,8 +143,8 @@ class Search:
         return found
 
     def knee(self, fleet: Fleet) -> tuple[Trial | None, Trial | None]:
-        """The trial of the highest load that the fleet carries, and that of the lowest that it does not; None if there
-        is none up to `_MAX_FACTOR` times the load."""
+        """The trial of the highest load that the fleet can carry, and the trial of the lowest load that it cannot; None
+        if there is none up to `_MAX_FACTOR` times the load."""
         low, high = 0.0, 1.0
         good: Trial | None = None
         bad: Trial | None = None
@@ -300,14 +300,14 @@ def _run(fleet: Fleet, load: Load, count: int, seed: int) -> _Run:
 
 
 class _Watched:
-    """The fullest that workers have been, seen whenever a request ends."""
+    """The highest utilisation of workers, updated whenever a request ends."""
 
     def __init__(self) -> None:
         self.kv_used = 0.0
         self.batch = 0
 
     def look(self, simulation: Simulation) -> None:
-        """Look at all workers."""
+        """Update from the state of all workers."""
         for worker in simulation.workers:
             cache = worker.scheduler.kv_cache
             self.kv_used = max(self.kv_used, kv_use(cache.num_blocks, cache.num_free_blocks))

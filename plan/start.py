@@ -55,7 +55,7 @@ def _line(*words: str) -> str:
 
 
 def _without_kv(flags: Sequence[str]) -> list[str]:
-    """The flags with which the host was measured, but for the size of the KV cache."""
+    """The flags with which the host was measured, except the size of the KV cache."""
     kept: list[str] = []
     skip = False
     for flag in flags:

@@ -43,7 +43,8 @@ class SimulatedAdmission:
             self._waiting.append((number, now_s))
 
     def look(self, now_s: float) -> None:
-        """Place the requests that are next, as long as there is room, and refuse those that have waited too long."""
+        """Place the next requests in the queue, as long as there is room, and refuse those that have waited too
+        long."""
         waiting = self._waiting
         while waiting:
             number, since_s = waiting[0]

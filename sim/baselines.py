@@ -1,4 +1,4 @@
-"""Policies to compare with. They ignore which blocks workers have. Pure."""
+"""Baseline policies for comparison. They ignore which blocks workers have. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class _Blind:
     """A policy that ignores blocks."""
 
     def observe(self, worker: int, report: Report) -> None:
-        """Ignored."""
+        """Do nothing: reports are ignored."""
 
     def ended(self, job: Job) -> None:
-        """Ignored."""
+        """Do nothing: ends of answers are ignored."""
 
     def not_taken(self, choice: Choice) -> None:
-        """Ignored."""
+        """Do nothing: returned requests are ignored."""
 
 
 class RandomPolicy(_Blind):
@@ -40,7 +40,7 @@ class RandomPolicy(_Blind):
 
 
 class RoundRobinPolicy(_Blind):
-    """Each worker in turn. Each router starts at a random one."""
+    """Chooses the workers in turn. Each router starts at a random one."""
 
     def __init__(self, shape: FleetShape, rng: random.Random) -> None:
         self._num_workers = shape.num_workers
@@ -53,7 +53,8 @@ class RoundRobinPolicy(_Blind):
 
 
 class LeastLoadedPolicy(_Blind):
-    """The worker with the fewest known requests, including the router's own bookings. Ties are broken at random."""
+    """Chooses the worker with the fewest known requests, including the router's own bookings. Ties are broken at
+    random."""
 
     def __init__(self, shape: FleetShape, rng: random.Random) -> None:
         self._num_workers = shape.num_workers

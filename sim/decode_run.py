@@ -42,7 +42,7 @@ class Learning:
         return self._model.is_learned
 
     def step(self, shape: StepShape, milliseconds: float) -> None:
-        """A decode step."""
+        """Learn from a decode step."""
         if shape.changed or not self.is_steady or self._num_passed >= LEARN_EVERY - 1:
             self._model.observe(shape, milliseconds)
             self._num_passed = 0
@@ -50,7 +50,8 @@ class Learning:
             self._num_passed += 1
 
     def steps(self, first: StepShape, milliseconds: Sequence[float]) -> None:
-        """Decode steps in a row, each with one more position for each sequence. `first` is the shape of the first."""
+        """Learn from consecutive decode steps, each with one more position for each sequence. `first` is the shape of
+        the first."""
         number = 0 if first.changed else LEARN_EVERY - 1 - self._num_passed
         count = len(milliseconds)
         if number >= count:
@@ -117,11 +118,11 @@ class DecodeRun:
 
     @property
     def end_s(self) -> float:
-        """When its last step ends."""
+        """The time at which its last step ends."""
         return self.ends_s[-1]
 
     def num_ended(self, now_s: float) -> int:
-        """How many of its steps have ended before this time. One that ends just then is still to end."""
+        """How many of its steps have ended before this time. A step that ends exactly then does not count."""
         return bisect_left(self.ends_s, now_s)
 
     def busy_s(self, num_steps: int) -> float:

@@ -68,22 +68,22 @@ class SimulatedDrafts:
         return spent_ms / 1000
 
     def warm_up(self, num_tokens: Sequence[int], num_steps: int) -> None:
-        """There is nothing to warm up."""
+        """Do nothing: there is nothing to warm up."""
 
     def _token(self, request: Request) -> int:
         return self._right_token(request) if self._random.random() < self._acceptance else _WRONG
 
 
 class NoGrammars:
-    """Simulated requests have no grammars."""
+    """Grammar drafts for simulated requests, which have no grammars."""
 
     def forced_tokens(self, request: Request) -> Sequence[int]:
-        """None."""
+        """No tokens."""
         return ()
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
-        """All of them."""
+        """The number of all tokens."""
         return len(token_ids)
 
     def branch(self, request: Request) -> None:
-        """None."""
+        """No branch."""

@@ -79,7 +79,7 @@ class ImageSettings:
         return self.family.core_s * num_tokens / self.family.num_tokens
 
     def states(self, num_tokens: int) -> ImageStates:
-        """States of the right size, which take no memory here."""
+        """States of the right size. They take no memory here."""
         return ImageStates(np.broadcast_to(np.float32(0.0), (num_tokens, self.family.hidden_size)))
 
 
@@ -104,7 +104,7 @@ class Events(NamedTuple):
 
 
 class _Encoder:
-    """What `Encoding` needs of an encoder, for both kinds."""
+    """The common part of all simulated encoders."""
 
     def __init__(self, settings: ImageSettings, events: Events) -> None:
         self.rate = EncodeRate()
@@ -156,7 +156,7 @@ class BesideEngine(_Encoder):
         return 1.0 / (1.0 - ENCODER_SHARE) if self._queue else 1.0
 
     def engine_is(self, *, busy: bool) -> None:
-        """The engine begins to compute steps, or has nothing to compute."""
+        """Record whether the engine computes steps."""
         if busy != self._is_engine_busy:
             self._progress()
             self._is_engine_busy = busy
@@ -174,7 +174,8 @@ class BesideEngine(_Encoder):
             self._queue.remove(job)
 
     def expected_s(self, job: EncodeJob) -> float:
-        """When an image that arrives now would be encoded, in seconds, if the engine's load does not change."""
+        """The time in seconds at which an image that arrives now would be encoded, if the engine's load does not
+        change."""
         left = self._left_core_s - (self._events.clock() - self._progress_s) * self._cores if self._queue else 0.0
         others = sum(self._settings.core_s(other.num_tokens) for other in list(self._queue)[1:])
         return self._events.clock() + (max(left, 0.0) + others + self._settings.core_s(job.num_tokens)) / self._cores
@@ -196,7 +197,7 @@ class BesideEngine(_Encoder):
         self._progress_s = now_s
 
     def _expect(self) -> None:
-        """Expect the end of the current image by what is known now."""
+        """Schedule the end of the current image as it is expected now."""
         self._number += 1
         if self._queue:
             number, left_s = self._number, max(self._left_core_s, 0.0) / self._cores
@@ -224,7 +225,7 @@ class EncodeHosts:
         """Seconds of all hosts together."""
 
     def expected_s(self, job: EncodeJob, now_s: float) -> float:
-        """When the states of an image would be at the worker."""
+        """The time at which the states of an image would arrive at the worker."""
         size = job.num_tokens * self._settings.bytes_per_token
         ready = [kept[job.digest][0] for kept in self._kept if job.digest in kept]
         encoded_s = min(self._free_s) if not ready else 0.0
@@ -262,7 +263,7 @@ class OnHosts(_Encoder):
         self._hosts = hosts
 
     def engine_is(self, *, busy: bool) -> None:
-        """The engine's steps take nothing from the hosts."""
+        """Do nothing: the engine's steps take no time from the hosts."""
 
     def encode(self, job: EncodeJob) -> None:
         """See `worker.vision.job.Encoder`."""

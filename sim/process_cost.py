@@ -56,12 +56,12 @@ class RouterTime:
         return self._background
 
     def tokens(self, count: int) -> None:
-        """The router passes on so many tokens."""
+        """Record that the router passes on `count` tokens."""
         self._work_s += count * self._cost.token_us / 1e6
 
     def request_done_s(self, now_s: float, num_reports: int) -> float:
-        """A request arrives, and so many messages of workers have arrived since the beginning. Returns when the request
-        is placed."""
+        """Record that a request arrives, after `num_reports` messages of workers in all. Returns the time at which the
+        request is placed."""
         self._work_s += (num_reports - self._num_reports) * self._cost.report_us / 1e6
         self._num_reports = num_reports
         passed_s = now_s - self._counted_s

@@ -1,4 +1,4 @@
-"""Reports of workers on their way to routers, and what they have told.
+"""Reports of workers: their transport to routers, and the reported state.
 
     worker ---- report ---> outbox: at most one message every 20 ms ---- report_delay ----> all routers
 
@@ -44,14 +44,14 @@ class _Outbox:
         self.last_s = -interval_s
 
     def sent_s(self, put_s: float) -> float:
-        """When a report is sent that is ready now. Not for a time before that of an earlier report."""
+        """The time at which a report that is ready at `put_s` is sent. Call it in the order of time."""
         if put_s > self.last_s:  # otherwise the next message waits to be sent
             self.last_s = max(put_s, self.last_s + self._interval_s)
         return self.last_s
 
 
 class _Followed(NamedTuple):
-    """The run that determines a worker's latest load, and the number of its report in the run."""
+    """The run that determines a worker's latest load, and the number of its latest report within the run."""
 
     run: DecodeRun
     report: int
@@ -94,12 +94,12 @@ class ReportedFleet:
             self._put(worker, LoadReport())
 
     def send(self, worker: int, report: Report, now_s: float) -> None:
-        """A worker has a report."""
+        """Send a worker's report."""
         delivered_s = self._outboxes[worker].sent_s(now_s) + self._delay_s
         heapq.heappush(self._coming, (delivered_s, next(self._number), worker, report))
 
     def follow(self, worker: int, run: DecodeRun) -> None:
-        """A worker has begun a run of steps with reports."""
+        """Take a worker's load from a run of steps with reports, which has begun."""
         outbox = self._outboxes[worker]
         self._sent_before[run] = outbox.last_s
         sent_s, delay_s = outbox.sent_s, self._delay_s
@@ -108,7 +108,7 @@ class ReportedFleet:
             heapq.heappush(self._coming, (run.delivered_s[0], next(self._number), worker, run))
 
     def ended(self, worker: int, run: DecodeRun) -> None:
-        """The run that was followed has ended, or was cut."""
+        """Stop following a run, because it has ended or was cut."""
         before_s = self._sent_before.pop(run)
         if run.is_cut:
             self._outboxes[worker].last_s = run.delivered_s[-1] - self._delay_s if run.delivered_s else before_s

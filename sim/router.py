@@ -133,7 +133,8 @@ class HeadracePolicy(_Indexed):
 
 
 class LongestPrefixPolicy(_Indexed):
-    """The worker with the longest cached prefix, regardless of load. Ties go to the worker with the fewest requests."""
+    """Chooses the worker with the longest cached prefix, regardless of load. Ties go to the worker with the fewest
+    requests."""
 
     def choose(self, job: Job, view: FleetView, now_s: float) -> Choice:
         """See Policy."""
@@ -231,11 +232,11 @@ class SimulatedRouter:
         return belief_message(self.rank + 1, placed.booking, cached_tokens, believed)
 
     def observe(self, worker: int, report: Report) -> None:
-        """A report of a worker with new blocks, which the view knows already."""
+        """Apply a report of a worker with new blocks, which the view already knows."""
         self._policy.observe(worker, report)
 
     def named(self, worker: int, placement_id: int) -> None:
-        """The reports of a worker include this placement of the router from now on."""
+        """Record that the reports of a worker include this placement of the router from now on."""
         self.view.bookings[worker].settle_named((placement_id,))
 
     def given_back(self, placed: PlacedJob, report: Report, now_s: float) -> None:

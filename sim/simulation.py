@@ -205,7 +205,7 @@ class Simulation:
             self._after_hop(partial(self._place, record, router))
 
     def _come(self, number: int, rank: int) -> None:
-        """A request has come to a router, which admits it."""
+        """Hand a request that has arrived at a router to its admission control."""
         admission = self._admissions[rank]
         had_waiting = admission.has_waiting
         admission.arrived(number, self.clock.now_s)
@@ -221,7 +221,7 @@ class Simulation:
         self._place(self._records[number], router)
 
     def _refuse(self, number: int) -> None:
-        """A router refuses a request."""
+        """Refuse a request at a router."""
         record = self._records[number]
         record.is_refused = True
         record.ended_s = self.clock.now_s + self._settings.hop_s
@@ -243,7 +243,7 @@ class Simulation:
             action()
 
     def _place(self, record: JobRecord, router: SimulatedRouter) -> None:
-        """A request is at a router, which places it when it gets to it."""
+        """Place a request that is at a router, after the router's thread has reached it."""
         if self._settings.process_cost is NOTHING:
             self._decide(record, router)
             return
@@ -301,7 +301,7 @@ class Simulation:
             self._reported.send(number, news, self.clock.now_s)
 
     def _wake(self, number: int) -> None:
-        """Something may have changed for a worker, or a pause has ended."""
+        """Let a worker continue: something may have changed for it, or a pause has ended."""
         if not self.workers[number].is_stepping:
             self._step(number)
 
@@ -313,7 +313,7 @@ class Simulation:
         self._step(number)
 
     def _cut(self, number: int) -> None:
-        """Something happens at a worker. If it is in a run of steps, the current one becomes a step by itself."""
+        """Cut the worker's run of steps, because something happens there. The current step becomes a separate step."""
         worker = self.workers[number]
         run = worker.run
         end_s = worker.cut_run()
@@ -322,7 +322,8 @@ class Simulation:
             self.clock.at(end_s, partial(self._end_step, number))
 
     def _stretch(self, number: int) -> float:
-        """How many times as long a step takes that this worker begins now, because others of its host are busy."""
+        """How many times as long a step takes that this worker begins now, because other workers of its host compute
+        too."""
         size = self._settings.workers_per_host
         if size == 1 or not self._settings.slowdown:
             return 1.0
@@ -357,7 +358,7 @@ class Simulation:
             self._step(number)
 
     def _end(self, request_id: str) -> None:
-        """The router has the last token of a request."""
+        """End a request at its router, which has received the last token."""
         record, placed, router = self._in_flight.pop(request_id)
         self._times[router.rank].tokens(record.num_tokens)
         if record.is_refused:
@@ -367,7 +368,7 @@ class Simulation:
         self._end_of(record)
 
     def _end_of(self, record: JobRecord) -> None:
-        """The client has the end of a request."""
+        """End a request at its client."""
         self._on_end()
         for job in self._followers.get(record.job.number, ()):
             self.clock.at(record.ended_s + job.think_s, partial(self._arrive, job))
@@ -375,7 +376,8 @@ class Simulation:
             self._after_hop(partial(self._arrive, self._jobs.popleft()))
 
     def _move(self, request_id: str) -> None:
-        """The router has the first token of a request that continues elsewhere."""
+        """Move a request to another worker, because its router has received the first token and the answer continues
+        elsewhere."""
         record, placed, router = self._in_flight.pop(request_id)
         router.moved(placed)
         self._place(record, router)
@@ -389,7 +391,7 @@ class Simulation:
             record.peer_tokens = min(request.num_peer_tokens, record.cached_tokens)
 
     def _observe(self, worker: int, report: Report) -> None:
-        """All routers have a report."""
+        """Give a report to all routers."""
         if report.stored:
             for router in self.routers:
                 router.observe(worker, report)

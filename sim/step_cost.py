@@ -88,7 +88,7 @@ class StepCostPair(msgspec.Struct, frozen=True):
 
     @property
     def change(self) -> float:
-        """See StepCost; that of decode steps."""
+        """The cost of a change of size; see StepCost. It is that of decode steps."""
         return self.decode.change
 
     def milliseconds(self, shape: StepShape) -> float:

@@ -45,12 +45,12 @@ class LoggedStep(msgspec.Struct, frozen=True):
 
     @property
     def end_s(self) -> float:
-        """When it ended."""
+        """The time at which the step ended."""
         return self.start_s + self.ms / 1000
 
     @property
     def shape(self) -> StepShape:
-        """Its size."""
+        """The shape of the step."""
         return StepShape(
             self.tokens,
             self.attended,
@@ -110,14 +110,14 @@ def timed(steps: Iterable[LoggedStep], since_s: float) -> list[Timed]:
 
 
 class _Busy:
-    """When a worker computed."""
+    """The times during which a worker computed."""
 
     def __init__(self, steps: Sequence[LoggedStep]) -> None:
         self._starts = [step.start_s for step in steps]
         self._ends = [step.end_s for step in steps]
 
     def share(self, start_s: float, end_s: float) -> float:
-        """The share of this time in which it did."""
+        """The share of this interval in which the worker computed."""
         if end_s <= start_s:
             return 0.0
         busy_s = 0.0

@@ -130,14 +130,14 @@ class SimulatedDisk(_Fetches):
         return block_hash in self._known
 
     def has_part(self, block_hash: int) -> bool:
-        """Simulated models have no parts of blocks."""
+        """Return False: simulated models have no parts of blocks."""
         return self.has(block_hash)
 
     def spill_part(self, slot: int, content: Content) -> None:
-        """Simulated models have no parts of blocks."""
+        """Do nothing: simulated models have no parts of blocks."""
 
     def spill(self, block: int, slot: int, content: Content) -> None:
-        """A block leaves the memory. It is dropped if too many wait to be written."""
+        """Queue a block that leaves the memory for writing. It is dropped if too many wait."""
         del block, slot
         block_hash = content.block_hash
         now_s = self.timer.clock()

@@ -54,7 +54,7 @@ class FleetView:
         self._booked.add(worker)
 
     def answered(self, worker: int, load: LoadReport, version: int) -> None:
-        """A worker told this router its load, which replaces what it has reported before."""
+        """Store the load that a worker told this router directly. It replaces the reported load."""
         reported = self.reported
         before = self._answers.get(worker)
         if version >= max(reported.versions[worker], 0 if before is None else before.version):

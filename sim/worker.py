@@ -304,14 +304,15 @@ class SimulatedWorker:
         return least
 
     def end_run(self) -> None:
-        """All steps of the run have ended."""
+        """Complete all steps of the run."""
         run = self._run
         assert run is not None, "no run"
         self._pass(run, len(run.ends_s))
 
     def cut_run(self) -> float | None:
-        """Something comes before the run has ended. Its last completed step becomes the worker's latest one, and the
-        next one, which is being computed, a step by itself. Returns when it ends; None if there is no run."""
+        """End the run early, because something else happens. The last completed step becomes the worker's latest step,
+        and the step that is being computed becomes a separate step. Returns the time at which that step ends; None if
+        there is no run."""
         run = self._run
         if run is None:
             return None
@@ -326,7 +327,7 @@ class SimulatedWorker:
         return begun_s + step_ms / 1000
 
     def _pass(self, run: DecodeRun, num_steps: int) -> None:
-        """The first `num_steps` of the run have ended."""
+        """Complete the first `num_steps` steps of the run."""
         self._run = None
         if not num_steps:
             return
@@ -384,7 +385,8 @@ class SimulatedWorker:
         return self._begin(stretch * (1.0 if self.encoder is None else self.encoder.step_factor))
 
     def _begin(self, step_factor: float) -> float | None:
-        """Begin a step, which takes so many times as long as its cost; none in a pause."""
+        """Begin a step, which takes `step_factor` times as long as its cost. Returns None if there is nothing to
+        compute or a pause is due."""
         if self.pause_s:
             self._engine_is(busy=False)
             return None
