@@ -46,8 +46,8 @@ class ChainedBlock(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is held for a fetch until it has ended: the cached blocks before the wanted ones, and the parts of some of
-    them for layers with a window."""
+    """The content that is held for a fetch until it ends: the cached blocks before the wanted ones, and the parts of
+    some of them for layers with a window."""
 
     blocks: list[int]
     parts: list[int]

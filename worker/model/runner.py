@@ -212,7 +212,7 @@ class OpenVINOModelRunner:
         self.numerics = " ".join([*parts, "evicts"] if evicts else parts)
 
     def _group_layers(self) -> Sequence[LayerGroup]:
-        """What the cache has to keep for which layers."""
+        """The groups of layers, with what the cache has to keep for each."""
         whole = tuple(port.any_name for port in self._caches if layer_of(port) not in self._in_slots)
         groups = [LayerGroup(LayerKind.FULL, self.block_bytes, names=whole)]
         if self._in_slots:

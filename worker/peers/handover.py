@@ -42,7 +42,7 @@ _LOOK_S = 0.02
 
 
 class _Drain:
-    """What routers have done about the blocks since the worker began to drain."""
+    """The progress of the handover since the worker began to drain: what routers have done about its blocks."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()

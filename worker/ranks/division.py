@@ -490,7 +490,7 @@ class _Region:
             self.set(output, axis, np.concatenate([part for part in parts if part is not None]))
 
     def _owners(self, output: ov.Output, axis: int) -> Owners | None:
-        """Who has the positions of a value along an axis; None while it is unknown."""
+        """The ranks that have each position of a value along an axis; None while they are unknown."""
         key = key_of(output)
         if key in self.whole:
             return np.full(_length(output, axis), self._all, np.int64)
@@ -713,7 +713,7 @@ def selected(node: ov.Node) -> tuple[int | None, list[npt.NDArray[np.int64]]]:
 
 
 def _sliced(node: ov.Node) -> tuple[int, list[npt.NDArray[np.int64]]]:
-    """The same for a Slice or StridedSlice that takes a part along one axis."""
+    """As `selected`, for a Slice or StridedSlice that takes a part along one axis."""
     source = node.input_value(0)
     rank = len(source.get_partial_shape())
     starts, stops = (values_of(value).astype(np.int64) for value in node.input_values()[1:3])
@@ -754,7 +754,7 @@ def _kept_axis(node: ov.Node, axis: int, removed: int | None, *, is_output: bool
 
 
 def _squeezed(node: ov.Node) -> dict[int, int]:
-    """Where an Unsqueeze or Squeeze puts the axes of its input."""
+    """The axes to which an Unsqueeze or Squeeze moves the axes of its input."""
     few, many = node.input_value(0), node.output(0)
     is_squeeze = node.get_type_name() == "Squeeze"
     if is_squeeze:

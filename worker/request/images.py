@@ -64,7 +64,8 @@ class Grid(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """What the image adds to the difference between the places of tokens after it and their positions."""
+        """The amount by which this image changes the difference between the position and the place of each later token;
+        at most 0."""
         return max(self.rows, self.columns) - self.rows * self.columns
 
 

@@ -21,8 +21,8 @@ class DryBreakers:
     """Shorter ones first."""
 
     def head_of(self, tokens: Sequence[int], place: int) -> int | None:
-        """Where the shortest breaker begins that ends with the token at `place`; None if there is none. It begins
-        latest."""
+        """The index at which the shortest breaker begins that ends with the token at `place`; None if there is none.
+        Longer breakers begin earlier."""
         if tokens[place] in self.single:
             return place
         for length, sequences in self.sequences:

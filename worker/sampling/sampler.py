@@ -205,7 +205,7 @@ def row_logprobs(runs: Runs, token_ids: IndexArray, num_top: Sequence[int]) -> l
 
 
 def most_probable(runs: Runs, most: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Of each row, the `most` most probable tokens and their log-probabilities, best first, the lower id first among
+    """For each row, the `most` most probable tokens and their log-probabilities, best first, the lower id first among
     equals. `runs` has weights at temperature 1."""
     most = min(most, runs.logits.shape[1])
     if not most:
@@ -219,7 +219,7 @@ def most_probable(runs: Runs, most: int) -> tuple[list[list[int]], list[list[flo
 
 
 def _normalisers(runs: Runs) -> DoubleArray:
-    """Of each row, the logarithm of the sum over all tokens of exp(logit)."""
+    """For each row, the logarithm of the sum over all tokens of exp(logit)."""
     normalisers: DoubleArray = np.log(runs.totals) + runs.best
     return normalisers
 

@@ -76,7 +76,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class _Chain(msgspec.Struct, frozen=True, gc=False):
-    """What is remembered of a block that was reported: whether subscribers know it, and the adapter of its chain."""
+    """The stored facts about a reported block: whether subscribers know it, and the adapter of its chain."""
 
     is_told: bool
     lora_name: str | None

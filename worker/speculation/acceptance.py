@@ -97,7 +97,8 @@ def _verify_later(
 def _next_rows(
     requests: Sequence[Request], found: Mapping[Request, Sequence[Sampled]], row_of: Mapping[Request, int]
 ) -> dict[Request, int]:
-    """Of the requests that have a row after the tokens found so far, that row. `row_of` has their first ones."""
+    """For each request that has a row after the tokens found so far: that row. `row_of` has the first row of each
+    request."""
     places = {}
     for request in requests:
         place = _row_after(request.paths, found[request])

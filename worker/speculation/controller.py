@@ -173,7 +173,7 @@ class _Sizes(NamedTuple):
 
 
 def _back_ms(line: StepLine, chance: float) -> float:
-    """What a change to fewer tokens costs if a draft token is accepted with probability `chance`."""
+    """The cost of a change to fewer tokens in milliseconds, if a draft token is accepted with probability `chance`."""
     return line.change_ms * min(max(_CHANGE_BACK, _STEPS_AHEAD * chance), 1.0)
 
 

@@ -231,7 +231,7 @@ class MtpTrees(EagleTrees):
 
 
 def _log_sums(values: FloatArray) -> DoubleArray:
-    """Of each row, the logarithm of the sum of exp(logit)."""
+    """For each row, the logarithm of the sum of exp(logit)."""
     best = values.max(axis=1, keepdims=True)
     sums: DoubleArray = np.log(np.exp(values - best).sum(axis=1, dtype=np.float64)) + best[:, 0]
     return sums

@@ -1,1 +1,2 @@
-"""What the KV cache keeps for layers of one kind. The coordinator composes the groups that a model has."""
+"""The groups of the KV cache: each keeps the content that layers of one kind need. The coordinator composes the groups
+that a model has."""

@@ -57,7 +57,8 @@ class StateBudget(NamedTuple):
 
 
 class StateSizes(NamedTuple):
-    """What divides the memory, in bytes: a block of `block_size` tokens, and a slot for the states after one token."""
+    """The sizes in bytes by which the memory is divided: of a block of `block_size` tokens, and of a slot for the
+    states after one token."""
 
     block_bytes: int
     block_size: int
