@@ -72,7 +72,7 @@ def text_in(where: str, members: Mapping[str, Any], name: str) -> str:
 
 
 def optional_text_in(where: str, members: Mapping[str, Any], name: str) -> str | None:
-    """The same for a text that may be missing or null."""
+    """As `text_in`, for a text that may be missing or null."""
     return None if members.get(name) is None else text_in(where, members, name)
 
 

@@ -1,4 +1,4 @@
-"""What operators do as a protocol of the gateway: load and unload adapters and models, see and drain workers."""
+"""The operators' API as a protocol of the gateway: load and unload adapters and models, show and drain workers."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def _content_of(
 
 
 def note_of(kind: str, place: str = "messages.content") -> str:
-    """What the model reads in place of a part of a tool's result that it cannot read, such as `input_audio`."""
+    """The note that replaces a part of a tool's result that the model cannot read, such as `input_audio`."""
     ignored(f"{place}.{kind}", "the model cannot read it, and finds a note in place of it", is_known=False)
     what = kind.removeprefix("input_").removesuffix("_url")[:MAX_ECHO_CHARS]
     return f"[{what}: omitted, because this model cannot read it]"

@@ -69,7 +69,8 @@ class CustomInput:
 
 
 def _end_of_escape(text: str, pos: int) -> int | None:
-    """Where the escape at this position ends, with the second half of its pair; None if more may follow."""
+    """The index at which the escape at this position ends, with the second half of its pair; None if more text may
+    follow."""
     if len(text) < pos + 2:
         return None
     if text[pos + 1] != "u":

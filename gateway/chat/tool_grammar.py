@@ -642,7 +642,7 @@ def _properties(writer: _Writer, name: str) -> list[tuple[str, Mapping[str, Any]
 
 
 def _properties_of(writer: _Writer, name: str, schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """The same of an object."""
+    """As `_properties`, for the schema of an object."""
     known = {"type", "properties", "required", "additionalProperties", "definitions", "components", "strict"}
     if extra := schema.keys() - known - _NOTES:
         raise _not_held(writer, name, f"{min(extra)} of its arguments")

@@ -268,7 +268,7 @@ class Answers:
         return self._finished(message, index, piece, usage)
 
     def completion(self, index: int, piece: Piece, usage: Usage | None) -> text_pb2.CompleteResponse | None:
-        """The same for a piece of a completion."""
+        """The message for a piece of a completion; None if it shows nothing. `usage` comes with the very last piece."""
         message = text_pb2.CompleteResponse(text=piece.text)
         message.prompt_logprobs.extend(self._logprobs(piece.prompt_logprobs))
         return self._finished(message, index, piece, usage)

@@ -93,7 +93,7 @@ class Inference:
         return Chat(messages=[message], model=model, stream=self.streams, logprobs=logprobs, **given)
 
     def completion(self, model: str) -> Completion:
-        """The same as a completion of a model."""
+        """The request as a completion of a model."""
         given = {name: getattr(self.parameters, name) for name in self.parameters.__struct_fields__}
         logprobs = 0 if "cumulative_logprob" in self.outputs else None
         return Completion(prompt=list(self.texts), model=model, stream=self.streams, logprobs=logprobs, **given)

@@ -54,7 +54,7 @@ class _Events:
             self._count()
 
     def _count(self) -> None:
-        """Let chunks end with the account so far."""
+        """Add the account so far to the end of chunks."""
         shown = self._shown
         close = b',"usage":null}\n\n' if shown.usage else b"}\n\n"
         if shown.running_usage:

@@ -158,7 +158,7 @@ def _require(schema: dict[str, Any]) -> None:
 
 
 def _keywords(name: str, name_of_field: str) -> Mapping[str, Any]:
-    """What the checks allow as a value of this type's field."""
+    """The JSON Schema keywords that the checks define for this type's field."""
     if (name, name_of_field) == ("ChatMessage", "role"):
         return {"enum": list(ROLES)}
     rows = _ROWS | OF_COMPLETIONS if name == "CompletionRequest" else _ROWS

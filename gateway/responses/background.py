@@ -70,7 +70,7 @@ class ResponseRun:
         self._wake()
 
     async def follow(self, position: int) -> AsyncGenerator[bytes, None]:
-        """Its events from this number on, to the last one."""
+        """Yield the events of the response from number `position` on, to the last one."""
         events = self.answer.events
         while True:
             changed = self._changed

@@ -247,7 +247,7 @@ def _output(name: str) -> Callable[[str, Mapping[str, Any]], str]:
 
 
 def _screenshot(where: str, item: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """What the computer shows, as far as the item has it."""
+    """The screen that a computer tool shows, as far as the item has it."""
     shown = item.get("output")
     if not isinstance(shown, dict) or shown.get("image_url") is None:
         return note_of("computer_screenshot", _PLACE)
@@ -255,7 +255,7 @@ def _screenshot(where: str, item: Mapping[str, Any]) -> str | list[dict[str, Any
 
 
 def _shell_output(where: str, item: Mapping[str, Any]) -> str:
-    """What commands wrote, and how they ended if not with 0."""
+    """The output of commands, and their exit statuses if they are not 0."""
     parts: list[str] = []
     outputs = item.get("output")
     if not isinstance(outputs, list):
@@ -286,7 +286,7 @@ def _found_tools(where: str, item: Mapping[str, Any]) -> str:
 
 
 def _logs(where: str, item: Mapping[str, Any]) -> str | None:
-    """What code wrote; None if the item does not have it."""
+    """The output of code; None if the item does not have it."""
     outputs = item.get("outputs")
     if not isinstance(outputs, list):
         return None

@@ -51,7 +51,7 @@ class McpOffer:
     """The tools whose calls need no approval; None: all need it."""
 
     def offered(self, tools: Sequence[McpTool]) -> list[McpTool]:
-        """Those of the server's tools that the model gets."""
+        """The tools of the server that are offered to the model."""
         kept = [tool for tool in tools if self.allowed.has(tool)]
         # Models can be told of no others.
         return [tool for tool in kept if _NAME.fullmatch(CallName(self.label, tool.name).known)]

@@ -298,7 +298,7 @@ class Upstream:
         )
 
     async def explain(self, request: ExplainRequest) -> ExplainResponse:
-        """Where the next router would place a request now. Raises `StatusError`."""
+        """Ask the next router where it would place a request now. Raises `StatusError`."""
         return await self._first_that_works(
             lambda endpoint: _of_router(endpoint, endpoint.router.Explain(request, timeout=EXPLAIN_TIMEOUT_S))
         )
