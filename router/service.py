@@ -284,7 +284,8 @@ class RouterService:
         return await _answered(context, drain_worker(self._fleet, request, context.time_remaining()))
 
     async def explain(self, raw: bytes, context: _Context) -> router_pb2.ExplainResponse:
-        """Where a request would go now. Only a few at a time, because each costs as much as a placement."""
+        """Explain where a request would be placed now. Only a few at a time, because each costs as much as a
+        placement."""
         self._num_explaining += 1
         try:
             if self._num_explaining > _MAX_EXPLAINING:

@@ -9,7 +9,7 @@ from headrace.router.placement.candidates import OWN_SHARE, Columns, Values
 
 
 class Priors(msgspec.Struct, frozen=True, gc=False):
-    """What is assumed of a worker or model while nothing is measured. Each field states its unit."""
+    """The assumptions about a worker or model while nothing is measured. Each field states its unit."""
 
     prefill_tokens_per_s: float = 1000.0
     decode_step_ms: float = 30.0
