@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class LoadStage(StrEnum):
-    """What a worker does before it serves."""
+    """The stages of a worker before it serves."""
 
     COMPILING = "reading and compiling the model"
     HASHING = "allocating the KV cache, and identifying the weights"

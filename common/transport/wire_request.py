@@ -43,7 +43,8 @@ class SharedPart:
         self._kept: dict[Any, Any] = {}
 
     def kept(self, make: Callable[[bytes], _T]) -> _T:
-        """What `make` makes of the raw bytes. Made by the first caller, and kept for the others that share the part."""
+        """The value that `make` computes from the raw bytes. The first caller computes it, and the others that share
+        the part reuse it."""
         if make not in self._kept:
             self._kept[make] = make(self.raw)
         return cast("_T", self._kept[make])

@@ -1,4 +1,4 @@
-"""From pixels of 8 bits to the numbers that vision towers read, bit for bit as transformers' image processors."""
+"""Converts pixels of 8 bits to the numbers that vision towers read, bit for bit as transformers' image processors."""
 
 from __future__ import annotations
 
