@@ -1,4 +1,4 @@
-"""What a person types, or a pipe brings: lines, and texts of several lines between triple quotes.
+"""Reads the input of a chat from a terminal or a pipe: lines, and texts of several lines between triple quotes.
 
 On a terminal, readline edits the line, recalls earlier ones and completes commands.
 """

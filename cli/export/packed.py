@@ -104,7 +104,7 @@ class Packed(NamedTuple):
         return values.reshape(len(values), -1)
 
     def node(self) -> ov.Node:
-        """The same as a graph of constants. The plugin keeps the packed numbers and multiplies with them."""
+        """The weights as a graph of constants. The plugin keeps the packed numbers and multiplies with them."""
         half = 1 << (self.num_bits - 1)
         kind = "f16" if self.scales.dtype == np.float16 else "f32"
         numbers, zeros, scales = self.numbers, self.zeros, self.scales
@@ -138,7 +138,7 @@ class Experts(NamedTuple):
         return (numbers * scales).flatten(2)
 
     def node(self) -> ov.Node:
-        """The same as a graph of constants."""
+        """The weights as a graph of constants."""
         kind = "f16" if self.scales.dtype == np.float16 else "f32"
         values = opset13.convert(_constant(self.numbers.view(np.uint8), ov.Type.i8), kind)
         values = opset13.multiply(values, opset13.constant(self.scales))

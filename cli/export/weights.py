@@ -64,7 +64,7 @@ class ExportedWeights:
 
     @property
     def record(self) -> dict[str, str]:
-        """For the manifest."""
+        """The fields that describe the weights in the manifest."""
         fields = {"weights": self.kind}
         if self.kind == INT4:
             fields |= {"group_size": str(self.group_size), "ratio": f"{self.ratio:g}"}

@@ -109,7 +109,7 @@ class FleetClient:
             raise self._strange() from None
 
     def explain(self, body: dict[str, Any]) -> router_pb2.ExplainResponse:
-        """Where a prompt would go; `body` is that of POST /v1/fleet/explain."""
+        """Ask where a prompt would go. `body` is that of POST /v1/fleet/explain."""
         from google.protobuf.json_format import ParseDict, ParseError
 
         from headrace.protos import router_pb2

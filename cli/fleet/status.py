@@ -178,7 +178,7 @@ async def _state_of_stage(
 
 
 def _reached_here(address: str) -> str:
-    """Where this host reaches a process of its own that listens at an address, maybe on all interfaces."""
+    """The address under which this host reaches a process of its own, which may listen on all interfaces."""
     host, _, port = address.rpartition(":")
     return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}"}.get(host, address)
 

@@ -1,4 +1,4 @@
-"""What a router knows of a worker, as columns of tables and fields of JSON."""
+"""The data of a worker that its router knows, as columns of tables and fields of JSON."""
 
 from __future__ import annotations
 

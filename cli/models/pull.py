@@ -331,7 +331,7 @@ def _pull_from_hub(source: Source, num_workers: float, offline: bool) -> None:
 
 
 def _cached(name: str, reference: HubReference) -> HubListing:
-    """What the Hub's cache has of a repository. Raises CommandError if it has nothing."""
+    """The files of a repository that the Hub's cache has. Raises CommandError if it has none."""
     if (listing := cached_listing(reference)) is None:
         raise _is_offline(name)
     return listing

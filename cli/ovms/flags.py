@@ -24,7 +24,7 @@ class Flag:
 
     @property
     def parameter(self) -> str:
-        """Its name in Python."""
+        """The name of the flag as a parameter in Python."""
         return self.name.replace("-", "_")
 
 
