@@ -166,7 +166,7 @@ class Loader:
 
 
 class Measured(NamedTuple):
-    """What the load showed: the requests that were alone, and CPU seconds of gateway and router."""
+    """The measurements of the load: the requests that were alone, and the CPU seconds of gateway and router."""
 
     alone: list[Record]
     cpu_s_per_request: float

@@ -206,7 +206,7 @@ def schema() -> bytes:
 
 
 def usual_path(model: str) -> Path:
-    """Where the calibration of a model is kept if nothing else is said."""
+    """The default path of a model's calibration."""
     return cache_directory() / "calibrations" / f"{model.replace('/', '--')}.json"
 
 
@@ -225,7 +225,7 @@ def _numbers(value: Any, place: str = "") -> Iterator[tuple[str, float]]:
 
 
 def described(calibration: Calibration) -> str:
-    """What it says, in a few lines."""
+    """A description of the calibration in a few lines."""
     host, model, layout, steps = calibration.host, calibration.model, calibration.layout, calibration.steps
     memory = f", {host.memory_bytes / (1 << 30):.0f} GiB" if host.memory_bytes else ""
     cores = f", {host.cores} cores on {host.nodes} node{'s' if host.nodes > 1 else ''}{memory}" if host.cores else ""

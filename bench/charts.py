@@ -81,7 +81,7 @@ class _Scale:
         return self._low + min(max(share, 0.0), 1.0) * (self._high - self._low)
 
     def name(self, value: float) -> str:
-        """What stands at a tick."""
+        """The label of a tick."""
         return f"{value:g}" if self._names is None else html.escape(self._names[value])
 
     def ticks(self) -> list[float]:

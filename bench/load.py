@@ -78,7 +78,7 @@ class Run:
 
     @property
     def duration_s(self) -> float:
-        """From the beginning to the last answer."""
+        """The seconds from the beginning to the last answer."""
         return self.ended_s - self.began_s
 
 

@@ -94,7 +94,7 @@ async def _serve(flags: Mapping[str, Any]) -> int:
 
 
 def plan_of(flags: Mapping[str, Any]) -> Plan:
-    """What to run. Raises CommandError for flags that contradict each other."""
+    """The plan of a benchmark. Raises CommandError for flags that contradict each other."""
     load.check_sweep(flags)
     return Plan(
         workload=dataset.workload(flags),

@@ -79,7 +79,7 @@ class StudyDirectory:
                 )
 
     def settings(self) -> Settings:
-        """Those of the study. Raises DirectoryError."""
+        """The settings of the study. Raises DirectoryError."""
         file = self.path / _SETTINGS
         if not file.exists():
             raise DirectoryError(f"{self.path} has no study; name the directory of one with --directory")

@@ -38,7 +38,7 @@ class Text:
     said: str = ""
 
     def more(self, decoded: str, is_last: bool, decode: Callable[[list[list[int]]], list[str]]) -> str:
-        """What is new in the decoded tail. A character of several tokens waits for the last of them."""
+        """The new text of the decoded tail. A character of several tokens is held back until its last token."""
         if decoded.endswith("\ufffd") and not is_last:
             return ""
         new = decoded[len(self.said) :]

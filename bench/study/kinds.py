@@ -46,7 +46,7 @@ class Kind(Protocol):
         """Find or install the server. Raises MissingError."""
 
     def version(self) -> str:
-        """Its version."""
+        """The version of the server."""
 
     def command(self, run: Run, model: StudiedModel, port: int) -> Command:
         """The command that starts the server for a run. Raises MissingError if it cannot serve this model."""
