@@ -86,7 +86,7 @@ def gateway_host(fleet: Fleet, node: Node) -> str:
 
 
 def gateway_url(fleet: Fleet, node: Node, port: int) -> str:
-    """Where others reach the gateway, without /v1."""
+    """The URL under which others reach the gateway, without /v1."""
     is_tls = any(argument.split("=")[0] == "--tls-cert" for argument in fleet.gateway_args)
     return base_url(node.host, port, "https" if is_tls else "http")
 

@@ -53,7 +53,7 @@ class Objectives:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By the nearest-rank method; 0 without values."""
+    """The percentile of some values by the nearest-rank method; 0 without values."""
     if not values:
         return 0.0
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""What routers take: Python's own time for requests, reports and tokens, and that of messages between processes.
+"""The costs of routers: Python's own time for requests, reports and tokens, and that of messages between processes.
 
 A router is one thread. Its time goes to reports and tokens all the time, and requests share what is left, in order of
 arrival:
