@@ -42,7 +42,7 @@ Examples:
 
 @click.command(
     cls=Command,
-    sections=_SECTIONS,
+    sections={section.title: section.flags for section in _SECTIONS},
     epilog=_EXAMPLES,
     short_help="Put load on the server at URL, and print its latencies.",
     context_settings={"show_default": True},

@@ -1,10 +1,10 @@
-"""Behaviour shared by all commands: each failure is one sentence on standard error and an exit status, and durations
-have one format."""
+"""Behaviour shared by all commands: each failure is one sentence on standard error and an exit status, durations have
+one format, and a long help has its options in sections."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO, Any
 
 import click
@@ -40,6 +40,28 @@ _OTHER_NAMES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("output", "out", "output-file"), ("result-filename", "output", "html")),
 }
 """Options by the names that they have in other servers and clients: the names here, of which a command has some."""
+
+
+class SectionedCommand(click.Command):
+    """A command whose help has its options in sections. `sections` has the flags of each section by its title. Options
+    that are in none of them follow, under "Options"."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, Collection[str]], **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections, and then what is in none."""
+        by_title: dict[str, list[tuple[str, str]]] = {title: [] for title in (*self.sections, "Options")}
+        titles = {flag: title for title, flags in self.sections.items() for flag in flags}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                by_title[titles.get(param.opts[0], "Options")].append(record)
+        for title, records in by_title.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 class CommandError(click.ClickException):

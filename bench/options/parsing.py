@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from headrace.common.commands import SectionedCommand
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 # A word without any of these is no URL, and no address that lacks only its scheme.
 _MARKS_OF_ADDRESSES = frozenset(".:/")
@@ -42,24 +44,8 @@ def spelled_out(args: Sequence[str]) -> list[str]:
     return found
 
 
-class Command(click.Command):
+class Command(SectionedCommand):
     """A command that reads its arguments so, and whose help has its options in sections."""
-
-    def __init__(self, *args: Any, sections: Sequence[Section] = (), **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._sections = sections
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sections, and then what is in none."""
-        known = frozenset().union(*(section.names for section in self._sections))
-        parts = [(section.title, section.names) for section in self._sections]
-        parts.append(("Options", frozenset(param.name for param in self.get_params(ctx)) - known))
-        for title, names in parts:
-            records = [param.get_help_record(ctx) for param in self.get_params(ctx) if param.name in names]
-            shown = [record for record in records if record is not None]
-            if shown:
-                with formatter.section(title):
-                    formatter.write_dl(shown)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Spell the arguments out first."""
@@ -91,7 +77,7 @@ class Section:
     def __init__(self, title: str, *given: Callable[[Any], Any]) -> None:
         self.title = title
         self._given = given
-        self.names = frozenset(param.name for param in click.command()(self(lambda: None)).params)
+        self.flags = frozenset(flag for param in click.command()(self(lambda: None)).params for flag in param.opts)
 
     def __call__(self, function: _F) -> _F:
         """Give a function the options."""

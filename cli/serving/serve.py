@@ -41,7 +41,7 @@ from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions, nu
 from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.topology import Topology, read_topology
-from headrace.common.commands import CommandError
+from headrace.common.commands import CommandError, SectionedCommand
 from headrace.common.flags import FiniteRange
 from headrace.common.kernel_files import format_list
 from headrace.common.ports import check_port, chosen_port, is_free
@@ -62,12 +62,107 @@ def choose_grpc_port(host: str, port: int, wanted: int | None, log: LogSink) -> 
     return 0
 
 
+SECTIONS = {
+    "Models": (
+        "--models",
+        "--config",
+        "--config-poll-s",
+        "--name",
+        "--on-demand",
+        "--idle-s",
+        "--memory-gb",
+        "--adapter",
+        "--max-adapters",
+        "--ollama-manage",
+        "--ollama-blobs",
+        "--offline",
+    ),
+    "Addresses and APIs": (
+        "--host",
+        "--port",
+        "--grpc-port",
+        "--plain-grpc",
+        "--cors-origin",
+        "--batch-store",
+        "--metrics-port",
+    ),
+    "Cores, NUMA nodes and hosts": (
+        "--workers",
+        "--threads",
+        "--tensor-parallel",
+        "--pipeline",
+        "--await-stages",
+        "--stage",
+        "--join",
+        "--stage-listen",
+        "--prefill-workers",
+        "--dry-run",
+    ),
+    "KV cache": (
+        "--kv-cache-gb",
+        "--kv-precision",
+        "--kv-disk",
+        "--kv-disk-gb",
+        "--kv-disk-key",
+        "--window-cache",
+        "--cache-eviction",
+        "--warm-restart",
+    ),
+    "Batches and latency": (
+        "--max-num-seqs",
+        "--max-num-batched-tokens",
+        "--max-num-mixed-tokens",
+        "--max-context-tokens",
+        "--max-ttft",
+        "--target-tpot-ms",
+        "--stuck-after-s",
+        "--execution-mode",
+        "--decode-graph",
+    ),
+    "Speculative decoding": (
+        "--speculation",
+        "--draft-model",
+        "--draft-tree-tokens",
+        "--draft-tree-depth",
+        "--draft-tree-top-k",
+    ),
+    "Chats and tools": (
+        "--chat-template",
+        "--tool-parser",
+        "--reasoning-parser",
+        "--special-tokens-in-text",
+        "--mcp-server",
+        "--mcp-headers",
+        "--mcp-config",
+    ),
+    "Images": (
+        "--allowed-media-domains",
+        "--allowed-local-media-path",
+        "--max-images",
+        "--max-image-pixels",
+        "--image-threads",
+        "--image-cache-gb",
+    ),
+    "Keys and certificates": (
+        "--api-keys",
+        "--admin-key-file",
+        "--redis",
+        "--tls-cert",
+        "--tls-key",
+        "--tls-dir",
+        "--join-token-file",
+    ),
+    "Logs and traces": ("--log-level", "--log-format", "--otlp-endpoint"),
+}
+"""The sections of the help, with the flags of each."""
+
+
 def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     # The processes read the same variable.
     return click.option(flag, type=click.Path(path_type=Path), envvar=variable, help=help)
 
 
-@click.command()
+@click.command(cls=SectionedCommand, sections=SECTIONS)
 @click.argument("models", nargs=-1, metavar="[MODEL]...", shell_complete=complete_known_models)
 @click.option(
     "--models",

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from headrace.cli.main import cli
+from headrace.cli.serving.serve import SECTIONS, serve
 from tests.patience import patience
 
 
@@ -76,3 +78,14 @@ def test_ctrl_c_while_the_command_is_imported_gives_no_traceback(tmp_path: Path)
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=patience(60)
     )
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_the_help_of_serve_has_each_option_in_one_section() -> None:
+    flags = [flag for section in SECTIONS.values() for flag in section]
+    options = {param.opts[0] for param in serve.params if isinstance(param, click.Option) and not param.hidden}
+    assert len(flags) == len(set(flags))
+    assert set(flags) == options
+    text = CliRunner().invoke(cli, ["serve", "--help"]).output
+    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [*SECTIONS, "Options"]
+    assert "--help" in text.rpartition("\nOptions:\n")[2]
