@@ -89,9 +89,13 @@ async def test_pictures_come_back_from_the_disk(on_disk: Fleet) -> None:
     num_read = counter(on_disk, "blocks_read")
     found = await answers(on_disk, CHATS)
     assert [words for words, _ in found] == [words for words, _ in expected]
-    assert all(num_cached >= NUM_CACHED for _, num_cached in found)
-    until(lambda: counter(on_disk, "blocks_read") >= num_read + len(CHATS), "blocks were read")
-    assert counter(on_disk, "images_encoded") == num_encoded
+    # The writer leaves blocks out while the disk is slow. What it wrote is read, and no picture of it is encoded.
+    num_read_chats = sum(num_cached >= NUM_CACHED for _, num_cached in found)
+    assert num_read_chats
+    until(lambda: counter(on_disk, "blocks_read") >= num_read + num_read_chats, "blocks were read")
+    num_encoded_again = counter(on_disk, "images_encoded") - num_encoded
+    assert num_encoded_again <= NUM_PICTURES * (len(CHATS) - num_read_chats)
+    num_encoded += num_encoded_again
     # The same pictures in other blocks are encoded.
     again = await answers(on_disk, CHATS, cache_salt="another's")
     assert [words for words, _ in again] == [words for words, _ in expected]
