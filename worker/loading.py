@@ -326,7 +326,8 @@ def sampler_for(runner: OpenVINOModelRunner | EagleRunner | MedusaRunner, thread
 
 
 def load_adapters(config: WorkerConfig, runner: OpenVINOModelRunner) -> AdapterLibrary | None:
-    """The adapters that the flags name; None if the worker serves without adapters. ConfigurationError."""
+    """Load the adapters that the flags name. Returns None if the worker serves without adapters. Raises
+    ConfigurationError if an adapter cannot be loaded."""
     if runner.adapters is None:
         return None
     log.info(line_of(LoadStage.ADAPTERS))

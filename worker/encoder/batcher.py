@@ -34,7 +34,7 @@ class BatchLimits:
 
 
 class Batcher:
-    """The waiting texts, and the choice of the next batch."""
+    """Keeps the texts that wait, and chooses those of the next batch."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits

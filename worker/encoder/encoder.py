@@ -178,7 +178,8 @@ class Encoder:
             self._runner.begin(place, requests)
 
     def end(self, place: int) -> list[RequestOutput]:
-        """Account for the batch that has ended at a place. Returns an output for each text that was not cancelled."""
+        """Take the vectors of the batch that the runner has computed in slot `place`. Returns an output for each of
+        its texts that was not cancelled."""
         batch = self._running.pop(place)
         try:
             vectors: Floats | None = self._runner.result(place)

@@ -16,8 +16,9 @@ Steps have a minimum number of tokens, padding included. A draft token that repl
 A branch has other tokens than a stream's draft, from the first one on. Its first token costs two, because the stream's
 latest token is computed again in the branch's blocks. So a step has a branch if that is worth more than a longer draft.
 
-A tree is grown before it is known which of its tokens are worth verifying, because the heads say how likely each is. So
-its depth is chosen as that of a draft, and then the part of it that gives the most tokens a second. Pure.
+The heads compute a whole tree of draft tokens, and tell how likely each token is, before the step is planned. The
+controller first chooses the depth of the tree, as it chooses the length of a draft. Then it chooses which tokens of the
+tree the step verifies: those that give the most tokens a second. Pure.
 """
 
 from __future__ import annotations
