@@ -80,16 +80,17 @@ def load_colours_and_formulas(page: Browser) -> None:
     page.until("return ['math', '.code-keyword'].every((one) => window.first.querySelector(one) !== null)")
 
 
-def ask(page: Browser, text: str, *, max_tokens: int = 40) -> None:
-    """Ask greedily, with a limited length."""
+def ask(page: Browser, text: str, *, max_tokens: int = 40, min_tokens: int | None = None) -> None:
+    """Ask greedily, with a limited length, and a least one if given."""
     page.run(
-        """const all = {temperature: '0', max_tokens: String(arguments[0])};
+        """const all = {temperature: '0', max_tokens: String(arguments[0]), min_tokens: String(arguments[1] ?? '')};
         for (const [name, value] of Object.entries(all)) {
           const field = document.getElementById(`setting-${name}`);
           field.value = value;
           field.dispatchEvent(new Event('input'));
         }""",
         max_tokens,
+        min_tokens,
     )
     page.type("#prompt", text, then="Enter")
 

@@ -159,7 +159,8 @@ def test_an_answer_can_be_stopped_and_asked_for_again(page: Browser, served: Ser
 
 
 def test_the_fleet_is_shown_and_follows_the_death_of_a_worker_under_an_answer(page: Browser, served: Serve) -> None:
-    ask(page, LONG, max_tokens=160)
+    # The text behind a resumption may be another one, which would end before the limit.
+    ask(page, LONG, max_tokens=160, min_tokens=160)
     page.until("return (document.querySelector('.answer > .prose')?.textContent.length ?? 0) > 20")
     page.click("#tab-fleet")
     page.until("return document.querySelector('.worker[data-state=ready]') !== null")
@@ -184,10 +185,7 @@ def test_the_fleet_is_shown_and_follows_the_death_of_a_worker_under_an_answer(pa
     page.click("#tab-chat")
     page.until(DONE, bound_s=60)
     assert page.text(".ending.error") == ""
-    # The text behind a resumption may be another one, which ends before the limit.
-    told = re.search(r"(\d+) tokens\n", page.text(".figures"))
-    assert told is not None
-    assert 20 < int(told[1]) <= 160
+    assert "160 tokens" in page.text(".figures").replace("\n", " ")
 
 
 def test_an_answer_that_stalls_says_so_and_goes_on(page: Browser, served: Serve) -> None:
