@@ -21,7 +21,6 @@ import timeit
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import openvino as ov
@@ -30,6 +29,8 @@ from openvino import opset13
 from benchmarks.engine.divided import CONTEXT, NUM_BLOCKS, REPEATS, Make, arguments, running
 from benchmarks.engine.step_cost import requests_of
 from benchmarks.machine import describe
+from benchmarks.memory import memory_of
+from headrace.bench.process_tree import descendants
 from headrace.worker.model.batch import Batch, build_batch
 from headrace.worker.model.rank_sum import RankSum
 from headrace.worker.model.runner import OpenVINOModelRunner
@@ -98,28 +99,11 @@ def timed(runner: OpenVINOModelRunner, batch: Batch) -> Measured:
     return Measured(statistics.mean(times[1:]), tuple(np.mean(waits[1:], axis=0).tolist()))
 
 
-class Memory(NamedTuple):
-    """Memory of a process in MB: its own, and pages of files, which the kernel can drop."""
-
-    own: float
-    of_files: float
-
-    def __str__(self) -> str:
-        return f"{self.own:.0f} MB and {self.of_files:.0f} of files"
-
-
-def memory_of(pid: int) -> list[Memory]:
-    """The memory of a process and of its children, largest last."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children += (task / "children").read_text().split()
-    return sorted(_memory_of_one(process) for process in {pid, *map(int, children)})
-
-
-def _memory_of_one(pid: int) -> Memory:
-    lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
-    kilobytes = {line[0]: int(line[1]) for line in lines if line[0].startswith("Rss")}
-    return Memory((kilobytes["RssAnon:"] + kilobytes["RssShmem:"]) / 1000, kilobytes["RssFile:"] / 1000)
+def memories_of(pid: int) -> list[str]:
+    """The memory of a process and of those that it started, the largest last."""
+    memories = [memory_of(process.pid) for process in descendants(pid)]
+    found = sorted((memory.private + memory.shared, memory.of_files) for memory in memories)
+    return [f"{own / 1e6:.0f} MB and {of_files / 1e6:.0f} of files" for own, of_files in found]
 
 
 def sum_us() -> float:
@@ -155,7 +139,7 @@ def main() -> None:
             waited = np.median([row[1].waited_ms for row in found], axis=0)
             print(f"{sides.describe(step, times)}; waited {', '.join(f'{ms:.2f}' for ms in waited)} ms", flush=True)
         for name, pid in sides.pids.items():
-            print(f"{name}: resident {', '.join(map(str, memory_of(pid)))}", flush=True)
+            print(f"{name}: resident {', '.join(memories_of(pid))}", flush=True)
 
 
 if __name__ == "__main__":

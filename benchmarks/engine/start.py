@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.memory import memory_of
 from headrace.common.host_memory import GIB
 from headrace.common.model_files.networks import weights_in
 
@@ -95,9 +96,8 @@ def started(name: str, model_dir: Path, kv_gib: float, start_s: float, pipe: Con
     answer = SIDES[name](model_dir, kv_gib)
     ready_s = time.monotonic() - start_s
     answer(PROMPT)
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    private, mapped = (int(fields[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile"))
-    pipe.send(Figures(ready_s, private, mapped))
+    memory = memory_of(os.getpid())
+    pipe.send(Figures(ready_s, memory.private, memory.of_files))
 
 
 def start(name: str, model_dir: Path, kv_gib: float, *, is_cold: bool) -> Figures:
