@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -118,14 +117,22 @@ def _sweep() -> None:
             shutil.rmtree(record.socket_directory, ignore_errors=True)
 
 
-def _swept(pattern: str, kind: type[_Record]) -> Iterator[_Record]:
-    """Remove the records of processes that have ended, and those that cannot be read. Yields the former."""
+def _swept(pattern: str, kind: type[_Record]) -> list[_Record]:
+    """Remove the records of processes that have ended, and those that cannot be read. Returns the former."""
+    ended = []
     for path in runtime_directory().glob(pattern):
         record = _read(path, kind)
         if not _live(record):
             path.unlink(missing_ok=True)
             if record is not None:
-                yield record
+                ended.append(record)
+    return ended
+
+
+def _running(pattern: str, kind: type[_Record]) -> list[_Record]:
+    """The records of processes that are alive."""
+    records = (_read(path, kind) for path in runtime_directory().glob(pattern))
+    return [record for record in records if record is not None and _live(record)]
 
 
 def _is_socket_directory(directory: Path) -> bool:
@@ -160,8 +167,7 @@ class JoinState:
     """The record of this process's own stages: written at each change, removed at the end."""
 
     def __init__(self) -> None:
-        for _ in _swept("stages-*.json", JoinRecord):
-            pass
+        _swept("stages-*.json", JoinRecord)
         self._path = runtime_directory() / f"stages-{os.getpid()}.json"
 
     def write(self, record: JoinRecord) -> None:
@@ -175,14 +181,12 @@ class JoinState:
 
 def running_joins() -> list[JoinRecord]:
     """Records of the stages of this user that are alive, by process."""
-    records = (_read(path, JoinRecord) for path in runtime_directory().glob("stages-*.json"))
-    return sorted((record for record in records if record is not None and _live(record)), key=lambda record: record.pid)
+    return sorted(_running("stages-*.json", JoinRecord), key=lambda record: record.pid)
 
 
 def running_serves(port: int | None = None) -> list[ServeRecord]:
     """Records of the serves of this user that are alive, by port; of one port only if given."""
-    records = (_read(path, ServeRecord) for path in sorted(runtime_directory().glob("serve-*.json")))
-    live = [record for record in records if record is not None and _live(record)]
+    live = _running("serve-*.json", ServeRecord)
     return sorted((record for record in live if port in (None, record.port)), key=lambda record: record.port)
 
 
