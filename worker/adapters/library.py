@@ -180,7 +180,7 @@ class AdapterLibrary:
         if standing is not None:
             self._retire(standing)
         adapter = self._adapters[name] = self._new(name, path, found)
-        self._tell(name)  # the caller may leave while it is written
+        self._tell(name)  # now: the caller may leave while it is written; `_put` tells when it is in memory
         slot = self._take_slot(adapter)
         if slot is not None:
             adapter.loading = asyncio.create_task(self._put(adapter, slot))
@@ -193,7 +193,6 @@ class AdapterLibrary:
                         self._adapters[name], standing.is_unloaded = standing, False
                 self._tell(name)
                 raise
-        self._tell(name)
         log.info("adapter %s of rank %d is known, from %s", name, adapter.rank, path)
         return adapter
 

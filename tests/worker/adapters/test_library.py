@@ -245,6 +245,14 @@ async def test_routers_hear_of_an_adapter_whose_caller_left_while_it_was_written
     library.check()
 
 
+async def test_routers_hear_of_a_new_adapter_once_and_then_that_it_is_in_memory(tmp_path: Path) -> None:
+    library, _ = library_of(1)
+    told: list[tuple[str, bool]] = []
+    library.listen(lambda name: told.append((name, library.find("a").is_in_memory)))
+    await library.load("a", write_adapter(tmp_path / "a"))
+    assert told == [("a", False), ("", True)]
+
+
 async def test_an_adapter_that_cannot_be_written_is_not_known(tmp_path: Path) -> None:
     library, runner = library_of(1)
     path = write_adapter(tmp_path / "a")
