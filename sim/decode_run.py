@@ -98,7 +98,6 @@ class DecodeRun:
         self.first = first
         self.load = load
         self.version = version
-        self.step_factor = step_factor
         self.start_s = start_s
         self.is_cut = False
         self.step_ms: list[float] = milliseconds.tolist()

@@ -25,7 +25,8 @@ from headrace.worker.vision.job import EncodeJob, EncodeRate
 
 # Ids of image tokens begin here, one for each picture. Ids of texts and of answers are smaller.
 IMAGE_TOKENS = 3 << 30
-# Where engine and encoder compete for a core, the encoder's nice value of 5 gives it about a quarter.
+# Where engine and encoder compete for a core, the encoder's nice value of 5 gives it about a quarter. Where they take
+# turns, it gets about as much beside many streams.
 ENCODER_SHARE = 0.25
 
 
@@ -142,7 +143,7 @@ class BesideEngine(_Encoder):
         self._queue: deque[EncodeJob] = deque()
         self._left_core_s = 0.0
         self._progress_s = 0.0
-        self._is_engine_busy = False
+        self._is_engine_busy = self._is_paused = False
         self._number = 0
 
     @property
@@ -152,15 +153,21 @@ class BesideEngine(_Encoder):
 
     @property
     def step_factor(self) -> float:
-        """How many times as long a step takes that begins now: the encoder takes its share of the cores."""
-        return 1.0 / (1.0 - ENCODER_SHARE) if self._queue else 1.0
+        """How many times as long a step takes that begins now: unless it is paused, the encoder takes its share of the
+        cores."""
+        return 1.0 / (1.0 - ENCODER_SHARE) if self._queue and not self._is_paused else 1.0
 
     def engine_is(self, *, busy: bool) -> None:
         """Record whether the engine computes steps."""
-        if busy != self._is_engine_busy:
-            self._progress()
-            self._is_engine_busy = busy
-            self._expect()
+        self._become(is_engine_busy=busy, is_paused=self._is_paused)
+
+    def pause(self) -> None:
+        """See `worker.vision.job.Encoder`."""
+        self._become(is_engine_busy=self._is_engine_busy, is_paused=True)
+
+    def resume(self) -> None:
+        """See `worker.vision.job.Encoder`."""
+        self._become(is_engine_busy=self._is_engine_busy, is_paused=False)
 
     def encode(self, job: EncodeJob) -> None:
         """See `worker.vision.job.Encoder`."""
@@ -178,11 +185,21 @@ class BesideEngine(_Encoder):
         change."""
         left = self._left_core_s - (self._events.clock() - self._progress_s) * self._cores if self._queue else 0.0
         others = sum(self._settings.core_s(other.num_tokens) for other in list(self._queue)[1:])
-        return self._events.clock() + (max(left, 0.0) + others + self._settings.core_s(job.num_tokens)) / self._cores
+        cores = self._cores or ENCODER_SHARE * self._settings.cores
+        return self._events.clock() + (max(left, 0.0) + others + self._settings.core_s(job.num_tokens)) / cores
 
     @property
     def _cores(self) -> float:
+        if self._is_paused:
+            return 0.0
         return self._settings.cores * (ENCODER_SHARE if self._is_engine_busy else 1.0)
+
+    def _become(self, *, is_engine_busy: bool, is_paused: bool) -> None:
+        """Change what the engine and the encoder do from now on."""
+        if (is_engine_busy, is_paused) != (self._is_engine_busy, self._is_paused):
+            self._progress()
+            self._is_engine_busy, self._is_paused = is_engine_busy, is_paused
+            self._expect()
 
     def _begin(self) -> None:
         job = self._queue[0]
@@ -199,7 +216,7 @@ class BesideEngine(_Encoder):
     def _expect(self) -> None:
         """Schedule the end of the current image as it is expected now."""
         self._number += 1
-        if self._queue:
+        if self._queue and self._cores:
             number, left_s = self._number, max(self._left_core_s, 0.0) / self._cores
             self._events.at(self._events.clock() + left_s, lambda: self._finish(number))
 
@@ -264,6 +281,12 @@ class OnHosts(_Encoder):
 
     def engine_is(self, *, busy: bool) -> None:
         """Do nothing: the engine's steps take no time from the hosts."""
+
+    def pause(self) -> None:
+        """See `worker.vision.job.Encoder`: hosts go on."""
+
+    def resume(self) -> None:
+        """See `worker.vision.job.Encoder`."""
 
     def encode(self, job: EncodeJob) -> None:
         """See `worker.vision.job.Encoder`."""

@@ -322,7 +322,7 @@ class SimulatedWorker:
         run.cut(num_steps)
         # What comes now is not a part of the step that is being computed.
         self._commands_came = False
-        step_ms = self._begin(run.step_factor)
+        step_ms = self._begin(1.0)
         assert step_ms is not None, "the step of a run"
         return begun_s + step_ms / 1000
 
@@ -382,22 +382,25 @@ class SimulatedWorker:
                 self.scheduler.add(request)
         self._arrived.clear()
         self._add_ready()
-        return self._begin(stretch * (1.0 if self.encoder is None else self.encoder.step_factor))
+        return self._begin(stretch)
 
-    def _begin(self, step_factor: float) -> float | None:
-        """Begin a step, which takes `step_factor` times as long as its cost. Returns None if there is nothing to
-        compute or a pause is due."""
+    def _begin(self, stretch: float) -> float | None:
+        """Begin a step, which takes `stretch` times as long as its cost if the encoder does not run beside it. Returns
+        None if there is nothing to compute or a pause is due."""
         if self.pause_s:
             self._engine_is(busy=False)
             return None
-        if self._pacing is not None:
+        if self._pacing is not None and self._shares_cores:
             self._pacing.begin()
+        step_factor = stretch * (1.0 if self.encoder is None else self.encoder.step_factor)
         output = None
         if self.scheduler.has_requests:
             output = self.scheduler.schedule(None if self._stages is None else self._stages.begin_late)
         if output is None or not output.scheduled:
             is_waiting = self.scheduler.num_fetching or not self.scheduler.has_requests
             assert is_waiting, "there are requests, but none is scheduled"
+            if self._pacing is not None:
+                self._pacing.end()
             self._engine_is(busy=False)
             return None
         self._engine_is(busy=True)

@@ -84,7 +84,14 @@ class FakeEncoder:
         self.queue: deque[EncodeJob] = deque()
         self.seen: list[bytes] = []
         """The digests of all jobs so far."""
+        self.is_paused = False
         self._ended: list[EncodeJob] = []
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
 
     @property
     def bytes_per_token(self) -> int:

@@ -120,6 +120,14 @@ class Encoding:
             return 0
         return sum(count for each, count in self._num_of_priority.items() if each >= priority)
 
+    def pause(self) -> None:
+        """See `Stage`."""
+        self._encoder.pause()
+
+    def resume(self) -> None:
+        """See `Stage`."""
+        self._encoder.resume()
+
     @property
     def num_waiting_tokens(self) -> int:
         """Image tokens of held requests that are not encoded yet, equal images counted once."""

@@ -114,6 +114,12 @@ class Fetching:
         del priority
         return 0
 
+    def pause(self) -> None:
+        """See `Stage`: fetching goes on beside steps."""
+
+    def resume(self) -> None:
+        """See `Stage`."""
+
     def begin(self, request: Request) -> bool:
         """Hold a request that is not scheduled if it should wait. Otherwise schedule it at once."""
         first = self._scheduler.kv_cache.num_computed_by_now(request) // self._scheduler.kv_cache.block_size

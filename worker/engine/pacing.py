@@ -1,17 +1,20 @@
-"""Pauses between the decode steps of running streams, while images wait to be encoded beside the engine.
+"""How steps and the encoder of images take turns on the cores of a worker, while requests wait for images.
 
-Without pauses the streams take most of the cores, until they have ended: each then decodes nearly alone, although a
-step of many streams takes little longer than a step of one, and the images are encoded late.
+Side by side they would disturb each other: a step waits for the slowest of its threads many times, so it takes twice as
+long if the encoder gets a quarter of each core. Therefore the encoder stops during a step, and has all cores in the
+pause after it.
 
-    engine    |- step -|            |- step -|            |- step -|
-    encoder    - slow -|-- fast ----| - slow -|-- fast ----|
+    engine    |- step -|         |- step -|         |- step -|
+    encoder   ---------|- runs --|--------|- runs --|--------|- runs --
 
-A waiting image counts as `STREAMS_PER_IMAGE` streams. So an image beside many streams hardly delays them, and a stream
-beside many images leaves the cores to these. A step and its pause take no longer than steps with prompts do.
+    pause = step * image_share(waiting images, running requests)
 
-    pause = step * STREAMS_PER_IMAGE * waiting images / running streams
+When an image is encoded, its tokens take the time of the pause: the step that computes them is longer by as much, and
+no pause follows it (`step_budget`). A decode step and its pause take no longer than a step with other prompts does when
+no image waits. Steps with other prompts get shorter by the time of their pauses, but prompts always get half of the
+time.
 
-docs/decisions/images.md#pauses-for-the-encoder has the measurements.
+docs/decisions/images.md#turns-of-steps-and-encoder has the measurements.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from collections.abc import Callable
 
 from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.stages import Stages
-from headrace.worker.engine.step_budget import longest_ms
+from headrace.worker.engine.step_budget import image_share, longest_ms
 
-STREAMS_PER_IMAGE = 4
+# The longest pause after a step with prompts, as a multiple of the step.
+_MOST_BESIDE_PROMPTS = 1.0
 
 
 class Pacing:
@@ -35,35 +39,52 @@ class Pacing:
         self._stages = stages
         self._clock = clock
         self._begun_s: float | None = None
+        self._is_decode = self._computes_images = False
+        """Whether the last step had no prompts, and whether it had prompts with images."""
         self._until_s = 0.0
 
     @property
     def left_s(self) -> float:
         """Seconds until the next step should begin; 0 if it should begin at once, for example because a prompt has
         arrived or no image waits any more."""
-        if not self._until_s or not self._num_waiting or not self._scheduler.is_decoding:
+        if not self._until_s or not self._num_waiting or (self._is_decode and not self._scheduler.is_decoding):
             return 0.0
         return max(0.0, self._until_s - self._clock())
 
     def begin(self) -> None:
-        """Record that a step begins."""
+        """A step begins: if requests wait for images, the encoder stops."""
         self._until_s = 0.0
-        is_paced = self._num_waiting and self._scheduler.is_decoding
-        self._begun_s = self._clock() if is_paced else None
+        if self._num_waiting:
+            self._stages.pause()
+            self._begun_s = self._clock()
+            self._is_decode = self._scheduler.is_decoding
+            self._computes_images = self._scheduler.computes_images
+            self._scheduler.step_share = 1.0 / (1.0 + min(self._per_step, _MOST_BESIDE_PROMPTS))
 
     def end(self) -> None:
-        """Record that the step has ended. If it was a decode step and images wait, a pause begins."""
-        if self._begun_s is None or not self._scheduler.is_decoding:
+        """The step has ended: if the encoder was stopped, it goes on, and a pause begins."""
+        begun_s, self._begun_s = self._begun_s, None
+        if begun_s is None:
+            return
+        self._stages.resume()
+        self._scheduler.step_share = 1.0
+        if not self._num_waiting or self._computes_images:
             return
         now_s = self._clock()
-        step_ms = 1000 * (now_s - self._begun_s)
-        num_streams = len(self._scheduler.running)
-        most_ms = longest_ms(self._scheduler.target_step_ms, step_ms) - step_ms
-        pause_ms = min(step_ms * STREAMS_PER_IMAGE * self._num_waiting / num_streams, most_ms)
-        self._until_s = now_s + pause_ms / 1000
+        step_ms = 1000 * (now_s - begun_s)
+        if self._is_decode:
+            most_ms = longest_ms(self._scheduler.target_step_ms, step_ms) - step_ms
+        else:
+            most_ms = _MOST_BESIDE_PROMPTS * step_ms
+        self._until_s = now_s + min(step_ms * self._per_step, most_ms) / 1000
+
+    @property
+    def _per_step(self) -> float:
+        """The length of a pause without other bounds, as a multiple of its step."""
+        return image_share(self._num_waiting, len(self._scheduler.running))
 
     @property
     def _num_waiting(self) -> int:
-        """The number of requests that wait for images; 0 if streams of higher priority run."""
+        """The number of requests that wait for images; 0 if nothing runs, or something of higher priority."""
         running = self._scheduler.running
         return self._stages.num_sharing(running[0].priority) if running else 0

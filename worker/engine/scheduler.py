@@ -136,6 +136,8 @@ class Scheduler:
     max_prompt_rows: int = sys.maxsize
     step_costs: StepCosts = field(default_factory=StepCosts)
     target_step_ms: float | None = None
+    step_share: float = 1.0
+    """Share of the longest time between two tokens that steps with prompts may take; see `Pacing`."""
     speculation: Speculation | None = None
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     waiting: list[Request] = field(default_factory=list)
@@ -173,6 +175,11 @@ class Scheduler:
     def is_decoding(self) -> bool:
         """Whether the next step is one of decode alone, and no request waits for a place in it."""
         return bool(self.running) and not self.waiting and all(one.num_uncomputed_tokens == 1 for one in self.running)
+
+    @property
+    def computes_images(self) -> bool:
+        """Whether the next step may compute tokens of images."""
+        return any(request.computes_images for request in itertools.chain(self.running, self.waiting))
 
     def add(self, request: Request) -> None:
         """Accept a request. The service has checked that it fits the pool when it is alone."""
@@ -428,7 +435,11 @@ class Scheduler:
         budget = self._budget()
         beside = self._beside(wanted)
         streams = StepShape.of(_streams(beside))
-        room = budget.with_streams(streams, prompts, place) if beside else budget.alone(prompts, place)
+        if beside:
+            num_images = len(behind) if all(request.computes_images for request in behind) else 0
+            room = budget.with_streams(streams, prompts, place, num_images=num_images)
+        else:
+            room = budget.alone(prompts, place)
         self._share_among(served, first, room, wanted)
 
     def _beside(self, streams: Collection[Request]) -> Collection[Request]:
@@ -445,6 +456,7 @@ class Scheduler:
             self.max_num_mixed_tokens,
             self.target_step_ms,
             self._num_tokens,
+            self.step_share,
         )
 
     def prompt_tokens_per_s(self, past: int) -> float:

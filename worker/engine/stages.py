@@ -29,6 +29,14 @@ class Stage(Protocol):
         """Requests of at least this priority whose work here needs the cores that steps are computed on."""
         ...
 
+    def pause(self) -> None:
+        """Leave the cores to a step: stop the work that `num_sharing` counts, until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """The step has ended: go on with that work."""
+        ...
+
     def begin(self, request: Request) -> bool:
         """Hold a request that is not scheduled if it should wait. Returns whether it is held."""
         ...
@@ -78,6 +86,16 @@ class Stages:
     def num_sharing(self, priority: int) -> int:
         """See `Stage`."""
         return sum(stage.num_sharing(priority) for stage in self._stages)
+
+    def pause(self) -> None:
+        """See `Stage`."""
+        for stage in self._stages:
+            stage.pause()
+
+    def resume(self) -> None:
+        """See `Stage`."""
+        for stage in self._stages:
+            stage.resume()
 
     def begin(self, request: Request) -> bool:
         """See `Stage`: hold a request that has arrived in the first stage in which it should wait."""

@@ -9,6 +9,9 @@ Two kinds of steps have prompts in them:
 - **alone**: only other prompts wait. The fixed cost of a step, and that of reading the computed part of the first
   prompt, are an eighth of its time, or it takes `ALONE_MS`.
 
+Images count as work of their own (`image_share`): steps that compute nothing but prompts with images beside streams are
+short.
+
 Limits in tokens apply as well. Until costs are learned, `step_cost` assumes a large model on few cores, so the first
 steps are small.
 
@@ -46,6 +49,17 @@ MIN_CHUNK_ROOM = 3
 # few significant bits.
 KEPT_SHARE = 0.7
 _BITS = 3
+
+
+# An image counts as so many streams, and all images together get at least this many times the time of each step.
+STREAMS_PER_IMAGE = 6
+LEAST_IMAGE_SHARE = 0.4
+
+
+def image_share(num_images: int, num_streams: int) -> float:
+    """The time that `num_images` requests with images get for each step of `num_streams` other requests, at least one:
+    for the encoder, or for the tokens of encoded images. A multiple of the step's own time."""
+    return max(LEAST_IMAGE_SHARE, STREAMS_PER_IMAGE * num_images / num_streams)
 
 
 def longest_ms(target_ms: float | None, without_ms: float) -> float:
@@ -135,16 +149,21 @@ class StepBudget:
     max_num_mixed_tokens: int
     target_ms: float | None = None
     num_tokens_before: int = 0
+    share: float = 1.0
+    """Share of the longest time between two tokens of streams that steps with prompts may take."""
 
-    def with_streams(self, streams: StepShape, prompts: Sequence[Prompt], first: int) -> Room:
+    def with_streams(self, streams: StepShape, prompts: Sequence[Prompt], first: int, *, num_images: int = 0) -> Room:
         """The room in a step with streams. `prompts`, at least one, are in the order in which they are served; `first`
-        is the index of the one that is first in rank."""
+        is the index of the one that is first in rank. `num_images` is the number of prompts if all of them compute
+        tokens of images, otherwise 0."""
         decode = self.costs.decode if self.costs.decode.num_steps else self.costs.prompts
         reread_ms = self.costs.prompts.reread_ms(prompts[first].past)
         # Decode steps may not have been seen for long, if prompts never end.
         base_ms = self.costs.prompts.predict_ms(streams)
         without_ms = min(decode.predict_ms(streams), MOST_TIMES_WITH_PROMPTS * base_ms) + reread_ms
-        limit_ms = longest_ms(self.target_ms, without_ms)
+        limit_ms = max(self.share * longest_ms(self.target_ms, without_ms), LEAST_TIMES_WITHOUT_PROMPTS * without_ms)
+        if num_images:
+            limit_ms = min(limit_ms, (1.0 + image_share(num_images, streams.sequences)) * without_ms)
         if self.target_ms is None:
             limit_ms = max(limit_ms, reread_ms / STEP_COST_SHARE, LEAST_TIMES_WITHOUT_PROMPTS * base_ms)
         # A step is padded to MIN_PROMPT_STEP tokens anyway.

@@ -326,6 +326,11 @@ class Request:
         return place
 
     @property
+    def computes_images(self) -> bool:
+        """Whether tokens of its images are not computed yet."""
+        return self.images_end > self.num_computed_tokens
+
+    @property
     def is_replaying(self) -> bool:
         """Whether it evicts blocks and computes tokens of its answer again. Each of these tokens is then a separate
         sequence, as when it was generated, so the same blocks stay."""

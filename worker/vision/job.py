@@ -75,6 +75,14 @@ class Encoder(Protocol):
         """Memory of the states of an image token."""
         ...
 
+    def pause(self) -> None:
+        """Use no core from now on, until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Go on, if it is paused."""
+        ...
+
     def encode(self, job: EncodeJob) -> None:
         """Queue an image. It is among `take_ended` later, unless it is dropped."""
         ...

@@ -1,8 +1,8 @@
-"""The worker's side of the process that encodes images: a queue, and a thread that feeds the process and starts it
-again.
+"""The worker's side of the process that encodes images: a queue, and a thread that starts the process and feeds it.
 
-    engine thread   encode, drop  -->  [ queue ]  -->  thread  <-- frames -->  process (child.py)
-    engine thread   take_ended    <--  [ ended ]  <--
+    engine thread   encode, drop   -->  [ queue ]  -->  thread  <-- frames -->  process (child.py)
+    engine thread   take_ended     <--  [ ended ]  <--
+    engine thread   pause, resume  -->  signals    ----------------------->  process
 
 An image that ends the process is tried once more, alone, because somebody else may have ended it. If it ends it again,
 the image fails, and the others continue in a new process. So does an image at which the process hangs, without a second
@@ -12,6 +12,7 @@ try, which would take as long.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -19,9 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import msgspec
 
+from headrace.common.launch import with_parent
 from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.request.images import ImageStates
@@ -87,24 +90,24 @@ class EncoderProcess:
         self._setting, self._module = setting, module
         self._on_ended, self._stuck_after_s, self._clock = on_ended, stuck_after_s, clock
         self._process: subprocess.Popen[bytes] | None = None
+        self._ending = threading.Lock()
+        """Held to send a signal, and to give up the process: its pid is free once it was waited for."""
+        self._paused: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
         self._changed = threading.Condition()
         self._queue: deque[EncodeJob] = deque()
         self._ended: deque[EncodeJob] = deque()
         self._is_closed = False
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=[opened], name="images", daemon=True)
+        self._thread.start()
         try:
-            self._open(warms_up=True)
-        except UnsupportedModelError:
-            self._end_process()
-            raise
+            opened.result()
         except OSError as error:
-            self._end_process()
             raise ConfigurationError(
                 "the process that encodes images did not start; the log has the reason. Is there enough memory for the "
                 "model's vision tower?"
             ) from error
-        self._thread = threading.Thread(target=self._run, name="images", daemon=True)
-        self._thread.start()
 
     @property
     def pid(self) -> int:
@@ -133,6 +136,21 @@ class EncoderProcess:
         """The images that have ended since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
+    def pause(self) -> None:
+        """Stop the process, wherever it is, until `resume`, so that it uses no core. A process that is started
+        meanwhile runs."""
+        with self._ending:
+            if self._process is not None:
+                self._process.send_signal(signal.SIGSTOP)
+                self._paused = self._process
+
+    def resume(self) -> None:
+        """Let the process continue, if it is paused."""
+        with self._ending:
+            paused, self._paused = self._paused, None
+            if paused is not None and paused is self._process:
+                paused.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
         """End the process and the thread. Queued images are forgotten."""
         with self._changed:
@@ -148,7 +166,15 @@ class EncoderProcess:
         self._thread.join(_STOP_S)
         self._end_process()
 
-    def _run(self) -> None:
+    def _run(self, opened: Future[None]) -> None:
+        """Start the process, and feed it. The process would end with the thread that starts it."""
+        try:
+            self._open(warms_up=True)
+        except BaseException as error:
+            self._end_process()
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
         while (batch := self._next_batch()) is not None:
             for job in batch:
                 job.begun_s = job.begun_s or self._clock()
@@ -269,7 +295,8 @@ class EncoderProcess:
         self._link = ours
         with theirs:
             command = [sys.executable, "-m", self._module, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            # A process that is paused cannot notice that its worker has ended.
+            self._process = subprocess.Popen(with_parent(command), pass_fds=[theirs.fileno()])
         ours.settimeout(_OPEN_S)
         send(ours, msgspec.structs.replace(self._setting, warms_up=warms_up))
         problem = receive(ours, Opened).problem
@@ -282,7 +309,8 @@ class EncoderProcess:
 
     def _end_process(self) -> None:
         link, self._link = self._link, None
-        process, self._process = self._process, None
+        with self._ending:
+            process, self._process = self._process, None
         if link is not None:
             link.close()
         if process is not None:

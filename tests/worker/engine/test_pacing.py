@@ -1,12 +1,13 @@
-"""Running streams pause between their steps while images are encoded: how long, for whom, and what ends a pause."""
+"""Steps and the encoder of images take turns: how long a pause is, for whom, what ends it, and who runs meanwhile."""
 
 from __future__ import annotations
 
 import pytest
 
 from headrace.worker.engine.encoding import Encoding
-from headrace.worker.engine.pacing import STREAMS_PER_IMAGE, Pacing
+from headrace.worker.engine.pacing import Pacing
 from headrace.worker.engine.stages import Stages
+from headrace.worker.engine.step_budget import LEAST_IMAGE_SHARE, STREAMS_PER_IMAGE
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.vision.states import StateStore
@@ -29,6 +30,10 @@ class Setup:
         self.encoding = Encoding(self.scheduler, self.encoder, StateStore(1 << 20), 60.0, self.clock)
         self.pacing = Pacing(self.scheduler, Stages([self.encoding]), self.clock)
         self.num_requests = 0
+        self.was_beside = False
+        """Whether the encoder ran beside the last step."""
+        self.share = 1.0
+        """The scheduler's `step_share` in the last step."""
 
     def clock(self) -> float:
         return self.now_s
@@ -63,13 +68,16 @@ class Setup:
     def step(self) -> float:
         """Compute a step. Returns the milliseconds of the pause after it."""
         self.pacing.begin()
+        self.was_beside = not self.encoder.is_paused
+        self.share = self.scheduler.step_share
         self.under_test.step()
         self.now_s += self.step_s
         self.pacing.end()
+        assert not self.encoder.is_paused
         return 1000 * self.pacing.left_s
 
 
-@pytest.mark.parametrize(("streams", "images"), [(32, 1), (32, 2), (8, 1), (4, 2), (8, 12)])
+@pytest.mark.parametrize(("streams", "images"), [(32, 4), (8, 1), (4, 2), (8, 12)])
 def test_a_pause_gives_each_image_the_time_of_some_streams(streams: int, images: int) -> None:
     setup = Setup()
     setup.streams(streams)
@@ -77,11 +85,24 @@ def test_a_pause_gives_each_image_the_time_of_some_streams(streams: int, images:
     assert setup.step() == pytest.approx(1000 * STEP_S * STREAMS_PER_IMAGE * images / streams)
 
 
-def test_many_streams_beside_one_image_lose_little() -> None:
+@pytest.mark.parametrize("images", [1, 2])
+def test_few_images_beside_many_streams_still_get_a_share(images: int) -> None:
     setup = Setup()
     setup.streams(32)
+    setup.images(images)
+    assert setup.step() == pytest.approx(1000 * STEP_S * LEAST_IMAGE_SHARE)
+
+
+def test_the_encoder_stops_during_steps_only() -> None:
+    setup = Setup()
+    setup.streams(2)
+    setup.step()
+    assert setup.was_beside, "nobody waits for an image"
     setup.images(1)
-    assert setup.step() <= 0.15 * 1000 * STEP_S
+    setup.step()
+    assert not setup.was_beside
+    assert setup.pacing.left_s > 0
+    assert not setup.encoder.is_paused
 
 
 @pytest.mark.parametrize(
@@ -120,15 +141,61 @@ def test_images_do_not_delay_streams_of_higher_priority() -> None:
     setup.streams(4, priority=1)
     setup.images(4, priority=0)
     assert setup.step() == 0
+    assert setup.was_beside, "the encoder would not run at all"
     setup.images(2, priority=1)
     assert setup.step() == pytest.approx(1000 * STEP_S * STREAMS_PER_IMAGE * 2 / 4)
 
 
-def test_steps_with_prompts_are_not_paced() -> None:
+@pytest.mark.parametrize(
+    ("streams", "images", "pause"),
+    [(31, 1, LEAST_IMAGE_SHARE), (7, 1, STREAMS_PER_IMAGE / 8), (3, 2, 1.0), (1, 12, 1.0)],
+)
+def test_steps_with_prompts_leave_time_to_the_encoder(streams: int, images: int, pause: float) -> None:
+    """Prompts get at least half of the time."""
+    setup = Setup()
+    setup.streams(streams)
+    setup.images(images)
+    setup.add(prompt_of(list(range(1, 200))))
+    setup.under_test.step()
+    assert len(setup.scheduler.running) == streams + 1, "the prompt is computed in several steps"
+    assert not setup.scheduler.is_decoding
+    assert setup.step() == pytest.approx(1000 * STEP_S * pause)
+    assert setup.share == pytest.approx(1 / (1 + pause))
+    assert not setup.was_beside
+    setup.add(prompt_of([7, 8, 9]))
+    assert setup.pacing.left_s > 0, "prompts that come one after the other do not take the encoder's turn"
+
+
+def test_an_image_that_is_computed_takes_the_time_of_the_pause() -> None:
+    setup = Setup()
+    setup.streams(2)
+    setup.images(2)
+    setup.encoder.work(1)
+    for request in setup.encoding.take_ready():
+        setup.scheduler.add(request)
+    assert setup.step() == 0
+    assert not setup.was_beside
+    assert setup.step() > 0
+
+
+def test_the_first_prompt_waits_for_nothing() -> None:
     setup = Setup()
     setup.images(4)
     setup.add(prompt_of([1, 2, 3]))
+    setup.pacing.begin()
+    assert not setup.encoder.is_paused
+    assert setup.scheduler.step_share == pytest.approx(1.0)
+
+
+def test_after_the_last_image_steps_have_all_the_time_again() -> None:
+    setup = Setup()
+    setup.streams(2)
+    waiting = setup.images(1)
+    setup.step()
+    assert setup.share < 1
+    assert all(setup.encoding.cancel(request) for request in waiting)
     assert setup.step() == 0
+    assert setup.share == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("what", ["a prompt", "an image is encoded", "nobody waits", "all streams end"])

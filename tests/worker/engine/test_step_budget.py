@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from headrace.worker.engine.step_budget import TARGET_STEP_MS, Prompt, StepBudget
+from headrace.worker.engine.step_budget import (
+    LEAST_IMAGE_SHARE,
+    STREAMS_PER_IMAGE,
+    TARGET_STEP_MS,
+    Prompt,
+    StepBudget,
+)
 from headrace.worker.engine.step_cost import NOTHING, StepCosts, StepShape
 
 STREAM = StepShape.of([(200, 1)])
@@ -58,3 +65,19 @@ def test_short_prompts_beside_streams_keep_the_target(budget: StepBudget) -> Non
     room = budget.with_streams(STREAM, [Prompt(0, 10_000)], 0)
     assert room.step_ms < 1.1 * TARGET_STEP_MS
     assert room.tokens > 100
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5])
+def test_prompts_beside_streams_leave_the_rest_of_the_target_to_others(budget: StepBudget, share: float) -> None:
+    room = replace(budget, share=share).with_streams(STREAM, [Prompt(0, 10_000)], 0)
+    assert 0.8 * share * TARGET_STEP_MS < room.step_ms <= share * TARGET_STEP_MS
+
+
+@pytest.mark.parametrize(("num_streams", "num_images"), [(32, 1), (32, 6), (5, 2)])
+def test_images_get_a_share_of_each_step(budget: StepBudget, num_streams: int, num_images: int) -> None:
+    share = max(LEAST_IMAGE_SHARE, STREAMS_PER_IMAGE * num_images / num_streams)
+    streams = StepShape.of([(200, 1)] * num_streams)
+    room = budget.with_streams(streams, [Prompt(0, 10_000)] * num_images, 0, num_images=num_images)
+    alone_ms = true_cost(streams)
+    assert (1 + 0.6 * share) * alone_ms < room.step_ms < (1.1 + share) * alone_ms
+    assert room.step_ms < 0.5 * budget.with_streams(streams, [Prompt(0, 10_000)] * num_images, 0).step_ms

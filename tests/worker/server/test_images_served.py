@@ -198,7 +198,7 @@ async def test_a_deadline_ends_a_request_whose_image_hangs() -> None:
 @pytest.fixture
 def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """While an image waits, each step of streams is followed by a pause of an hour."""
-    monkeypatch.setattr(pacing, "STREAMS_PER_IMAGE", 1e9)
+    monkeypatch.setattr(pacing, "image_share", lambda num_images, num_streams: 1e9)
     monkeypatch.setattr(pacing, "longest_ms", lambda target_ms, without_ms: 3.6e6)
 
 

@@ -168,7 +168,8 @@ def test_closing_ends_the_process_in_the_middle_of_an_image() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_the_process_dies_with_its_worker_in_the_middle_of_an_image() -> None:
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_the_process_dies_with_its_worker_in_the_middle_of_an_image(is_paused: bool) -> None:
     program = (
         "import sys, time\n"
         "from headrace.worker.vision.job import EncodeJob\n"
@@ -178,6 +179,7 @@ def test_the_process_dies_with_its_worker_in_the_middle_of_an_image() -> None:
         "job = EncodeJob(b'', b'hang 4', 'auto', 4)\n"
         "process.encode(job)\n"
         "while not job.begun_s: time.sleep(0.01)\n"
+        f"if {is_paused}: process.pause()\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(1e6)\n"
     )
@@ -190,10 +192,61 @@ def test_the_process_dies_with_its_worker_in_the_middle_of_an_image() -> None:
 
 
 def _is_zombie(pid: int) -> bool:
+    return _state(pid) in "Z "
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for the state of a process; a space if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
-        return True
+        return " "
+
+
+def test_a_paused_process_stands_still_until_it_is_resumed(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with running() as run:
+        run.process.resume()
+        (job,) = run.ask(f"wait 4 {gate}")
+        until(lambda: job.begun_s > 0, "the image")
+        for _ in range(3):
+            run.process.pause()
+            run.process.pause()
+            until(lambda: _state(run.process.pid) == "T", "the pause")
+            gate.touch()
+            assert not run.process.take_ended()
+            run.process.resume()
+            assert _state(run.process.pid) != "T"
+        run.wait(job)
+        assert job.states is not None
+        assert run.process.num_restarts == 0
+
+
+def test_a_paused_process_that_is_killed_is_replaced_by_one_that_runs(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with running() as run:
+        (job,) = run.ask(f"wait 4 {gate}")
+        until(lambda: job.begun_s > 0, "the image")
+        first = run.process.pid
+        run.process.pause()
+        gate.touch()
+        os.kill(first, signal.SIGKILL)
+        run.wait(job)
+        assert job.states is not None
+        assert run.process.pid not in (0, first)
+        run.process.resume()
+        (job,) = run.ask("see 4")
+        run.wait(job)
+        assert job.states is not None
+
+
+def test_closing_ends_a_paused_process() -> None:
+    with running() as run:
+        pid = run.process.pid
+        run.process.pause()
+    assert not Path(f"/proc/{pid}").exists()
+    run.process.pause()
+    run.process.resume()
 
 
 def test_a_tower_that_cannot_be_opened_is_told_at_the_start() -> None:
