@@ -3,7 +3,8 @@
     python -m benchmarks.images.beside MODEL_DIR [--streams 32] [--output 200] [--pairs 3] [--size 640x480]
 
 The streams run alone and beside chats with one new picture each, two at a time, in turns. In each pair both runs have
-the same prompts, so their texts have to be equal. On CPUs whose performance mode is not exact in steps of any size,
+the same prompts, so their texts have to be equal; the prompts are computed before, so that neither run waits for them.
+On CPUs whose performance mode is not exact in steps of any size,
 this needs `--serve-argument=--execution-mode=accuracy`.
 """
 
@@ -115,6 +116,7 @@ def main() -> None:
         for pair in range(args.pairs + 1):
             rng = np.random.default_rng(pair)
             texts = [question(rng, 40) for _ in range(args.streams)]
+            asyncio.run(run(serving, texts, 1, None, 0))
             runs = {}
             for size in [None, (width, height)] if pair % 2 else [(width, height), None]:
                 runs[size] = asyncio.run(run(serving, texts, args.output, size, 1000 + pair))
