@@ -17,6 +17,7 @@ import yaml
 
 from headrace.common.kubernetes import CREDENTIALS
 from headrace.common.kubernetes.services import is_service, service_of
+from headrace.gateway.edge.settings import EdgeSettings
 from headrace.router.keda import _metric_of
 from tests.deploy import custom_resources
 from tests.deploy.command_lines import refuse_what_is_unknown
@@ -505,6 +506,29 @@ def test_a_custom_resource_of_another_shape_is_refused(kind: str, wrong: dict[st
     custom_resources.check(resource)
     with pytest.raises(jsonschema_rs.ValidationError):
         custom_resources.check({**resource, "spec": {**resource["spec"], **wrong}})
+
+
+def test_the_routes_of_the_guide_lead_to_the_gateways_and_not_to_their_metrics() -> None:
+    guide = (KUBERNETES.parent.parent / "docs" / "how-to" / "kubernetes.md").read_text()
+    blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)]
+    shown = {block["kind"]: block for block in blocks if "kind" in block}
+    assert shown.keys() == {"HTTPRoute", "Ingress"}
+    custom_resources.check(shown["HTTPRoute"])
+    if importlib.util.find_spec("kubernetes_validate") is not None:
+        import kubernetes_validate
+
+        kubernetes_validate.validate(shown["Ingress"], RELEASES[-1], strict=True)
+    (rule,) = shown["HTTPRoute"]["spec"]["rules"]
+    (path,) = shown["Ingress"]["spec"]["rules"][0]["http"]["paths"]
+    assert path["path"] == rule["matches"][0]["path"]["value"] == "/v1"
+    services = {identity(one)[1]: one for one in of_kind(rendered("laptop"), "Service")}
+    ports = {port["name"]: port["port"] for port in services[path["backend"]["service"]["name"]]["spec"]["ports"]}
+    (backend,) = rule["backendRefs"]
+    assert (backend["name"], backend["port"]) == (path["backend"]["service"]["name"], ports["http"])
+    assert path["backend"]["service"]["port"]["name"] in ports
+    annotations = shown["Ingress"]["metadata"]["annotations"]
+    size = annotations["nginx.ingress.kubernetes.io/proxy-body-size"]
+    assert size == f"{EdgeSettings().max_body_mb}m"
 
 
 def test_keda_scales_by_signals_that_routers_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,10 +101,11 @@ def test_the_manifests_and_the_chart_are_accepted(cluster: RealCluster, helm: An
 
 def test_the_autoscalers_of_keda_are_accepted(cluster: RealCluster, helm: Any) -> None:
     cluster.make_namespace("keda")
-    objects = rendered(helm, {"components": ["autoscaling-keda"]}, namespace="keda")
+    values = {"components": ["autoscaling-keda"], "models": {"more": {"source": "org/more"}}}
+    objects = rendered(helm, values, namespace="keda")
     applied(cluster, "keda", objects)
     scaled = {one["metadata"]["name"] for one in objects if one["kind"] == "ScaledObject"}
-    assert scaled == {"headrace-worker", "headrace-gateway"}
+    assert scaled == {"headrace-worker", "headrace-worker-more", "headrace-gateway"}
 
 
 def test_a_field_that_the_server_does_not_know_is_refused(cluster: RealCluster) -> None:

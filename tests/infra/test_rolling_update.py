@@ -123,7 +123,7 @@ async def clients(pods: Pods, count: int) -> AsyncIterator[Clients]:
 def chart(helm: Any, namespace: str, tag: str, replicas: dict[str, int], *, is_first: bool = False) -> list[Resource]:
     """The objects of a release of that image. Only the first one makes the secret, as with Helm itself."""
     values: dict[str, Any] = {
-        "image": {"tag": tag},
+        "image": {"repository": "headrace", "tag": tag},
         "model": {"source": str(small_model()), "name": MODEL},
         "secrets": {"create": is_first},
         **{role: {"replicas": count} for role, count in replicas.items()},
