@@ -77,10 +77,46 @@ def test_a_release_is_built_on_the_image_of_the_compose_files_and_of_the_version
     assert name.stdout.decode().strip() == f"headrace-{version}.tar.gz"
 
 
-def test_nothing_is_published_that_was_not_tested() -> None:
+def test_nothing_is_published_that_was_not_tested_or_without_provenance() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
     assert jobs["test"]["uses"] == "./.github/workflows/ci.yml"
-    for name in ("pypi", "image"):
+    published = {"pypi", "image", "chart"}
+    for name in published:
         assert "test" in jobs[name]["needs"]
-        assert jobs[name]["permissions"]["attestations"] == "write"
-    assert set(jobs["notes"]["needs"]) == {"pypi", "image"}
+        allowed = jobs[name]["permissions"]
+        assert (allowed["attestations"], allowed["id-token"]) == ("write", "write")
+        (attested,) = [one for one in jobs[name]["steps"] if "attest-build-provenance" in one.get("uses", "")]
+        of_registry = name != "pypi"
+        assert ("subject-digest" if of_registry else "subject-path") in attested["with"]
+        assert ("packages" in allowed) == of_registry == attested["with"].get("push-to-registry", False)
+    assert set(jobs["notes"]["needs"]) == published
+    writers = {name for name, job in jobs.items() if "write" in job.get("permissions", {}).values()}
+    assert writers == {*published, "notes"}, "no other job may change anything"
+
+
+def test_a_chart_is_published_for_the_image_of_its_version_and_its_digest_is_attested(tmp_path: Path) -> None:
+    job = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["chart"]
+    assert "image" in job["needs"]
+    steps = {step.get("name", step.get("uses")): step for step in job["steps"]}
+    digest = "sha256:" + "1" * 64
+    (tmp_path / "bin").mkdir()
+    helm = tmp_path / "bin" / "helm"
+    helm.write_text(f"#!/bin/sh\necho \"$@\" >> calls; [ $1 = push ] && echo 'Digest: {digest}' >&2; cat > /dev/null\n")
+    helm.chmod(0o755)
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "headrace-9.8.7.tgz").touch()
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "GITHUB_REF_NAME": "v9.8.7",
+        "GITHUB_REPOSITORY_OWNER": "owner",
+        "GITHUB_ACTOR": "me",
+        "GITHUB_OUTPUT": "output",
+        "TOKEN": "secret",
+    }
+    for name in ("Compare the chart's version with the tag", "Push the chart"):
+        command = ["bash", "-eo", "pipefail", "-c", steps[name]["run"]]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdin=subprocess.DEVNULL)
+    assert (tmp_path / "output").read_text() == f"digest={digest}\n"
+    calls = (tmp_path / "calls").read_text()
+    assert "push dist/headrace-9.8.7.tgz oci://ghcr.io/owner/charts\n" in calls
+    assert "secret" not in calls
