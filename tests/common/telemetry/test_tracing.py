@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +24,9 @@ from headrace.common.telemetry.tracing import (
     traceparent_of,
 )
 from headrace.protos.status import Reason, StatusError
+from tests import collector
 from tests.otlp import ReceivedSpan, Receiver, grpc_receiver, http_receiver
-from tests.patience import patience
+from tests.patience import patience, until
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -77,6 +79,27 @@ def test_spans_arrive_by_either_protocol(
     assert request.attributes == {"number": 1, "tokens": 5, "reasons": ["stop", "length"]}
     assert request.events == [("first token", {"late": False})]
     assert not request.failed
+
+
+@pytest.mark.skipif(not collector.is_there(), reason=collector.MISSING)
+def test_a_collector_of_another_maker_takes_spans_by_either_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with grpc_receiver() as receiver, collector.collector(receiver, tmp_path) as between:
+        for protocol, url in (("grpc", between.grpc_url), ("http/protobuf", between.http_url)):
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+            start_tracing("router", url)
+            with serving_span(protocol, TRACEPARENT, {"number": 1}) as span:
+                span.append("reasons", "stop")
+                span.event("first token", {"late": False})
+            stop_tracing(patience(10.0))
+            until(lambda protocol=protocol: [one for one in receiver.spans if one.name == protocol] != [], protocol)  # type: ignore[misc]
+            sent_on = named(receiver, protocol)
+            assert (sent_on.service, sent_on.trace_id, sent_on.parent_id) == ("headrace-router", TRACE_ID, PARENT_ID)
+            assert (sent_on.kind, sent_on.failed) == ("SERVER", False)
+            assert sent_on.attributes == {"number": 1, "reasons": ["stop"]}
+            assert sent_on.events == [("first token", {"late": False})]
+            assert sent_on.start_ns < sent_on.end_ns
 
 
 def test_the_environment_alone_turns_tracing_on_and_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
