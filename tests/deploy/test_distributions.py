@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
 from headrace.common.version import headrace_version
-from tests.deploy.distributions import built_sdist, built_wheel, tree
+from tests.deploy.distributions import ROOT, built_sdist, built_wheel, tree
 from tests.test_architecture import FOLDERS
 
 
@@ -36,6 +38,20 @@ def test_a_wheel_has_the_tree_and_nothing_else(wheel: Path) -> None:
     named = {folder: package for package, folder in FOLDERS.items()}
     parts = [name.partition("/") for name in tree()]
     assert names == sorted(f"headrace/{named.get(top, top)}/{rest}" for top, _, rest in parts)
+
+
+def test_a_wheel_has_every_extra_that_documents_and_messages_name(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    provided = set(message_from_bytes(archive.read(name)).get_all("Provides-Extra", []))
+    places = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / one for one in tree() if one.endswith(".py")),
+    ]
+    found = [one for path in places for one in re.findall(r"headrace\[([a-z,-]+)\]", path.read_text())]
+    named = {extra for one in found for extra in one.split(",")}
+    assert {"encryption", "export", "kv-events", "otel", "ray"} <= named <= provided
 
 
 def test_a_wheel_runs_outside_of_the_tree(wheel: Path, tmp_path: Path) -> None:
