@@ -365,6 +365,12 @@ def test_every_panel_of_the_dashboard_shows_something_under_load(observed: Obser
             return not without_a_value()
 
         until(shows_all, "all panels show something")
+        # What autoscalers ask has one number each; the label comes from the relabelling of Kubernetes' pods.
+        asked = [one.replace('namespace="headrace"', "") for one in autoscaling_expressions() if "!=" not in one]
+        assert len(asked) == 4
+        for expression in asked:
+            (result,) = server.ask(expression)
+            assert float(result["value"][1]) >= 0, expression
         assert not [alert for alert in server.ask("ALERTS") if alert["metric"]["alertstate"] == "firing"]
 
 
