@@ -389,7 +389,7 @@ def compile_model(
     """Read and compile the model for contexts of up to `max_context_tokens`. It gets a second graph for small decode
     steps if that pays on this CPU."""
     if config.rank_cpus:
-        return compile_ranks(config, threads, max_context_tokens, speculates=speculates)
+        return compile_ranks(config, threads, max_context_tokens, speculates=speculates, heads=heads)
     from headrace.worker.model.runner import OpenVINOModelRunner
 
     has_decode_graph = wants_decode_graph(
@@ -415,7 +415,12 @@ def compile_model(
 
 
 def compile_ranks(
-    config: WorkerConfig, threads: int, max_context_tokens: int, *, speculates: bool
+    config: WorkerConfig,
+    threads: int,
+    max_context_tokens: int,
+    *,
+    speculates: bool,
+    heads: EagleHeads | MedusaHeads | None,
 ) -> OpenVINOModelRunner:
     """Read and compile the model, divided among the ranks. Each rank except this one gets its own process."""
     from headrace.worker.ranks.group import GroupRunner
@@ -430,6 +435,7 @@ def compile_ranks(
         speculates=speculates,
         has_parts=config.trims_windows,
         max_adapters=config.max_adapters,
+        states=None if heads is None else heads.reader,
         most_tokens=config.max_num_batched_tokens or DEFAULT_TOKENS,
         hangs_after_s=config.stuck_after_s,
         on_lost=end_process,

@@ -158,6 +158,8 @@ class SeenMedusa:
 class BothStates:
     """Reads what heads of both formats need."""
 
+    computes_all_states = False
+
     def __init__(self, *readers: StateReader) -> None:
         self._readers = readers
 

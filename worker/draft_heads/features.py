@@ -19,7 +19,13 @@ from openvino import opset13
 
 from headrace.worker.draft_heads.eagle_files import EagleFiles, layers_to_read
 from headrace.worker.draft_heads.eagle_graph import product
-from headrace.worker.draft_heads.hidden_states import check_width, last_states, states_before, width_of
+from headrace.worker.draft_heads.hidden_states import (
+    check_width,
+    compute_all,
+    last_states,
+    states_before,
+    width_of,
+)
 from headrace.worker.kv.exclusions import EAGLE3, MTP, impossible
 from headrace.worker.kv.layers import LayerKind
 from headrace.worker.model.batch import Batch
@@ -106,6 +112,8 @@ class FeatureStore:
 class FeatureReader:
     """Makes the target's graph compute features, and keeps them. See `headrace.worker.model.runner.StateReader`."""
 
+    computes_all_states = False
+
     def __init__(self, files: EagleFiles) -> None:
         self._files = files
         self._store: FeatureStore | None = None
@@ -149,20 +157,34 @@ class LastStateReader(FeatureReader):
     """As `FeatureReader`, for a layer that predicts more tokens (MTP): its features are the last hidden states of all
     tokens."""
 
+    computes_all_states = True
+
     def prepare(self, model: ov.Model) -> None:
         """Add an output `features` [tokens, size]. So the graph computes the last states of all tokens, not of the
         sampled ones only. ConfigurationError if the layer does not fit the model."""
         if has_states(model):
             raise impossible(MTP, LayerKind.RECURRENT)
-        port, size = last_states(model), self._files.shape.size
-        states = port.get_source_output()
-        check_width(self._files.path, size, width_of(states))
-        flat = opset13.reshape(states, opset13.constant(np.array([-1, size])), False).output(0)
-        # Behind this, sampled rows are selected: what comes before is computed for all tokens.
-        again = [-1, *(1 for _ in states.get_partial_shape()[1:-1]), size]
-        port.replace_source_output(opset13.reshape(flat, opset13.constant(np.array(again)), False).output(0))
+        check_width(self._files.path, self._files.shape.size, width_of(last_states(model).get_source_output()))
+        flat = compute_all(model)
         flat.get_tensor().set_names({_OUTPUT})
         model.add_results([opset13.result(flat)])
+
+
+class AllStates:
+    """Makes the graph of a rank compute the last hidden states of all tokens, because that of rank 0 does, and reads
+    nothing. See `headrace.worker.model.runner.StateReader`."""
+
+    computes_all_states = True
+
+    def prepare(self, model: ov.Model) -> None:
+        """Compute the states of all tokens."""
+        compute_all(model)
+
+    def add_outputs(self, model: ov.Model) -> None:
+        """Does nothing."""
+
+    def read(self, batch: Batch, request: ov.InferRequest) -> None:
+        """Does nothing."""
 
 
 def _rounded(values: FloatArray) -> npt.NDArray[np.uint16]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import openvino as ov
+from openvino import opset13
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.fused_projections import is_constant, projection
@@ -58,6 +60,19 @@ def last_states(model: ov.Model) -> ov.Input:
             raise _unknown_form("the last hidden states")
         node = found[0].get_node()
     return node.input(0)
+
+
+def compute_all(model: ov.Model) -> ov.Output:
+    """Let the graph compute the last hidden states of all tokens, not only of the sampled ones. Returns these states,
+    `[tokens, size]`."""
+    port = last_states(model)
+    states = port.get_source_output()
+    size = width_of(states)
+    flat = opset13.reshape(states, opset13.constant(np.array([-1, size])), False).output(0)
+    # Behind this, sampled rows are selected: what comes before is computed for all tokens.
+    again = [-1, *(1 for _ in states.get_partial_shape()[1:-1]), size]
+    port.replace_source_output(opset13.reshape(flat, opset13.constant(np.array(again)), False).output(0))
+    return flat
 
 
 def width_of(states: ov.Output) -> int:

@@ -69,6 +69,8 @@ class LastStates:
     """Adds the last hidden states of sampled rows to the outputs of the target's graph, and keeps those of each
     request. See `headrace.worker.model.runner.StateReader`."""
 
+    computes_all_states = False
+
     def __init__(self, files: MedusaFiles) -> None:
         self._files = files
         self._rows: WeakKeyDictionary[Request, _Rows] = WeakKeyDictionary()

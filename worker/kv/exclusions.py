@@ -90,7 +90,6 @@ EVICTION = _flag("--cache-eviction", "cache_eviction")
 EAGLE3 = _heads("--speculation eagle3", HeadsKind.EAGLE3)
 MTP = _heads("--speculation mtp", HeadsKind.MTP)
 MEDUSA_BRANCHES = _heads("the branch of Medusa's drafts", HeadsKind.MEDUSA)
-HEADS = _heads("--draft-model with heads", *HeadsKind)
 ALIBI = Property("ALiBi")
 IMAGES = Property("images")
 RECURRENT_DRAFTS = Property("recurrent layers in the draft model")
@@ -101,7 +100,6 @@ _UNNUMBERED = "the heads name the layers that they read by number, and the graph
 
 
 EXCLUSIONS = (
-    Exclusion(TENSOR_PARALLEL, HEADS, "they read hidden states, of which the graphs of ranks have no output"),
     Exclusion(TENSOR_PARALLEL, EVICTION, "each rank would evict other tokens, by the scores of its own heads"),
     Exclusion(TENSOR_PARALLEL, DECODE_GRAPH, "ranks compute all decode steps with one graph"),
     Exclusion(TENSOR_PARALLEL, MEMORY_NODE, "each rank takes the memory of the node of its CPUs"),

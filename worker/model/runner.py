@@ -57,7 +57,11 @@ _FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
 class StateReader(Protocol):
-    """Reads hidden states from the model's steps."""
+    """Reads hidden states from the model's steps. If it `computes_all_states`, `prepare` makes the graph compute the
+    last hidden states of all tokens, not only of the sampled ones. The other ranks of a divided model must do the same.
+    """
+
+    computes_all_states: bool
 
     def add_outputs(self, model: ov.Model) -> None:
         """Add outputs to a graph of the model that is about to be compiled. Raises ConfigurationError."""

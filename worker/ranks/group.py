@@ -29,7 +29,7 @@ from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.memory import available_on_node
 from headrace.worker.model.adapter_memory import AdapterMemory
 from headrace.worker.model.batch import Batch
-from headrace.worker.model.runner import OpenVINOModelRunner, Part
+from headrace.worker.model.runner import OpenVINOModelRunner, Part, StateReader
 from headrace.worker.ranks.members import Cpus, Members
 from headrace.worker.ranks.memory import GroupMemory, LogitsShape, SharedLogits, give_room, make_logits
 from headrace.worker.ranks.messages import (
@@ -54,7 +54,8 @@ class GroupRunner(OpenVINOModelRunner):
     """A model that is computed by one rank for each entry of `cpus`, on the CPUs of the entry. The first rank is this
     process, with `threads` threads; each other rank is a process with at most as many. `block_bytes` and `vocab_size`
     are those of all ranks together, and `exact_rows` the smallest of any rank. The group has no second graph for decode
-    steps, and no eviction. Blocks are copied with the parts of all ranks, and adapters are written for all ranks.
+    steps, and no eviction. Blocks are copied with the parts of all ranks, and adapters are written for all ranks. All
+    ranks have the same hidden states, so `states` reads those of rank 0.
 
     With `divide`, the graph is reduced to a stage of a pipeline before it is divided among the ranks. All ranks have
     the hidden states with which the stage begins and ends.
@@ -76,6 +77,7 @@ class GroupRunner(OpenVINOModelRunner):
         speculates: bool,
         has_parts: bool = False,
         max_adapters: int = 0,
+        states: StateReader | None = None,
         most_tokens: int,
         hangs_after_s: float,
         on_lost: Callable[[str], None],
@@ -107,6 +109,7 @@ class GroupRunner(OpenVINOModelRunner):
                     has_parts,
                     max_adapters,
                     is_stage=divide is not None,
+                    computes_all_states=states is not None and states.computes_all_states,
                 ),
             )
         others = dict(enumerate(self._nodes[1:], 1))
@@ -127,6 +130,7 @@ class GroupRunner(OpenVINOModelRunner):
             has_parts=has_parts,
             max_adapters=max_adapters,
             divide=self._divide_among_ranks,
+            states=states,
         )
         self._spare_rows = most_tokens + _SPARE_ROWS
         self._count = 0

@@ -48,6 +48,7 @@ _SPIN_S = 100e-6
 def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> None:
     """Compile, allocate, and compute steps until the worker ends."""
     # Imported late: OpenVINO reads the affinity and this process's memory policy when it is imported.
+    from headrace.worker.draft_heads.features import AllStates
     from headrace.worker.model.runner import WHOLE, Layers, OpenVINOModelRunner, Part
     from headrace.worker.pipeline.cutting import cut_stage, find_cuts
     from headrace.worker.ranks.memory import GroupMemory, SharedLogits
@@ -88,6 +89,7 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> Non
             speculates=setup.speculates,
             has_parts=setup.has_parts,
             max_adapters=setup.max_adapters,
+            states=AllStates() if setup.computes_all_states else None,
             divide=divide,
         )
     except ConfigurationError as error:

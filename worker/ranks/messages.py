@@ -22,7 +22,8 @@ class LinkClosedError(OSError):
 
 class Setup(msgspec.Struct, frozen=True):
     """Which rank of which model a process is, and how it computes; see `OpenVINOModelRunner`. If it `is_stage`, that is
-    of a stage of a pipeline, whose `StageLayers` come as soon as they are known."""
+    of a stage of a pipeline, whose `StageLayers` come as soon as they are known. For `computes_all_states` see
+    `StateReader`."""
 
     rank: int
     num_ranks: int
@@ -35,6 +36,7 @@ class Setup(msgspec.Struct, frozen=True):
     has_parts: bool
     max_adapters: int
     is_stage: bool
+    computes_all_states: bool
 
 
 class StageLayers(msgspec.Struct, frozen=True):
