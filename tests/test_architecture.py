@@ -138,6 +138,7 @@ ONLY_IN = {
         "worker/ranks/division.py",
         "worker/ranks/group.py",
         "worker/ranks/member.py",
+        "worker/ranks/patterns.py",
         "worker/ranks/rank.py",
         "worker/stage_serving.py",
         "gateway/text/tokenizer.py",

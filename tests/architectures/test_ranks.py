@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,27 +14,33 @@ import pytest
 
 from headrace.worker.adapters.peft import read_peft
 from headrace.worker.config import ConfigurationError
+from headrace.worker.loading import load_model
 from headrace.worker.model.paging import read_paged
+from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.ranks.division import divide
+from headrace.worker.request.params import SamplingParams
+from headrace.worker.request.request import Request
 from tests.architectures.exports import PYTHON, exported, exported_adapters
 from tests.architectures.families import FAMILIES, VOCABULARY
+from tests.worker.configs import worker_config
 from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, TOLERANCE, Computed, Prompt, assert_exact, divided, whole
 from tests.worker.ranks.group import Group
 
 ALL = os.environ.get("HEADRACE_ARCHITECTURES") == "1"
-# Text models. Every run has plain attention, packed and compressed weights, windows, and learned positions.
-SHORT = ("llama", "llama-awq", "llama-int4", "gemma3_text", "gpt2")
+# Text models. Every run has plain attention, packed and compressed weights, windows, learned positions, and short
+# convolutions.
+SHORT = ("llama", "llama-awq", "llama-int4", "gemma3_text", "gpt2", "lfm2")
 EVERY = [name for name, family in FAMILIES.items() if family.vision is None and not family.refused]
 NAMES = EVERY if ALL else list(SHORT)
 # What a refusal says: of all numbers of ranks, or of those above another.
 REFUSED = {
-    **{name: (1, "recurrent layers") for name, family in FAMILIES.items() if family.is_recurrent},
+    # There are two groups of heads, whose weights are stored by group.
+    "qwen3_next": (2, "of a form that cannot be divided"),
     "falcon": (1, "would mix"),
     "olmo2": (2, "k_norm"),
     "olmo3": (2, "k_norm"),
     "deepseek_v2": (1, "more than two dimensions"),
     "deepseek_v3": (1, "more than two dimensions"),
-    "llama4_text": (1, "of a form that cannot be divided"),
     "gemma3n_text": (1, "would work on a part of its values"),
 }
 RANKS = (2, 3, 4) if ALL else (2,)
@@ -60,6 +68,37 @@ def test_a_divided_model_has_the_log_probabilities_of_the_whole(name: str, num_r
     assert group.division.whole_share < 0.05
     tokens = np.random.default_rng(7).integers(4, VOCABULARY, 2000).tolist()
     assert_exact(undivided(directory), of_group, [tokens[:20], tokens[:300], *([tokens] if ALL else [])])
+
+
+def test_a_worker_divides_recurrent_layers_among_processes() -> None:
+    """Prompts of several lengths at once, and again behind what is cached of them, with drafts from earlier text."""
+    cpu = min(os.sched_getaffinity(0))
+    whole_config = worker_config(
+        exported(NAMES)["lfm2"], kv_cache_bytes=1 << 23, threads=1, max_num_seqs=4, execution_mode="accuracy"
+    )
+    rng = np.random.default_rng(3)
+    prompts = [[*piece, *piece] for piece in (rng.integers(4, VOCABULARY, size).tolist() for size in (30, 100, 300))]
+    answers, cached = [], []
+    for config in (whole_config, replace(whole_config, tensor_parallel=2, rank_cpus=((cpu,),) * 2)):
+        model = load_model(config)
+        assert isinstance(model.engine.runner, OpenVINOModelRunner)
+        with closing(model.engine.runner):
+            assert len(model.ranks()) == (2 if config.rank_cpus else 0)
+            for _ in range(2):
+                requests = [
+                    Request(str(number), prompt, SamplingParams(24, seed=0, temperature=0.0), 1)
+                    for number, prompt in enumerate(prompts)
+                ]
+                for request in requests:
+                    model.engine.scheduler.add(request)
+                while model.engine.scheduler.has_requests:
+                    model.engine.step()
+                    model.engine.scheduler.check()
+                answers.append([list(request.token_ids) for request in requests])
+                cached.append([request.num_cached_tokens for request in requests])
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert cached[2:] == cached[:2]
+    assert min(cached[1]) > max(cached[0]) == 0
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), REFUSALS)

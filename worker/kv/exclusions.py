@@ -103,7 +103,6 @@ EXCLUSIONS = (
     Exclusion(TENSOR_PARALLEL, EVICTION, "each rank would evict other tokens, by the scores of its own heads"),
     Exclusion(TENSOR_PARALLEL, DECODE_GRAPH, "ranks compute all decode steps with one graph"),
     Exclusion(TENSOR_PARALLEL, MEMORY_NODE, "each rank takes the memory of the node of its CPUs"),
-    Exclusion(TENSOR_PARALLEL, LayerKind.RECURRENT, "their states are not divided among ranks"),
     Exclusion(PIPELINE, KV_DISK, "a block has parts on other hosts"),
     Exclusion(PIPELINE, KV_MEMORY, "the memory of the other stages ends with them"),
     Exclusion(PIPELINE, ROLE, "a block has parts on other hosts"),

@@ -202,6 +202,8 @@ class OpenVINOModelRunner:
         self._divided_views: tuple[list[npt.NDArray[np.uint8]], ...] = ([], [])
         caches = self._caches = main.caches
         self.state_tables = main.state_tables
+        self.state_bytes = 0 if self.state_tables is None else self.state_tables.slot_bytes
+        """The size of a slot for the states of recurrent layers; 0 if there are none."""
         self.vocab_size = self._graphs.get(Graph.HEAD, main).vocab_size
         self._check_layouts()
         self._num_layers = 1 + max(map(layer_of, caches))
@@ -224,7 +226,7 @@ class OpenVINOModelRunner:
             groups.append(LayerGroup(LayerKind.WINDOW, self.part_bytes, self.windows.num_tokens, names))
         if self.state_tables is not None:
             names = tuple(port.any_name for port in self.state_tables.ports)
-            groups.append(LayerGroup(LayerKind.RECURRENT, self.state_tables.slot_bytes, names=names))
+            groups.append(LayerGroup(LayerKind.RECURRENT, self.state_bytes, names=names))
         return groups
 
     def _check_layouts(self) -> None:

@@ -25,7 +25,7 @@ STATE_TABLES = ("conv_state_table.", *_SUMS)
 
 def set_table_types(model: ov.Model) -> None:
     """Set the element types of the tables of states in the graph, which OpenVINO leaves open until it compiles it."""
-    tables = [node for node in model.get_parameters() if any(map(_is_table, node.output(0).get_names()))]
+    tables = [node for node in model.get_parameters() if any(map(is_table, node.output(0).get_names()))]
     for parameter in tables:
         parameter.set_element_type(ov.Type.f32)
     if tables:
@@ -96,7 +96,8 @@ class StateTables:
                 request.set_tensor(port.any_name, tensor)
 
 
-def _is_table(name: str) -> bool:
+def is_table(name: str) -> bool:
+    """Whether an input of this name is a table of states."""
     return name.startswith(STATE_TABLES)
 
 

@@ -12,11 +12,16 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13
 
+from headrace.worker.model.fused_projections import is_constant
 from headrace.worker.model.rank_sum import Add, RankSum
 from headrace.worker.ranks.constants import ConstantCutter
 from headrace.worker.ranks.division import (
+    BIASES,
     ELEMENTWISE,
+    KERNELS,
+    RECURRENT,
     SELECTIONS,
+    SHORT_CONVOLUTION,
     Division,
     axes_of_weights,
     key_of,
@@ -40,6 +45,8 @@ def cut(model: ov.Model, division: Division, rank: int, memory: FileMemory, add:
     outputs = {key_of(output): output for node in nodes for output in node.outputs() if key_of(output) in summed}
     for node in nodes:
         outputs |= {key: output for key, output in made.cut(node) if key in summed}
+    for parameter in model.get_parameters():
+        made.cut_table(parameter)
     for key, number in summed.items():
         _sum_up(outputs[key], number, add)
     model.validate_nodes_and_infer_types()
@@ -72,6 +79,8 @@ class _Cut:
             self._cut_weights(node, 1)
         elif name in self._division.means:
             yield key_of(node.output(0)), self._cut_mean(node)
+        elif kind in RECURRENT and name in self._division.heads:
+            self._cut_recurrent(node)
         elif name in self._division.heads:
             self._cut_attention(node)
         elif not any(self._division.share_of(value) for value in [*node.outputs(), *node.input_values()]):
@@ -80,8 +89,18 @@ class _Cut:
             self._cut_operands(node)
         elif kind == "Reshape":
             self._cut_pattern(node)
+        elif kind == SHORT_CONVOLUTION:
+            self._cut_convolution(node)
         elif kind in SELECTIONS:
             yield from self._cut_selection(node)
+
+    def cut_table(self, parameter: ov.Node) -> None:
+        """Give an input that is a table of states the rank's heads or channels only."""
+        share = self._division.share_of(parameter.output(0))
+        if share is not None:
+            shape = parameter.get_partial_shape()
+            shape[share.axis] = ov.Dimension(len(self._positions(share.owners)))
+            parameter.set_partial_shape(shape)
 
     def _positions(self, owners: Owners) -> npt.NDArray[np.int64]:
         return positions_of(owners, self._rank)
@@ -117,6 +136,24 @@ class _Cut:
             if shape.is_static and len(shape) > axis and shape[axis].get_length() > 0:
                 attention.input(index).replace_source_output(self.cutter.cut(value, axis, queries))
 
+    def _cut_recurrent(self, node: ov.Node) -> None:
+        """Cut the constants of an operator of recurrent layers, such as the decay of each head."""
+        heads = self._positions(self._division.heads[node.get_name()])
+        for port in RECURRENT[node.get_type_name()].own:
+            self._cut_constant(node.input(port), heads)
+
+    def _cut_convolution(self, node: ov.Node) -> None:
+        share = self._division.share_of(node.output(0))
+        assert share is not None
+        for port in (KERNELS, BIASES):
+            self._cut_constant(node.input(port), self._positions(share.owners))
+
+    def _cut_constant(self, port: ov.Input, positions: npt.NDArray[np.int64]) -> None:
+        """Cut an input along its first axis if it is constant and not empty."""
+        value = port.get_source_output()
+        if is_constant(value) and value.get_shape()[0] > 0:
+            port.replace_source_output(self.cutter.cut(value, 0, positions))
+
     def _cut_operands(self, node: ov.Node) -> None:
         """Cut the constants that an operation combines with divided values."""
         ports = [node.output(0), *node.input_values()]
@@ -128,7 +165,7 @@ class _Cut:
         for port in node.inputs():
             value = port.get_source_output()
             axis = share.axis - rank + len(value.get_partial_shape())
-            if axis >= 0 and _is_constant(value):
+            if axis >= 0 and is_constant(value):
                 port.replace_source_output(self.cutter.cut(value, axis, self._positions(share.owners)))
 
     def _cut_pattern(self, reshape: ov.Node) -> None:
@@ -146,7 +183,7 @@ class _Cut:
                     port, pattern = part, part.get_source_output()
                     break
                 place -= length
-        if not _is_constant(pattern):
+        if not is_constant(pattern):
             return
         numbers = np.asarray(_folded(pattern)).reshape(-1).astype(np.int64)
         if numbers[place] > 0:
@@ -187,12 +224,6 @@ def _taken(source: ov.Output, positions: npt.NDArray[np.int64], axis: int) -> ov
         )
         return opset13.slice(source, start, stop, step, axes).output(0)
     return opset13.gather(source, opset13.constant(positions), opset13.constant(np.int64(axis))).output(0)
-
-
-def _is_constant(output: ov.Output) -> bool:
-    node = output.get_node()
-    values = node.input_values()
-    return node.get_type_name() == "Constant" or bool(values and all(map(_is_constant, values)))
 
 
 def _folded(output: ov.Output) -> npt.NDArray[np.generic]:

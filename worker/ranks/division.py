@@ -4,6 +4,7 @@ A region is a part of the graph whose values are divided along one axis. It begi
 (rows of their weights), ends at products whose inputs are (columns of their weights), and holds everything between:
 
     product by rows --> attention, activations, rotations, gates, norms of heads --> product by columns --> partial sum
+                        recurrent layers with their tables of states
 
 The division of one value determines that of its neighbours, operation by operation. A region in which two of them
 disagree, or which reaches an operation that is not known here, stays whole; that of an attention may not. The results
@@ -24,6 +25,7 @@ import numpy.typing as npt
 import openvino as ov
 
 from headrace.worker.config import ConfigurationError
+from headrace.worker.model.state_tables import is_table
 from headrace.worker.model.window_tables import attentions
 from headrace.worker.ranks.constants import LEAST_GROUP, keeps_groups
 from headrace.worker.ranks.owners import (
@@ -57,6 +59,25 @@ _UNITS = (32, 64, 128, 256, 16, 8, 4, 2, 1)
 # The most of the weights of products that may stay whole.
 _MOST_WHOLE = 0.1
 _QUERY, _KEY, _VALUE = range(3)
+
+
+class _Recurrent(NamedTuple):
+    """The inputs of an operator of recurrent layers that have a value for each head along axis 1, or along axis 0 if
+    they have one axis only. Those in `shared` have one for each group of heads, as keys of an attention have."""
+
+    own: tuple[int, ...]
+    shared: tuple[int, ...]
+    of_heads: int
+    """The input whose second dimension is the number of heads."""
+
+
+SHORT_CONVOLUTION = "PagedCausalConv1D"
+RECURRENT = {
+    "PagedGatedDeltaNet": _Recurrent(own=(2, 3, 4, 5), shared=(0, 1), of_heads=2),
+    "PagedSelectiveSSM": _Recurrent(own=(0, 1, 3, 5), shared=(2, 4), of_heads=3),
+}
+# Its states and their table have channels along axis 1, its weights and biases along axis 0.
+CONVOLVED, CONVOLVED_TABLE, KERNELS, BIASES = range(4)
 
 
 class Division(NamedTuple):
@@ -114,13 +135,21 @@ def attention_heads(attention: ov.Node) -> tuple[int, int, int, int]:
     num_kv_heads, key_size, value_size = (
         int(sizes[name].astype(int)) for name in ("num_k_heads", "k_head_size", "v_head_size")
     )
-    return _length(attention.input_value(_QUERY), 1) // key_size, num_kv_heads, key_size, value_size
+    return _num_queries(attention.input_value(_QUERY), key_size), num_kv_heads, key_size, value_size
+
+
+def _num_queries(queries: ov.Output, size: int) -> int:
+    """The number of heads of queries `[tokens, heads * size]`. If the graph does not say how long these are, it says so
+    of the value `[..., heads, size]` from which they are made."""
+    if queries.get_partial_shape()[1].is_dynamic and queries.get_node().get_type_name() == "Reshape":
+        shape = list(queries.get_node().input_value(0).get_partial_shape())
+        if len(shape) > 2 and all(axis.is_static for axis in shape[-2:]) and shape[-1].get_length() == size:
+            return int(shape[-2].get_length())
+    return _length(queries, 1) // size
 
 
 def divide(model: ov.Model, num_ranks: int) -> Division:
     """Divide a model with PagedAttention among ranks. Changes nothing. ConfigurationError if it cannot be divided."""
-    if any(name.startswith("la.") for port in model.inputs for name in port.get_names()):
-        raise _refused("the states of its recurrent layers are not divided among ranks", num_ranks)
     divider = _Divider(model, num_ranks)
     division = divider.divide(has_logits=True)
     _check_share(divider.weights(), num_ranks)
@@ -181,6 +210,9 @@ class _Divider:
     def divide(self, *, has_logits: bool) -> Division:
         for node in attentions(self._model):
             self._divide_attention(node)
+        for node in self._nodes:
+            if node.get_type_name() in RECURRENT:
+                self._divide_recurrent(node)
         vocabulary = self._divide_vocabulary() if has_logits else None
         for product in self._closed_products():
             self._divide_columns(product)
@@ -220,6 +252,29 @@ class _Divider:
         except DivisionError as error:
             raise _refused(str(error), self._num_ranks) from error
 
+    def _divide_recurrent(self, node: ov.Node) -> None:
+        """Divide a recurrent layer by heads. If that is not possible, every rank computes the whole layer."""
+        form = RECURRENT[node.get_type_name()]
+        num_heads, num_groups = (_length(node.input_value(port), 1) for port in (form.of_heads, form.shared[0]))
+        owners = owners_of_heads(num_heads, num_groups, self._num_ranks)
+        if owners is None or num_heads < self._num_ranks:
+            return
+        region = self._found
+        try:
+            with region.attempt():
+                region.recurrent.add(node.get_name())
+                region.set(node.output(0), 1, owners.queries)
+                for port in form.own:
+                    value = node.input_value(port)
+                    region.set(value, min(1, len(value.get_partial_shape()) - 1), owners.queries)
+                for port in form.shared:
+                    region.set(node.input_value(port), 1, owners.keys)
+                region.complete()
+        except DivisionError:
+            region.recurrent.discard(node.get_name())
+            return
+        self._heads[node.get_name()] = owners.queries
+
     def _divide_vocabulary(self) -> Owners | None:
         """Divide the last product by tokens, in whole runs of the summary for sampling if there are any."""
         result = next((node for node in self._model.get_results() if "logits" in _names_of(node)), None)
@@ -244,7 +299,7 @@ class _Divider:
 
     def _divide_columns(self, product: ov.Node) -> None:
         states = product.input_value(0)
-        axis = len(states.get_partial_shape()) - 1
+        axis = _axis_of_states(product)
         length = _length(states, axis)
         # Groups of weights stay whole if that is possible.
         for unit, least in [*((unit, 0) for unit in _UNITS), *((unit, LEAST_GROUP) for unit in _UNITS[:5])]:
@@ -289,7 +344,7 @@ class _Divider:
             kind = node.get_type_name()
             if kind in ("Parameter", "PagedAttentionExtension") or not values:
                 closed[name] = False
-            elif kind == "Reshape" or kind in SELECTIONS:
+            elif kind in ("Reshape", SHORT_CONVOLUTION) or kind in SELECTIONS:
                 closed[name] = closed[node.input_value(0).get_node().get_name()]
             else:
                 closed[name] = all(closed.get(value, False) for value in values)
@@ -315,6 +370,20 @@ def is_product(node: ov.Node, constants: Iterable[str]) -> bool:
     return weights in constants and states not in constants
 
 
+def _is_known_product(product: ov.Node) -> bool:
+    """Whether a product has weights `[outputs, inputs]`, or, for states `[experts, ...]`, those of each expert."""
+    shape, states = product.input_value(1).get_shape(), product.input_value(0).get_partial_shape()
+    if len(shape) == 3 and len(states) == 3:
+        return bool(states[0].is_static and states[0].get_length() == shape[0])
+    return len(shape) == 2
+
+
+def _axis_of_states(product: ov.Node) -> int:
+    """The axis of a product's states over which it sums."""
+    rank = len(product.input_value(0).get_partial_shape())
+    return rank - 2 if product.get_attributes()["transpose_a"] else rank - 1
+
+
 def axes_of_weights(product: ov.Node) -> tuple[int, int]:
     """The axes of a product's weights: that of its outputs, and that of its inputs."""
     rank = len(product.input_value(1).get_shape())
@@ -336,6 +405,7 @@ class _Region:
         self.partials: set[Key] = set()
         self.means: dict[str, int] = {}
         self.attentions: set[str] = set()
+        self.recurrent: set[str] = set()
         self.results: set[str] = set()
         self._added: list[Added] = []
 
@@ -402,10 +472,11 @@ class _Region:
     def _visit(self, node: ov.Node) -> None:
         kind, name = node.get_type_name(), node.get_name()
         if kind in ("ShapeOf", "Parameter") or name in self._constants:
-            if kind == "Parameter" and key_of(node.output(0)) in self.shares:
+            is_input = kind == "Parameter" and not any(map(is_table, node.output(0).get_names()))
+            if is_input and key_of(node.output(0)) in self.shares:
                 raise _conflict(node)
             return
-        if kind == "PagedAttentionExtension" and name in self.attentions:
+        if name in self.attentions or name in self.recurrent:
             return
         if kind == "Result" and name in self.results:
             return
@@ -426,25 +497,39 @@ class _Region:
             self._moved(node, {source: place for place, source in enumerate(order)})
         elif kind in ("Unsqueeze", "Squeeze"):
             self._moved(node, _squeezed(node))
+        elif kind == SHORT_CONVOLUTION:
+            self._convolution(node)
         elif any(key_of(value) in self.shares for value in [*node.input_values(), *node.outputs()]):
             raise DivisionError(f"{kind} {node.get_friendly_name()!r} would work on a part of its values")
+
+    def _convolution(self, node: ov.Node) -> None:
+        """Divide a convolution by channels, with its table of states."""
+        ports = [node.input_value(CONVOLVED), node.input_value(CONVOLVED_TABLE), node.output(0)]
+        share = next((self.shares[key_of(port)] for port in ports if key_of(port) in self.shares), None)
+        if share is not None and share.axis != 1:
+            raise _conflict(node)
+        for port in ports:
+            if share is not None:
+                self.set(port, 1, share.owners)
+            elif key_of(node.output(0)) in self.whole and port != node.output(0):
+                self._need_whole(port)
 
     def _product(self, node: ov.Node) -> None:
         states, output = node.input_value(0), node.output(0)
         of_states, of_output = self.shares.get(key_of(states)), self.shares.get(key_of(output))
         if of_states is None and of_output is None:
             return
-        if not is_product(node, self._constants) or node.get_attributes()["transpose_a"]:
+        if not is_product(node, self._constants):
             raise _conflict(node)
         last = len(output.get_partial_shape()) - 1
-        if len(node.input_value(1).get_shape()) != 2:
+        if not _is_known_product(node):
             raise DivisionError(f"the weights of {node.get_friendly_name()!r} have more than two dimensions")
         if of_output is not None and of_output.axis == last:
             if of_states is not None:
                 raise _conflict(node)
             self._add(self.rows, node.get_name())
             return
-        if of_states is None or of_states.axis != last or of_output is not None:
+        if of_states is None or of_states.axis != _axis_of_states(node) or of_output is not None:
             raise _conflict(node)
         if not has_one_owner(of_states.owners):
             raise _conflict(node)
@@ -664,6 +749,8 @@ def _stays_partial(node: ov.Node, partial: set[Key]) -> bool:
         return all(are_partial)
     if kind == "Multiply":
         return sum(are_partial) == 1
+    if kind == "ReduceSum":
+        return are_partial[0]
     if kind in ("Divide", "Subtract"):
         return are_partial == [True, kind == "Subtract"]
     if kind == "Convert":

@@ -120,6 +120,7 @@ class GroupRunner(OpenVINOModelRunner):
         # Of the parts of a block that the other ranks have; known once these have joined.
         self._shapes_of: Sequence[Sequence[BlockShape]] = ()
         self._in_slots_of: Sequence[Sequence[bool]] = ()
+        self._num_state_slots = 0
         super().__init__(
             model_dir,
             threads=threads,
@@ -129,8 +130,8 @@ class GroupRunner(OpenVINOModelRunner):
             speculates=speculates,
             has_parts=has_parts,
             max_adapters=max_adapters,
-            divide=self._divide_among_ranks,
             states=states,
+            divide=self._divide_among_ranks,
         )
         self._spare_rows = most_tokens + _SPARE_ROWS
         self._count = 0
@@ -171,6 +172,7 @@ class GroupRunner(OpenVINOModelRunner):
         """The bytes of each rank's part of a KV block."""
         self.block_bytes = sum(self.rank_bytes)
         self.part_bytes = sum(in_slots for _, in_slots in in_parts)
+        self.state_bytes += sum(other.state_bytes for other in others)
         self.layer_groups = self._group_layers()
         self.num_kv_heads = next(iter(self._rank.division.key_heads.values())).size
         if self._rank.vocabulary is not None:
@@ -195,6 +197,12 @@ class GroupRunner(OpenVINOModelRunner):
             default=None,
         )
 
+    def allocate_states(self, num_slots: int, *, huge_pages: bool = True) -> str:
+        """Make slots for the states of recurrent layers; see `OpenVINOModelRunner`. The other ranks make theirs with
+        their KV caches."""
+        self._num_state_slots = num_slots
+        return super().allocate_states(num_slots, huge_pages=huge_pages)
+
     def allocate(
         self,
         num_blocks: int,
@@ -216,7 +224,7 @@ class GroupRunner(OpenVINOModelRunner):
             pieces = pieces_of(shapes, in_slots, num_blocks, num_slots)
             own = None if make_arena is not None else make_file(pieces)
             caches, descriptor, place = shared_pieces(own or arena, pieces)
-            message = Allocate(num_blocks, num_slots, huge_pages, place, shape)
+            message = Allocate(num_blocks, num_slots, self._num_state_slots, huge_pages, place, shape)
             self._members.tell(member, message, [descriptor])
             self._other_caches += caches
             if own is not None:

@@ -96,11 +96,13 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> Non
         send(link, Compiled(problem=str(error)))
         link.recv(1)  # until the worker has ended
         return
-    send(link, Compiled(runner.exact_rows, runner.block_shapes, runner.in_slots))
+    send(link, Compiled(runner.exact_rows, runner.block_shapes, runner.in_slots, runner.state_bytes))
     # The file stays open: if it has a name, the next worker cannot lock it before all ranks have ended.
     wanted, (cache,) = receive_with_files(link, Allocate, 1)
     node = memory_node_of(usable_cpus())
     try:
+        if runner.state_bytes:
+            runner.allocate_states(wanted.num_state_slots, huge_pages=wanted.huge_pages)
         runner.allocate(
             wanted.num_blocks,
             wanted.num_slots,

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.worker.model.batch import Batch, Sums
+from headrace.worker.model.batch import Batch, StateInputs, Sums
 from headrace.worker.model.step_images import StepImages
 from headrace.worker.ranks import counters, shared_sums
 from headrace.worker.ranks.counters import Counters
@@ -38,8 +38,8 @@ _ARRAYS = (
 )
 # Those that only some steps have.
 _OPTIONAL = ("part_slots", "adapter_slots", "hidden")
-# Begins the names of those for its images.
-_IMAGES = "images."
+# Begins the names of those for its images, and for the states of recurrent layers.
+_IMAGES, _STATES = "images.", "states."
 
 
 class StepTooLargeError(Exception):
@@ -150,6 +150,8 @@ class GroupMemory:
         }
         of_images = {name: fields.pop(_IMAGES + name, None) for name in StepImages._fields}
         images = StepImages(**of_images) if of_images["rows"] is not None else None
+        of_states = {name: fields.pop(_STATES + name, None) for name in StateInputs._fields}
+        states = StateInputs(**of_states) if of_states["past_lens"] is not None else None
         batch = Batch(
             **fields,
             sampled=(),
@@ -160,6 +162,7 @@ class GroupMemory:
             part_copies=_copies(head.part_copies),
             prompts=(),
             sums=Sums(head.sums),
+            states=states,
             images=images,
             least_rows=head.least_rows,
         )
@@ -225,7 +228,9 @@ def _arrays_of(batch: Batch) -> dict[str, npt.NDArray[Any]]:
     found: dict[str, npt.NDArray[Any]] = {name: getattr(batch, name) for name in _ARRAYS}
     found |= {name: array for name in _OPTIONAL if (array := getattr(batch, name)) is not None}
     images = batch.images._asdict() if batch.images is not None else {}
-    return found | {_IMAGES + name: array for name, array in images.items() if array is not None}
+    found |= {_IMAGES + name: array for name, array in images.items() if array is not None}
+    states = batch.states._asdict() if batch.states is not None else {}
+    return found | {_STATES + name: array for name, array in states.items()}
 
 
 def _pairs(copies: Sequence[BlockCopy]) -> list[tuple[int, int]]:

@@ -49,20 +49,23 @@ class StageLayers(msgspec.Struct, frozen=True):
 class Compiled(msgspec.Struct, frozen=True):
     """Reports that the rank's graph is compiled, or the `problem` why the model cannot be divided. `shapes` describe
     the rank's part of a KV block: heads, tokens and bytes of a token in each of its caches. `in_slots` says which of
-    these are in slots."""
+    these are in slots. `state_bytes` is the size of its part of a slot for the states of recurrent layers."""
 
     exact_rows: int = 0
     shapes: Sequence[tuple[int, int, int]] = ()
     in_slots: Sequence[bool] = ()
+    state_bytes: int = 0
     problem: str = ""
 
 
 class Allocate(msgspec.Struct, frozen=True):
     """Make the KV cache in the file that comes with this, and be ready for steps. `place` is that of the caches in the
-    file, `logits` the shape of the shared logits; None if there are none."""
+    file, `logits` the shape of the shared logits; None if there are none. `num_state_slots` are for the states of
+    recurrent layers."""
 
     num_blocks: int
     num_slots: int
+    num_state_slots: int
     huge_pages: bool
     place: Place
     logits: LogitsShape | None

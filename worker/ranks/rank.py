@@ -10,11 +10,13 @@ import openvino as ov
 from headrace.worker.model.adapter_memory import AdapterPart
 from headrace.worker.model.rank_sum import Add
 from headrace.worker.model.runner import WHOLE, Part
+from headrace.worker.model.state_tables import has_states
 from headrace.worker.ranks.adapters import cuts_of
 from headrace.worker.ranks.constants import ConstantCutter
 from headrace.worker.ranks.cutting import cut
 from headrace.worker.ranks.division import Division, divide, divide_stage
 from headrace.worker.ranks.owners import Owners, positions_of
+from headrace.worker.ranks.patterns import settle_patterns
 from headrace.worker.weights.file_memory import FileMemory
 
 
@@ -42,6 +44,8 @@ class Rank:
     def divide(self, model: ov.Model, part: Part = WHOLE) -> Part:
         """Reduce a model with PagedAttention to this rank's part. With `part`, the model is already a part, such as a
         stage of a pipeline. ConfigurationError if it cannot be divided."""
+        if has_states(model):
+            settle_patterns(model)
         if part.layers is None:
             self.division = self.division_of_logits = divide(model, self.num_ranks)
         else:

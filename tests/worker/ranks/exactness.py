@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from headrace.worker.engine.build import build_engine
 from headrace.worker.engine.engine import ModelRunner
+from headrace.worker.kv.groups.recurrent import StateBudget
 from headrace.worker.model.runner import OpenVINOModelRunner
 from headrace.worker.model.step_limits import step_limits
 from headrace.worker.request.params import SamplingParams
@@ -24,6 +25,8 @@ TOLERANCE = 1e-4
 # Of float32, for models whose log-probabilities reach hundreds.
 _PRECISION = 1e-6
 NUM_BLOCKS = 160
+STATES = StateBudget(num_slots=24, interval=64)
+"""The slots of models with recurrent layers."""
 
 
 class Prompt(NamedTuple):
@@ -34,10 +37,12 @@ class Prompt(NamedTuple):
 
 
 class Computed:
-    """A compiled model, whole or divided. `block_bytes` of a whole one are those of a KV block."""
+    """A compiled model, whole or divided. `block_bytes` of a whole one are those of a KV block. With `has_states`, it
+    has recurrent layers, with the slots of STATES."""
 
-    def __init__(self, runner: ModelRunner, exact_rows: int, block_bytes: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, exact_rows: int, block_bytes: int = 0, *, has_states: bool = False) -> None:
         self.block_bytes = block_bytes
+        self._groups = [STATES] if has_states else []
         self._runner = runner
         self._exact_rows = exact_rows
 
@@ -49,7 +54,9 @@ class Computed:
     def together(self, prompts: Sequence[Prompt], *, budget: int = 512) -> list[npt.NDArray[np.float64]]:
         """The same of each of several prompts, which share steps."""
         limits = step_limits(8, budget, budget, exact_rows=self._exact_rows)
-        engine = build_engine(self._runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS)
+        engine = build_engine(
+            self._runner, BatchSampler(), NUM_BLOCKS, limits, step_costs=CHEAP_STEPS, groups=self._groups
+        )
         sampling = SamplingParams(max_tokens=4, seed=0, temperature=0.0, num_prompt_logprobs=0, num_logprobs=0)
         requests = [
             Request(str(number), tokens, sampling, 2 + slot, adapter_slot=slot)
@@ -71,15 +78,17 @@ class Computed:
 def whole(directory: Path) -> Computed:
     """The undivided model, in accuracy mode."""
     runner = OpenVINOModelRunner(directory, threads=1, **ASKED)
+    if runner.state_bytes:
+        runner.allocate_states(STATES.num_slots)
     runner.allocate(NUM_BLOCKS)
-    return Computed(runner, runner.exact_rows, runner.block_bytes)
+    return Computed(runner, runner.exact_rows, runner.block_bytes, has_states=runner.state_bytes > 0)
 
 
 def divided(directory: Path, num_ranks: int) -> tuple[Computed, Group]:
     """The model divided among ranks, in accuracy mode."""
     group = Group(directory, num_ranks, **ASKED)
-    group.allocate(NUM_BLOCKS)
-    return Computed(group, group.exact_rows), group
+    group.allocate(NUM_BLOCKS, STATES.num_slots)
+    return Computed(group, group.exact_rows, has_states=group.state_bytes > 0), group
 
 
 def assert_exact(of_whole: Computed, of_group: Computed, prompts: Sequence[Sequence[int]]) -> None:

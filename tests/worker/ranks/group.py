@@ -16,10 +16,12 @@ from headrace.worker.kv.arena import KVArena
 from headrace.worker.model.adapter_memory import AdapterPart
 from headrace.worker.model.batch import Batch
 from headrace.worker.model.runner import OpenVINOModelRunner, Part
+from headrace.worker.model.state_tables import has_states
 from headrace.worker.ranks.adapters import cuts_of
 from headrace.worker.ranks.cutting import cut
 from headrace.worker.ranks.division import Division, divide
 from headrace.worker.ranks.owners import positions_of
+from headrace.worker.ranks.patterns import settle_patterns
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.weights.file_memory import FileMemory
 
@@ -62,6 +64,7 @@ class Group:
         first = self.ranks[0]
         self.block_size, self.small_decode, self.least_decode = first.block_size, 0, first.least_decode
         self.exact_rows = min(rank.exact_rows for rank in self.ranks)
+        self.state_bytes = sum(rank.state_bytes for rank in self.ranks)
         owners = self.division.vocabulary
         self.tokens = None if owners is None else [positions_of(owners, rank) for rank in range(num_ranks)]
         self.vocab_size = first.vocab_size if owners is None else owners.size
@@ -69,13 +72,18 @@ class Group:
         self._pool = ThreadPoolExecutor(num_ranks)
 
     def _divide(self, num_ranks: int, rank: int, model: ov.Model) -> Part:
+        if has_states(model):
+            settle_patterns(model)
         self.division = divide(model, num_ranks)
         cuts = cuts_of(model, self.division, rank)
         keeps = cut(model, self.division, rank, FileMemory([]), partial(self.sums.add, rank))
         return Part(keeps, self.division.run, [AdapterPart(cuts)])
 
-    def allocate(self, num_blocks: int) -> list[KVArena]:
-        """Make the ranks' caches, with as many blocks each."""
+    def allocate(self, num_blocks: int, num_state_slots: int = 0) -> list[KVArena]:
+        """Make the ranks' caches, with as many blocks each, and as many slots if they have recurrent layers."""
+        for rank in self.ranks:
+            if rank.state_bytes:
+                rank.allocate_states(num_state_slots)
         return [rank.allocate(num_blocks) for rank in self.ranks]
 
     def bind(self, batch: Batch, *, keeps_logits: bool) -> None:

@@ -21,7 +21,7 @@ from headrace.worker.ranks.memory import (
 )
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
-from headrace.worker.request.step import BlockCopy, Scheduled, StepPlan
+from headrace.worker.request.step import BlockCopy, Scheduled, StateStep, StepPlan
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.reduction import Reduction
 
@@ -37,7 +37,9 @@ def batch_of(num_tokens: int, num_others: int = 0) -> Batch:
         request = Request(f"r{number}", list(range(num_tokens)), sampling, 1, adapter_slot=number if number % 2 else -1)
         request.block_table.extend(range(5 * number, 5 * number + 5))
         scheduled.append(Scheduled(request, num_tokens))
-    return build_batch(scheduled, BLOCK, StepPlan(copies=[BlockCopy(3, 7), BlockCopy(4, 8)]))
+    copies = [BlockCopy(3, 7), BlockCopy(4, 8)]
+    states = [StateStep(2, (5,), 0, 0)] if not num_others else None  # of recurrent layers
+    return build_batch(scheduled, BLOCK, StepPlan(copies=copies, states=states))
 
 
 @pytest.fixture
@@ -70,6 +72,9 @@ def test_another_rank_reads_the_step_that_was_written(both: tuple[GroupMemory, G
         assert step.batch.is_decode == batch.is_decode
         assert step.batch.least_rows == batch.least_rows
         assert (step.batch.hidden is None) == (num_others == 0)
+        assert (step.batch.states is None) == (batch.states is None) == (num_others > 0)
+        for written, read in zip(batch.states or (), step.batch.states or (), strict=True):
+            np.testing.assert_array_equal(read, written)
     first.write_step(None, 0)
     assert second.read_step() is None
 
