@@ -48,6 +48,10 @@ def report(files: tuple[Path, ...], output: Path, title: str) -> None:
     except ValueError as error:
         raise CommandError(str(error)) from None
     click.echo(text_table(runs))
+    for one in runs:
+        for each in one.findings:
+            wrong = f"!!! {one.name}: WRONG ANSWERS: {each['count']} of {each['of']} {each['sentence']}."
+            click.secho(wrong, fg="red", bold=True, err=True)
     output.write_text(page(runs, title), encoding="utf-8")
     click.echo(f"wrote {output}", err=True)
 

@@ -61,6 +61,8 @@ class Piece(NamedTuple):
     """False for an event that only counts tokens or ends the stream."""
     counts_itself: bool = False
     """Whether `completion_tokens` are those of this event, not of the whole answer."""
+    cached_tokens: int | None = None
+    """Of the prompt, those that the server found in its cache."""
 
 
 _LAST = Piece(is_last=True, is_of_answer=False)
@@ -110,6 +112,7 @@ class _Choice(msgspec.Struct, gc=False):
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: Any = None
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -158,11 +161,14 @@ class _OpenAI:
                     return text
         if chunk.error is not None:
             return Piece(error=_message(chunk.error))
-        prompt_tokens = completion_tokens = None
+        prompt_tokens = completion_tokens = cached_tokens = None
         if chunk.usage is not None:
             prompt_tokens, completion_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+            cached_tokens = _cached_in(chunk.usage.prompt_tokens_details)
         if not chunk.choices:
-            return Piece("", False, "", prompt_tokens, completion_tokens, is_of_answer=False)
+            return Piece(
+                "", False, "", prompt_tokens, completion_tokens, is_of_answer=False, cached_tokens=cached_tokens
+            )
         choice = chunk.choices[0]
         text = choice.text or ""
         has_content = bool(text)
@@ -170,11 +176,24 @@ class _OpenAI:
         if delta is not None:
             text = delta.content or delta.reasoning_content or delta.reasoning or ""
             has_content = bool(text) or bool(delta.tool_calls)
-        return Piece(text, has_content, choice.finish_reason or "", prompt_tokens, completion_tokens)
+        return Piece(
+            text,
+            has_content,
+            choice.finish_reason or "",
+            prompt_tokens,
+            completion_tokens,
+            cached_tokens=cached_tokens,
+        )
 
     def model_names(self, raw: bytes) -> list[str]:
         """The ids in the list."""
         return [named.id for named in msgspec.json.decode(raw, type=_List).data]
+
+
+def _cached_in(details: Any) -> int | None:
+    """The cached tokens in the details of a prompt's usage, if the server tells them."""
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None
 
 
 class Completions(_OpenAI):
@@ -206,6 +225,7 @@ def _encoded(head: Mapping[str, Any], options: Options) -> bytes:
 class _ResponseUsage(msgspec.Struct):
     input_tokens: int | None = None
     output_tokens: int | None = None
+    input_tokens_details: Any = None
 
 
 class _Incomplete(msgspec.Struct):
@@ -259,7 +279,10 @@ class Responses(_OpenAI):
             case "response.completed" | "response.incomplete" if response is not None:
                 details, usage = response.incomplete_details, response.usage or _ResponseUsage()
                 reason = self._reasons.get(details.reason, details.reason) if details is not None else "stop"
-                return Piece("", False, reason, usage.input_tokens, usage.output_tokens, is_last=True)
+                cached = _cached_in(usage.input_tokens_details)
+                return Piece(
+                    "", False, reason, usage.input_tokens, usage.output_tokens, is_last=True, cached_tokens=cached
+                )
         return _NOTHING
 
 

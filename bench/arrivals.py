@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,15 @@ class RampUp:
             return self.start + (self.end - self.start) * share
         ratio: float = (self.end / self.start) ** share
         return self.start * ratio
+
+    def whole_rates(self, times: Sequence[float]) -> list[tuple[int, float]]:
+        """Each whole rate that the ramp passes, from its start on, with the one of these times of requests at which it
+        was reached."""
+        found = [(int(self.start), 0.0)]
+        for number, at_s in enumerate(times):
+            rate = int(self.rate(number / max(len(times) - 1, 1)))
+            found += [(whole, at_s) for whole in range(found[-1][0] + 1, rate + 1)]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

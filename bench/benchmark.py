@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace.bench import checks, tokens
+from headrace.bench import checks, drafts, tokens
 from headrace.bench.apis import Api, Options, Prompt, error_text
 from headrace.bench.arrivals import Arrivals
 from headrace.bench.connection import Client, ExchangeError
@@ -110,6 +110,9 @@ class Benchmark:
         probes = Probes(self._sender, plan.probe_rate, time.perf_counter)
         if plan.is_profiled:
             await self._profiler("start_profile")
+        drafted = await drafts.drafted(self._client)
+        starts_s: Sequence[float] = ()
+        began = datetime.datetime.now()
         cpu_s = time.process_time()
         display = Display(load.progress, title, plan.shows_progress)
         async with beside(display.shown()), beside(probes.asked()):
@@ -119,9 +122,11 @@ class Benchmark:
                 elif plan.is_self_timed:
                     run = await load.open_loop(conversations, [each.at_s or 0.0 for each in conversations], stop)
                 else:
-                    run = await load.open_loop(conversations, arrivals.times(len(conversations), rng), stop)
+                    starts_s = arrivals.times(len(conversations), rng)
+                    run = await load.open_loop(conversations, starts_s, stop)
         cpu_s = time.process_time() - cpu_s
         gc.unfreeze()
+        drafted_too = await drafts.drafted(self._client) if drafted is not None else None
         if plan.is_profiled:
             await self._profiler("stop_profile")
         counted_by = await self._count(run.records)
@@ -150,8 +155,9 @@ class Benchmark:
             date=datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
             metadata=plan.metadata,
             seed=plan.seed,
+            rate_changes=_rate_changes(arrivals, starts_s, began),
         )
-        return Result.of(setup, run, checked, cpu_s, probes.figures())
+        return Result.of(setup, run, checked, cpu_s, probes.figures(), drafts.figures(drafted, drafted_too))
 
     async def _profiler(self, verb: str) -> None:
         """Tell the server's profiler what to do. Raises BenchmarkError."""
@@ -208,6 +214,18 @@ def _interrupts() -> Iterator[asyncio.Event]:
         yield stop
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+
+
+def _rate_changes(
+    arrivals: Arrivals, starts_s: Sequence[float], began: datetime.datetime
+) -> list[dict[str, int | str]]:
+    """The whole rates that a ramp passed, as `vllm bench serve` saves them; empty without a ramp."""
+    if arrivals.ramp_up is None:
+        return []
+    return [
+        {"rps": rate, "timestamp": (began + datetime.timedelta(seconds=at_s)).isoformat()}
+        for rate, at_s in arrivals.ramp_up.whole_rates(starts_s)
+    ]
 
 
 def _prompt_source(records: Sequence[Record], counter: Counter) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-COLOURS = ("#2a78d6", "#e07b00", "#1a9850", "#c0392b", "#8e44ad", "#00868b", "#7f6a00", "#d6418f")
-FAILED = COLOURS[3]
+COLOURS = ("#2a78d6", "#e07b00", "#1a9850", "#8e44ad", "#7f6a00", "#d6418f", "#00868b", "#5b6770")
+FAILED = "#c0392b"
+"""No run has this colour."""
 _WIDTH, _HEIGHT = 560, 320
 _BINS = 40
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 44

@@ -66,6 +66,13 @@ def check(records: Sequence[Record], *, ignores_eos: bool, prompts_are_exact: bo
     find("too_long", too_long, "answers longer than their limit", len(counted))
     if ignores_eos:
         short = sum(r.output_tokens < r.max_tokens for r in counted)
+        ended = sum(r.finish_reason == "stop" and r.output_tokens >= r.max_tokens for r in counted)
+        find(
+            "wrong_finish_reason",
+            ended,
+            "answers that reached their limit and say 'stop' instead of 'length'",
+            len(counted),
+        )
         find(
             "too_short",
             short,

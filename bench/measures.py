@@ -56,6 +56,9 @@ class Totals:
     peak_output_tokens_per_s: float
     """Output tokens in the busiest second."""
     peak_concurrency: int
+    cached_share: float | None = None
+    """Share of the prompt tokens that the server found in its cache, of the requests for which it told so; None if it
+    did for none."""
 
     def per_s(self, count: float) -> float:
         """A count as a rate."""
@@ -119,9 +122,10 @@ def distribution(values: NDArray[np.float64], percentiles: Sequence[float]) -> D
 
 
 def is_good(record: Record, objectives_ms: Mapping[str, float]) -> bool:
-    """Whether a request succeeded and meets every objective."""
+    """Whether a request was answered and meets every objective. An answer without content is none."""
     times_s = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2el": record.latency_s}
-    return record.succeeded and all(times_s[name] * 1000 <= most for name, most in objectives_ms.items())
+    is_answered = record.succeeded and bool(record.times)
+    return is_answered and all(times_s[name] * 1000 <= most for name, most in objectives_ms.items())
 
 
 def totals(run: Run, objectives_ms: Mapping[str, float]) -> Totals:
@@ -137,7 +141,14 @@ def totals(run: Run, objectives_ms: Mapping[str, float]) -> Totals:
         good=sum(is_good(record, objectives_ms) for record in good),
         peak_output_tokens_per_s=max(line.output_tokens, default=0.0),
         peak_concurrency=_peak(good),
+        cached_share=cached_share(good),
     )
+
+
+def cached_share(records: Sequence[Record]) -> float | None:
+    """See `Totals`."""
+    told = [(record.cached_tokens, record.input_tokens) for record in records if record.cached_tokens is not None]
+    return sum(cached for cached, _ in told) / max(1, sum(tokens for _, tokens in told)) if told else None
 
 
 def health(run: Run, cpu_s: float) -> ClientHealth:

@@ -33,6 +33,8 @@ class Record:
     """Whether the stream ended as its protocol says."""
     usage_prompt_tokens: int | None = None
     usage_completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the server found in its cache, if it told them."""
     output_tokens: int = 0
     """Length of the answer, from the best source that there is."""
     error_kind: str = ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headrace.bench.charts import COLOURS, FAILED, Axis, Row, Segment, Series, line_chart, span_chart
 from headrace.bench.saved import SavedRun
 
-_MAX_TIMELINES = 4
+_MAX_TIMELINES = 8
 _MAX_SPANS = 400
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1c1c1c; }
@@ -16,13 +16,15 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
+.legend { position: sticky; top: 0; margin: 1.2rem 0 .8rem; padding: .3rem 0; background: #fff; }
+.legend span.of { margin-right: 1.2rem; white-space: nowrap; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 1.2rem; }
 figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: .2rem; }
 svg { width: 100%; height: auto; background: #fff; } svg text { font-size: 11px; fill: #555; }
 svg .grid { stroke: #e4e4e4; stroke-width: 1; }
 .key { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 .wrong { background: #fde8e6; border: 3px solid #c0392b; padding: .6rem 1rem; margin: 1rem 0; }
-.wrong strong { color: #a02216; }
+.wrong strong, .bad { color: #a02216; }
 """
 """Of pages with charts."""
 _ROWS = (
@@ -35,7 +37,10 @@ _ROWS = (
     ("output tokens per second", "output_throughput", "{:,.1f}"),
     ("all tokens per second", "total_token_throughput", "{:,.1f}"),
     ("most requests in flight", "max_concurrent_requests", "{:,.0f}"),
+    ("prompt tokens from the cache", "cached_share", "{:.0%}"),
 )
+_BAD_WORDS = ' <span class="bad">wrong answers</span>'
+_BAD = f"<br>{_BAD_WORDS.strip()}"
 _LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("end to end", "e2el"))
 
 
@@ -51,10 +56,13 @@ def page(runs: Sequence[SavedRun], title: str) -> str:
         charts.append(_figure(f"{name}: share of {_UNIT[metric]} within a time", _distribution(coloured, metric)))
     charts.append(_figure("Requests in flight", _seconds(coloured, "in_flight", "requests")))
     charts.append(_figure("Output tokens in each second", _seconds(coloured, "output_tokens", "tokens/s")))
-    for run, colour in coloured[:_MAX_TIMELINES]:
-        if run.requests:
-            charts.append(_figure(f"Timeline of {run.name}: pale until the first token", _timeline(run, colour)))
+    lined = [(run, colour) for run, colour in coloured if run.requests]
+    for run, colour in lined[:_MAX_TIMELINES]:
+        charts.append(_figure(f"Timeline of {run.name}: pale until the first token", _timeline(run, colour)))
+    parts.append(_legend(coloured))
     parts.append(f'<div class="charts">{"".join(chart for chart in charts if chart)}</div>')
+    if len(lined) > _MAX_TIMELINES:
+        parts.append(f"<p>Of {len(lined)} runs, the first {_MAX_TIMELINES} have timelines.</p>")
     parts.append(f"<h2>Settings</h2>{_settings(coloured)}")
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
@@ -78,9 +86,20 @@ def _wrong(run: SavedRun) -> str:
     return f'<div class="wrong"><b>{html.escape(run.name)}</b><br>{"<br>".join(lines)}</div>'
 
 
+def _legend(coloured: Sequence[tuple[SavedRun, str]]) -> str:
+    """The colours of the runs, which stay in sight beside the charts."""
+    keys = "".join(
+        f'<span class="of"><span class="key" style="background:{colour}"></span>{html.escape(run.name)}'
+        f"{_BAD_WORDS * bool(run.findings)}</span> "
+        for run, colour in coloured
+    )
+    return f'<p class="legend">{keys}</p>'
+
+
 def _table(coloured: Sequence[tuple[SavedRun, str]]) -> str:
     heads = "".join(
-        f'<th><span class="key" style="background:{colour}"></span>{html.escape(run.name)}</th>'
+        f'<th><span class="key" style="background:{colour}"></span>{html.escape(run.name)}{_BAD * bool(run.findings)}'
+        "</th>"
         for run, colour in coloured
     )
     rows = [_row(title, cells) for title, cells in _figures([run for run, _ in coloured])]
@@ -94,6 +113,8 @@ def _figures(runs: Sequence[SavedRun]) -> list[tuple[str, list[str]]]:
         values = [run.numbers.get(key) for run in runs]
         if any(value is not None for value in values):
             rows.append((title, ["" if value is None else form.format(value) for value in values]))
+        if key == "failed" and any(run.is_checked for run in runs):
+            rows.append(("wrong answers", [f"{run.num_wrong:,}" if run.is_checked else "" for run in runs]))
     for title, metric in _LATENCIES:
         for percent in (50, 95, 99):
             found = [run.quantile_ms(metric, percent) for run in runs]

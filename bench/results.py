@@ -30,6 +30,13 @@ _PROBES = {
     "P99 probe E2EL (ms):": "probe_p99_e2el_ms",
     "Max probe E2EL (ms):": "probe_max_e2el_ms",
 }
+_DRAFTS = {
+    "Acceptance rate (%):": "acceptance_rate",
+    "Acceptance length:": "acceptance_length",
+    "Drafts:": "num_drafts",
+    "Draft tokens:": "draft_tokens",
+    "Accepted tokens:": "accepted_tokens",
+}
 _LATE_SHARE = 0.05
 """Of requests: from here on, late ones are warned of."""
 
@@ -56,6 +63,8 @@ class Setup:
     date: str
     metadata: Mapping[str, str]
     seed: int
+    rate_changes: Sequence[Mapping[str, Any]] = ()
+    """Of a ramp: each whole rate with the time at which it was reached, in ISO 8601."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +80,19 @@ class Result:
     timeline: Timeline
     probes: Mapping[str, Any]
     """Figures of small requests beside the load, by their keys; empty if there were none."""
+    drafts: Mapping[str, Any]
+    """Figures of the server's speculative decoding, by their keys; empty if it told none."""
 
     @classmethod
-    def of(cls, setup: Setup, run: Run, checked: Checked, cpu_s: float, probes: Mapping[str, Any]) -> Result:
+    def of(
+        cls,
+        setup: Setup,
+        run: Run,
+        checked: Checked,
+        cpu_s: float,
+        probes: Mapping[str, Any],
+        drafts: Mapping[str, Any] | None = None,
+    ) -> Result:
         """Compute all figures."""
         names = [name for name in METRICS if name in setup.metrics]
         return cls(
@@ -85,6 +104,7 @@ class Result:
             checked,
             measures.timeline(run),
             probes,
+            drafts or {},
         )
 
 
@@ -131,10 +151,24 @@ def text_block(result: Result) -> str:
         say(f"Median {short} (ms):", found.median)
         for percentile, value in found.percentiles.items():
             say(f"P{percentile_name(percentile)} {short} (ms):", value)
+    _say_drafts(result.drafts, say, title)
     _say_answers(result, say, title)
     _say_client(result, say, title)
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
+
+
+def _say_drafts(drafts: Mapping[str, Any], say: Any, title: Any) -> None:
+    if not drafts:
+        return
+    title("Speculative Decoding")
+    for line, key in _DRAFTS.items():
+        say(line, drafts[f"spec_decode_{key}"])
+    rates = drafts["spec_decode_per_position_acceptance_rates"]
+    if rates:
+        say("Per-position acceptance (%):", "")
+    for position, rate in enumerate(rates):
+        say(f"  Position {position}:", 100 * rate)
 
 
 def _say_answers(result: Result, say: Any, title: Any) -> None:
@@ -150,6 +184,8 @@ def _say_answers(result: Result, say: Any, title: Any) -> None:
         say(f"WRONG ({finding.kind}):", finding.count)
     if not checked.findings:
         say("Wrong answers found:", 0)
+    if result.totals.cached_share is not None:
+        say("Prompt tokens from the cache (%):", 100 * result.totals.cached_share)
     say("Prompt tokens counted by:", result.setup.prompts_counted_by)
     say("Output tokens counted by:", result.setup.answers_counted_by)
 
@@ -223,6 +259,8 @@ def as_json(result: Result, *, is_detailed: bool) -> dict[str, Any]:
         "latencies": [record.latency_s for record in result.run.records],
         "queue_times": [record.queued_s for record in result.run.records],
         **result.probes,
+        **({"rps_change_events": setup.rate_changes} if setup.rate_changes else {}),
+        **result.drafts,
     }
     if is_detailed:
         body |= _details(result.run)
@@ -262,6 +300,7 @@ def _additions(result: Result) -> dict[str, Any]:
         "goodput_objectives_ms": dict(setup.objectives_ms),
         "prompts_counted_by": setup.prompts_counted_by,
         "answers_counted_by": setup.answers_counted_by,
+        "cached_share": result.totals.cached_share,
         "answers_are_right": not checked.is_wrong,
         "findings": [dataclasses.asdict(finding) for finding in checked.findings],
         "finish_reasons": checked.finish_reasons,

@@ -36,6 +36,16 @@ class SavedRun:
     findings: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     errors: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether its answers were checked. Those of other clients are not."""
+        return "answers_are_right" in self.numbers
+
+    @property
+    def num_wrong(self) -> int:
+        """Answers that are wrong in the same way: the largest number of them."""
+        return max((int(each["count"]) for each in self.findings), default=0)
+
     def number(self, key: str) -> float | None:
         """A figure; None if it is not there."""
         value = self.numbers.get(key)
@@ -80,7 +90,7 @@ def of(name: str, result: Mapping[str, Any]) -> SavedRun:
     timeline = own.get("timeline", {})
     return SavedRun(
         name,
-        {key: value for key, value in result.items() if not isinstance(value, list | dict)},
+        {key: value for key, value in {**result, **own}.items() if not isinstance(value, list | dict)},
         {metric: values for metric, values in _quantiles(result, own).items() if values},
         _requests(result),
         timeline.get("in_flight", ()),

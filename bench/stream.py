@@ -85,6 +85,8 @@ class Stream:
             record.is_finished = True
         if piece.prompt_tokens is not None:
             record.usage_prompt_tokens = piece.prompt_tokens
+        if piece.cached_tokens is not None:
+            record.cached_tokens = piece.cached_tokens
         if piece.completion_tokens is not None:
             before = (record.usage_completion_tokens or 0) if piece.counts_itself else 0
             record.usage_completion_tokens = before + piece.completion_tokens

@@ -1,7 +1,7 @@
 """Raises the rate until the server no longer keeps up, and finds the highest rate that it holds: the knee.
 
-A rate is held if requests are answered as fast as they come, so that no more are in flight at the end than halfway, and
-if enough of them meet the objectives.
+A rate is held if requests are answered as fast as they come, so that no more are in flight at the end than halfway, if
+the answers are right, and if enough of them meet the objectives.
 """
 
 from __future__ import annotations
@@ -94,6 +94,9 @@ def why_not_held(result: Result, rate: float) -> str:
         return f"{result.totals.failed} requests failed"
     if not run.records:
         return "nothing was sent"
+    if result.checked.findings:
+        worst = max(result.checked.findings, key=lambda finding: finding.count)
+        return f"wrong answers: {worst.count} of {worst.of} {worst.sentence}"
     middle_s = (run.began_s + run.last_due_s) / 2
     in_flight = sum(record.planned_s <= middle_s < record.ended_s for record in run.records)
     left = sum(record.ended_s > run.last_due_s for record in run.records)

@@ -208,7 +208,7 @@ TIERS = {
         ("process_tree",),
         ("record", "lengths", "arrivals", "target", "apis", "calibration", "serving"),
         ("connection", "stream", "checks"),
-        ("tokens", "sender", "fleet"),
+        ("tokens", "sender", "fleet", "drafts"),
         ("calibrating",),
         ("texts",),
         ("datasets",),

@@ -29,8 +29,9 @@ class Script:
     is closed after so many pieces, `role` 1: a piece without content comes at once, `empty` 1: pieces have no text,
     `same` 1: all answers are the same, `bad` 1: one event is no JSON, `close` 1: no kept connections, `split` 1: events
     come in two parts, `reason` 0: no finish reason, `joined` 1: it comes with the last text instead of behind it,
-    `seen`: prompt tokens in the usage (0: words of the prompt), `stamp` 1: a piece's text is when its request came and
-    when it is written, by `time.perf_counter`.
+    `seen`: prompt tokens in the usage (0: words of the prompt), `cached`: tokens of the prompt that were in the cache,
+    `drafts` 1: each token had a draft of two tokens, the first of which was right, `stamp` 1: a piece's text is when
+    its request came and when it is written, by `time.perf_counter`.
     """
 
     ttft: float = 0.0
@@ -49,6 +50,8 @@ class Script:
     joined: int = 0
     seen: int = 0
     stamp: int = 0
+    cached: int = 0
+    drafts: int = 0
 
     @classmethod
     def of(cls, model: str) -> Script:
@@ -60,6 +63,7 @@ class Script:
 
 _NUMBERS = itertools.count()
 _PROFILED: list[str] = []
+_DRAFTED = [0]
 
 
 def _text(message: dict[str, Any]) -> str:
@@ -102,12 +106,29 @@ class _Answer(asyncio.Protocol):
         )
         self._transport.write(head + raw)
 
+    def _metrics(self) -> None:
+        (drafts,) = _DRAFTED
+        lines = [
+            "# TYPE vllm:spec_decode_num_drafts_total counter",
+            f'vllm:spec_decode_num_drafts_total{{model_name="m"}} {drafts}.0',
+            f'vllm:spec_decode_num_draft_tokens_total{{model_name="m"}} {2 * drafts}.0',
+            f'vllm:spec_decode_num_accepted_tokens_total{{model_name="m"}} {drafts}.0',
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="0"}} {drafts}.0',
+            'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 0.0',
+        ]
+        raw = "\n".join(lines).encode()
+        head = b"HTTP/1.1 200 X\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n" % len(raw)
+        self._transport.write(head + raw)
+
     def _request(self, method: str, path: str, raw: bytes) -> None:
         if path == "/v1/models":
             self._whole(200, {"object": "list", "data": [{"id": "scripted", "object": "model"}]})
             return
         if path == "/profiled":
             self._whole(200, {"data": [{"id": name} for name in _PROFILED]})
+            return
+        if path == "/metrics":
+            self._metrics()
             return
         if path == "/tokenize":
             # One token around the text, one a word, and one more for a long word.
@@ -173,10 +194,13 @@ class _Answer(asyncio.Protocol):
                 write(raw)
         if script.reason and not script.joined:
             write(event("", "length" if count >= (body.get("max_tokens") or 0) else "stop"))
+        if script.drafts:
+            _DRAFTED[0] += count
         if script.usage:
             said = " ".join(map(_text, body["messages"])) if chat else body["prompt"]
             prompt = script.seen or 1 + sum(1 + (len(word) > 7) for word in said.split())
             usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+            usage |= {"prompt_tokens_details": {"cached_tokens": script.cached}} if script.cached else {}
             write(b"data: %s\n\n" % json.dumps({"choices": [], "usage": usage}).encode())
         write(b"data: [DONE]\n\n")
         self._transport.write(b"0\r\n\r\n")

@@ -54,6 +54,11 @@ def test_a_linear_ramp_may_begin_at_zero() -> None:
     assert all(map(math.isfinite, Arrivals(ramp_up=RampUp("linear", 0.0, 10.0)).times(20, random.Random(0))))
 
 
+def test_a_ramp_passes_each_whole_rate() -> None:
+    assert RampUp("linear", 2.0, 6.0).whole_rates([0.0, 1.0, 2.0]) == [(2, 0.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]
+    assert RampUp("exponential", 1.0, 4.0).whole_rates([0.5]) == [(1, 0.0)]
+
+
 def drawn(lengths: Lengths) -> list[int]:
     rng = random.Random(5)
     return [lengths.draw(rng) for _ in range(20_000)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
@@ -176,6 +177,38 @@ def test_probes_are_told_beside_the_load(url: str, tmp_path: Path) -> None:
     assert "Probe requests completed:" in result.stdout
 
 
+def test_what_the_server_drafted_is_told_as_vllm_does(url: str, tmp_path: Path) -> None:
+    args = ("--model", "drafts=1", "--save-result", "--result-filename", str(tmp_path / "r.json"))
+    result = bench(url, *SMALL, *args)
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert {key.removeprefix("spec_decode_"): value for key, value in found.items() if "spec_decode" in key} == {
+        "acceptance_rate": 50.0,
+        "acceptance_length": 2.0,
+        "num_drafts": 72,
+        "draft_tokens": 144,
+        "accepted_tokens": 72,
+        "per_position_acceptance_rates": [1.0, 0.0],
+    }
+    assert "---------------Speculative Decoding---------------" in result.stdout
+    assert re.search(r"^  Position 0: +100\.00 *$", result.stdout, re.MULTILINE)
+
+
+def test_a_ramp_tells_when_it_reached_each_whole_rate(url: str, tmp_path: Path) -> None:
+    ramp = ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "20", "--ramp-up-end-rps", "22")
+    events = saved(tmp_path, url, *ramp)["rps_change_events"]
+    assert [event["rps"] for event in events] == [20, 21, 22]
+    times = [datetime.datetime.fromisoformat(event["timestamp"]) for event in events]
+    assert times == sorted(times)
+
+
+def test_what_the_server_found_in_its_cache_is_told(url: str, tmp_path: Path) -> None:
+    assert saved(tmp_path, url, "--model", "cached=10")["headrace"]["cached_share"] == 0.25
+    assert saved(tmp_path, url)["headrace"]["cached_share"] is None
+    assert re.search(
+        r"^Prompt tokens from the cache \(%\): +25\.00", bench(url, *SMALL, "--model", "cached=10").stdout, re.M
+    )
+
+
 def test_the_profiler_of_the_server_runs_during_the_load(url: str) -> None:
     def profiled() -> list[str]:
         with urllib.request.urlopen(f"{url}/profiled") as answer:
@@ -288,6 +321,28 @@ def test_several_runs_are_one_report(url: str, tmp_path: Path) -> None:
     ):
         assert title in page
     assert "Timeline of theirs" not in page
+
+
+def test_a_wrong_run_is_told_in_a_report_of_several(url: str, tmp_path: Path) -> None:
+    for name, script in (("right", "ttft=5"), ("wrong", "empty=1")):
+        args = (
+            "--model",
+            script,
+            "--label",
+            name,
+            "--save-result",
+            "--result-filename",
+            str(tmp_path / f"{name}.json"),
+        )
+        bench(url, *SMALL, *args)
+    out = tmp_path / "report.html"
+    result = bench("report", *(str(tmp_path / f"{name}.json") for name in ("right", "wrong")), "-o", str(out))
+    assert "!!! wrong: WRONG ANSWERS: 12 of 12 answers without any text." in result.stderr
+    (row,) = (line for line in result.stdout.splitlines() if line.startswith("wrong answers"))
+    assert [cell.strip() for cell in row.split("|")] == ["wrong answers", "0", "12"]
+    page = out.read_text()
+    assert 'wrong<br><span class="bad">wrong answers</span></th>' in page
+    assert "right</th>" in page
 
 
 def test_a_result_is_appended_as_a_line(url: str, tmp_path: Path) -> None:

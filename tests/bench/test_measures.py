@@ -62,6 +62,17 @@ def test_totals_count_only_what_succeeded() -> None:
     assert found.peak_concurrency == 3
 
 
+def test_an_answer_without_content_meets_no_objective() -> None:
+    empty = of(record(0, times=[], pieces=[]))
+    assert measures.totals(empty, {"ttft": 499}).good == 0
+
+
+def test_the_share_from_the_cache_is_that_of_the_prompts_for_which_it_is_told() -> None:
+    told = measures.totals(of(record(0, cached_tokens=30), record(1, cached_tokens=0), record(2)), {})
+    assert told.cached_share == pytest.approx(30 / 200)
+    assert measures.totals(of(record(0)), {}).cached_share is None
+
+
 @pytest.mark.parametrize(
     ("objectives", "good"),
     [({"ttft": 499}, 0), ({"tpot": 99}, 0), ({"e2el": 1199}, 0), ({"e2el": 1201, "ttft": 501}, 1), ({}, 1)],
@@ -108,6 +119,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("strange_finish_reason", {"finish_reason": "because"}),
     ("too_long", {"output_tokens": 9}),
     ("too_short", {"output_tokens": 7}),
+    ("wrong_finish_reason", {"finish_reason": "stop"}),
     ("usage_too_small", {"usage_completion_tokens": 2}),
     ("prompt_truncated", {"usage_prompt_tokens": 80}),
     ("no_end_mark", {"is_finished": False}),

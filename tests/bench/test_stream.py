@@ -93,6 +93,28 @@ def test_each_event_has_the_time_at_which_it_came(backend: str) -> None:
     assert record.ended_s == ends[backend]
 
 
+@pytest.mark.parametrize(
+    ("details", "cached"),
+    [
+        ('{"cached_tokens":4}', 4),
+        ('{"cached_tokens":null}', None),
+        ("null", None),
+        ("[4]", None),
+        ('{"audio":1}', None),
+    ],
+)
+@pytest.mark.parametrize("backend", ["openai", "openai-responses"])
+def test_cached_tokens_of_a_prompt_are_those_of_the_usage_if_it_has_them(
+    backend: str, details: str, cached: int | None
+) -> None:
+    event = '{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3,"prompt_tokens_details":' + details + "}}"
+    if backend == "openai-responses":
+        usage = '{"input_tokens":5,"output_tokens":3,"input_tokens_details":' + details + "}"
+        event = '{"type":"response.completed","response":{"usage":' + usage + "}}"
+    record = read(backend, [f"data: {event}\n\n".encode()])
+    assert (record.cached_tokens, record.usage_prompt_tokens) == (cached, 5)
+
+
 @pytest.mark.parametrize("backend", ["openai", "openai-chat", "openai-responses", "ollama", "tgi"])
 def test_a_stream_that_ends_too_early_is_broken_off(backend: str) -> None:
     end = "\n" if backend == "ollama" else "\n\n"

@@ -37,11 +37,21 @@ class Queue:
         record.finish_reason, record.is_finished = "length", True
 
 
-async def measured(rate: float, slots: int, seconds: float, objectives: dict[str, float], count: int) -> Result:
+class Mute(Queue):
+    """Answers without a word."""
+
+    async def send(self, request: bytes, record: Record) -> None:
+        await super().send(request, record)
+        record.pieces = []
+
+
+async def measured(
+    rate: float, slots: int, seconds: float, objectives: dict[str, float], count: int, kind: type[Queue] = Queue
+) -> Result:
     loop = asyncio.get_running_loop()
     conversations = [Conversation((Turn((f"{i}",), 1, 2),)) for i in range(count)]
     arrivals = Arrivals(rate)
-    load = Load(Queue(slots, seconds), loop.time, None)
+    load = Load(kind(slots, seconds), loop.time, None)
     done = await load.open_loop(conversations, arrivals.times(count, random.Random(1)))
     setup = Setup(
         url="http://a",
@@ -108,6 +118,13 @@ def test_a_server_whose_queue_grows_is_told_from_one_that_is_only_slow() -> None
     slow, queue = run(main())
     assert slow == ""
     assert queue.endswith("the queue grows")
+
+
+def test_a_rate_at_which_answers_are_wrong_is_not_held() -> None:
+    async def main() -> str:
+        return why_not_held(await measured(2.0, 100, 0.1, {}, 40, Mute), 2.0)
+
+    assert run(main()) == "wrong answers: 40 of 40 answers without any text"
 
 
 def test_a_load_that_is_shorter_than_its_answers_tells_nothing() -> None:
