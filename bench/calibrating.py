@@ -3,12 +3,15 @@
 A server is started as `headrace serve` starts it, so that gateway, router and this client take their share of the
 cores as they do when it serves. Its workers log each step (--step-log) while cells of load run: so many requests at
 once, with prompts and answers of one length. Prompts of a cell are computed beside each other's answers, so one cell
-shows steps of prompts, of streams, and of both. Then requests of mixed lengths arrive at random times, as from users.
+shows steps of prompts, of streams, and of both. Then requests of mixed lengths arrive at random times, as from users:
+first with nothing in common, then with prompts that begin with one of a few documents, so that prompts are computed
+beside streams that share positions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 import random
 import re
@@ -51,8 +54,19 @@ _LARGEST_CELL = 0.2
 # added have at most so much work.
 _LEAST_CELLS, _SMALL_WORK = 48, 2500
 _BURST, _BURST_TOKENS = 48, 48
-# The rate of requests that arrive at random, as a share of what a cell of eight requests reached.
-_LIVE_LOAD = 0.7
+# Of a request with a prompt of 256 tokens and an answer of 128, whose token takes about as long as four of a prompt.
+_CELL_UNITS = 256 + 4 * 128
+# The rate of requests that arrive at random, as a share of what a cell of eight requests reached. Those over documents
+# come faster, because what matters is how many of them share positions.
+_LIVE_LOAD, _SHARED_LOAD = 0.7, 0.9
+# Of requests that arrive at random: the most tokens of a prompt and of an answer.
+_LIVE_PROMPT, _LIVE_ANSWER = 1500, 400
+# Documents for each worker, their tokens, and the share of the time of random requests that they may take.
+_DOCUMENTS, _DOCUMENT_TOKENS, _DOCUMENT_SHARE = 4, 1024, 0.25
+# A smaller document shares too little to be measured.
+_LEAST_DOCUMENT = 128
+# So many requests under load tell what gateway and router take then.
+_LEAST_MATCHED = 20
 
 
 class CalibrateError(Exception):
@@ -166,9 +180,11 @@ class Loader:
 
 
 class Measured(NamedTuple):
-    """The measurements of the load: the requests that were alone, and the CPU seconds of gateway and router."""
+    """The measurements of the load: the requests that were alone, those that arrived at random with prompts of their
+    own, and the CPU seconds of gateway and router."""
 
     alone: list[Record]
+    live: list[Record]
     cpu_s_per_request: float
     cpu_s_per_token: float
 
@@ -229,7 +245,7 @@ def _made(
     """The calibration. Raises ValueError if there are too few steps."""
     machine = f"{host.cpu}, {layout.workers} x {layout.threads} threads"
     fit = step_logs.fit(step_logs.timed(steps, since_s), model.name, machine)
-    inward_s, outward_s = front_s(found.alone, steps)
+    inward_s, outward_s = loaded_front_s(found.live, steps) or front_s(found.alone, steps)
     return Calibration(
         version=VERSION,
         headrace=headrace_version(),
@@ -262,15 +278,31 @@ async def _measure(
         await asyncio.gather(*(loader.ask(_BURST_TOKENS, 1) for _ in range(_BURST)))
     few = (serving.cpu_s(FRONT_ROLES) - cpu_s, loader.num_requests - num_requests, loader.num_tokens - num_tokens)
     tell("requests that arrive at random")
-    await _arriving(loader, min(_LIVE_SHARE * seconds, until_s - time.perf_counter()), _LIVE_LOAD * per_s)
-    return Measured(alone, *_cpu_costs(many, few))
+    live_s = min(_LIVE_SHARE * seconds, until_s - time.perf_counter())
+    longest = fleet.model.max_context_tokens - 1
+    live = await _arriving(loader, live_s / 2, _LIVE_LOAD * per_s, longest)
+    documents = _documents(loader, fleet, _DOCUMENT_SHARE * live_s, per_s)
+    if documents:
+        tell("requests over shared documents")
+        await asyncio.gather(*(loader.ask(len(document) + 1, 1, document) for document in documents))
+        await _arriving(loader, live_s / 2, _SHARED_LOAD * per_s, longest, documents)
+    return Measured(alone, live, *_cpu_costs(many, few))
+
+
+def _documents(loader: Loader, fleet: Fleet, seconds: float, per_s: float) -> list[list[int]]:
+    """Documents that prompts may begin with: as many as the host computes in so many seconds, at most a few for each
+    worker, and none if they would be short. `per_s` is that of `_cells`."""
+    tokens = min(_DOCUMENT_TOKENS, fleet.model.max_context_tokens // 2, fleet.kv_tokens // (4 * _DOCUMENTS))
+    count = min(_DOCUMENTS * fleet.num_workers, int(seconds * per_s * _CELL_UNITS / tokens))
+    return [loader.tokens(tokens) for _ in range(count)] if tokens >= _LEAST_DOCUMENT else []
 
 
 async def _cells(
     loader: Loader, fleet: Fleet, seconds: float, tell: Callable[[str], None]
 ) -> tuple[list[Record], float]:
     """Run the cells in turn until the time is over, each at least once unless it is too large. Returns the requests
-    that were alone, and how many requests a second a cell of eight reached, with prompts of 256 tokens."""
+    that were alone, and how many requests a second a cell reached, each counted as its part of one with a prompt of 256
+    tokens and an answer of 128."""
     until_s = time.perf_counter() + seconds
     cells = [
         cell
@@ -298,7 +330,7 @@ async def _cells(
             num_run += 1
             if cell.batch == 1:
                 alone += records
-            rates.append(len(records) / took_s * (cell.prompt + 4 * cell.answer) / (256 + 4 * 128))
+            rates.append(len(records) / took_s * (cell.prompt + 4 * cell.answer) / _CELL_UNITS)
         num_rounds += 1
         num_cells += num_run
         tell(f"{num_run} cells of load, round {num_rounds}")
@@ -310,16 +342,24 @@ async def _cells(
     return alone, statistics.median(rates)
 
 
-async def _arriving(loader: Loader, seconds: float, per_s: float) -> None:
-    """Requests of mixed lengths that arrive at random for so long."""
+async def _arriving(
+    loader: Loader, seconds: float, per_s: float, longest: int, documents: Sequence[Sequence[int]] = ()
+) -> list[Record]:
+    """Requests of mixed lengths that arrive at random for so long; none has more than `longest` tokens. If there are
+    `documents`, a prompt is one of them and a question on it."""
     rng = random.Random(2)
     until_s = time.perf_counter() + max(0.0, seconds)
+    median = 48 if documents else 192
+    tasks = []
     async with asyncio.TaskGroup() as group:
         while (now_s := time.perf_counter()) < until_s:
-            prompt = min(max(8, round(192 * rng.lognormvariate(0.0, 0.8))), 1500)
-            answer = min(4 + round(rng.expovariate(1 / 96)), 400)
-            group.create_task(loader.ask(prompt, answer))
+            document = rng.choice(documents) if documents else ()
+            answer = min(4 + round(rng.expovariate(1 / 96)), _LIVE_ANSWER, longest // 4)
+            most = min(_LIVE_PROMPT, longest - answer - len(document))
+            prompt = min(max(8, round(median * rng.lognormvariate(0.0, 0.8))), most)
+            tasks.append(group.create_task(loader.ask(len(document) + prompt, answer, document)))
             await asyncio.sleep(min(rng.expovariate(max(per_s, 0.05)), until_s - now_s))
+    return [task.result() for task in tasks]
 
 
 def _cpu_costs(many: tuple[float, int, int], few: tuple[float, int, int]) -> tuple[float, float]:
@@ -346,6 +386,55 @@ def front_s(alone: Sequence[Record], steps: Sequence[LoggedStep]) -> tuple[float
     if not inward:
         return 0.0, 0.0
     return max(0.0, statistics.median(inward)), max(0.0, statistics.median(outward))
+
+
+def loaded_front_s(live: Sequence[Record], steps: Sequence[LoggedStep]) -> tuple[float, float] | None:
+    """As `front_s`, for requests beside others, whose gateway and router wait for the cores too; None if too few can be
+    told apart.
+
+    The step of a prompt is found by its length. The request came to its worker while the step before was computed, or
+    just before its own if there was none. So each request bounds the time on both sides, and the time is one with which
+    most of them agree.
+    """
+    by_worker: dict[str, list[LoggedStep]] = {}
+    for step in sorted(steps, key=lambda step: step.start_s):
+        by_worker.setdefault(step.worker, []).append(step)
+    bounds: list[tuple[float, float]] = []
+    outward: list[float] = []
+    for record in live:
+        found = [
+            (own, place)
+            for own in by_worker.values()
+            for place in range(
+                bisect.bisect_left(own, record.sent_s, key=lambda step: step.start_s),
+                bisect.bisect_right(own, record.times[0] if record.times else 0.0, key=lambda step: step.end_s),
+            )
+            if own[place].prompt_tokens == record.prompt_tokens
+        ]
+        if len(found) != 1:
+            continue
+        own, place = found[0]
+        most_s = own[place].start_s - record.sent_s
+        before = own[place - 1] if place else None
+        was_idle = before is None or own[place].start_s - before.end_s > step_logs.MOST_GAP_S
+        bounds.append((most_s if was_idle or before is None else max(0.0, before.start_s - record.sent_s), most_s))
+        outward.append(record.times[0] - own[place].end_s)
+    if len(bounds) < _LEAST_MATCHED:
+        return None
+    return _agreed(bounds), max(0.0, statistics.median(outward))
+
+
+def _agreed(bounds: Sequence[tuple[float, float]]) -> float:
+    """The middle of the first range that is within most of the intervals."""
+    edges = sorted([(low, -1) for low, _ in bounds] + [(high, 1) for _, high in bounds])
+    now = most = 0
+    best = 0.0
+    for place, (at, change) in enumerate(edges):
+        now -= change
+        if now > most:
+            most = now
+            best = (at + edges[place + 1][0]) / 2
+    return best
 
 
 def _without(flags: Sequence[str], *names: str) -> tuple[str, ...]:

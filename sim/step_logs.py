@@ -21,8 +21,8 @@ LEAST_STEPS = 30
 """The minimum number of steps of a kind for a fit."""
 _TEST_SHARE = 0.25
 _MOST_SLOWDOWN, _SLOWDOWN_STEP = 3.0, 0.05
-# A longer gap means that the worker had nothing to do.
-_MOST_GAP_S = 0.02
+MOST_GAP_S = 0.02
+"""A worker that begins no step for longer had nothing to do."""
 # A step that is off by more than this factor was disturbed.
 _OUTLIER = 2.0
 
@@ -89,7 +89,7 @@ def timed(steps: Iterable[LoggedStep], since_s: float) -> list[Timed]:
         after.start_s - before.end_s
         for own in by_worker.values()
         for before, after in itertools.pairwise(own)
-        if after.start_s - before.end_s < _MOST_GAP_S
+        if after.start_s - before.end_s < MOST_GAP_S
     ]
     usual_gap_s = statistics.median(gaps_s) if gaps_s else 0.0
     found = []
@@ -103,7 +103,7 @@ def timed(steps: Iterable[LoggedStep], since_s: float) -> list[Timed]:
             if is_first or step.start_s < since_s:
                 continue
             gap_s = own[number + 1].start_s - step.end_s if number + 1 < len(own) else usual_gap_s
-            gap_s = gap_s if 0 <= gap_s < _MOST_GAP_S else usual_gap_s
+            gap_s = gap_s if 0 <= gap_s < MOST_GAP_S else usual_gap_s
             others = sum(busy.share(step.start_s, step.end_s) for busy in rest)
             found.append(Timed(step.shape, step.ms + 1000 * gap_s, others))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,16 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.bench.__main__ import main
-from headrace.bench.calibrating import CELLS, CalibrateError, _cpu_costs, _without, front_s, learned_of, resolved
+from headrace.bench.calibrating import (
+    CELLS,
+    CalibrateError,
+    _cpu_costs,
+    _without,
+    front_s,
+    learned_of,
+    loaded_front_s,
+    resolved,
+)
 from headrace.bench.calibration import this_host
 from headrace.bench.connection import ExchangeError
 from headrace.bench.fleet import fleet_in
@@ -79,6 +89,34 @@ def test_the_front_takes_what_is_before_the_first_step_and_after_the_first_token
     assert inward_s == pytest.approx(0.01)
     assert outward_s == pytest.approx(0.003)
     assert front_s([], steps) == (0.0, 0.0)
+
+
+def test_under_load_the_front_takes_the_time_with_which_most_requests_agree() -> None:
+    """Steps of 50 ms without a pause; a request takes 8 ms to its worker and a token 3 ms back."""
+    rng = random.Random(1)
+    lengths = {place: 100 + place for place in rng.sample(range(1, 400), 60)}
+    steps = [step(0.05 * place, 49.0, lengths.get(place, 0)) for place in range(400)]
+    records = []
+    for place, length in lengths.items():
+        came_s = 0.05 * (place - 1) + rng.uniform(0.0, 0.05)
+        record = Record(0, length, 3, sent_s=came_s - 0.008, times=[0.05 * place + 0.049 + 0.003])
+        records.append(record)
+    found = loaded_front_s(records, steps)
+    assert found is not None
+    assert found[0] == pytest.approx(0.008, abs=0.004)
+    assert found[1] == pytest.approx(0.003)
+    late = Record(0, 500, 3, sent_s=5.0, times=[6.0])
+    assert loaded_front_s([*records, late], steps) == found, "a prompt whose step is not found"
+    assert loaded_front_s(records[:10], steps) is None
+
+
+def test_a_worker_that_was_idle_began_when_the_request_came() -> None:
+    lengths = range(100, 130)
+    steps = [step(float(place), 40.0, length) for place, length in enumerate(lengths)]
+    records = [
+        Record(0, length, 1, sent_s=place - 0.006, times=[place + 0.042]) for place, length in enumerate(lengths)
+    ]
+    assert loaded_front_s(records, steps) == pytest.approx((0.006, 0.002))
 
 
 def test_cpu_time_is_divided_among_requests_and_tokens() -> None:
