@@ -66,13 +66,17 @@ class _Fleet(msgspec.Struct):
 
 
 class RecentLoad(NamedTuple):
-    """What the gateway served in its last minutes: requests a second, and means per request in tokens."""
+    """What the gateway served in its last minutes: requests a second, means per request in tokens, and percentiles of
+    the time to the first token, None if it has none. Requests that were refused are not among them."""
 
     seconds: float
     per_s: float
     prompt: float
     cached: float
     answer: float
+    num_refused: int = 0
+    ttft_p50_ms: float | None = None
+    ttft_p95_ms: float | None = None
 
 
 class Fleet(NamedTuple):
@@ -98,7 +102,9 @@ async def fleet_of(client: Client, model: str | None = None) -> Fleet:
     if status in (401, 403):
         raise ExchangeError(f"HTTP {status}", "the server wants an API key; set OPENAI_API_KEY")
     if status != 200:
-        raise ExchangeError(f"HTTP {status}", f"{client.target.url} is not a headrace: it has no {_PATH}")
+        raise ExchangeError(
+            f"HTTP {status}", f"{client.target.url} has no {_PATH}: it is no headrace, or runs with --no-console"
+        )
     try:
         return fleet_in(msgspec.json.decode(raw), model)
     except msgspec.DecodeError as error:
@@ -165,4 +171,7 @@ def _load_of(recent: _Recent) -> RecentLoad | None:
         prompt=sum(one.prompt_tokens for one in intervals) / answered,
         cached=sum(one.cached_tokens for one in intervals) / answered,
         answer=sum(one.tokens for one in intervals) / answered,
+        num_refused=sum(one.refused for one in intervals),
+        ttft_p50_ms=recent.ttft_ms.get("p50"),
+        ttft_p95_ms=recent.ttft_ms.get("p95"),
     )

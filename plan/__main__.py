@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -19,16 +19,23 @@ import msgspec
 from headrace.bench import calibration as files
 from headrace.bench.lengths import SHAPES
 from headrace.common import commands
-from headrace.common.commands import CommandError, CommandFailed
+from headrace.common.commands import CommandError, CommandFailed, SectionedCommand
 from headrace.common.flags import FiniteRange
 from headrace.plan.fleet import Fleet, Kind, Memory
 from headrace.plan.load import Load, Requests, lengths
 from headrace.plan.objectives import Limit, Objectives
 
+if TYPE_CHECKING:
+    from headrace.plan.planning import Running
+
 _DEFAULT_MODEL = "smollm2-135m"
 _CURVE = (0.25, 0.5, 0.75)
 _RUN_S = 120.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 240, 600
+# Flags that describe requests, which a trace and a running fleet have.
+_OF_REQUESTS = frozenset(
+    {"prompt", "answer", "prompt_dist", "answer_dist", "shared_prefix", "prefixes", "turns", "repeated_answer"}
+)
 
 
 class LimitType(click.ParamType[Limit]):
@@ -76,7 +83,27 @@ class Factor(click.ParamType[float]):
         return float(match[1])
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+_SECTIONS = {
+    "The load: one of --users, --rate, --trace": ("--users", "--think-time", "--every", "--rate", "--trace", "--load"),
+    "The requests": (
+        *("--prompt", "--answer", "--prompt-dist", "--answer-dist", "--shared-prefix", "--prefixes", "--turns"),
+        "--repeated-answer",
+    ),
+    "The objectives": ("--ttft", "--tpot"),
+    "The hosts": ("--calibration", "--cost-per-host", "--hosts", "--max-hosts", "--spare-hosts"),
+    "A running fleet instead": ("--url", "--ca-file"),
+    "Memory and batches": (
+        *("--kv-cache-gb", "--kv-disk-gb", "--disk-gb-per-s", "--peer-gbit-per-s", "--max-num-seqs"),
+    ),
+    "The simulation, and what is written": ("--requests", "--seeds", "--html", "--json"),
+}
+
+
+@click.command(
+    cls=SectionedCommand,
+    sections=_SECTIONS,
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+)
 @click.argument("model", required=False)
 @click.option(
     "--calibration",
@@ -93,7 +120,7 @@ class Factor(click.ParamType[float]):
 @click.option(
     "--think-time",
     type=Seconds(),
-    help="With --users: mean time between an answer and the user's next request, such as 30s.",
+    help="With --users, or with --rate and --turns: mean time between an answer and the next request, such as 30s.",
 )
 @click.option(
     "--every", type=Seconds(), help="With --users: time between two requests of a user, answered or not, such as 25s."
@@ -105,7 +132,12 @@ class Factor(click.ParamType[float]):
     help="Load: the requests of a trace in Mooncake's format, at its own times.",
 )
 @click.option("--load", "factor", type=Factor(), default="1x", help="Plan for this multiple of the load, such as 2x.")
-@click.option("--prompt", type=FiniteRange(1), default=512.0, help="Mean tokens of a prompt, without --shared-prefix.")
+@click.option(
+    "--prompt",
+    type=FiniteRange(1),
+    default=512.0,
+    help="Mean tokens of a prompt. A --shared-prefix comes in addition, and earlier turns do.",
+)
 @click.option("--answer", type=FiniteRange(1), default=128.0, help="Mean tokens of an answer.")
 @click.option("--prompt-dist", type=click.Choice(SHAPES), default="lognormal", help="Distribution of prompts.")
 @click.option("--answer-dist", type=click.Choice(SHAPES), default="exponential", help="Distribution of answers.")
@@ -118,27 +150,40 @@ class Factor(click.ParamType[float]):
     default=1,
     help="Number of different shared prefixes, such as documents; each prompt begins with one.",
 )
-@click.option("--turns", type=FiniteRange(1), default=1.0, help="Mean turns of a conversation.")
-@click.option("--ttft", type=LimitType(), help="Objective: time to the first token, such as p95:2s.")
-@click.option("--tpot", type=LimitType(), help="Objective: time of each later token, such as p95:100ms.")
+@click.option(
+    "--turns",
+    type=FiniteRange(1),
+    default=1.0,
+    help="Mean turns of a conversation. The prompt of each turn has all earlier turns before it.",
+)
+@click.option(
+    "--repeated-answer",
+    type=FiniteRange(0, 1),
+    default=1.0,
+    help="With --turns: share of an answer that the next prompt repeats token by token, so that it is in the cache. "
+    "0 if clients leave it out or change it.",
+)
+@click.option("--ttft", type=LimitType(), help="Maximum time to the first token, such as p95:2s; 2s is p95:2s.")
+@click.option("--tpot", type=LimitType(), help="Maximum time of each later token, such as p95:100ms.")
 @click.option(
     "--spare-hosts",
     type=click.IntRange(0),
     default=0,
-    help="Number of hosts that may fail while the others carry the load.",
+    help="Availability: number of hosts that may fail while the others carry the load.",
 )
 @click.option("--max-hosts", type=click.IntRange(1), default=64, help="Maximum number of hosts to consider.")
 @click.option(
     "--hosts",
     type=click.IntRange(1),
-    help="Do not search for the number of hosts: judge this one, without --spare-hosts.",
+    help="Say whether this number of hosts is enough, instead of searching for the number.",
 )
 @click.option(
     "--cost-per-host",
     "costs",
     multiple=True,
     metavar="[NAME=]NUMBER",
-    help="Cost of a host, by which several calibrations are sorted. NAME is the calibration's file name without .json.",
+    help="Cost of a host in any currency; the cheapest fleet comes first. With several calibrations, give one for "
+    "each: NAME is its file name without .json.",
 )
 @click.option(
     "--kv-cache-gb",
@@ -171,7 +216,7 @@ class Factor(click.ParamType[float]):
 @click.option(
     "--requests",
     type=click.IntRange(20),
-    help="Number of requests to simulate.  [default: those of two minutes, 240 to 600]",
+    help="Number of requests in each simulation.  [default: those of two minutes, 240 to 600]",
 )
 @click.option(
     "--seeds",
@@ -194,8 +239,8 @@ def main(context: click.Context, /, **flags: Any) -> None:
       headrace plan MODEL --rate 4 --prompt 1200 --answer 250 --shared-prefix 800 --ttft p95:2s --spare-hosts 1
       headrace plan --url http://127.0.0.1:8000 --load 2x --ttft p95:2s
 
-    The plan is found by simulation, with the real scheduler, KV cache and router and the measured step costs. The
-    default objectives are --ttft p95:5s and --tpot p95:200ms.
+    The plan is found by simulation, with the real scheduler, KV cache and router and the measured step costs. If no
+    objective is given, they are --ttft p95:5s and --tpot p95:200ms; if one is given, only that one counts.
     """
     given = {
         name
@@ -229,10 +274,15 @@ def check(flags: Mapping[str, Any], given: set[str]) -> None:
         raise CommandError("--think-time is for --users, or for --rate with --turns of more than one")
     if flags["url"] and flags["calibrations"]:
         raise CommandError("--url brings costs and load of the running fleet; leave --calibration or --url out")
-    of_requests = {"prompt", "answer", "prompt_dist", "answer_dist", "shared_prefix", "prefixes", "turns"} & given
-    if of_requests and flags["trace"] is not None:
+    of_requests = _OF_REQUESTS & given
+    if of_requests and (flags["trace"] is not None or flags["url"] is not None):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(of_requests))
-        raise CommandError(f"a trace has its own requests; leave out {names}")
+        whose = "a trace" if flags["trace"] is not None else "a running fleet"
+        raise CommandError(f"{whose} has its own requests; leave out {names}")
+    if flags["url"] is not None and flags["costs"]:
+        raise CommandError("--cost-per-host compares calibrations; leave it out with --url")
+    if "repeated_answer" in given and flags["turns"] <= 1:
+        raise CommandError("--repeated-answer is for conversations; give their length with --turns")
     if flags["prefixes"] > 1 and not flags["shared_prefix"]:
         raise CommandError("--prefixes needs their length; give it with --shared-prefix")
     if flags["hosts"] and flags["spare_hosts"]:
@@ -256,10 +306,11 @@ def requests_of(flags: Mapping[str, Any], most: int) -> Requests:
         num_prefixes=flags["prefixes"],
         turns=flags["turns"],
         most=most,
+        reuse=flags["repeated_answer"],
     )
 
 
-def of_files(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
+def of_files(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, None]:
     """The kinds of hosts of the calibrations, and the load that the flags describe. Raises CommandError."""
     model = flags["model"] or _DEFAULT_MODEL
     paths = flags["calibrations"] or (files.usual_path(model),)
@@ -332,17 +383,18 @@ def _price(text: str, names: Sequence[str]) -> tuple[str, float]:
     return name, price
 
 
-def of_url(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
-    """The kind of host of a running fleet, its load, and the number of its hosts. Raises CommandError."""
+def of_url(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, Running]:
+    """The kind of host of a running fleet, its load, and the fleet under it. Raises CommandError."""
     import asyncio
 
     from headrace.bench.calibrating import CalibrateError, learned_of
     from headrace.bench.connection import Client, ExchangeError
-    from headrace.bench.fleet import Fleet as Running
+    from headrace.bench.fleet import Fleet as Told
     from headrace.bench.fleet import fleet_of
     from headrace.bench.target import key_header, target_of
+    from headrace.plan.planning import Running
 
-    async def ask() -> Running:
+    async def ask() -> Told:
         client = Client(target_of(flags["url"], key_header(), flags["ca_file"], False), 15.0)
         try:
             return await fleet_of(client, flags["model"])
@@ -350,28 +402,33 @@ def of_url(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, int | None]:
             client.close()
 
     try:
-        running = asyncio.run(ask())
-        found = learned_of(running)
+        told = asyncio.run(ask())
+        found = learned_of(told)
     except (ExchangeError, CalibrateError) as error:
         raise CommandFailed(str(error)) from None
     except ValueError as error:
         raise CommandError(str(error)) from None
-    if running.load is None:
+    if told.load is None:
         raise CommandFailed(
             "the gateway has answered no request in its last minutes; ask again under load, or give the load"
         )
-    recent = running.load
+    recent = told.load
     prompt, cached, answer = max(1.0, recent.prompt - recent.cached), round(recent.cached), max(1.0, recent.answer)
     most = found.model.max_context_tokens
     requests = Requests(
         lengths("lognormal", prompt, most), lengths("exponential", answer, most), prompt, answer, cached, 1, 1.0, most
     )
     name = f"{recent.per_s:.3g} requests/s, as in the last {recent.seconds:.0f} s"
-    return [Kind("running", found)], Load(requests, per_s=recent.per_s, name=name), running.num_hosts
+    if recent.num_refused:
+        name += f", without {recent.num_refused} that were refused"
+    load = Load(requests, per_s=recent.per_s, name=name)
+    times_ms = recent.ttft_p50_ms, recent.ttft_p95_ms
+    measured_s = None if None in times_ms else ((times_ms[0] or 0.0) / 1000, (times_ms[1] or 0.0) / 1000)
+    return [Kind("running", found)], load, Running(told.num_hosts, load, measured_s)
 
 
 def planned(
-    kinds: Sequence[Kind], load: Load, objectives: Objectives, running: int | None, flags: Mapping[str, Any]
+    kinds: Sequence[Kind], load: Load, objectives: Objectives, running: Running | None, flags: Mapping[str, Any]
 ) -> int:
     """Plan for each kind of host, and print it; the exit status."""
     from headrace.plan.answer import comparison, rank, text, told
@@ -387,8 +444,9 @@ def planned(
         count=flags["requests"] or usual,
         spare=flags["spare_hosts"],
         most_hosts=flags["max_hosts"],
-        hosts=flags["hosts"] or running,
+        hosts=flags["hosts"] or (None if running is None else running.hosts),
         curve=_CURVE,
+        running=running,
     )
 
     def tell(line: str) -> None:

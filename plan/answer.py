@@ -19,6 +19,16 @@ _BAR = 24
 
 
 @dataclass(frozen=True, slots=True)
+class Present:
+    """A running fleet under its present load, simulated and as its gateway has measured it: percentiles 50 and 95 of
+    the time to the first token, in seconds."""
+
+    trial: Trial
+    measured_p50_s: float
+    measured_p95_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A plan for one kind of host. `trial` is the trial of the hosts that the load needs, without the `spare` ones, and
     `least_kv` that of the smallest KV cache. `held` and `missed` are the trials on both sides of the knee, and `curve`
@@ -39,6 +49,8 @@ class Answer:
     """Whether the number of hosts was given."""
     needed: Trial | None = None
     """If the given hosts are too few: the trial of the smallest number that is enough; None if none is."""
+    present: Present | None = None
+    """A running fleet under its present load."""
 
     @property
     def hosts(self) -> int:
@@ -76,6 +88,7 @@ def text(answer: Answer) -> str:
         _row("load", str(answer.load)),
         _row("objective", str(answer.objectives)),
         _row("host", _host(answer.fleet.kind.name, calibration)),
+        *_present(answer.present),
     ]
     if answer.trial is None:
         assert answer.missed is not None
@@ -97,6 +110,16 @@ def text(answer: Answer) -> str:
     lines += ["", *_limit(answer), "", *_curve(answer), ""]
     lines += [_row("start" if number == 0 else "", line) for number, line in enumerate(answer.start())]
     return "\n".join(lines)
+
+
+def _present(present: Present | None) -> list[str]:
+    """What the simulation says of the present load beside what was measured, by which it can be judged."""
+    if present is None:
+        return []
+    ttft = present.trial.ttft
+    measured = f"p50 {time_text(present.measured_p50_s)}, p95 {time_text(present.measured_p95_s)}"
+    lines = [_row("present", f"time to the first token as measured: {measured}")]
+    return [*lines, _row("", f"as simulated: p50 {time_text(ttft.p50)}, p95 {time_text(ttft.p95)}")]
 
 
 def _plan(answer: Answer) -> str:
@@ -257,6 +280,13 @@ class ToldTrial(msgspec.Struct):
     broken: tuple[str, ...]
 
 
+class ToldPresent(msgspec.Struct):
+    """A running fleet under its present load. Times to the first token, in milliseconds."""
+
+    simulated_ms: dict[str, float]
+    measured_ms: dict[str, float]
+
+
 class ToldAnswer(msgspec.Struct):
     """An answer in JSON. `limit` is the highest load that is carried, as a multiple of the planned one."""
 
@@ -277,6 +307,7 @@ class ToldAnswer(msgspec.Struct):
     because: str | None
     curve: list[ToldTrial]
     start: list[str]
+    present: ToldPresent | None = None
 
 
 def told(answer: Answer) -> ToldAnswer:
@@ -299,6 +330,15 @@ def told(answer: Answer) -> ToldAnswer:
         because=None if missed is None else missed.why(),
         curve=[_told_trial(trial) for trial in answer.curve],
         start=answer.start() if has_plan else [],
+        present=None if answer.present is None else _told_present(answer.present),
+    )
+
+
+def _told_present(present: Present) -> ToldPresent:
+    ttft = present.trial.ttft
+    return ToldPresent(
+        {"p50": round(1000 * ttft.p50, 2), "p95": round(1000 * ttft.p95, 2)},
+        {"p50": round(1000 * present.measured_p50_s, 2), "p95": round(1000 * present.measured_p95_s, 2)},
     )
 
 

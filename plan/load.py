@@ -14,6 +14,10 @@ from headrace.sim.trace import Job
 _SIGMA = 0.8
 # Token ids of prompts below this are those of shared prefixes.
 _FIRST_OWN = 1 << 20
+# After so many times the mean length of conversations, seven of eight that began with a run have ended.
+_SETTLED = 2
+# Those of answers that came back as other tokens.
+_RETOLD = 1 << 30
 
 
 def lengths(shape: Shape, mean: float, most: int) -> Lengths:
@@ -26,8 +30,9 @@ def lengths(shape: Shape, mean: float, most: int) -> Lengths:
 @dataclass(frozen=True, slots=True)
 class Requests:
     """The requests of a load. Each conversation begins with one of `num_prefixes` prefixes of `prefix` tokens, unless
-    that is 0, and has `turns` turns on average (geometric). A turn appends a prompt to the conversation so far. No
-    request exceeds `most` tokens."""
+    that is 0, and has `turns` turns on average (geometric). A turn appends a prompt to the conversation so far. It
+    repeats a share `reuse` of the answer before it token by token, so that a cache may have it; the rest of the answer
+    has other tokens, as if it were text that is tokenized in another way. No request exceeds `most` tokens."""
 
     prompt: Lengths
     answer: Lengths
@@ -37,6 +42,7 @@ class Requests:
     num_prefixes: int = 1
     turns: float = 1.0
     most: int = 1 << 20
+    reuse: float = 1.0
 
     def __str__(self) -> str:
         told = [f"prompts of {self.mean_prompt:g} tokens and answers of {self.mean_answer:g} on average"]
@@ -45,6 +51,8 @@ class Requests:
             told.append(f"behind {of} of {self.prefix} tokens")
         if self.turns > 1:
             told.append(f"in conversations of {self.turns:g} turns")
+        if self.reuse < 1:
+            told.append(f"which repeat {self.reuse:.0%} of answers token by token")
         return ", ".join(told)
 
     def conversation(self, rng: random.Random, number: int) -> list[tuple[tuple[tuple[int, int], ...], int]]:
@@ -64,7 +72,9 @@ class Requests:
             segments = (*past, (_FIRST_OWN + number + len(found), prompt))
             found.append((segments, answer))
             answer_token = Job(number + len(found) - 1, 0.0, (), 0).answer_token_id
-            past = (*segments, (answer_token, answer))
+            same = round(self.reuse * answer)
+            told = ((answer_token, same), (_RETOLD + number + len(found) - 1, answer - same))
+            past = (*segments, *((token, length) for token, length in told if length))
         return found
 
 
@@ -110,11 +120,20 @@ class Load:
         return (len(self.trace) - 1) / span_s if span_s > 0 else math.inf
 
     @property
-    def settle_s(self) -> float:
-        """The time after which as many conversations end as begin; 0 without later turns."""
+    def mean_tokens(self) -> tuple[float, float]:
+        """Tokens of a request on average: those of its prompt that no cache has, and those of its answer. Of a trace,
+        any token of a prompt may be in a cache."""
+        if self.requests is not None:
+            return self.requests.mean_prompt, self.requests.mean_answer
+        return 0.0, sum(job.num_output_tokens for job in self.trace) / len(self.trace)
+
+    def settle_s(self, token_s: float) -> float:
+        """The time after which nearly as many conversations end as begin, if a token of an answer takes `token_s`; 0
+        without later turns."""
         if self.per_s is None or self.requests is None:
             return 0.0
-        return 3 * (self.requests.turns - 1) * self.think_s  # lengths of conversations are geometric
+        turn_s = self.think_s + self.requests.mean_answer * token_s
+        return _SETTLED * (self.requests.turns - 1) * turn_s  # lengths of conversations are geometric
 
     def jobs(self, count: int, seed: int) -> list[Job]:
         """About `count` requests in order of arrival, the same for the same seed."""

@@ -32,6 +32,10 @@ _HOPELESS = 1.5
 _REFUSED = 0.01
 # A KV cache that is fuller than this counts as full, and workers that are busier as fully busy.
 _FULL, _BUSY = 0.95, 0.9
+# Without an objective, nobody waits longer for a token.
+_UNUSABLE_TOKEN_S = 1.0
+# Larger batches are rare, whatever their limit.
+_LARGE_BATCH = 32
 
 
 class Figures(NamedTuple):
@@ -129,7 +133,8 @@ class Search:
 
     def smallest(self, fleet: Fleet, most_hosts: int) -> Trial | None:
         """The trial of the fewest hosts that meet the objectives; None if `most_hosts` do not."""
-        low, high = 0, 1
+        least = min(least_hosts(fleet, self._load, self._objectives), most_hosts)
+        low, high = least - 1, least
         while not (found := self.trial(fleet.with_hosts(high))).is_good:
             if high >= most_hosts:
                 return None
@@ -199,10 +204,11 @@ class Search:
     def _simulated(self, fleet: Fleet, factor: float) -> Trial:
         load = self._load.scaled(factor) if factor != 1.0 else self._load
         # Half of the time is for conversations to become as many as they will be.
-        count = max(self._count, round(2 * load.settle_s * load.offered_per_s))
+        settle_s = load.settle_s(longest_token_s(fleet, self._objectives))
+        count = max(self._count, round(2 * settle_s * load.offered_per_s))
         runs: list[_Run] = []
         for seed in self._seeds:
-            runs.append(_run(fleet, load, count, seed))
+            runs.append(_run(fleet, load, count, seed, settle_s))
             if self._is_hopeless(runs[-1]):
                 break  # other seeds would not save it
         all_records = [record for run in runs for record in run.records]
@@ -247,7 +253,34 @@ class Search:
 
 
 class DoesNotFitError(Exception):
-    """Requests do not fit into a worker's KV cache. The message says which."""
+    """Requests do not fit into a worker's KV cache, or a load into the hosts. The message says which."""
+
+
+def least_hosts(fleet: Fleet, load: Load, objectives: Objectives) -> int:
+    """Fewer hosts than this do not carry the load, by the costs of steps alone: half of what its tokens cost in the
+    cheapest steps, because prompts and streams share steps."""
+    calibration = fleet.kind.calibration
+    token_ms = min(calibration.steps.milliseconds(shape_of([(0, 1)] * batch)) / batch for batch in _powers(fleet.batch))
+    prompt_ms = min(
+        calibration.steps.milliseconds(shape_of([(0, size)])) / size
+        for size in _powers(calibration.layout.max_num_batched_tokens)
+        if size > 1
+    )
+    prompt, answer = load.mean_tokens
+    per_s = load.offered_per_s
+    if load.users is not None:
+        ttft_s = objectives.ttft.seconds if objectives.ttft is not None else MAX_WAIT_S
+        token_s = objectives.tpot.seconds if objectives.tpot is not None else _UNUSABLE_TOKEN_S
+        per_s = load.users / (load.think_s + 2 * (ttft_s + answer * token_s))
+    if not math.isfinite(per_s):
+        return 1
+    busy = 0.5 * per_s * (prompt * prompt_ms + answer * token_ms) / 1000
+    return max(1, math.ceil(busy / calibration.layout.workers))
+
+
+def _powers(most: int) -> list[int]:
+    """The powers of two up to `most`."""
+    return [1 << place for place in range(most.bit_length())]
 
 
 class _Run(NamedTuple):
@@ -261,7 +294,7 @@ class _Run(NamedTuple):
     grows: bool
 
 
-def _run(fleet: Fleet, load: Load, count: int, seed: int) -> _Run:
+def _run(fleet: Fleet, load: Load, count: int, seed: int, settle_s: float) -> _Run:
     """One simulation. Raises DoesNotFitError."""
     settings = fleet.settings(seed)
     worker = settings.worker
@@ -283,8 +316,7 @@ def _run(fleet: Fleet, load: Load, count: int, seed: int) -> _Run:
         last_s = min(record.arrived_s for record in records if record.job.number in ends)
     else:
         last_s = max(record.arrived_s for record in records if record.job.follows is None)
-    share = max(_WARM_UP_SHARE, min(0.5, load.settle_s / max(last_s - records[0].arrived_s, 1e-3)))
-    begin_s = records[0].arrived_s + share * (last_s - records[0].arrived_s)
+    begin_s = counts_from_s(records[0].arrived_s, last_s, settle_s)
     counted = [record for record in records if begin_s <= record.arrived_s <= last_s] or list(records)
     end_s = records[-1].arrived_s
     busy = statistics.fmean(outcome.busy_s) / end_s if end_s else 1.0
@@ -297,6 +329,19 @@ def _run(fleet: Fleet, load: Load, count: int, seed: int) -> _Run:
         outcome.num_preemptions,
         load.users is None and _grows(records, last_s),
     )
+
+
+def longest_token_s(fleet: Fleet, objectives: Objectives) -> float:
+    """About the longest time of a token in a fleet that meets the objectives."""
+    full_s = fleet.kind.calibration.decode_ms(min(fleet.batch, _LARGE_BATCH)) / 1000
+    return full_s if objectives.tpot is None else min(full_s, objectives.tpot.seconds)
+
+
+def counts_from_s(first_s: float, last_s: float, settle_s: float) -> float:
+    """The time from which requests count, if they come from `first_s` to `last_s`, and conversations have become as
+    many as they will be after `settle_s`: not those of the beginning, but half of the time at least."""
+    share = max(_WARM_UP_SHARE, min(0.5, settle_s / max(last_s - first_s, 1e-3)))
+    return first_s + share * (last_s - first_s)
 
 
 class _Watched:

@@ -190,6 +190,12 @@ def test_its_load_is_that_of_the_intervals_with_answers() -> None:
     assert load is not None
     assert load.seconds == 10
     assert (load.per_s, load.prompt, load.cached, load.answer) == (0.8, 100, 40, 10)
+    assert (load.num_refused, load.ttft_p50_ms) == (0, None)
+    told = fleet(worker(), intervals=[{**interval(4, 2, 10), "refused": 3}])
+    told["recent"]["ttft_ms"] = {"p50": 12.5, "p95": 80.0}
+    load = fleet_in(told, None).load
+    assert load is not None
+    assert (load.num_refused, load.ttft_p50_ms, load.ttft_p95_ms) == (3, 12.5, 80.0)
     assert fleet_in(fleet(worker()), None).load is None
 
 

@@ -16,7 +16,8 @@ from tests.e2e.serving import serving
 from tests.e2e.small_model import small_model
 
 pytestmark = pytest.mark.e2e
-QUICK = ("--prompt", "64", "--answer", "8", "--seeds", "1", "--requests", "40", "--json")
+SHORT = ("--seeds", "1", "--requests", "40", "--json")
+QUICK = ("--prompt", "64", "--answer", "8", *SHORT)
 
 
 def test_a_calibration_of_this_host_makes_a_plan(tmp_path: Path) -> None:
@@ -42,16 +43,19 @@ def test_a_calibration_of_this_host_makes_a_plan(tmp_path: Path) -> None:
 
 def test_a_running_fleet_is_judged_by_what_it_has_learned_and_served(tmp_path: Path) -> None:
     with serving(model=small_model()) as serve:
-        early = CliRunner().invoke(plan, ["--url", serve.base_url, *QUICK])
+        early = CliRunner().invoke(plan, ["--url", serve.base_url, *SHORT])
         assert early.exit_code == 1
         assert "send some requests first" in early.stderr or "answered no request" in early.stderr
         for number in range(24):
             body = {"prompt": [100 + number] * 40, "max_tokens": 12, "ignore_eos": True}
             httpx.post(f"{serve.base_url}/v1/completions", json=body, timeout=60).raise_for_status()
-        judged = CliRunner().invoke(plan, ["--url", serve.base_url, "--load", "2x", "--tpot", "5s", *QUICK])
+        judged = CliRunner().invoke(plan, ["--url", serve.base_url, "--load", "2x", "--tpot", "5s", *SHORT])
         assert judged.exit_code in (0, 1), judged.output
         (answer,) = json.loads(judged.stdout)
         assert answer["host"] == "running"
+        present = answer["present"]
+        assert 0 < present["measured_ms"]["p50"] <= present["measured_ms"]["p95"]
+        assert 0 < present["simulated_ms"]["p50"] <= present["simulated_ms"]["p95"]
         path = tmp_path / "learned.json"
         kept = CliRunner().invoke(bench, ["calibrate", "--url", serve.base_url, "--output", str(path)])
         assert kept.exit_code == 0, kept.output

@@ -51,6 +51,29 @@ def test_a_turn_continues_what_was_said_and_comes_after_the_answer() -> None:
     assert statistics.fmean(job.think_s for job in later) == pytest.approx(5, rel=0.3)
 
 
+def test_a_turn_repeats_as_much_of_the_answer_as_is_said() -> None:
+    jobs = Load(requests(turns=4.0, reuse=0.3), per_s=1.0, think_s=5.0).jobs(100, 1)
+    by_number = {job.number: job for job in jobs}
+    others = set()
+    for job in jobs:
+        if job.follows is None:
+            continue
+        before = by_number[job.follows]
+        assert job.segments[len(before.segments)] == (before.answer_token_id, 6)
+        other, length = job.segments[len(before.segments) + 1]
+        assert length == 14
+        assert other not in {token for one in jobs[: job.number] for token, _ in one.segments} or other in others
+        others.add(other)
+    assert "repeat 30% of answers" in str(requests(turns=4.0, reuse=0.3))
+
+
+def test_conversations_settle_after_their_thoughts_and_answers() -> None:
+    load = Load(requests(turns=4.0), per_s=1.0, think_s=5.0)
+    assert load.settle_s(0.1) == pytest.approx(2 * 3 * (5 + 20 * 0.1))
+    assert Load(requests(), per_s=1.0).settle_s(0.1) == 0
+    assert Load(requests(turns=4.0), users=5.0, think_s=5.0).settle_s(0.1) == 0
+
+
 def test_no_request_is_longer_than_the_model_takes() -> None:
     jobs = Load(requests(turns=50.0, most=500), per_s=1.0).jobs(300, 1)
     assert max(job.num_prompt_tokens + job.num_output_tokens for job in jobs) <= 500

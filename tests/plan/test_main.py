@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.bench.calibration import encoded
+from headrace.bench.calibration import encoded, read
 from headrace.plan.__main__ import main
 from headrace.plan.__main__ import run as command
+from headrace.plan.answer import ToldPresent, text, told
+from headrace.plan.fleet import Fleet, Kind
+from headrace.plan.load import Load, Requests, lengths
+from headrace.plan.objectives import Limit, Objectives
+from headrace.plan.planning import Options, Running, plan
 from tests.plan.calibrations import calibration
 
 QUICK = ["--prompt", "64", "--answer", "8", "--answer-dist", "fixed", "--seeds", "1", "--requests", "60"]
@@ -124,12 +129,57 @@ def test_the_calibration_of_the_model_in_the_cache_is_used(tmp_path: Path, monke
         (["--trace", "none.jsonl"], "cannot read --trace"),
         (["--trace", "none.jsonl", "--answer", "3"], "a trace has its own requests; leave out --answer"),
         (["other", "--rate", "2"], "the calibration is of small, not of other"),
+        (["--rate", "2", "--repeated-answer", "0.5"], "give their length with --turns"),
+        (["--rate", "2", "--turns", "3", "--repeated-answer", "2"], "0<=x<=1"),
+        (["--rate", "2e6"], "hosts such as small, by what its tokens cost, and --max-hosts is 64"),
+        (["--users", "9000000", "--think-time", "1s"], "give a smaller load, or a larger --max-hosts"),
+        (["--users", "9000000", "--think-time", "1s", "--ttft", "2s"], "give a smaller load, or a larger --max-hosts"),
     ],
 )
 def test_wrong_flags_are_refused_with_the_remedy(small: Path, flags: list[str], problem: str) -> None:
     result = run("--calibration", small, *flags)
     assert result.exit_code == 2
     assert problem in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--prompt", "64"], "a running fleet has its own requests; leave out --prompt"),
+        (["--cost-per-host", "3"], "leave it out with --url"),
+    ],
+)
+def test_a_running_fleet_has_requests_and_hosts_of_its_own(flags: list[str], problem: str) -> None:
+    result = run("--url", "http://127.0.0.1:9", *flags)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.stderr.split())
+
+
+def test_a_fleet_that_runs_is_judged_by_its_present_load_first(small: Path) -> None:
+    """So that the reader sees how near the simulation comes."""
+    load = Load(
+        Requests(lengths("fixed", 64, 4000), lengths("fixed", 8, 4000), 64, 8), per_s=2.0, name="2 requests/s, as now"
+    )
+    options = Options((1,), 60, 0, 4, 1, (0.5,), Running(1, load, (0.5, 0.9)))
+    fleet = Fleet(Kind("running", read(small)), 1)
+    answer = plan(fleet, load.scaled(2), Objectives(Limit(95.0, 1.0), None), options, lambda line: None)
+    assert answer.present is not None
+    assert 1.7 < answer.present.trial.per_s < 2.4
+    assert "present   time to the first token as measured: p50 500 ms, p95 900 ms" in text(answer)
+    assert told(answer).present == ToldPresent(
+        {
+            name: round(1000 * value, 2)
+            for name, value in (("p50", answer.present.trial.ttft.p50), ("p95", answer.present.trial.ttft.p95))
+        },
+        {"p50": 500.0, "p95": 900.0},
+    )
+
+
+def test_the_help_has_every_option_in_a_section() -> None:
+    shown = run("--help").stdout
+    *_, last = shown.split("\nOptions:\n")
+    assert [line.split()[0] for line in last.splitlines() if line.strip().startswith("-")] == ["-h,"]
+    assert "The objectives:" in shown
 
 
 def test_a_mistake_is_told_in_one_line(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

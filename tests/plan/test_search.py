@@ -11,7 +11,7 @@ from headrace.plan.fleet import Fleet, Kind
 from headrace.plan.load import Load, Requests, lengths
 from headrace.plan.objectives import Limit, Objectives
 from headrace.plan.planning import Options, plan
-from headrace.plan.search import DoesNotFitError, Search
+from headrace.plan.search import DoesNotFitError, Search, least_hosts
 from tests.plan.calibrations import calibration
 
 REQUESTS = Requests(lengths("fixed", 128, 4096), lengths("fixed", 8, 4096), 128, 8, most=4096)
@@ -141,3 +141,16 @@ def test_conversations_are_simulated_until_as_many_end_as_begin() -> None:
     asked = replace(REQUESTS, turns=3.0)
     trial = Search(Load(asked, per_s=4.0, think_s=10.0), OBJECTIVES, (1,), 40).trial(fleet(speed=4.0).with_hosts(2))
     assert trial.per_s == pytest.approx(4.0, rel=0.35)
+
+
+def test_the_step_costs_say_of_absurd_loads_how_many_hosts_they_need_at_least() -> None:
+    """A request of 100 and 20 tokens takes 41 ms for its prompt and 20 tokens of 0.6 ms: half of 53 ms."""
+    kind = Kind("small", calibration())
+    load = Load(Requests(lengths("fixed", 100, 4000), lengths("fixed", 20, 4000), 100, 20), per_s=1000.0)
+    limits = Objectives(Limit(95.0, 2.0), Limit(95.0, 0.1))
+    found = least_hosts(Fleet(kind, 1), load, limits)
+    assert found == pytest.approx(26, abs=2)
+    assert least_hosts(Fleet(kind, 1), load.scaled(0.001), limits) == 1
+    users = replace(load, per_s=None, users=9_000_000.0, think_s=1.0)
+    assert least_hosts(Fleet(kind, 1), users, limits) > 10_000
+    assert least_hosts(Fleet(kind, 1), users, Objectives(Limit(95.0, 2.0), None)) > 1000
