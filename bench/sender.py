@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.bench.apis import Api, Options, Prompt
 from headrace.bench.connection import Client, ExchangeError
@@ -14,7 +14,8 @@ from headrace.bench.target import with_body
 
 class HttpSender:
     """See `load.Sender`. Conversations ask one of `models`, in turn or at random, or the one of `options` if there are
-    none. Requests carry an id that begins with `id_prefix`, if it is not empty."""
+    none. Requests carry an id that begins with `id_prefix`, if it is not empty. `stream_of` makes what reads an answer
+    into its record."""
 
     def __init__(
         self,
@@ -24,12 +25,14 @@ class HttpSender:
         models: Sequence[str] = (),
         id_prefix: str = "",
         chance: random.Random | None = None,
+        stream_of: Callable[[Api, Record], Stream] = Stream,
     ) -> None:
         self._client = client
         self._api = api
         self._options = [options._replace(model=model) for model in models] or [options]
         self._id_prefix = id_prefix
         self._chance = chance
+        self._stream_of = stream_of
         self._chosen: dict[int, Options] = {}
         self._num_prepared = 0
         self._heads: dict[str, bytes] = {}
@@ -55,7 +58,7 @@ class HttpSender:
 
     async def send(self, request: bytes, record: Record) -> None:
         """Send it and read the whole answer."""
-        stream = Stream(self._api, record)
+        stream = self._stream_of(self._api, record)
         try:
             await self._client.exchange(request, stream)
         except ExchangeError as error:

@@ -2,9 +2,9 @@
 
 For each workload (ShareGPT-like, conversations, retrieval over shared documents) the plan predicts the knee of one
 host: the highest rate at which nine of ten requests meet the objectives. A server is started as the plan says.
-`headrace bench` puts shares of that rate on it, and the simulator gets the same requests: their arrivals, lengths,
-prefixes, turns and times of thought. Goodput, time to the first token and time a token are printed side by side. With
---sweep, the knee is measured too. Nothing else should run on the machine.
+`headrace bench` puts shares of that rate on it, and the simulator gets the same requests: their arrivals, tokens, turns
+and times of thought. Goodput, time to the first token and time a token are printed side by side. With --sweep, the knee
+is measured too. Nothing else should run on the machine.
 
 The bars: goodput and p95 of the first token within 15 %, time a token within 10 %, the knee within 10 %.
 """
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
-from collections.abc import Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ import msgspec
 import uvloop
 
 from benchmarks.machine import describe
+from benchmarks.plan import comparison
+from benchmarks.plan.comparison import Asked, Figures
+from benchmarks.plan.noted import ASKED, Notes
 from headrace.bench import calibration as files
 from headrace.bench.arrivals import Arrivals
 from headrace.bench.benchmark import Benchmark, first_model, writer_of
@@ -29,42 +33,41 @@ from headrace.bench.benchmark import Plan as BenchPlan
 from headrace.bench.calibrating import measured as calibrated
 from headrace.bench.connection import Client
 from headrace.bench.datasets import Conversation
-from headrace.bench.measures import is_good
 from headrace.bench.options import dataset, requests, server
-from headrace.bench.record import Record
 from headrace.bench.results import Result
 from headrace.bench.sender import HttpSender
 from headrace.bench.serve import serve
 from headrace.bench.serving import Serving
-from headrace.bench.sweep import sweep
+from headrace.bench.sweep import why_not_held
 from headrace.plan.fleet import Fleet, Kind
 from headrace.plan.load import Load, Requests, lengths
-from headrace.plan.objectives import Limit, Objectives, percentile
-from headrace.plan.search import Search
+from headrace.plan.objectives import Limit, Objectives
+from headrace.plan.search import Search, longest_token_s
 from headrace.plan.start import serve_flags
 from headrace.sim.router import POLICIES
-from headrace.sim.simulation import JobRecord, Simulation
-from headrace.sim.trace import Job
+from headrace.sim.simulation import Simulation
 
 LOADS = (0.5, 0.8, 1.1)
 BARS = {"goodput": 0.15, "TTFT p95": 0.15, "TPOT mean": 0.10, "knee": 0.10}
 SEEDS, COUNT = (1, 2), 300
 KV_GB = 0.6
-# So many characters tell prefixes apart.
-_TELLING = 200
+# The first rates of a measured knee, as shares of the predicted one, and by how much they are spread if both are held
+# or neither is. Then the interval is halved so often: to 4 %.
+_LOW, _HIGH, _SPREAD, _HALVINGS = 0.8, 1.25, 1.4, 3
+_MOST_RATES = 10
 
 
 class Workload(NamedTuple):
-    """The flags of `headrace bench`, the same for the plan, the mean time of thought, and the tokens of the prefixes
-    with which prompts begin, if they are not those of a system prompt."""
+    """The flags of `headrace bench`, the same for the plan, and the mean time of thought."""
 
     flags: tuple[str, ...]
     asked: Requests
     think_s: float = 0.0
-    prefix: int = 0
 
 
 MOST = 2048
+# Chat templates add about so many tokens to a turn.
+_TEMPLATE = 10
 WORKLOADS = {
     "sharegpt": Workload(
         (
@@ -80,7 +83,13 @@ WORKLOADS = {
             *("--output-len", "96", "--lognormal-sigma", "0.8"),
         ),
         Requests(
-            lengths("lognormal", 88, MOST), lengths("exponential", 96, MOST), 88, 96, prefix=256, turns=4.0, most=MOST
+            lengths("lognormal", 88 + _TEMPLATE, MOST),
+            lengths("exponential", 96, MOST),
+            88 + _TEMPLATE,
+            96,
+            prefix=256,
+            turns=4.0,
+            most=MOST,
         ),
         think_s=3.0,
     ),
@@ -93,24 +102,12 @@ WORKLOADS = {
         Requests(
             lengths("fixed", 64, MOST), lengths("exponential", 64, MOST), 64, 64, prefix=1024, num_prefixes=8, most=MOST
         ),
-        prefix=1024,
     ),
 }
 
 
-class Figures(msgspec.Struct):
-    """What is compared. Rates are per second, times in milliseconds."""
-
-    goodput: float
-    ttft_p50: float
-    ttft_p95: float
-    tpot_mean: float
-    tpot_p95: float
-    hit_share: float = 0.0
-
-
 class Row(msgspec.Struct):
-    """One load of one workload."""
+    """One load of one workload; of all its rounds together."""
 
     workload: str
     load: float
@@ -118,103 +115,45 @@ class Row(msgspec.Struct):
     predicted: Figures
     measured: Figures
     num_requests: int
+    rounds: int
 
 
-def jobs_of(result: Result, conversations: Sequence[Conversation], workload: Workload) -> list[Job]:
-    """The requests of a measured run for the simulator."""
-    places = {
-        hash(turn.parts): (number, place)
-        for number, conversation in enumerate(conversations)
-        for place, turn in enumerate(conversation.turns)
-    }
-    by_place = {places[record.prompt_id]: record for record in result.run.records}
-    ids: dict[str, int] = {}
-    jobs: list[Job] = []
-    for number, conversation in enumerate(conversations):
-        past: tuple[tuple[int, int], ...] = ()
-        if conversation.system:
-            past = ((ids.setdefault(conversation.system, len(ids)), conversation.system_tokens),)
-        previous: int | None = None
-        for place, turn in enumerate(conversation.turns):
-            record = by_place.get((number, place))
-            if record is None or not record.succeeded:
-                break
-            if workload.prefix:
-                past = ((ids.setdefault(turn.text[:_TELLING], len(ids)), workload.prefix),)
-            own = max(1, record.input_tokens - sum(length for _, length in past))
-            segments = (*past, ((1 << 20) + len(jobs), own))
-            at_s = record.planned_s - result.run.began_s if previous is None else 0.0
-            think_s = turn.think_s if previous is not None else 0.0
-            job = Job(len(jobs), at_s, segments, max(1, record.output_tokens), (), previous, think_s)
-            jobs.append(job)
-            previous = job.number
-            past = (*segments, (job.answer_token_id, job.num_output_tokens))
-    return jobs
+class Knee(msgspec.Struct):
+    """The knee of one workload, in requests per second. `held` and `missed` are the rates around the measured one."""
+
+    workload: str
+    predicted: float
+    measured: float
+    held: float
+    missed: float
 
 
-def predicted(fleet: Fleet, jobs: Sequence[Job], limits_ms: dict[str, float]) -> tuple[Figures, float]:
-    """What the simulator says of these requests, and until when."""
+def predicted(fleet: Fleet, asked: Asked, settle_s: float) -> comparison.Side:
+    """What the simulator says of these requests."""
     settings = fleet.settings(1)
-    hashed = [job.hashed(settings.worker.block_size) for job in jobs]
+    hashed = [job.hashed(settings.worker.block_size) for job in asked.jobs]
     records = Simulation(hashed, POLICIES["headrace"], settings).run().records
-
-    def good(record: JobRecord) -> bool:
-        return _ttft_ms(record) <= limits_ms["ttft"] and _tpot_ms(record) <= limits_ms["tpot"]
-
-    end_s = max(record.ended_s for record in records)
-    tpots = [_tpot_ms(record) for record in records if record.num_tokens > 1]
-    ttfts = [_ttft_ms(record) for record in records]
-    prompts = sum(record.job.num_prompt_tokens for record in records)
-    return Figures(
-        goodput=sum(map(good, records)) / end_s,
-        ttft_p50=percentile(ttfts, 50),
-        ttft_p95=percentile(ttfts, 95),
-        tpot_mean=statistics.fmean(tpots),
-        tpot_p95=percentile(tpots, 95),
-        hit_share=sum(record.cached_tokens for record in records) / prompts,
-    ), end_s
-
-
-def _ttft_ms(record: JobRecord) -> float:
-    return 1000 * (record.first_token_s - record.arrived_s)
-
-
-def _tpot_ms(record: JobRecord) -> float:
-    return 1000 * (record.ended_s - record.first_token_s) / (record.num_tokens - 1) if record.num_tokens > 1 else 0.0
-
-
-def measured(result: Result, limits_ms: dict[str, float]) -> Figures:
-    """What the client saw."""
-    records: list[Record] = [record for record in result.run.records if record.succeeded]
-    tpots = [1000 * record.tpot_s for record in records if record.output_tokens > 1]
-    ttfts = [1000 * record.ttft_s for record in records]
-    return Figures(
-        goodput=sum(is_good(record, limits_ms) for record in records) / result.run.duration_s,
-        ttft_p50=percentile(ttfts, 50),
-        ttft_p95=percentile(ttfts, 95),
-        tpot_mean=statistics.fmean(tpots),
-        tpot_p95=percentile(tpots, 95),
-    )
+    return comparison.counted(comparison.simulated(records), asked.starts_s, settle_s)
 
 
 class Side:
     """A running server and a client of it."""
 
-    def __init__(self, url: str, workload: Workload, limits_ms: dict[str, float]) -> None:
-        self._workload = workload
+    def __init__(self, url: str, flags: Sequence[str], limits_ms: Mapping[str, float]) -> None:
         goodput = [f"{name}:{limit:g}" for name, limit in limits_ms.items()]
-        args = [url, *workload.flags, "--max-total-len", str(MOST), "--goodput", *goodput, "--disable-tqdm"]
+        args = [url, *flags, "--max-total-len", str(MOST), "--goodput", *goodput, "--disable-tqdm"]
         self._flags: dict[str, Any] = dict(serve.make_context("serve", args).params)
         self.client = Client(server.target(self._flags), 600.0)
+        self.notes = Notes()
 
     async def bench(self) -> Benchmark:
         """The benchmark."""
         api = server.api(self._flags)
         model = await first_model(self.client, api)
         options = requests.request_options(self._flags, api, model)
-        return Benchmark(
-            self.client, api, HttpSender(self.client, api, options), options, await writer_of(self.client, model, None)
-        )
+        options = options._replace(extra={**options.extra, **ASKED})
+        sender = HttpSender(self.client, api, options, stream_of=self.notes.stream)
+        return Benchmark(self.client, api, sender, options, await writer_of(self.client, model, None))
 
     def plan(self, seed: int) -> BenchPlan:
         """What to run."""
@@ -243,6 +182,7 @@ class Side:
         self, bench: Benchmark, per_s: float, seconds: float, seed: int
     ) -> tuple[Result, Sequence[Conversation]]:
         """So many requests a second for so long."""
+        self.notes.clear()
         plan = self.plan(seed)
         count = max(20, round(per_s * seconds))
         conversations = (await bench.draw(plan, count)).conversations
@@ -251,58 +191,132 @@ class Side:
         return await bench.run(plan, conversations, starts, ""), conversations
 
 
-async def compare(name: str, fleet: Fleet, args: argparse.Namespace) -> list[Row]:
-    """The loads of one workload, and its knee."""
-    workload = WORKLOADS[name]
-    objectives = Objectives(Limit(90.0, args.ttft_ms / 1000), Limit(90.0, args.tpot_ms / 1000))
-    limits_ms = {"ttft": args.ttft_ms, "tpot": args.tpot_ms}
-    search = Search(Load(workload.asked, per_s=1.0, think_s=workload.think_s), objectives, SEEDS, COUNT)
-    held, missed = search.knee(fleet)
-    knee = held.factor if held is not None else (missed.factor if missed is not None else 1.0)
-    print(f"\n{name}: predicted knee {knee:.2f} requests/s{'' if held is not None else ' at most'}", flush=True)
-    model = fleet.kind.calibration.model.name if args.model is None else args.model
-    layout = fleet.kind.calibration.layout
-    flags = ["--workers", str(layout.workers), "--threads", str(layout.threads)]
-    rows = []
-    quiet = ("--port", "0", "--grpc-port", "0", "--log-level", "warning")
-    async with Serving((model, *flags, *serve_flags(fleet, args.kv_gb), *quiet), {}) as serving:
-        side = Side(serving.url, workload, limits_ms)
-        bench = await side.bench()
-        await side.run(bench, min(args.load) * knee, args.seconds / 2, 0)  # steps of most sizes have then run once
-        for number, load in enumerate(args.load):
-            result, conversations = await side.run(bench, load * knee, args.seconds, number + 1)
-            jobs = jobs_of(result, conversations, workload)
-            found, _ = predicted(fleet, jobs, limits_ms)
-            rows.append(Row(name, load, load * knee, found, measured(result, limits_ms), len(jobs)))
-            print_row(rows[-1])
-        if args.sweep:
-            await print_knee(side, bench, knee, args.seconds)
-        side.client.close()
-    return rows
+class Comparison:
+    """One workload: the plan of `fleet`, and a server of its own beside it."""
+
+    def __init__(self, name: str, fleet: Fleet, args: argparse.Namespace) -> None:
+        self._name = name
+        self._workload = WORKLOADS[name]
+        self._fleet = fleet
+        self._args = args
+        self._limits_ms = {"ttft": args.ttft_ms, "tpot": args.tpot_ms}
+        self._objectives = Objectives(Limit(90.0, args.ttft_ms / 1000), Limit(90.0, args.tpot_ms / 1000))
+        self._asked = self._workload.asked
+        self._seed = 0
+
+    def knee(self) -> float:
+        """The predicted knee, in requests per second."""
+        load = Load(self._asked, per_s=1.0, think_s=self._workload.think_s)
+        search = Search(load, self._objectives, SEEDS, COUNT)
+        held, missed = search.knee(self._fleet)
+        if held is None or missed is None:
+            one = held or missed
+            return one.factor if one is not None else 1.0
+        return math.sqrt(held.factor * missed.factor)
+
+    async def run(self) -> tuple[list[Row], list[Knee]]:
+        """All loads, and the knee if it is wanted."""
+        args, layout = self._args, self._fleet.kind.calibration.layout
+        model = self._fleet.kind.calibration.model.name if args.model is None else args.model
+        flags = ["--workers", str(layout.workers), "--threads", str(layout.threads)]
+        quiet = ("--port", "0", "--grpc-port", "0", "--log-level", "warning")
+        knee = self.knee()
+        rows, knees = [], []
+        async with Serving((model, *flags, *serve_flags(self._fleet, args.kv_gb), *quiet), {}) as serving:
+            backend = [] if args.backend is None else ["--backend", args.backend]
+            side = Side(serving.url, [*self._workload.flags, *backend], self._limits_ms)
+            bench = await side.bench()
+            # Steps of most sizes have run once after this.
+            settling = await side.run(bench, 0.5 * knee, args.seconds / 2, self._seed)
+            reuse = comparison.asked(*settling, side.notes.tokens).reuse
+            if self._asked.turns > 1 and reuse < 1:
+                self._asked = replace(self._asked, reuse=reuse)
+                knee = self.knee()
+            print(f"\n{self._name}: predicted knee {knee:.2f} requests/s", flush=True)
+            if self._asked.turns > 1:
+                print(f"  the next turn's prompt begins with {reuse:.0%} of an answer, token by token")
+            for load in args.load:
+                rows.append(await self._compared(side, bench, load, load * knee))
+                print_row(rows[-1])
+            if args.sweep:
+                knees.append(await self._measured_knee(side, bench, knee))
+            side.client.close()
+        return rows, knees
+
+    async def _compared(self, side: Side, bench: Benchmark, load: float, per_s: float) -> Row:
+        """One load, measured and simulated in each round with other requests."""
+        load_of_all = Load(self._asked, per_s=per_s, think_s=self._workload.think_s)
+        settle_s = load_of_all.settle_s(longest_token_s(self._fleet, self._objectives))
+        found, simulated = [], []
+        for _ in range(self._args.rounds):
+            self._seed += 1
+            result, conversations = await side.run(bench, per_s, self._args.seconds, self._seed)
+            if result.totals.failed:
+                print(f"  {result.totals.failed} requests failed, which the simulation does not get", flush=True)
+            asked = comparison.asked(result, conversations, side.notes.tokens)
+            simulated.append(predicted(self._fleet, asked, settle_s))
+            found.append(comparison.counted(comparison.measured(result), asked.starts_s, settle_s))
+        return Row(
+            self._name,
+            load,
+            per_s,
+            comparison.figures(simulated, self._limits_ms),
+            comparison.figures(found, self._limits_ms),
+            sum(len(one.samples) for one in found),
+            self._args.rounds,
+        )
+
+    async def _measured_knee(self, side: Side, bench: Benchmark, knee: float) -> Knee:
+        """The knee by the rule of --sweep, printed beside the predicted one."""
+
+        async def why_not(per_s: float) -> str:
+            self._seed += 1
+            result, _ = await side.run(bench, per_s, self._args.seconds, self._seed)
+            reason = why_not_held(result, per_s)
+            print(f"  {per_s:.2f} requests/s: {f'missed: {reason}' if reason else 'held'}", flush=True)
+            return reason
+
+        held, missed = await between(_LOW * knee, _HIGH * knee, why_not)
+        found = Knee(self._name, knee, math.sqrt(held * missed), held, missed)
+        print_knee(found)
+        return found
 
 
-async def print_knee(side: Side, bench: Benchmark, knee: float, seconds: float) -> None:
-    """Measure the knee and print it beside the predicted one."""
-    count = 100
+async def between(low: float, high: float, why_not: Callable[[float], Awaitable[str]]) -> tuple[float, float]:
+    """The highest rate that is held and the lowest that is not, found from a lower and a higher one. `why_not` tries a
+    rate and says why it is not held; empty if it is."""
+    num_tried = 0
 
-    async def run(per_s: float) -> Result:
-        nonlocal count
-        count += 1
-        return (await side.run(bench, per_s, seconds, count))[0]
+    async def is_held(rate: float) -> bool:
+        nonlocal num_tried
+        num_tried += 1
+        return not await why_not(rate)
 
-    found = (await sweep(0.7 * knee, 3, run)).knee
-    if found is None:
-        print("  knee       no rate was held")
-        return
-    print(
-        f"  {'knee, req/s':18} {knee:>10.2f} {found.rate:>10.2f} {_error(knee, found.rate, BARS['knee'])}", flush=True
-    )
+    while not await is_held(low) and num_tried < _MOST_RATES:
+        low, high = low / _SPREAD, low
+    if num_tried == 1:
+        while await is_held(high) and num_tried < _MOST_RATES:
+            low, high = high, high * _SPREAD
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        if await is_held(middle):
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+def print_knee(knee: Knee) -> None:
+    """Both sides and the error."""
+    error = _error(knee.predicted, knee.measured, BARS["knee"])
+    between = f"   (between {knee.held:.2f} and {knee.missed:.2f})"
+    print(f"  {'knee, req/s':18} {knee.predicted:>10.2f} {knee.measured:>10.2f} {error}{between}", flush=True)
 
 
 def print_row(row: Row) -> None:
     """Both sides and the errors."""
-    title = f"{row.load:g} of the knee, {row.per_s:.2f}/s, {row.num_requests} requests"
-    print(f"  {title:40} hits predicted {row.predicted.hit_share:.0%}")
+    refused = f", {row.measured.num_refused} not answered" if row.measured.num_refused else ""
+    print(f"  {row.load:g} of the knee, {row.per_s:.2f}/s, {row.num_requests} requests in {row.rounds} rounds{refused}")
     print(f"  {'':18} {'predicted':>10} {'measured':>10} {'error':>8}")
     for title, field, bar in (
         ("goodput, req/s", "goodput", BARS["goodput"]),
@@ -310,6 +324,7 @@ def print_row(row: Row) -> None:
         ("TTFT p95, ms", "ttft_p95", BARS["TTFT p95"]),
         ("TPOT mean, ms", "tpot_mean", BARS["TPOT mean"]),
         ("TPOT p95, ms", "tpot_p95", None),
+        ("from the cache", "hit_share", None),
     ):
         ours, theirs = getattr(row.predicted, field), getattr(row.measured, field)
         print(f"  {title:18} {ours:>10.2f} {theirs:>10.2f} {_error(ours, theirs, bar)}", flush=True)
@@ -341,20 +356,27 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help="of a new calibration")
     parser.add_argument("--threads", type=int, help="of a new calibration")
     parser.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--load", nargs="+", type=float, default=list(LOADS), help="shares of the predicted knee")
+    parser.add_argument("--backend", help="API for all workloads, such as openai for a model without a chat template")
+    parser.add_argument("--load", nargs="*", type=float, default=list(LOADS), help="shares of the predicted knee")
     parser.add_argument("--seconds", type=float, default=90.0, help="of arrivals at each load")
+    parser.add_argument("--rounds", type=int, default=1, help="of each load, each with other requests")
     parser.add_argument("--ttft-ms", type=float, default=2000.0)
     parser.add_argument("--tpot-ms", type=float, default=100.0)
     parser.add_argument("--kv-gb", type=float, default=KV_GB)
-    parser.add_argument("--sweep", action="store_true", help="measure the knee too")
-    parser.add_argument("--save", type=Path, help="write all rows to this file, as JSON")
+    parser.add_argument("--sweep", action="store_true", help="measure the knee too; only it with --load alone")
+    parser.add_argument("--save", type=Path, help="write all rows and knees to this file, as JSON")
     args = parser.parse_args()
     calibration = calibration_of(args)
     print(f"{describe()}\n{files.described(calibration)}")
     fleet = Fleet(Kind(args.calibration.stem, calibration), 1)
-    rows = [row for name in args.workload for row in uvloop.run(compare(name, fleet, args))]
-    if args.save is not None:
-        args.save.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2))
+    rows: list[Row] = []
+    knees: list[Knee] = []
+    for name in args.workload:
+        more_rows, more_knees = uvloop.run(Comparison(name, fleet, args).run())
+        rows += more_rows
+        knees += more_knees
+        if args.save is not None:
+            args.save.write_bytes(msgspec.json.format(msgspec.json.encode({"rows": rows, "knees": knees}), indent=2))
 
 
 if __name__ == "__main__":
