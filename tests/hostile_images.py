@@ -6,6 +6,7 @@ import base64
 import contextlib
 import functools
 import random
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,18 @@ HOSTS = (
     *("six.example", "rebinding.example", "mixed.example", "allowed.example", "allowed.example.", "ALLOWED.EXAMPLE"),
     "a" * 300,
 )
+
+
+_REMEDY = re.compile(
+    r"[.;:,] (?:or )?"
+    r"(?:choose|compute|convert|crop|expand|give|leave|make|models that|put|remove|save|scale|send|write)\b",
+    re.IGNORECASE,
+)
+
+
+def has_remedy(refusal: str) -> bool:
+    """Whether the text of a refusal says what to do."""
+    return _REMEDY.search(refusal) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def decode(data: bytes, header: ImageHeader, *, white_under_alpha: bool = False)
     except ImageError:
         raise
     except MemoryError:
-        raise ImageError("the image is too large to decode") from None
+        raise ImageError("the image is too large to decode. Make it smaller") from None
     # Decoders raise nearly any exception on broken files, and their texts tell of the process.
     except Exception:
         name = "WebP" if header.format == "WEBP" else header.format

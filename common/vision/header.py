@@ -60,7 +60,7 @@ class ImageHeader:
 def read_header(data: bytes) -> ImageHeader:
     """The header of an image file. Raises `ImageError` if the file is none of the four formats, or is broken."""
     if not data:
-        raise ImageError("the image is empty")
+        raise ImageError("the image is empty. Send the whole file")
     if data.startswith(_PNG_START):
         read, kind = _png, "PNG"
     elif data.startswith(b"\xff\xd8\xff"):
@@ -76,7 +76,7 @@ def read_header(data: bytes) -> ImageHeader:
     except (struct.error, IndexError):
         raise ImageError(f"the image is a {kind} file that ends in its header. Send the whole file") from None
     if found.width < 1 or found.height < 1:
-        raise ImageError(f"the image is a {kind} file without pixels: {found.width} x {found.height}")
+        raise ImageError(f"the image is a {kind} file without pixels: {found.width} x {found.height}. Save it anew")
     return found
 
 

@@ -183,7 +183,7 @@ class Chats:
         if model.images is not None:
             return Reader(model.images.placeholder)
         others = ", ".join(f"'{name}'" for name in self._models.readers_of_images[:_MAX_NAMED])
-        remedy = f"models that read images: {others}" if others else "the server has no model that reads images"
+        remedy = f"models that read images: {others}" if others else "no model here reads images: leave them out"
         return Reader(why_no_images=f"the model '{model.name}' reads text only; {remedy}")
 
     @contextmanager

@@ -294,7 +294,10 @@ class Prompts:
             left -= images[-1].num_tokens
             if left < 0:
                 most = model.card.max_context_tokens
-                problem = f"This model's maximum context length is {most} tokens, and the images alone take more."
+                problem = (
+                    f"This model's maximum context length is {most} tokens, and the images alone take more. Send fewer "
+                    "or smaller ones, or ask for a detail of low."
+                )
                 raise StatusError(Reason.CONTEXT_TOO_LONG, problem, field="messages")
         return images
 
@@ -372,4 +375,4 @@ def _without_place(model: Model, conversation: Conversation) -> ImageRefusal:
             return ImageRefusal(Why.PLACE, name, f"{problem} of the user", Reason.UNSUPPORTED)
     name, _ = conversation.images[0]
     problem = f"{name}: the model's chat template does not write one place for each image of this conversation"
-    return ImageRefusal(Why.PLACE, name, problem, Reason.UNSUPPORTED)
+    return ImageRefusal(Why.PLACE, name, f"{problem}; send one image, before the text of the user", Reason.UNSUPPORTED)

@@ -25,7 +25,8 @@ class LocalImages:
         """The file of a URL such as `file:///images/a.png`. `name` is the URL's field. Raises `ImageRefusal`, with one
         sentence for all that is not a readable file there."""
         host, slash, path = url[len(_START) :].partition("/")
-        missing = ImageRefusal(Why.URL, name, f"{name}: there is no such file where the server may read images")
+        problem = f"{name}: there is no such file where the server may read images"
+        missing = ImageRefusal(Why.URL, name, f"{problem}; send the image as a data: URL with base64")
         path = unquote(slash + path, errors="surrogateescape")
         if not url.lower().startswith(_START) or host not in ("", "localhost") or "\0" in path or not path:
             raise missing

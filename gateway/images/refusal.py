@@ -50,4 +50,6 @@ def remedy_for(kind: str) -> str:
 
 def too_large(name: str, max_bytes: int) -> ImageRefusal:
     """The refusal of a file with too many bytes."""
-    return ImageRefusal(Why.BYTES, name, f"{name}: the image is larger than {max_bytes} bytes, the maximum")
+    return ImageRefusal(
+        Why.BYTES, name, f"{name}: the image is larger than {max_bytes} bytes, the maximum. Send a smaller file"
+    )

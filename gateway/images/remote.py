@@ -168,7 +168,7 @@ class RemoteImages:
             pool.stream("GET", url, headers=headers) as response,
         ):
             if response.status in range(300, 400):
-                raise _failed(name, "its host redirects to another URL, which is not followed; give the final URL")
+                raise _failed(name, "its host redirects to another URL, which is not followed", "give the final URL")
             if response.status != 200:
                 raise _failed(name, f"its host answered with the status {response.status}")
             given = {key.lower(): value for key, value in response.headers}
@@ -185,5 +185,5 @@ class RemoteImages:
             return bytes(found)
 
 
-def _failed(name: str, why: str) -> ImageRefusal:
-    return ImageRefusal(Why.FETCH, name, f"{name}: the image could not be fetched: {why}")
+def _failed(name: str, why: str, remedy: str = "send it as a data: URL with base64") -> ImageRefusal:
+    return ImageRefusal(Why.FETCH, name, f"{name}: the image could not be fetched: {why}; {remedy}")

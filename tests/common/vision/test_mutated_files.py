@@ -12,6 +12,7 @@ from headrace.common.vision.bounds import check_size
 from headrace.common.vision.decode import decode
 from headrace.common.vision.header import ImageError, read_header
 from tests.common.vision.image_files import OURS, SIGNATURES, WRITERS, files, written
+from tests.hostile_images import has_remedy
 
 OTHERS = sorted({*WRITERS, *SIGNATURES} - OURS)
 NUM_MUTATED = 4000
@@ -69,6 +70,7 @@ def test_mutated_files_are_read_or_refused() -> None:
             refusals.append(str(error))
     assert min(num_read, len(refusals)) > NUM_MUTATED / 10
     assert {refusal[:9] for refusal in refusals} == {"the image"}
+    assert not [refusal for refusal in set(refusals) if not has_remedy(refusal)]
 
 
 def test_all_formats_of_pillow_have_a_file_here() -> None:

@@ -17,9 +17,11 @@ from headrace.gateway.images.refusal import ImageRefusal, Why
 from headrace.gateway.images.remote import RemoteImages, is_public
 from headrace.gateway.images.urls import Domains, target_of
 from tests.gateway.image_model import RED
+from tests.hostile_images import has_remedy
 
 HOST = "pictures.example"
-UNREACHABLE = "u: the image could not be fetched: its host cannot be reached from here"
+INSTEAD = "send it as a data: URL with base64"
+UNREACHABLE = f"u: the image could not be fetched: its host cannot be reached from here; {INSTEAD}"
 
 
 def response(body: bytes = RED, status: str = "200 OK", *headers: str) -> bytes:
@@ -89,6 +91,7 @@ async def refused(images: RemoteImages, url: str, max_bytes: int = 10_000) -> tu
     with pytest.raises(ImageRefusal) as found:
         await images.fetch("u", url, max_bytes)
     assert found.value.field == "u"
+    assert has_remedy(found.value.message)
     return found.value.why, found.value.message
 
 
@@ -200,7 +203,7 @@ async def test_time_is_bounded() -> None:
         images = remote(f"{HOST}:{port}", timeout_s=0.1)
         assert await refused(images, f"http://{HOST}:{port}/") == (
             Why.FETCH,
-            "u: the image could not be fetched: it did not come within 0.1 s",
+            f"u: the image could not be fetched: it did not come within 0.1 s; {INSTEAD}",
         )
         silent.close()
 
