@@ -281,7 +281,9 @@ def _image_of_source(where: str, block: Mapping[str, Any]) -> GivenImage:
     kind = source.get("type") if isinstance(source, dict) else None
     if isinstance(source, dict) and kind == "base64":
         media_type = source.get("media_type")
-        if media_type is not None and media_type not in _MEDIA_TYPES:
+        # The file itself tells its format. Clients also write image/jpg, or the type of another format.
+        is_image = isinstance(media_type, str) and media_type[:6].lower() == "image/"
+        if media_type is not None and not is_image:
             name = f"{where}.source.media_type"
             raise invalid(name, f"{name} must be one of {', '.join(_MEDIA_TYPES)}")
         return image_of_base64(f"{where}.source.data", source.get("data"))

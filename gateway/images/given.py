@@ -16,6 +16,7 @@ _DETAILS = {"low": Detail.LOW, "high": Detail.HIGH, "auto": Detail.AUTO, "origin
 _MAX_HEAD_CHARS = 256
 _DATA = "data:"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_WHITE_SPACE = " \t\n\f\r"
 _REMOTE = ("http", "https")
 _LOCAL = "file"
 
@@ -48,6 +49,7 @@ def image_of_url(name: str, url: object, detail: Detail = Detail.AUTO) -> GivenI
     """The image that a URL contains or names. `name` is the URL's field. Raises `StatusError`."""
     if not isinstance(url, str) or not url:
         raise invalid(name, f"{name} must be a text: a URL such as data:image/png;base64,...")
+    url = url.strip(_WHITE_SPACE)
     if url[: len(_DATA)].lower() == _DATA:
         return GivenImage(base64=_base64_of(name, url), detail=detail)
     found = _SCHEME.match(url)
@@ -62,6 +64,7 @@ def image_of_base64(name: str, text: object) -> GivenImage:
     """The image in a text of base64. A data URL around it is tolerated. Raises `StatusError`."""
     if not isinstance(text, str) or not text:
         raise invalid(name, f"{name} must be a text: the file of an image as base64")
+    text = text.strip(_WHITE_SPACE)
     if text[: len(_DATA)].lower() == _DATA:
         return GivenImage(base64=_base64_of(name, text))
     if (found := _SCHEME.match(text)) is not None:

@@ -31,8 +31,13 @@ MAX_FETCHED_BYTES = 1024 * 1024 * 1024
 files."""
 MAX_INLINE_BYTES = 32 * 1024
 """What is done with so many bytes takes less time than handing it to a thread."""
-# About half a millisecond; a multiple of four characters.
+# About half a millisecond.
 _SLICE_CHARS = 128 * 1024
+# White space that browsers skip in base64, and the two characters that its alphabet for URLs has in place of others.
+_WHITE_SPACE = b" \t\n\f\r"
+_OF_URLS = bytes.maketrans(b"-_", b"+/")
+# Part of a text that white space may be before the text counts as too long: a little more than that of short lines.
+_WHITE_SHARE = 0.05
 _T = TypeVar("_T")
 
 
@@ -115,15 +120,18 @@ def check_number(images: Sequence[tuple[str, GivenImage]], limits: ImageLimits) 
     """Raise `ImageRefusal` for more images than a request may have."""
     if len(images) > limits.max_images:
         name, _ = images[limits.max_images]
-        problem = f"{name}: the request has {len(images)} images; the model takes at most {limits.max_images}"
+        problem = (
+            f"{name}: the request has {len(images)} images; the model takes at most {limits.max_images}: remove some"
+        )
         raise ImageRefusal(Why.NUMBER, name, problem)
 
 
 def _least_bytes(image: GivenImage) -> int:
-    """A lower bound of the image's size in bytes, as far as it is known before the image is loaded."""
+    """A lower bound of the image's size in bytes, as far as it is known before the image is loaded. Base64 with more
+    white space than lines need counts as longer."""
     if image.data is not None:
         return len(image.data)
-    return 0 if image.base64 is None else max(len(image.base64) // 4 * 3 - 2, 0)
+    return 0 if image.base64 is None else int(len(image.base64) * (1 - _WHITE_SHARE)) // 4 * 3
 
 
 def _check_length(name: str, image: GivenImage, max_bytes: int) -> None:
@@ -139,27 +147,34 @@ def _check_total(images: Sequence[tuple[str, GivenImage]], num_bytes: int) -> No
 
 
 async def _decoded(name: str, text: str) -> bytes:
-    """The bytes that base64 stands for. Line breaks in it are skipped: programs wrap it. Raises `ImageRefusal`."""
-    for line_break in ("\n", "\r"):
-        if line_break in text:
-            text = text.replace(line_break, "")
-    padding = text.find("=")
-    if len(text) % 4 or (padding >= 0 and padding < len(text) - 2) or not text.isascii():
+    """The bytes that base64 stands for. As in browsers, white space is skipped and padding may be missing; the alphabet
+    may be that for URLs. Raises `ImageRefusal`."""
+    if not text.isascii():
         raise _not_base64(name)
     found = bytearray()
+    rest = b""
     for start in range(0, len(text), _SLICE_CHARS):
         if start:
             await asyncio.sleep(0)
-        try:
-            found += binascii.a2b_base64(text[start : start + _SLICE_CHARS], strict_mode=True)
-        except binascii.Error:
-            raise _not_base64(name) from None
-    return bytes(found)
+        part = rest + text[start : start + _SLICE_CHARS].encode().translate(_OF_URLS, _WHITE_SPACE)
+        num_whole = (len(part) - 1) // 4 * 4
+        whole, rest = part[:num_whole], part[num_whole:]
+        if b"=" in whole:  # more follows the padding
+            raise _not_base64(name)
+        found += _strictly(name, whole)
+    return bytes(found + _strictly(name, rest if b"=" in rest else rest + b"=" * (-len(rest) % 4)))
+
+
+def _strictly(name: str, part: bytes) -> bytes:
+    try:
+        return binascii.a2b_base64(part, strict_mode=True)
+    except binascii.Error:
+        raise _not_base64(name) from None
 
 
 def _not_base64(name: str) -> ImageRefusal:
-    problem = f"{name} is not valid base64: letters, digits, + and /, padded with = to a multiple of four characters"
-    return ImageRefusal(Why.FORMAT, name, problem)
+    problem = f"{name} is not valid base64, which has letters, digits, + and /, and up to two = at its end"
+    return ImageRefusal(Why.FORMAT, name, f"{problem}. Send the whole file as base64")
 
 
 def _header(name: str, data: bytes, limits: ImageLimits) -> ImageHeader:

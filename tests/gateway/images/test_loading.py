@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from headrace.gateway.images.refusal import ImageRefusal, Why
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ImageLimits
 from tests.gateway.image_model import RED, b64, png
+from tests.hostile_images import has_remedy
 
 LIMITS = ImageLimits(max_images=2, max_pixels=10_000, max_bytes=2000)
 
@@ -44,6 +45,7 @@ async def why(pool: Any, *images: GivenImage, **more: Any) -> tuple[Why, str, st
     with pytest.raises(ImageRefusal) as refused:
         await load(pool, *images, **more)
     assert refused.value.field is not None
+    assert has_remedy(refused.value.message)
     return refused.value.why, refused.value.field, refused.value.message
 
 
@@ -58,32 +60,80 @@ async def test_base64_is_decoded_once(pool: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "QUJ",
-        "QU JD",
-        "QUJ\\",
-        "QU=D",
-        "=QUJ",
-        "QUJ-QUJ_",
-        "QUJDÄÄÄÄ",
-        "====",
+        "Q",
+        "QUJDQ",
         "QUJDQ===",
+        "QUJ\\",
+        "QUJD\0",
+        "QUJD\xa0",
+        "QUJDÄÄÄÄ",
+        "%51UJD",
+        "QU=D",
+        "QQ=",
+        "=",
+        "=QUJ",
+        "====",
+        "QQ==QUJD",
+        "QQ== QUJD",
         "QUJD" * 40000 + "QQ=Q",
+        "QUJD" * (loading._SLICE_CHARS // 4 - 1) + "QQ==" + "QUJD",
+        "QUJD" * (loading._SLICE_CHARS // 4 - 1) + "QQ=" + " " * loading._SLICE_CHARS + "QUJD",
     ],
 )
-async def test_base64_is_read_strictly(pool: Any, text: str) -> None:
+async def test_what_is_not_base64_is_refused(pool: Any, text: str) -> None:
     limits = ImageLimits(max_images=1, max_pixels=10, max_bytes=1_000_000)
     found = await why(pool, image_of_base64("i", text), limits=limits)
     assert found[:2] == (Why.FORMAT, "i0")
     assert found[2].startswith("i0 is not valid base64")
 
 
-@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
-async def test_base64_may_be_wrapped(pool: Any, line_break: str) -> None:
-    data = png(30, 20)
-    text = b64(data)
-    lines = [text[start : start + 76] for start in range(0, len(text), 76)]
-    ((found, _),) = await load(pool, GivenImage(base64=line_break.join([*lines, ""])))
+def in_lines(text: str, line_break: str) -> str:
+    return line_break.join([*(text[start : start + 76] for start in range(0, len(text), 76)), ""])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda text: in_lines(text, "\n"),
+        lambda text: in_lines(text, "\r\n"),
+        lambda text: " \t" + " ".join(text) + "\f ",
+        lambda text: text.rstrip("="),
+        lambda text: text.rstrip("=") + "\n",
+        lambda text: text.translate(str.maketrans("+/", "-_")),
+        lambda text: text.translate(str.maketrans("+/", "-_")).rstrip("="),
+    ],
+)
+@pytest.mark.parametrize("num_more", range(4))
+async def test_base64_may_have_white_space_the_alphabet_for_urls_and_no_padding(
+    pool: Any, monkeypatch: pytest.MonkeyPatch, form: Callable[[str], str], num_more: int
+) -> None:
+    """Wherever slices end."""
+    monkeypatch.setattr(loading, "_SLICE_CHARS", 61 + num_more)
+    data = png(30, 20) + b"\xfb\xef\xff\xbf"[:num_more]
+    ((found, _),) = await load(pool, GivenImage(base64=form(b64(data))))
     assert found == data
+
+
+async def test_lines_do_not_count_as_bytes_of_an_image(pool: Any) -> None:
+    data = RED + bytes(2000 - len(RED))
+    ((found, _),) = await load(pool, GivenImage(base64=in_lines(b64(data), "\r\n")))
+    assert len(found) == LIMITS.max_bytes
+    assert (await why(pool, GivenImage(base64=in_lines(b64(data + b"x"), "\r\n"))))[0] == Why.BYTES
+
+
+async def test_a_request_that_is_given_up_while_its_base64_is_decoded_may_come_again(
+    pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_SLICE_CHARS", 4)
+    image = given(RED)
+    task = asyncio.create_task(load(pool, image))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (image.base64, image.data) == (b64(RED), None)
+    assert (await load(pool, image))[0][0] == RED
 
 
 async def test_long_base64_lets_others_have_their_turn(pool: Any) -> None:
@@ -105,7 +155,7 @@ async def test_long_base64_lets_others_have_their_turn(pool: Any) -> None:
 
 async def test_lengths_are_checked_before_anything_is_decoded(pool: Any) -> None:
     kinds = await why(pool, GivenImage(base64="!" * 4000))
-    assert kinds == (Why.BYTES, "i0", "i0: the image is larger than 2000 bytes, the maximum")
+    assert kinds == (Why.BYTES, "i0", "i0: the image is larger than 2000 bytes, the maximum. Send a smaller file")
     assert (await why(pool, GivenImage(data=bytes(2001))))[0] == Why.BYTES
     assert (await why(pool, *[GivenImage(base64="!")] * 3))[:2] == (Why.NUMBER, "i2")
 
@@ -150,7 +200,7 @@ class Source:
     async def fetch(self, name: str, url: str, max_bytes: int) -> bytes:
         self.num_calls += 1
         if "missing" in url:
-            raise ImageRefusal(Why.FETCH, name, "missing")
+            raise ImageRefusal(Why.FETCH, name, "missing; send another")
         return self.data
 
 
@@ -240,7 +290,8 @@ async def test_what_is_elsewhere_or_no_file_is_refused_in_one_sentence(pool: Any
     loader = ImageLoader(pool, None, LocalImages(directory))
     began_s = time.monotonic()
     found = await why(pool, GivenImage(url=f"file://{directory}/{path}"), loader=loader)
-    assert found == (Why.URL, "i0", "i0: there is no such file where the server may read images")
+    assert found[:2] == (Why.URL, "i0")
+    assert found[2].startswith("i0: there is no such file where the server may read images; send")
     assert time.monotonic() - began_s < 5, "a pipe does not block"
 
 

@@ -71,6 +71,80 @@ async def test_images_stand_where_the_caller_put_them(view: Any, seer: Any, kit:
     assert usage["prompt_tokens_details"]["image_tokens"] == 8
 
 
+UNUSUAL = (
+    f"data:image/jpg;base64,{b64(RED)}",
+    f"data:IMAGE/PNG;BASE64,{b64(RED)}",
+    f"data:image/png;charset=utf-8;base64,{b64(RED)}",
+    f'data:image/png; name="a.png"; base64,{b64(RED)}',
+    f"data:;base64,{b64(RED)}",
+    f"data:application/octet-stream;base64,{b64(RED)}",
+    f" data:image/png;base64, {b64(RED)}\n",
+    f"data:image/png;base64,{b64(RED).rstrip('=')}",
+    f"data:image/png;base64,{b64(RED).translate(str.maketrans('+/', '-_'))}",
+    f"data:image/png;base64,{b64(RED)[:60]}\r\n{b64(RED)[60:]}\r\n",
+)
+"""Data URLs that clients send, of which not all follow their standard."""
+
+
+@pytest.mark.parametrize("url", UNUSUAL)
+async def test_unusual_data_urls_are_read_in_every_protocol(view: Any, seer: Any, url: str) -> None:
+    data = url.partition(",")[2]
+    blocks = [
+        {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+        for kind in ("image/jpg", "IMAGE/PNG", "image/webp")
+    ]
+    blocks += [
+        {"type": "image", "source": {"type": "base64", "data": url}, "cache_control": {"type": "ephemeral"}},
+        {"type": "image", "source": {"type": "url", "url": url}},
+    ]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [turn({"type": "image_url", "image_url": {"url": url}})]}),
+        ("/v1/chat/completions", {"messages": [turn({"type": "image_url", "image_url": url})]}),
+        ("/v1/responses", {"input": [turn({"type": "input_image", "image_url": url, "file_id": None})]}),
+        *(("/v1/messages", {"max_tokens": 5, "messages": [turn(block)]}) for block in blocks),
+        ("/api/chat", {"stream": False, "messages": [{"role": "user", "images": [data]}]}),
+        ("/api/chat", {"stream": False, "messages": [{"role": "user", "images": [url]}]}),
+        ("/api/generate", {"stream": False, "prompt": "a", "images": [data]}),
+        ("/v2/models/seeing/generate", {"text_input": "a", "image": data}),
+    ):
+        answer = await view.http.post(path, json={"model": "seeing", **body})
+        assert answer.status_code == 200, (path, body, answer.text)
+        assert [image.data for image in seer.streams[-1].request.images] == [RED]
+
+
+def turn(*content: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": [*content]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([turn(image_part(RED))], USER.format("(0)")),
+        ([turn(text(""), image_part(RED))], USER.format("(0)")),
+        ([turn(image_part(RED), text(""))], USER.format("(0)")),
+        ([turn(image_part(RED), text("a"), image_part(RED))], USER.format("(0)a(1)")),
+        (
+            [turn(text("s"), image_part(RED), role="system"), turn(text("a"))],
+            "<|im_start|>system\ns(0)<|im_end|>\n" + USER.format("a"),
+        ),
+        (
+            [turn(image_part(RED), role="developer"), turn(image_part(RED))],
+            "<|im_start|>system\n(0)<|im_end|>\n" + USER.format("(1)"),
+        ),
+        (
+            [turn(image_part(RED)), {"role": "assistant", "content": "b"}, turn(image_part(RED))],
+            "<|im_start|>user\n(0)<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n" + USER.format("(1)"),
+        ),
+    ],
+)
+async def test_images_may_be_alone_beside_nothing_and_the_same(
+    view: Any, seer: Any, kit: Any, messages: list[dict[str, Any]], prompt: str
+) -> None:
+    answer = await view.http.post("/v1/chat/completions", json={"model": "seeing", "messages": messages})
+    assert answer.status_code == 200, answer.text
+    assert shown(seer, kit) == (prompt, [RED] * prompt.count("("))
+
+
 async def test_a_chat_without_images_is_as_before(view: Any, seer: Any, kit: Any) -> None:
     answer = await chat(view, [text("a"), text("b")])
     assert shown(seer, kit) == (USER.format("a\nb"), [])
