@@ -30,7 +30,14 @@ from typing import Any
 import numpy as np
 
 from headrace.worker.request.images import ImageStates
-from headrace.worker.vision.encoder import BadImageError, ImageEncoder, ImageFile, Setting, UnsupportedModelError
+from headrace.worker.vision.encoder import (
+    NOT_ENCODED,
+    BadImageError,
+    ImageEncoder,
+    ImageFile,
+    Setting,
+    UnsupportedModelError,
+)
 from headrace.worker.vision.frames import (
     Encode,
     Encoded,
@@ -50,7 +57,6 @@ _OOM_SCORE = "1000"
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 TOO_LARGE = "the image needs more memory than the worker has for one; make it smaller, or ask for a lower detail"
-NOT_ENCODED = "the image could not be encoded; the worker's log has the reason"
 NOT_A_NUMBER = "the image has states that are not numbers; the worker's log has more"
 
 

@@ -9,6 +9,9 @@ import msgspec
 
 from headrace.worker.request.images import ImageStates
 
+NOT_ENCODED = "the image could not be encoded; the worker's log has the reason"
+"""What callers are told of a failure that is not their image's fault."""
+
 
 class Setting(msgspec.Struct, frozen=True):
     """What to serve: the model's directory, the largest number of pixels that a tower reads, threads, precision, the

@@ -6,12 +6,13 @@
 
 An image that ends the process is tried once more, alone, because somebody else may have ended it. If it ends it again,
 the image fails, and the others continue in a new process. So does an image at which the process hangs, without a second
-try, which would take as long.
+try, which would take as long. For a while such an image is refused at once: chats send their images again in each turn.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,7 +30,7 @@ from headrace.common.launch import with_parent
 from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
 from headrace.worker.request.images import ImageStates
-from headrace.worker.vision.encoder import Setting, UnsupportedModelError
+from headrace.worker.vision.encoder import NOT_ENCODED, Setting, UnsupportedModelError
 from headrace.worker.vision.frames import (
     BrokenFrameError,
     Encode,
@@ -54,6 +56,8 @@ _PATIENCE, _MOST_LIMITS = 20.0, 10.0
 _OPEN_S = 600.0
 # Wait before a process is started again that could not be started.
 _RETRY_S = 2.0
+# How long an image that has ended the process is refused, and how many of them are remembered.
+_REFUSED_S, _MOST_REFUSED = 600.0, 1000
 _STOP_S = 2.0
 
 ENDED_TWICE = (
@@ -67,6 +71,14 @@ HANGS = (
 NOT_STARTED = (
     "the image cannot be encoded now, because the worker's process that encodes images does not start; try again later"
 )
+
+
+class _Refused(NamedTuple):
+    """An image that has ended the process: until when it is refused, and why."""
+
+    until_s: float
+    reason: Reason
+    problem: str
 
 
 class EncoderProcess:
@@ -97,6 +109,8 @@ class EncoderProcess:
         self._changed = threading.Condition()
         self._queue: deque[EncodeJob] = deque()
         self._ended: deque[EncodeJob] = deque()
+        self._refused: dict[bytes, _Refused] = {}
+        """By digest."""
         self._is_closed = False
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=[opened], name="images", daemon=True)
@@ -123,8 +137,13 @@ class EncoderProcess:
     def encode(self, job: EncodeJob) -> None:
         """Queue an image. It is among `take_ended` later, unless it is dropped."""
         with self._changed:
-            self._queue.append(job)
-            self._changed.notify()
+            refused = self._refused.get(job.digest)
+            if refused is None or refused.until_s <= self._clock():
+                self._queue.append(job)
+                self._changed.notify()
+                return
+        job.fail(refused.reason, refused.problem)
+        self._end([job])
 
     def drop(self, job: EncodeJob) -> None:
         """Remove an image from the queue. If it is already being encoded, it continues to its end."""
@@ -230,6 +249,12 @@ class EncoderProcess:
                 log.error("the process %d for images has ended (%s); it is started again", self.pid, error)
                 self._restart()
             self._try_again(batch, Reason.INVALID_FIELD, ENDED_TWICE)
+        except Exception:  # without this thread, no image would be encoded any more
+            log.exception("the states of %d images could not be taken", len(batch))
+            self._restart()
+            for job in batch:
+                if job.states is None:
+                    job.fail(Reason.INTERNAL, NOT_ENCODED)
 
     def _try_again(self, batch: list[EncodeJob], reason: Reason, problem: str) -> None:
         """After a failure: queue images again, each alone, before all others. An image fails for good if it hung while
@@ -239,6 +264,10 @@ class EncoderProcess:
             job.num_tries += 1
         if is_last:
             batch[0].fail(reason, problem)
+            with self._changed:
+                if len(self._refused) >= _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+                self._refused[batch[0].digest] = _Refused(self._clock() + _REFUSED_S, reason, problem)
             return
         with self._changed:
             if not self._is_closed:
@@ -254,6 +283,8 @@ class EncoderProcess:
         answer = receive(link, Encoded)
         if len(answer.results) != len(batch):
             raise BrokenFrameError("it answered for other images")
+        if not 0.0 <= answer.seconds < math.inf:
+            raise BrokenFrameError("it took no time that there is")
         if all(not result.problem for result in answer.results):
             self.rate.observe(num_tokens, answer.seconds)
         self.encode_s += answer.seconds
@@ -283,8 +314,9 @@ class EncoderProcess:
         if not batch:
             return
         failed = sum(not job.states for job in batch)
-        self.num_failed += failed
-        self.num_encoded += len(batch) - failed
+        with self._changed:
+            self.num_failed += failed
+            self.num_encoded += len(batch) - failed
         self._ended.extend(batch)
         if not self._is_closed:
             self._on_ended()

@@ -7,10 +7,12 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 from headrace.worker.request.images import ImageStates
+from headrace.worker.vision import child
 from headrace.worker.vision.child import run
 from headrace.worker.vision.encoder import BadImageError, ImageEncoder, ImageFile, Setting, UnsupportedModelError
 
@@ -54,6 +56,8 @@ class ObedientEncoder:
                     time.sleep(0.005)
             case "invent":
                 num_tokens += 1
+            case "rewind":
+                child.time = SimpleNamespace(perf_counter=lambda: -1e12)  # type: ignore[assignment]
         states = np.full((num_tokens, HIDDEN_SIZE), num_tokens, np.float32)
         if verb == "nan":
             states[-1, -1] = np.nan
@@ -62,7 +66,7 @@ class ObedientEncoder:
 
 def open_encoder(setting: Setting) -> ImageEncoder:
     """ImageEncoder, unless the directory of the model says otherwise."""
-    if setting.model_dir == "no tower":
+    if setting.model_dir == "no tower" or (Path(setting.model_dir) / "lost").exists():
         raise FileNotFoundError("there is no tower")
     if setting.model_dir == "strange tower":
         raise UnsupportedModelError("its tower is of an unknown form")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +19,11 @@ import pytest
 
 from headrace.protos.status import Reason
 from headrace.worker.config import ConfigurationError
-from headrace.worker.vision.child import NOT_A_NUMBER, NOT_ENCODED, TOO_LARGE
-from headrace.worker.vision.encoder import Setting, UnsupportedModelError
+from headrace.worker.vision import process
+from headrace.worker.vision.child import NOT_A_NUMBER, TOO_LARGE
+from headrace.worker.vision.encoder import NOT_ENCODED, Setting, UnsupportedModelError
 from headrace.worker.vision.job import EncodeJob
-from headrace.worker.vision.process import ENDED_TWICE, HANGS, EncoderProcess
+from headrace.worker.vision.process import ENDED_TWICE, HANGS, NOT_STARTED, EncoderProcess
 from tests.patience import patience, until
 from tests.worker.vision.fake_child import HIDDEN_SIZE, NUM_LAYERS
 
@@ -101,15 +104,75 @@ def test_what_fails_ends_one_image_of_a_batch(run: Run, file: str, reason: Reaso
     assert run.process.num_restarts == num_restarts
 
 
-@pytest.mark.parametrize("verb", ["die", "invent"])
+@pytest.mark.parametrize("verb", ["die", "invent", "rewind"])
 def test_an_image_that_ends_the_process_fails_and_its_neighbours_do_not(run: Run, verb: str) -> None:
-    num_restarts = run.process.num_restarts
+    num_restarts, num_files = run.process.num_restarts, num_open_files()
     first, bad, last = run.ask("see 2", f"{verb} 4", "see 3")
     run.wait(first, bad, last)
     assert (bad.reason, bad.problem) == (Reason.INVALID_FIELD, ENDED_TWICE)
     assert first.states is not None
     assert last.states is not None
     assert run.process.num_restarts > num_restarts
+    assert num_open_files() == num_files
+    num_restarts = run.process.num_restarts
+    (again,) = run.ask(f"{verb} 4")
+    run.wait(again)
+    assert (again.reason, again.problem) == (Reason.INVALID_FIELD, ENDED_TWICE)
+    assert run.process.num_restarts == num_restarts, "it is not tried again"
+
+
+def test_an_image_that_has_ended_the_process_is_tried_again_after_a_while(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_s = time.monotonic()
+    for count in range(process._MOST_REFUSED + 1):
+        run.process._try_again([_twice_tried(b"%d" % count)], Reason.INVALID_FIELD, ENDED_TWICE)
+    assert len(run.process._refused) == process._MOST_REFUSED
+    run.process._try_again([_twice_tried(b"see 2")], Reason.INVALID_FIELD, ENDED_TWICE)
+    (refused,) = run.ask("see 2")
+    run.wait(refused)
+    assert refused.problem == ENDED_TWICE
+    monkeypatch.setattr(run.process, "_clock", lambda: start_s + process._REFUSED_S + 3600)
+    (tried,) = run.ask("see 2")
+    run.wait(tried)
+    assert tried.states is not None
+
+
+def _twice_tried(digest: bytes) -> EncodeJob:
+    return EncodeJob(digest, digest, "auto", 2, num_tries=1)
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_an_image_is_told_that_no_process_starts_and_the_next_one_is_encoded(tmp_path: Path) -> None:
+    with running(msgspec.structs.replace(SETTING, model_dir=str(tmp_path))) as run:
+        num_files = num_open_files()
+        (tmp_path / "lost").touch()
+        (job,) = run.ask("die 4")
+        run.wait(job)
+        assert (job.reason, job.problem) == (Reason.NO_CAPACITY, NOT_STARTED)
+        assert run.process.pid == 0
+        (tmp_path / "lost").unlink()
+        (job,) = run.ask("see 4")
+        run.wait(job)
+        assert job.states is not None
+        assert num_open_files() == num_files
+
+
+def test_a_failure_of_the_worker_itself_ends_one_image(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(link: socket.socket, shape: tuple[int, ...]) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(process, "receive_floats", fail)
+    (job,) = run.ask("see 4")
+    run.wait(job)
+    assert (job.reason, job.problem) == (Reason.INTERNAL, NOT_ENCODED)
+    monkeypatch.undo()
+    (job,) = run.ask("see 4")
+    run.wait(job)
+    assert job.states is not None
 
 
 def test_an_image_survives_a_process_that_others_end(run: Run, tmp_path: Path) -> None:
