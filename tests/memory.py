@@ -28,6 +28,6 @@ def pytest_runtest_logfinish() -> None:
         _kept_bytes = resident_bytes()
 
 
-def resident_bytes() -> int:
-    """Memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+def resident_bytes(process: int | str = "self") -> int:
+    """Memory of a process, by default of this one."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE_BYTES

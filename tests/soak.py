@@ -78,12 +78,14 @@ SOAKS = {
         ("--timeout", "7200"),
     ),
     "images": Soak(
-        "10,000 hostile images and URLs at a gateway, 2,000 at a fleet that serves a vision-language model, and 10,000 "
-        "pairs of images that are nearly equal in one worker's caches",
+        "10,000 hostile images and URLs at a gateway, and 10,000 at a fleet that serves a vision-language model; "
+        "10,000 pairs of images that are nearly equal in one worker's caches; 2,000 cancelled requests with images, "
+        "and 40 deaths of the processes that encode them",
         (
             "tests/gateway/images/test_hostile.py",
             "tests/e2e/test_images_hostile.py",
             "tests/worker/engine/test_near_images.py",
+            "tests/e2e/test_images_served.py",
         ),
         ("-n", "0", "--timeout", "7200"),
     ),

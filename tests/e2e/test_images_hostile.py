@@ -17,13 +17,13 @@ import pytest
 from tests.e2e.serving import Serve
 from tests.e2e.shapes import MODEL, Question, questions
 from tests.gateway.image_model import data_url
-from tests.hostile_images import requests
+from tests.hostile_images import has_remedy, requests
 from tests.patience import patience
 
 pytestmark = pytest.mark.e2e
 
 SEED = int(os.environ.get("HEADRACE_SEED", "11"))
-NUM_REQUESTS = 2000 if os.environ.get("HEADRACE_SOAK") else 60
+NUM_REQUESTS = 10_000 if os.environ.get("HEADRACE_SOAK") else 60
 WIDTH = 8
 MOST_GROWTH_BYTES = 256 << 20
 
@@ -85,6 +85,7 @@ async def test_hostile_requests_beside_pictures(system: Serve) -> None:
             statuses[answer.status_code] += 1
             assert answer.status_code < 500, answer.text
             assert not [word for word in ("0x7", "PIL", "Pillow", "Traceback") if word in answer.text], answer.text
+            assert "the image" not in answer.text or has_remedy(answer.text), answer.text
 
         async def ask(question: Question) -> str:
             parts = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in question.pictures]

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from headrace.protos.worker_pb2 import Load
 from tests.e2e.fleet import Fleet, fleet
 from tests.e2e.serving import until
 from tests.e2e.shapes import MODEL, Question, questions, swapped
+from tests.memory import resident_bytes
 from tests.patience import patience
 
 SENTENCE = "what is in the picture first second ? a and colour shape"
@@ -35,6 +37,11 @@ FAMILY = family_of({name: (MODEL / name).read_bytes() for name in FILES if (MODE
 assert FAMILY is not None
 FLAGS = ["--execution-mode", "accuracy", "--kv-precision", "f32", "--log-level", "info"]
 WIDTH = 16
+SEED = int(os.environ.get("HEADRACE_SEED", "3"))
+NUM_DEATHS, NUM_CANCELLED = (20, 2000) if os.environ.get("HEADRACE_SOAK") else (1, 60)
+"""How often each worker loses its process that encodes, and how many requests are cancelled."""
+MOST_FILES, MOST_GROWTH_BYTES = 16, 256 << 20
+"""What a worker may have more of after all of this."""
 
 
 def tokens_of(picture: bytes) -> list[int]:
@@ -95,7 +102,7 @@ async def client(fleet: Fleet) -> AsyncIterator[Client]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     directory = tmp_path_factory.mktemp("served")
-    with fleet(directory, num_workers=2, model=MODEL, worker_flags=FLAGS) as made:
+    with fleet(directory, num_workers=2, model=MODEL, worker_flags=[*FLAGS, "--kv-cache-gb", "0.1"]) as made:
         yield made
 
 
@@ -180,18 +187,65 @@ async def test_an_image_that_is_none_is_refused_by_name(served: Fleet) -> None:
         assert await asking.words(asked(questions()[0], "whole")) == questions()[0].reference
 
 
-async def test_answers_survive_the_death_of_the_process_that_encodes(served: Fleet) -> None:
-    found = questions()[100:140]
-    fresh = [Question((*(p + b"1" for p in q.pictures),), q.text, q.right, q.reference) for q in found]
-    before = total(served, "image_encoder_restarts")
+async def test_answers_survive_the_deaths_of_the_processes_that_encode(served: Fleet) -> None:
+    found = questions()[100:140] if NUM_DEATHS == 1 else questions()[100:108]
+    before, held = total(served, "image_encoder_restarts"), held_by(served)
     async with client(served) as asking:
-        asking_all = asyncio.create_task(asking.answers([asked(q, f"d{n}") for n, q in enumerate(fresh)]))
-        await asyncio.sleep(0)
-        for worker in served.workers:
-            for child in encoders_of(worker.pid):
-                os.kill(child, signal.SIGKILL)
-        assert await asking_all == [question.reference for question in fresh]
-        assert total(served, "image_encoder_restarts") > before
+        for death in range(NUM_DEATHS):
+            fresh = [with_tails(question, death) for question in found]
+            asking_all = asyncio.create_task(
+                asking.answers([asked(question, f"d{death}-{number}") for number, question in enumerate(fresh)])
+            )
+            await asyncio.sleep(0)
+            for worker in served.workers:
+                for child in encoders_of(worker.pid):
+                    os.kill(child, signal.SIGKILL)
+            assert await asking_all == [question.reference for question in fresh]
+    assert total(served, "image_encoder_restarts") >= before + NUM_DEATHS
+    assert_little_more_is_held(served, held)
+
+
+async def test_requests_that_are_cancelled_at_any_moment_leave_nothing(served: Fleet) -> None:
+    """While they wait for their images, while these are encoded, and while prompts and answers are computed."""
+    draw = random.Random(SEED)
+    room = asyncio.Semaphore(WIDTH)
+    failed, restarts = total(served, "requests_failed"), total(served, "image_encoder_restarts")
+    async with client(served) as asking:
+
+        async def leave(number: int) -> None:
+            question = with_tails(questions()[number % len(questions())], 1000 + number)
+            request = asked(question, f"left{number}", max_tokens=500, ignore_eos=True)
+            async with room:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(draw.choice((0.0, 0.02, 0.1, 0.5)) * draw.random()):
+                        async for _ in asking.stream(request):
+                            pass
+
+        held = held_by(served)
+        await asyncio.gather(*(leave(number) for number in range(NUM_CANCELLED)))
+        served.until_idle()
+        assert await asking.words(asked(questions()[0], "stayed")) == questions()[0].reference
+    until(lambda: all(load.num_encoding == load.encoding_tokens == 0 for load in loads(served)), "no image waits")
+    assert (total(served, "requests_failed"), total(served, "image_encoder_restarts")) == (failed, restarts)
+    assert [len(encoders_of(worker.pid)) for worker in served.workers] == [1] * len(served.workers)
+    assert_little_more_is_held(served, held)
+
+
+def with_tails(question: Question, number: int) -> Question:
+    """The question about files that nobody has asked about, with the same pictures."""
+    tail = b"tail %d" % number
+    return replace(question, pictures=tuple(picture + tail for picture in question.pictures))
+
+
+def held_by(fleet: Fleet) -> list[tuple[int, int]]:
+    """The open files and the bytes of memory of each worker."""
+    return [(len(os.listdir(f"/proc/{worker.pid}/fd")), resident_bytes(worker.pid)) for worker in fleet.workers]
+
+
+def assert_little_more_is_held(fleet: Fleet, before: Sequence[tuple[int, int]]) -> None:
+    for (files, num_bytes), (files_before, bytes_before) in zip(held_by(fleet), before, strict=True):
+        assert files < files_before + MOST_FILES
+        assert num_bytes < bytes_before + MOST_GROWTH_BYTES
 
 
 async def test_a_stream_goes_on_when_its_worker_is_killed_and_leaves_no_process(served: Fleet) -> None:

@@ -18,12 +18,13 @@ from PIL import Image
 
 from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.images.loading import ImageLoader
-from headrace.gateway.images.remote import RemoteImages, is_public, resolved
+from headrace.gateway.images.remote import MAX_FETCHES, RemoteImages, is_public, resolved
 from headrace.gateway.images.urls import Domains
 from tests.common.vision.image_files import OURS, SIGNATURES, WRITERS, written
 from tests.gateway.image_model import MAX_BYTES, RED, image_part
-from tests.hostile_images import requests
+from tests.hostile_images import has_remedy, requests
 from tests.memory import resident_bytes
+from tests.patience import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SEED = int(os.environ.get("HEADRACE_SEED", "7"))
@@ -186,6 +187,7 @@ async def test_hostile_requests(seer: Any, kit: Any, monkeypatch: pytest.MonkeyP
             statuses[answer.status_code] += 1
             assert answer.status_code == 200 or answer.status_code in REFUSED, (body, answer.text)
             assert not [word for word in TELLTALE if word in answer.text], answer.text
+            assert "the image" not in answer.text or has_remedy(answer.text), answer.text
 
         held_bytes = num_files = num_tasks = 0
         for number in range(2):  # the second half needs no more than the first one
@@ -213,3 +215,57 @@ async def test_hostile_requests(seer: Any, kit: Any, monkeypatch: pytest.MonkeyP
     assert not [one for one in web.sent if one.count(b"HTTP/1.1\r\n") > 1 or b"followed" in one]
     assert statuses[200] > NUM_REQUESTS // 50, statuses
     assert statuses[400] > NUM_REQUESTS // 4, statuses
+
+
+async def test_callers_that_hang_up_while_images_are_fetched_leave_nothing(seer: Any, kit: Any) -> None:
+    """There are more of them than images are fetched at a time, and then there is room for another one."""
+    seer.reset()
+    seer.cards = seer.seeing_cards
+    waiting, left = asyncio.Semaphore(0), asyncio.Semaphore(0)
+    is_silent = True
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if is_silent:
+            waiting.release()
+            await reader.read()  # until the gateway hangs up
+            left.release()
+        else:
+            writer.write(_ANSWERS[0])
+        writer.close()
+
+    async def here(host: str, port: int) -> Sequence[str]:
+        return ["127.0.0.1"]
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    place = f"pictures.example:{server.sockets[0].getsockname()[1]}"
+
+    def loader(threads: Any) -> ImageLoader:
+        remote = RemoteImages(Domains([place]), 3600, resolve=here, permits=lambda address: True)
+        return ImageLoader(threads.images, remote)
+
+    controls = EdgeControls(EdgeSettings())
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"http://{place}/a.png"}}]}
+    body = {"model": "seeing", "messages": [message]}
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with (
+        server,
+        kit.serving_gateway(seer.address, images=loader, controls=controls) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=None, limits=limits) as http,
+        asyncio.timeout(patience(60)),
+    ):
+        asked = [asyncio.create_task(http.post("/v1/chat/completions", json=body)) for _ in range(MAX_FETCHES + 8)]
+        for _ in range(MAX_FETCHES):
+            await waiting.acquire()
+        assert controls.bodies.num_bytes > 0
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        for _ in range(MAX_FETCHES):
+            await left.acquire()
+        is_silent = False
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert [image.data for image in seer.streams[-1].request.images] == [RED]
+        while controls.bodies.num_bytes:
+            await asyncio.sleep(0.01)

@@ -292,6 +292,20 @@ def test_cancelling_frees_everything_at_any_time(setup: Setup) -> None:
     assert setup.under_test.scheduler.stats.requests_cancelled == 3
 
 
+def test_cancelling_frees_everything_while_a_part_of_an_image_is_computed() -> None:
+    setup = Setup(max_num_batched_tokens=16)
+    request = setup.request(prompt_of([1], Picture(1, 40), [2, 3]))
+    setup.encoder.work()
+    setup.turn()
+    setup.turn()
+    assert 1 < request.num_computed_tokens < 41
+    assert setup.store.num_holders == 1
+    setup.under_test.scheduler.cancel(request)
+    setup.run()
+    setup.is_clean()
+    assert request.images[0].states is None
+
+
 def test_an_image_that_is_asked_for_again_while_it_is_encoded_for_nobody_is_encoded_once(setup: Setup) -> None:
     gone = setup.request(prompt_of([1], CAT, [2, 3]))
     job = setup.encoder.queue.popleft()  # it has begun
