@@ -11,8 +11,8 @@ import click
 import uvloop
 
 from headrace.common.aliases import Aliases, parse_aliases
-from headrace.common.commands import told
-from headrace.common.flags import FiniteRange, cluster_options, observation_options
+from headrace.common.commands import SectionedCommand, told
+from headrace.common.flags import SECTIONS, FiniteRange, cluster_options, observation_options
 from headrace.common.kubernetes.services import is_service, service_of
 from headrace.common.parser_names import (
     AUTO,
@@ -53,7 +53,11 @@ def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     return addresses
 
 
-@click.command(context_settings={"auto_envvar_prefix": "HEADRACE_GATEWAY", "show_default": True})
+@click.command(
+    cls=SectionedCommand,
+    sections=SECTIONS,
+    context_settings={"auto_envvar_prefix": "HEADRACE_GATEWAY", "show_default": True},
+)
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", default=8000, type=click.IntRange(0, 65535), help="Port of the HTTP API; 0 for any free one.")
 @click.option("--grpc-port", default=0, type=click.IntRange(0, 65535), help="Port of the gRPC API; 0 for none.")

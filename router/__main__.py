@@ -21,8 +21,8 @@ from typing import Any
 import click
 import uvloop
 
-from headrace.common.commands import told
-from headrace.common.flags import FiniteRange, cluster_options, membership_options, observation_options
+from headrace.common.commands import SectionedCommand, told
+from headrace.common.flags import SECTIONS, FiniteRange, cluster_options, membership_options, observation_options
 from headrace.common.kubernetes.cluster import Cluster, ClusterError
 from headrace.common.kubernetes.services import is_service, service_of
 from headrace.common.kubernetes.watches import ServiceWatches
@@ -214,7 +214,11 @@ def wired(
     return Router(server, metrics, leases, services, options["drain_timeout"], options["probe"], options["scaler"])
 
 
-@click.command(context_settings={"auto_envvar_prefix": "HEADRACE_ROUTER", "show_default": True})
+@click.command(
+    cls=SectionedCommand,
+    sections=SECTIONS,
+    context_settings={"auto_envvar_prefix": "HEADRACE_ROUTER", "show_default": True},
+)
 @click.option("--listen", required=True, metavar="ADDR", help="Address to serve on: HOST:PORT or unix:/path.sock.")
 @click.option(
     "--worker",

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import click
 import uvloop
 
-from headrace.common.commands import told
-from headrace.common.flags import FiniteRange, membership_options, observation_options
+from headrace.common.commands import SectionedCommand, told
+from headrace.common.flags import SECTIONS, FiniteRange, membership_options, observation_options
 from headrace.common.host_memory import GIB
 from headrace.common.kernel_files import cpu_quota
 from headrace.common.model_files.cache import find_directory
@@ -51,7 +51,11 @@ _NEED_DRAFT_MODEL = {
 }
 
 
-@click.command(context_settings={"auto_envvar_prefix": "HEADRACE_WORKER", "show_default": True})
+@click.command(
+    cls=SectionedCommand,
+    sections=SECTIONS,
+    context_settings={"auto_envvar_prefix": "HEADRACE_WORKER", "show_default": True},
+)
 @click.option(
     "--model",
     "model_dir",

@@ -42,7 +42,7 @@ from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.running import Serving
 from headrace.cli.serving.topology import Topology, read_topology
 from headrace.common.commands import CommandError, SectionedCommand
-from headrace.common.flags import FiniteRange
+from headrace.common.flags import SECTIONS, FiniteRange
 from headrace.common.kernel_files import format_list
 from headrace.common.ports import check_port, chosen_port, is_free
 from headrace.common.worker_flags import DEFAULT_AWAIT_STAGES, WORKER_FLAGS, serve_options
@@ -60,101 +60,6 @@ def choose_grpc_port(host: str, port: int, wanted: int | None, log: LogSink) -> 
         return port + 1
     log.line("serve", f"no gRPC API: port {port + 1} is not free; choose another port with --grpc-port")
     return 0
-
-
-SECTIONS = {
-    "Models": (
-        "--models",
-        "--config",
-        "--config-poll-s",
-        "--name",
-        "--on-demand",
-        "--idle-s",
-        "--memory-gb",
-        "--adapter",
-        "--max-adapters",
-        "--ollama-manage",
-        "--ollama-blobs",
-        "--offline",
-    ),
-    "Addresses and APIs": (
-        "--host",
-        "--port",
-        "--grpc-port",
-        "--plain-grpc",
-        "--cors-origin",
-        "--batch-store",
-        "--metrics-port",
-    ),
-    "Cores, NUMA nodes and hosts": (
-        "--workers",
-        "--threads",
-        "--tensor-parallel",
-        "--pipeline",
-        "--await-stages",
-        "--stage",
-        "--join",
-        "--stage-listen",
-        "--prefill-workers",
-        "--dry-run",
-    ),
-    "KV cache": (
-        "--kv-cache-gb",
-        "--kv-precision",
-        "--kv-disk",
-        "--kv-disk-gb",
-        "--kv-disk-key",
-        "--window-cache",
-        "--cache-eviction",
-        "--warm-restart",
-    ),
-    "Batches and latency": (
-        "--max-num-seqs",
-        "--max-num-batched-tokens",
-        "--max-num-mixed-tokens",
-        "--max-context-tokens",
-        "--max-ttft",
-        "--target-tpot-ms",
-        "--stuck-after-s",
-        "--execution-mode",
-        "--decode-graph",
-    ),
-    "Speculative decoding": (
-        "--speculation",
-        "--draft-model",
-        "--draft-tree-tokens",
-        "--draft-tree-depth",
-        "--draft-tree-top-k",
-    ),
-    "Chats and tools": (
-        "--chat-template",
-        "--tool-parser",
-        "--reasoning-parser",
-        "--special-tokens-in-text",
-        "--mcp-server",
-        "--mcp-headers",
-        "--mcp-config",
-    ),
-    "Images": (
-        "--allowed-media-domains",
-        "--allowed-local-media-path",
-        "--max-images",
-        "--max-image-pixels",
-        "--image-threads",
-        "--image-cache-gb",
-    ),
-    "Keys and certificates": (
-        "--api-keys",
-        "--admin-key-file",
-        "--redis",
-        "--tls-cert",
-        "--tls-key",
-        "--tls-dir",
-        "--join-token-file",
-    ),
-    "Logs and traces": ("--log-level", "--log-format", "--otlp-endpoint"),
-}
-"""The sections of the help, with the flags of each."""
 
 
 def _file_option(flag: str, help: str, variable: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

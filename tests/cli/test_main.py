@@ -12,8 +12,14 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.cli.main import cli
-from headrace.cli.serving.serve import SECTIONS, serve
+from headrace.cli.serving.serve import serve
+from headrace.common.flags import SECTIONS
+from headrace.gateway.__main__ import command as gateway
+from headrace.router.__main__ import command as router
+from headrace.worker.__main__ import command as worker
 from tests.patience import patience
+
+SERVING = {"serve": serve, "gateway": gateway, "router": router, "worker": worker}
 
 
 @pytest.mark.parametrize(
@@ -80,12 +86,23 @@ def test_ctrl_c_while_the_command_is_imported_gives_no_traceback(tmp_path: Path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
-def test_the_help_of_serve_has_each_option_in_one_section() -> None:
+def test_each_option_of_what_serves_is_in_one_section_of_its_help() -> None:
+    options = {
+        param.opts[0]
+        for command in SERVING.values()
+        for param in command.params
+        if isinstance(param, click.Option) and not param.hidden
+    }
     flags = [flag for section in SECTIONS.values() for flag in section]
-    options = {param.opts[0] for param in serve.params if isinstance(param, click.Option) and not param.hidden}
     assert len(flags) == len(set(flags))
     assert set(flags) == options
-    text = CliRunner().invoke(cli, ["serve", "--help"]).output
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_the_help_of_what_serves_has_its_sections(name: str) -> None:
+    command = SERVING[name]
+    flags = {param.opts[0] for param in command.params if isinstance(param, click.Option)}
+    text = CliRunner().invoke(command, ["--help"]).output
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles == [*SECTIONS, "Options"]
+    assert titles == [*(title for title, of_section in SECTIONS.items() if flags & set(of_section)), "Options"]
     assert "--help" in text.rpartition("\nOptions:\n")[2]
