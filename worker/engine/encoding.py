@@ -95,7 +95,7 @@ class Encoding:
         self._num_of_priority: Counter[int] = Counter()
         """The number of held requests."""
         self._queue: list[Request] = []
-        """Those held requests that are not asking yet, in order of rank."""
+        """Those held requests that are not asking yet, in order of rank. Their images are announced to the store."""
         self._bounds: list[tuple[float, int, weakref.ref[Request]]] = []
         """A heap of the held requests that may wait too long, by the end of their wait. They may be held no longer."""
         self._numbers = itertools.count()
@@ -131,9 +131,7 @@ class Encoding:
     @property
     def num_waiting_tokens(self) -> int:
         """Image tokens of held requests that are not encoded yet, equal images counted once."""
-        queued = {image.digest: len(image.places) for request in self._queue for image in self._held[request].images}
-        waiting = sum(count for digest, count in queued.items() if digest not in self._store)
-        return waiting + sum(asked.job.num_tokens for asked in self._jobs.values())
+        return self._store.num_missing_tokens + sum(asked.job.num_tokens for asked in self._jobs.values())
 
     def begin(self, request: Request) -> bool:
         """See `Stage`."""
@@ -246,6 +244,9 @@ class Encoding:
         assert all(request.state is RequestState.WAITING and not request.block_table for request in self._held)
         assert self._queue == sorted((one for one, held in self._held.items() if not held.is_asking), key=rank)
         assert self._num_of_priority == Counter(request.priority for request in self._held)
+        queued = {image.digest: len(image.places) for request in self._queue for image in self._held[request].images}
+        missing = sum(count for digest, count in queued.items() if digest not in self._store)
+        assert self._store.num_missing_tokens == missing
         assert self._computing.keys() == self._using.keys() - self._held.keys()
         lacking = {one for one, held in self._held.items() if held.is_asking and not self._has_all(one)}
         assert lacking == {one for asked in self._jobs.values() for one in asked.requests} & self._held.keys()
@@ -269,6 +270,8 @@ class Encoding:
         self._held[request] = _Held(images, now_s, bound_s)
         self._num_of_priority[request.priority] += 1
         insort(self._queue, request, key=rank)
+        for image in images:
+            self._store.announce(image.digest, len(image.places))
         self._ask()
 
     def _remove(self, request: Request) -> _Held:
@@ -277,8 +280,14 @@ class Encoding:
         self._num_of_priority -= Counter([request.priority])
         if not held.is_asking:
             first_of_rank = bisect_left(self._queue, rank(request), key=rank)
-            del self._queue[self._queue.index(request, first_of_rank)]
+            self._unqueue(self._queue.index(request, first_of_rank), held)
         return held
+
+    def _unqueue(self, number: int, held: _Held) -> None:
+        """Take a request out of the queue, which is held so."""
+        del self._queue[number]
+        for image in held.images:
+            self._store.withdraw(image.digest)
 
     def _ask(self) -> None:
         """Send images to the encoder, for requests in order of rank, while the store has room for all images of a
@@ -292,7 +301,7 @@ class Encoding:
             if new is None:
                 return
             held.is_asking = True
-            del self._queue[0]
+            self._unqueue(0, held)
             for image in new:
                 job = EncodeJob(image.digest, image.data, image.detail, len(image.places))
                 self._jobs[image.digest] = _Asked(job, [])

@@ -6,6 +6,9 @@ blocks to others.
 
     budget   | held by requests | promised: being encoded | kept for later requests | free |
 
+Images of requests that wait to hold them are announced. So the tokens that still have to be encoded are known at any
+time, without a look at the requests.
+
 Pure.
 """
 
@@ -26,6 +29,14 @@ class _Entry:
     num_holders: int = 0
 
 
+@dataclass(slots=True)
+class _Announced:
+    """An image that so many requests wait to hold, and the number of its tokens."""
+
+    num_tokens: int
+    num_requests: int = 0
+
+
 class StateStore:
     """States of images in at most `budget_bytes`. A single request may exceed that while it is alone, so that no image
     is too large for a small budget.
@@ -40,6 +51,13 @@ class StateStore:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         """In the order of their last use."""
         self._num_bytes = self._num_held_bytes = 0
+        self._announced: dict[bytes, _Announced] = {}
+        self._num_missing_tokens = 0
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens of the announced images that are neither here nor promised. Each image counts once."""
+        return self._num_missing_tokens
 
     @property
     def num_bytes(self) -> int:
@@ -58,6 +76,24 @@ class StateStore:
         """Whether the states are here or promised."""
         return digest in self._entries
 
+    def announce(self, digest: bytes, num_tokens: int) -> None:
+        """Count an image that a request waits to hold, until `withdraw` is called as often."""
+        announced = self._announced.get(digest)
+        if announced is None:
+            announced = self._announced[digest] = _Announced(num_tokens)
+            if digest not in self._entries:
+                self._num_missing_tokens += num_tokens
+        announced.num_requests += 1
+
+    def withdraw(self, digest: bytes) -> None:
+        """Undo one call of `announce`."""
+        announced = self._announced[digest]
+        announced.num_requests -= 1
+        if not announced.num_requests:
+            del self._announced[digest]
+            if digest not in self._entries:
+                self._num_missing_tokens -= announced.num_tokens
+
     def hold(self, wanted: dict[bytes, int]) -> list[bytes] | None:
         """Hold the states of these images, whose sizes in bytes are given, until `release` is called once for each.
         Returns those that the caller has to have encoded: they are promised now. None, with nothing held, if there is
@@ -72,8 +108,7 @@ class StateStore:
                 self._hold(digest)
         self._evict(self._budget - sum(new.values()))
         for digest, size in new.items():
-            self._entries[digest] = _Entry(size)
-            self._num_bytes += size
+            self._add(digest, size)
             self._hold(digest)
         self.num_hits += len(wanted) - len(new)
         self.num_misses += len(new)
@@ -88,8 +123,7 @@ class StateStore:
         without eviction."""
         entry = self._entries.get(digest)
         if entry is None and self._num_bytes + states.num_bytes <= self._budget:
-            entry = self._entries[digest] = _Entry(states.num_bytes)
-            self._num_bytes += states.num_bytes
+            entry = self._add(digest, states.num_bytes)
         if entry is not None and entry.states is None:
             entry.states = states
 
@@ -114,6 +148,8 @@ class StateStore:
         assert self._num_held_bytes == sum(entry.num_bytes for entry in entries if entry.num_holders)
         assert all(entry.num_holders >= 0 and (entry.num_holders or entry.states) for entry in entries)
         assert self._num_bytes <= max(self._budget, self._num_held_bytes)
+        missing = (one.num_tokens for digest, one in self._announced.items() if digest not in self._entries)
+        assert self._num_missing_tokens == sum(missing)
 
     def _unheld_bytes(self, digest: bytes) -> int:
         entry = self._entries.get(digest)
@@ -136,5 +172,14 @@ class StateStore:
             self._drop(digest)
             self.num_evictions += 1
 
+    def _add(self, digest: bytes, num_bytes: int) -> _Entry:
+        entry = self._entries[digest] = _Entry(num_bytes)
+        self._num_bytes += num_bytes
+        if digest in self._announced:
+            self._num_missing_tokens -= self._announced[digest].num_tokens
+        return entry
+
     def _drop(self, digest: bytes) -> None:
         self._num_bytes -= self._entries.pop(digest).num_bytes
+        if digest in self._announced:
+            self._num_missing_tokens += self._announced[digest].num_tokens

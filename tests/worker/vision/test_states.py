@@ -77,12 +77,37 @@ def test_a_request_that_is_alone_may_exceed_the_budget() -> None:
     assert store.num_bytes <= SIZE
 
 
+def test_announced_images_count_once_while_they_are_neither_here_nor_promised() -> None:
+    store = StateStore(SIZE)
+    encoded(store, 1)
+    for number in (1, 2, 2, 3):
+        store.announce(digest(number), 4)
+    assert store.num_missing_tokens == 8, "the first is here"
+    store.hold({digest(2): SIZE})
+    assert store.num_missing_tokens == 8, "the second is promised, and takes the room of the first"
+    store.release(digest(2))
+    assert store.num_missing_tokens == 12
+    store.withdraw(digest(2))
+    assert store.num_missing_tokens == 12, "another request waits for it"
+    for number in (1, 2, 3):
+        store.withdraw(digest(number))
+    assert store.num_missing_tokens == 0
+    store.check()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_sums_agree_in_any_order(seed: int) -> None:
     rng, store = random.Random(seed), StateStore(5 * SIZE)
     held: list[bytes] = []
+    announced: list[bytes] = []
     for _ in range(300):
         wanted = {digest(rng.randrange(9)): SIZE for _ in range(rng.randrange(1, 4))}
+        if rng.random() < 0.5:
+            announced += wanted
+            for each in wanted:
+                store.announce(each, each[0] % 5)
+        elif announced:
+            store.withdraw(announced.pop(rng.randrange(len(announced))))
         if rng.random() < 0.5 and store.hold(wanted) is not None:
             held += wanted
         if held and rng.random() < 0.4:
