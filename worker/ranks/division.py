@@ -152,7 +152,7 @@ def divide(model: ov.Model, num_ranks: int) -> Division:
     """Divide a model with PagedAttention among ranks. Changes nothing. ConfigurationError if it cannot be divided."""
     divider = _Divider(model, num_ranks)
     division = divider.divide(has_logits=True)
-    _check_share(divider.weights(), num_ranks)
+    _check_share(divider.weights, num_ranks)
     return division
 
 
@@ -160,13 +160,13 @@ def divide_stage(model: ov.Model, head: ov.Model | None, num_ranks: int) -> tupl
     """As `divide`, for the layers of a pipeline stage and for its `head`, which computes logits from hidden states, if
     it has one. Every rank has the hidden states with which the layers begin and end."""
     of_layers = _Divider(model, num_ranks)
-    division, weights = of_layers.divide(has_logits=False), of_layers.weights()
+    division = of_layers.divide(has_logits=False)
     if head is None:
-        _check_share(weights, num_ranks)
+        _check_share(of_layers.weights, num_ranks)
         return division, None
     of_head = _Divider(head, num_ranks)
     division_of_head = of_head.divide(has_logits=True)
-    _check_share(weights + of_head.weights(), num_ranks)
+    _check_share(of_layers.weights + of_head.weights, num_ranks)
     return division, division_of_head
 
 
@@ -206,6 +206,8 @@ class _Divider:
         self._found = _Region(num_ranks, self._constants)
         self._heads: dict[str, Owners] = {}
         self._key_heads: dict[str, Owners] = {}
+        self.weights: list[_Weights] = []
+        """The weights of all products, from when the model is divided."""
 
     def divide(self, *, has_logits: bool) -> Division:
         for node in attentions(self._model):
@@ -216,6 +218,7 @@ class _Divider:
         vocabulary = self._divide_vocabulary() if has_logits else None
         for product in self._closed_products():
             self._divide_columns(product)
+        self.weights = self._weights()
         found = self._found
         sums = sums_of(self._nodes, found.partials)
         return Division(
@@ -228,7 +231,7 @@ class _Divider:
             self._key_heads,
             tuple(sums),
             vocabulary,
-            _whole_share(self.weights()),
+            _whole_share(self.weights),
         )
 
     def _divide_attention(self, node: ov.Node) -> None:
@@ -349,8 +352,7 @@ class _Divider:
             else:
                 closed[name] = all(closed.get(value, False) for value in values)
 
-    def weights(self) -> list[_Weights]:
-        """The weights of all products."""
+    def _weights(self) -> list[_Weights]:
         return [
             _Weights(
                 node.get_friendly_name(),
