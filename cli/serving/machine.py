@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import click
 
-from headrace.cli.serving.placement import WorkerPlace, place_workers
+from headrace.cli.serving.placement import WorkerPlace, place_workers, told_of_sharing
 from headrace.cli.serving.ranks import describe_limits
 from headrace.cli.serving.topology import Core, Topology, read_topology
 from headrace.common.kernel_files import format_list
@@ -85,4 +85,7 @@ def topology(workers: int | None, threads: int | None, tensor_parallel: int | st
     if tensor_parallel == AUTO_RANKS:
         click.echo(f"--tensor-parallel auto chooses by the model's weights: {describe_limits(machine)}")
         return
-    click.echo(describe_plan(place_workers(machine, workers, threads, int(tensor_parallel or 1))))
+    places = place_workers(machine, workers, threads, int(tensor_parallel or 1))
+    click.echo(describe_plan(places))
+    if sharing := told_of_sharing(machine, places):
+        click.echo(f"warning: {sharing}", err=True)

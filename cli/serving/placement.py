@@ -66,6 +66,23 @@ def place_workers(
     return tuple(places) if num_ranks == 1 else _in_groups(places, num_ranks)
 
 
+def told_of_sharing(topology: Topology, places: Sequence[WorkerPlace]) -> str:
+    """A sentence with the remedy if some of a model's workers share a core, or have less than one CPU of a quota. Empty
+    if none do."""
+    num_processes = sum(place.num_ranks for place in places)
+    num_cores = len({cpu for place in places for cpu in place.cpus})
+    if topology.quota_cpus is not None and num_processes > max(1.0, topology.quota_cpus):
+        usable = f"a quota of {topology.quota_cpus:g} CPUs applies here"
+    elif sum(len(place.cpus) for place in places) > num_cores:
+        usable = f"{num_cores} cores are usable here"
+    else:
+        return ""
+    return (
+        f"{len(places)} workers are so many that some share a core and slow one another down, because {usable}; choose "
+        "fewer workers"
+    )
+
+
 def _in_groups(places: Sequence[WorkerPlace], num_ranks: int) -> tuple[WorkerPlace, ...]:
     """Places of workers, each with those of `num_ranks` ranks that follow one another."""
     found = []

@@ -36,7 +36,7 @@ from headrace.cli.serving.model_plans import (
     plan_models,
     with_usual_workers,
 )
-from headrace.cli.serving.placement import WorkerPlace, nodes_with_cores
+from headrace.cli.serving.placement import WorkerPlace, nodes_with_cores, told_of_sharing
 from headrace.cli.serving.plan import ModelPlan, SecurityFiles, ServeOptions, num_stages
 from headrace.cli.serving.ranks import Ranks
 from headrace.cli.serving.running import Serving
@@ -348,7 +348,8 @@ class Run:
         return Ranks(*asked, self.offline, tell, given["pipeline"])
 
     def places(self, ranks: Ranks) -> list[tuple[WorkerPlace, ...]]:
-        """The places of each model's workers. Also logs the nodes that compute nothing. Raises CommandError."""
+        """The places of each model's workers. Also logs that workers share cores, and the nodes that compute nothing.
+        Raises CommandError."""
         machine, given = read_topology(), self.given
         models = [with_usual_workers(model, given) for model in self.settings.models]
         places = checked_places(machine, models, given["prefill_workers"], ranks)
@@ -358,6 +359,8 @@ class Run:
                     "--pipeline is for a model with one worker, because a stage computes for one worker at a time; "
                     "leave out --workers"
                 )
+            if sharing := told_of_sharing(machine, of_model):
+                ranks.tell(sharing)
         if models != list(self.settings.models) and not given["stages"]:
             _tell_of_idle_nodes(machine, places, given["await_stages"] or DEFAULT_AWAIT_STAGES, ranks.tell)
         return places

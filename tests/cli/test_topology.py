@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.cli.serving.machine import describe_machine, describe_plan
-from headrace.cli.serving.placement import WorkerPlace, place_workers
+from headrace.cli.serving.machine import topology as topology_command
+from headrace.cli.serving.placement import WorkerPlace, place_workers, told_of_sharing
+from headrace.cli.serving.serve import serve
 from headrace.cli.serving.topology import read_topology
 from headrace.common.commands import CommandError
 from headrace.common.kernel_files import format_list, parse_list
@@ -179,6 +184,35 @@ def test_threads_that_do_not_fit_are_refused_with_the_most_that_do(tmp_path: Pat
         place_workers(topology, 2, 5)
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "quota", "usable"),
+    [
+        (8, None, ""),
+        (9, None, "because 8 cores are usable here"),
+        (100, None, "because 8 cores are usable here"),
+        (2, 2, ""),
+        (3, 2, "because a quota of 2 CPUs applies here"),
+        (1, 0.5, ""),
+    ],
+)
+def test_workers_that_share_cores_are_told_of_it(
+    tmp_path: Path, num_workers: int, quota: float | None, usable: str
+) -> None:
+    topology = replace(read_topology(two_sockets_with_smt(tmp_path), range(16)), quota_cpus=quota)
+    told = told_of_sharing(topology, place_workers(topology, num_workers))
+    assert usable in told
+    assert bool(told) is bool(usable)
+
+
+@pytest.mark.parametrize("command", [topology_command, serve])
+def test_commands_warn_of_workers_that_share_cores(command: click.Command, cache: Path) -> None:
+    flags = ["--workers", "256", *(["--dry-run"] if command is serve else [])]
+    result = CliRunner().invoke(command, flags)
+    assert result.exit_code == 0, result.output
+    assert "256 workers are so many that some share a core and slow one another down" in result.output
+    assert "slow one another down" not in CliRunner().invoke(command, ["--workers", "1", *flags[2:]]).output
+
+
 @settings(deadline=None)
 @given(workers=st.integers(1, 40), cores=st.integers(1, 24), nodes=st.integers(1, 4))
 def test_every_worker_has_a_core_and_none_is_given_twice_while_there_are_enough(
@@ -192,6 +226,7 @@ def test_every_worker_has_a_core_and_none_is_given_twice_while_there_are_enough(
     given_cpus = [cpu for place in places for cpu in place.cpus]
     if -(-workers // nodes) <= cores:
         assert len(given_cpus) == len(set(given_cpus))
+    assert bool(told_of_sharing(topology, places)) is (len(given_cpus) > len(set(given_cpus)))
 
 
 def test_this_machine_can_be_read() -> None:
