@@ -88,7 +88,8 @@ class Timeline(NamedTuple):
 
 
 def values_s(records: Sequence[Record], metric: str) -> NDArray[np.float64]:
-    """All values of a metric, in seconds, of successful requests."""
+    """All values of a metric, in seconds, of successful requests: f64 `[values]`, which may be more or fewer than the
+    requests."""
     good = [record for record in records if record.succeeded]
     match metric:
         case "ttft":

@@ -110,6 +110,7 @@ class Threads:
         self.images = ThreadPoolExecutor(NUM_IMAGE_THREADS, "images")
 
     def close(self) -> None:
+        """Wait for the work that runs, and drop the work that waits."""
         for executor in (self.tokenizing, self.translating, self.loading, self.images):
             executor.shutdown(cancel_futures=True)
 

@@ -44,7 +44,7 @@ class LimitType(click.ParamType[Limit]):
     name = "[pN:]time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Limit:
-        """The limit."""
+        """The limit. Raises BadParameter."""
         if isinstance(value, Limit):
             return value
         try:
@@ -59,7 +59,7 @@ class Seconds(click.ParamType[float]):
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The seconds."""
+        """The time in seconds. Raises BadParameter."""
         if isinstance(value, float):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)?", str(value).strip())
@@ -74,7 +74,7 @@ class Factor(click.ParamType[float]):
     name = "nx"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
+        """The factor, which is positive. Raises BadParameter."""
         if isinstance(value, float):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*x?", str(value).strip().lower())

@@ -52,7 +52,7 @@ class JsonObject(click.ParamType[dict[str, Any]]):
     name = "json"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        """The object."""
+        """The object. Raises BadParameter if it is not JSON, or not an object."""
         if isinstance(value, dict):
             return value
         try:
@@ -68,7 +68,7 @@ class PositiveOrInf(click.ParamType[float]):
     name = "float|inf"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
+        """The number. Raises BadParameter if it is neither positive nor inf."""
         try:
             number = float(value)
         except ValueError:
@@ -84,7 +84,7 @@ class MetricNames(click.ParamType[tuple[str, ...]]):
     name = "names"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """The names."""
+        """The names. Raises BadParameter if one is no metric."""
         if isinstance(value, tuple):
             return value
         names = tuple(name.strip() for name in str(value).split(","))
@@ -100,7 +100,7 @@ class Percentiles(click.ParamType[tuple[float, ...]]):
     name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """The numbers."""
+        """The percentiles. Raises BadParameter if one is not from 0 to 100."""
         if isinstance(value, tuple):
             return value
         try:
@@ -118,7 +118,7 @@ class Thresholds(click.ParamType[tuple[float, float]]):
     name = "low,high"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
-        """The numbers."""
+        """Both, in milliseconds. Raises BadParameter unless they are positive and rise."""
         if isinstance(value, tuple):
             return value
         try:

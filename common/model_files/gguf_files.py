@@ -60,8 +60,8 @@ def metadata_of(reader: Any) -> dict[str, Any]:
 
 
 def halves_of_pairs(rows: int, head_size: int, rotated: int | None = None) -> npt.NDArray[Any]:
-    """The order of rows that puts the first numbers of all rotated pairs of a head before the second ones. The first
-    `rotated` numbers of a head are in pairs, or all of them."""
+    """The order of rows, i64 `[rows]`, that puts the first numbers of all rotated pairs of a head before the second
+    ones. The first `rotated` numbers of a head are in pairs, or all of them."""
     order = np.arange(rows).reshape(-1, head_size)
     pairs = order[:, :rotated].reshape(len(order), -1, 2)
     order[:, :rotated] = pairs.swapaxes(1, 2).reshape(len(order), -1)

@@ -77,7 +77,8 @@ class ImageFamily(Protocol):
     """The images of one model. Immutable; any thread may call it."""
 
     @property
-    def image_token_id(self) -> int: ...
+    def image_token_id(self) -> int:
+        """The token that the model has in place of each vector of an image."""
 
     @property
     def placeholder(self) -> str:
@@ -126,6 +127,7 @@ class UsualFamily:
 
     @property
     def placeholder_token_id(self: ImageFamily) -> int:
+        """The image token itself."""
         return self.image_token_id
 
     def settings(self, detail: Detail) -> bytes:

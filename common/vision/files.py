@@ -30,6 +30,7 @@ class Fields:
         return self._content.get(name) is not None
 
     def error(self, name: str, problem: str) -> FamilyError:
+        """The error to raise for a field with a problem, which continues the sentence after the field's name."""
         return FamilyError(f"{self._source}: {name} {problem}")
 
     def part(self, name: str) -> Fields:
@@ -53,10 +54,12 @@ class Fields:
         return Fields(f"{self._source}: {name}", default if value is None else value)
 
     def text(self, name: str, default: str) -> str:
+        """A text. Raises `FamilyError` if the field is of another type."""
         found = self._typed(name, str, "is no text")
         return default if found is None else found
 
     def flag(self, name: str, default: bool) -> bool:
+        """True or false. Raises `FamilyError` if the field is of another type."""
         found = self._typed(name, bool, "is neither true nor false")
         return default if found is None else found
 
@@ -85,6 +88,7 @@ class Fields:
             raise self.error("resample", f"is {json.dumps(value)}, which is no method of Pillow's") from None
 
     def number(self, name: str, default: float) -> float:
+        """A number. Raises `FamilyError` if the field is of another type."""
         value = self._content.get(name)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -92,7 +96,7 @@ class Fields:
         return float(value)
 
     def numbers(self, name: str, default: Sequence[float]) -> tuple[float, ...]:
-        """One number for each of the three channels."""
+        """One number for each of the three channels. Raises `FamilyError` unless the field is a number or three."""
         value = self._content.get(name)
         value = default if value is None else value
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -102,6 +106,7 @@ class Fields:
         return tuple(map(float, value))
 
     def pairs(self, name: str, default: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Pairs of positive whole numbers. Raises `FamilyError` if the field is no list of such pairs."""
         value = self._content.get(name)
         if value is None:
             return tuple(default)

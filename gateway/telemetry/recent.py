@@ -66,7 +66,8 @@ class Figures:
     num_first_tokens: int = 0
 
     def first_token(self, ms: float) -> None:
-        """Keep a time to a first token."""
+        """Count an answer's first token, which came after so many milliseconds. The last `MAX_SAMPLES` of the times are
+        kept."""
         if len(self.ttft_ms) < MAX_SAMPLES:
             self.ttft_ms.append(ms)
         else:

@@ -69,7 +69,8 @@ def members_with(request: RoutedRequest, members: Members) -> Members:
 
 
 def adapter_ms(request: RoutedRequest, members: Members) -> Values | None:
-    """Expected time to read the request's adapter into memory at each worker; None without an adapter."""
+    """Expected milliseconds to read the request's adapter into memory, f64 `[members]`: 0 where it is there already.
+    None without an adapter."""
     if not request.adapter:
         return None
     adapters = [link.adapters.find(request.adapter) for link, _ in members.links]

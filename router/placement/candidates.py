@@ -155,7 +155,7 @@ class CandidateTable:
         values[:, slot] = candidate.columns()
 
     def at(self, slots: Places) -> Columns[Values]:
-        """A copy of the columns at these slots, in this order."""
+        """A copy of the columns at these slots, in this order: each f64 `[slots]`."""
         while self._changed:
             slot, candidate = self._changed.popitem()
             self.put(slot, candidate())

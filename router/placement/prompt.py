@@ -58,7 +58,7 @@ class Prompt:
 
     @functools.cached_property
     def image_places(self) -> Places:
-        """The places of image tokens, rising."""
+        """The places of image tokens, rising: `[image tokens]`."""
         return np.flatnonzero(np.frombuffer(self.tokens, np.uint32) >= FIRST_PSEUDO_TOKEN)
 
     def hashes(self, root: int, block_size: int, behind: Sequence[int] = ()) -> list[int]:

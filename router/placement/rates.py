@@ -36,7 +36,7 @@ class Priors(msgspec.Struct, frozen=True, gc=False):
 
 
 def believed_rates(columns: Columns[Values], priors: Priors) -> tuple[Values, Values]:
-    """The assumed rates of each candidate: its prefill tokens per second, and its milliseconds per decode step.
+    """The assumed rates, each f64 `[candidates]`: prefill tokens per second, and milliseconds per decode step.
 
     Learned rates depend more on a worker's recent prompts than on its host: they differ fourfold among equal hosts. So,
     on a logarithmic scale, a worker's own rate counts one tenth and the median of all workers nine tenths. A worker

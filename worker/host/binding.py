@@ -65,7 +65,7 @@ def rank_message(rank: RankReport) -> worker_pb2.Rank:
 
 
 def rank_of(message: worker_pb2.Rank) -> RankReport:
-    """The rank of which a message tells."""
+    """The opposite of `rank_message`."""
     node = message.numa_node if message.HasField("numa_node") else None
     return RankReport(parse_list(message.cpus), node, message.step_seconds, message.wait_seconds)
 

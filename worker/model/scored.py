@@ -45,7 +45,7 @@ def padded_tables(tables: IntArray | None, num_tokens: int, block: int) -> IntAr
 
 
 def score_windows(scored: Sequence[Scored], num_sequences: int) -> IntArray:
-    """For each sequence, how many of its last queries are scored; at least one."""
+    """How many of the last queries of each sequence are scored, at least one: i32 `[sequences]`."""
     windows = np.ones(num_sequences, np.int32)
     for one in scored:
         windows[one.sequence] = one.num_queries

@@ -120,7 +120,8 @@ class ImageRows:
                     self._later_shifts.append((row + first - past, row + num_tokens, image.grid.shift))
 
     def shifted(self, past_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The number of tokens before each sequence, with the shifts of sequences that begin after images."""
+        """The number of tokens before each sequence, i32 `[sequences]`, with the shifts of sequences that begin after
+        images. The given array does not change."""
         if not self._shifts:
             return past_lens
         past_lens = past_lens.copy()

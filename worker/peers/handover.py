@@ -139,8 +139,9 @@ class Handover:
             await end_tasks(too_late)
 
     async def wait(self, num_routers: Callable[[], int], timeout_s: float | None) -> None:
-        """Wait until the blocks are handed over, at most `timeout_s`. Does not wait without blocks, or if none of the
-        routers knows another worker. Waits for a router again after a handover that broke off."""
+        """Wait until the blocks are handed over, for at most `timeout_s` and `MAX_HANDOVER_S` seconds. Does not wait
+        without blocks, or if none of the routers knows another worker. Waits for a router again after a handover that
+        broke off."""
         if not self._most or not self._kv_cache.num_cached_blocks:
             return
         drain, loop = self._drain, asyncio.get_running_loop()

@@ -61,7 +61,7 @@ def has_one_owner(owners: Owners) -> bool:
 
 
 def positions_of(owners: Owners, rank: int) -> npt.NDArray[np.int64]:
-    """The positions that a rank has, in order."""
+    """The positions that a rank has, rising: i64 `[positions]`."""
     return np.flatnonzero(owners & (1 << rank)).astype(np.int64)
 
 

@@ -64,7 +64,8 @@ class BlockCalls:
             await abort(context, error)
 
     async def wait(self, timeout_s: float | None) -> None:
-        """Wait until the blocks of this draining worker are handed over, at most `timeout_s`."""
+        """Wait until the blocks of this draining worker are handed over, for at most `timeout_s` seconds; see
+        `Handover.wait`."""
         if self._found is not None:
             await self._found.wait(lambda: self._hub.num_routers, timeout_s)
 

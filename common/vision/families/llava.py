@@ -27,6 +27,7 @@ class Llava(UsualFamily):
 
     @classmethod
     def read(cls, files: ModelFiles) -> Llava:
+        """The family of a model with these files. Raises `FamilyError` if they say what is not supported."""
         size = OneSize.read(files.preprocessor, "CLIPImageProcessor")
         return cls(
             image_token_id=files.image_token_id(32000),
@@ -36,12 +37,15 @@ class Llava(UsualFamily):
 
     @property
     def reserved_token_ids(self) -> frozenset[int]:
+        """The image token."""
         return frozenset({self.image_token_id})
 
     def settings(self, detail: Detail) -> bytes:
+        """The settings: all fields. Images are read in one way only."""
         return canonical(self)
 
     def layout(self, width: int, height: int, detail: Detail) -> ImageLayout:
+        """See `ImageFamily`. Images of all sizes have the same number of tokens."""
         return ImageLayout(
             width=width,
             height=height,

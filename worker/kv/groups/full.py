@@ -92,7 +92,8 @@ class FullAttention:
 
         If an older block has the same content, the request switches to that one and releases its own. So a request
         always holds the predecessors of its findable blocks, as BlockPool requires. After a hash collision, neither the
-        block nor any later one becomes findable. Must not be called while a step is computed.
+        block nor any later one becomes findable. Must not be called while a step is computed. Returns the blocks that
+        the request has switched.
         """
         exchanges = []
         for index in range(request.num_findable_blocks, request.num_computed_tokens // self.block_size):
