@@ -94,11 +94,6 @@ class BlockSource:
         self._part_contents = part_contents
         self._num_running = 0
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether other workers fetch blocks now."""
-        return self._num_running > 0
-
     async def send(self, request: worker_pb2.FetchBlocksRequest) -> _Responses:
         """Answer FetchBlocks: the blocks with the wanted hashes, up to the first that is missing. StatusError if the
         caller's blocks have another layout, or too many fetch at the same time."""
