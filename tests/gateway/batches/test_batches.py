@@ -235,6 +235,8 @@ async def test_a_file_with_wrong_lines_fails_as_a_whole_and_names_each(client: o
     done = await ended(client, await start(client, content + b"{not json\n\xff\xff\n\n"))
     assert (done.status, done.output_file_id, done.error_file_id) == ("failed", None, None)
     assert done.failed_at is not None
+    with pytest.raises(openai.ConflictError, match="the batch is failed"):
+        await client.batches.cancel(done.id)
     found = [(error.line, error.code, error.param) for error in done.errors.data]
     assert found == [
         (2, "duplicate_custom_id", "custom_id"),
@@ -313,6 +315,27 @@ async def test_a_batch_that_is_cancelled_keeps_what_it_has(client: openai.AsyncO
     assert (await client.batches.cancel(batch.id)).status == "cancelled"
     async with asyncio.timeout(patience(20)):
         await slow.result().cancelled.wait()
+
+
+async def test_a_batch_is_cancelled_while_its_file_is_checked(
+    client: openai.AsyncOpenAI, router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router.reset()
+    checks, may_check = runner.BatchRunner._check, asyncio.Event()
+
+    async def check_later(*args: Any) -> None:
+        await may_check.wait()
+        await checks(*args)
+
+    monkeypatch.setattr(runner.BatchRunner, "_check", check_later)
+    batch = await start(client, jsonl(line("a")))
+    assert batch.status == "validating"
+    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    may_check.set()
+    done = await ended(client, batch)
+    assert (done.status, done.output_file_id, done.error_file_id) == ("cancelled", None, None)
+    assert done.request_counts.completed == 0
+    assert not router.streams
 
 
 async def test_a_batch_whose_time_is_over_says_so_for_each_line(

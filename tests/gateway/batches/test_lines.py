@@ -44,6 +44,15 @@ def test_a_line_that_is_too_long_is_named_and_not_kept(size: int) -> None:
     assert [(error.code, error.line) for error in last.errors] == [("line_too_long", 2)]
 
 
+def test_files_of_windows() -> None:
+    """Line ends of two characters are white space. A byte order mark is named as the cause."""
+    content = b"\r\n".join([row("a"), b"", row("b"), b""])
+    assert numbers(content) == [1, 3]
+    (error,) = check_lines([b"\xef\xbb\xbf" + content], URL, 1000, 1000).errors
+    assert (error.code, error.line) == ("invalid_json_line", 1)
+    assert error.message.endswith("it begins with a byte order mark")
+
+
 def test_lines_are_grouped_by_ever_longer_beginnings_and_else_stay_in_order() -> None:
     rng = random.Random(1)
     # Two tables of 3,000 characters, under each of them two questions of 600, and lines of their own.

@@ -53,6 +53,12 @@ ODD: list[tuple[str, str, dict[str, Any]]] = [
     *[("grammar_lazy", path, {"grammar_lazy": 0}) for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, KSERVE)],
     *[("typical_p", path, {"typical_p": True}) for path in (CHAT, COMPLETIONS)],
     *[("mirostat", path, {"mirostat": False}) for path in (CHAT, COMPLETIONS)],
+    # Neither is a text or a list.
+    *[("xtc_probability", path, {"xtc_probability": "NaN"}) for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)],
+    *[("dry_multiplier", path, {"dry_multiplier": "1"}) for path in (CHAT, COMPLETIONS)],
+    *[("dynatemp_range", path, {"dynatemp_range": [0.5]}) for path in (CHAT, COMPLETIONS)],
+    *[("mirostat_tau", path, {"mirostat_tau": {}}) for path in (CHAT, COMPLETIONS)],
+    *[("dry_allowed_length", path, {"dry_allowed_length": 1.5}) for path in (CHAT, COMPLETIONS)],
     *[("return_hidden_states", path, {"return_hidden_states": 0}) for path in (CHAT, COMPLETIONS)],
     ("options.typical_p", OLLAMA, {"options": {"typical_p": True}}),
     ("options.mirostat", OLLAMA, {"options": {"mirostat": False}}),

@@ -179,10 +179,19 @@ CASES: list[dict[str, Any]] = [
     {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.3, "dynatemp_range": 0.3},
     {"samplers": ("top_k", "typical_p", "top_p", "min_p", "xtc", "temperature"), "top_k": 30, "typical_p": 0.9,
      "top_p": 0.9, "min_p": 0.01, "xtc_probability": 0.5, "xtc_threshold": 0.08, "temperature": 1.4},
+    # The ends of the ranges.
+    {"typical_p": 0.0},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+    {"dynatemp_range": 2.0, "temperature": 0.0},
+    {"dynatemp_range": 0.5, "dynatemp_exponent": 0.0},
+    {"dynatemp_range": 2.0, "dynatemp_exponent": 100.0, "temperature": 2.0},
+    {"mirostat": 2, "mirostat_tau": 0.0, "mirostat_eta": 0.0},
+    {"mirostat": 2, "mirostat_tau": 100.0, "mirostat_eta": 10.0},
+    {"mirostat": 1, "mirostat_tau": 100.0, "mirostat_eta": 10.0},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", CASES, ids=lambda fields: "+".join(fields))
+@pytest.mark.parametrize("fields", CASES, ids=lambda fields: "+".join(f"{name}={fields[name]}" for name in fields))
 def test_each_draw_is_that_of_the_definition(fields: dict[str, Any]) -> None:
     sampling, rng = params(**fields), np.random.default_rng(3)
     for _ in range(300):
@@ -214,6 +223,18 @@ def test_dry_by_hand() -> None:
     assert dry_of([1, 2, 3, 4, 9, 1, 2, 3], dry_penalty_last_n=4) == {}
     # Repeated 5s: at lag 1 the last three repeat the three before, and so on; the longest counts.
     assert dry_of([5, 5, 5, 5]) == {5: 2.0}
+
+
+def test_dry_at_the_ends_of_its_ranges() -> None:
+    tokens = [1, 2, 3, 4, 9, 1, 2, 3]
+    assert dry_of(tokens, dry_base=1.0) == {4: 1.0}, "the length does not count"
+    assert dry_of(tokens, dry_multiplier=100.0, dry_base=100.0) == {4: 10_000.0}
+    assert dry_of(tokens, dry_allowed_length=2**31 - 1) == {}
+    assert dry_of(tokens, dry_penalty_last_n=2**31 - 1) == {4: 2.0}
+    assert not params(dry_multiplier=1.0, dry_penalty_last_n=0).has_dry
+    far = dry_of([7] * 500, dry_multiplier=100.0, dry_base=100.0)
+    assert far.keys() == {7}
+    assert math.isfinite(far[7]), "a penalty without bound would make the logits of all others no numbers"
 
 
 def test_dry_begins_anew_at_a_breaker() -> None:
