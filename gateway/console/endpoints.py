@@ -1,6 +1,7 @@
 """The web console: a page at / with a chat and the fleet, and the figures for it.
 
-The files are in `console/page`, read once and served unchanged; nothing is loaded from other hosts. The page uses the
+The files are in `console/page`, read once and served unchanged. The styles and the script of the theme are inside of
+the page, so that a browser paints it without asking for more. Nothing is loaded from other hosts. The page uses the
 public API, GET /console/fields (the sampling fields, from the table that the checks follow) and GET /console/fleet. The
 answers of these two may change with the page.
 """
@@ -8,13 +9,15 @@ answers of these two may change with the page.
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import hashlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from headrace.common.version import headrace_version
@@ -43,17 +46,17 @@ _CONTENT_TYPES = {
     ".js": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
-_POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 _FILE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"vary", b"accept-encoding"),
-    (b"content-security-policy", _POLICY),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 )
+INSIDE = {
+    "theme.js": b'<script src="console/theme.js"></script>',
+    "style.css": b'<link rel="stylesheet" href="console/style.css">',
+}
+"""The files that are inside of the page as it is served, and what names them in its source."""
 _COUNTS = ("max_tokens", "min_tokens")
 _LISTS = ("stop", "samplers", "dry_sequence_breakers")
 """Sampling fields that are not numbers: the page sends lists of texts for them."""
@@ -66,7 +69,11 @@ _MAX_KEPT_TIMES = 256
 def endpoints(services: Services) -> Sequence[Endpoint]:
     """The endpoints GET / and /console/... The files of the console need no API key. The data that it shows do."""
     figures = _Figures(FleetView(services.upstream), services.metrics.recent, services.models)
-    files = [file_of(path) for path in sorted(FILES.iterdir()) if path.suffix in _CONTENT_TYPES]
+    kept = {"index.html", *INSIDE}
+    files = [
+        file_of(path) for path in sorted(FILES.iterdir()) if path.suffix in _CONTENT_TYPES and path.name not in kept
+    ]
+    files.append(page(FILES))
     files.append(_File("/console/fields", b"application/json", encode(sampling_fields())))
     return [
         Endpoint("GET", "/console/fleet", "fleet", figures.answer),
@@ -75,20 +82,24 @@ def endpoints(services: Services) -> Sequence[Endpoint]:
 
 
 class _File:
-    """A static file, compressed once. Browsers cache it and ask each time whether it has changed."""
+    """A static file, compressed once. Browsers cache it and ask each time whether it has changed. `inside` are the
+    scripts and styles in it, which its policy allows beside those in files of their own."""
 
-    def __init__(self, url_path: str, content_type: bytes, content: bytes) -> None:
+    def __init__(
+        self, url_path: str, content_type: bytes, content: bytes, inside: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
         self.url_path = url_path
         self._plain = content
         self._compressed = gzip.compress(self._plain, mtime=0)
         self._content_type = content_type
         self._digest = hashlib.sha256(self._plain).hexdigest()[:24].encode()
+        self._policy = _policy(inside)
 
     async def answer(self, exchange: Exchange) -> None:
         asked = dict(exchange.scope["headers"])
         compressed = b"gzip" in asked.get(b"accept-encoding", b"")
         etag = b'"%s%s"' % (self._digest, b"-gzip" if compressed else b"")
-        headers = [(b"etag", etag), *_FILE_HEADERS]
+        headers = [(b"etag", etag), (b"content-security-policy", self._policy), *_FILE_HEADERS]
         if compressed:
             headers.append((b"content-encoding", b"gzip"))
         body = self._compressed if compressed else self._plain
@@ -100,9 +111,34 @@ class _File:
 
 
 def file_of(path: Path) -> _File:
-    """A file of the page."""
-    url_path = "/" if path.name == "index.html" else f"/console/{path.name}"
-    return _File(url_path, _CONTENT_TYPES[path.suffix], path.read_bytes())
+    """A file that the page loads."""
+    return _File(f"/console/{path.name}", _CONTENT_TYPES[path.suffix], path.read_bytes())
+
+
+def page(folder: Path) -> _File:
+    """The page itself, with the files of `INSIDE` in it."""
+    content = (folder / "index.html").read_bytes()
+    inside = {}
+    for name, mark in INSIDE.items():
+        tag = "script" if name.endswith(".js") else "style"
+        inside[tag] = (folder / name).read_bytes()
+        assert content.count(mark) == 1, f"the page names {name} once"
+        content = content.replace(mark, b"<%s>%s</%s>" % (tag.encode(), inside[tag], tag.encode()))
+    return _File("/", _CONTENT_TYPES[".html"], content, inside)
+
+
+def _policy(inside: Mapping[str, bytes]) -> bytes:
+    """The content security policy of a file with this script and these styles inside."""
+
+    def allowed(tag: str) -> bytes:
+        if tag not in inside:
+            return b"'self'"
+        return b"'self' 'sha256-%s'" % base64.b64encode(hashlib.sha256(inside[tag]).digest())
+
+    return (
+        b"default-src 'none'; script-src %s; style-src %s; img-src 'self' data:; connect-src 'self'; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'" % (allowed("script"), allowed("style"))
+    )
 
 
 class FleetView:

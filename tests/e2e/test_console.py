@@ -471,7 +471,7 @@ def test_what_is_seldom_needed_is_loaded_when_it_is(page: Browser, served: Serve
     page.open(served.base_url + "/")
     is_ready(page)
     first = {url.rpartition("/")[2] for url in page.requests()}
-    assert {"app.js", "chat.js", "style.css"} <= first
+    assert {"app.js", "chat.js"} <= first
     assert not first & {"fleet.js", "charts.js", "highlight.js", "math.js", "katex.min.js", "transfer.js"}
     page.run("const { render } = await import('/console/markdown.js'); render(document.createElement('div'), 'a $x$')")
     page.until("return globalThis.katex !== undefined")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import hashlib
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.console.endpoints import FILES, FleetView, host_of, sampling_value, worker_value
+from headrace.gateway.console.endpoints import FILES, INSIDE, FleetView, host_of, sampling_value, worker_value
 from headrace.gateway.telemetry.recent import RANGES
 from headrace.protos.inference_pb2 import SamplingParams
 from headrace.protos.router_pb2 import WORKER_STATE_READY, WORKER_STATE_SUSPECT, WorkerInfo
@@ -25,7 +26,7 @@ from tests.patience import patience
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NAMES = sorted(path.name for path in FILES.iterdir())
-PATHS = ["/" if name == "index.html" else f"/console/{name}" for name in NAMES]
+PATHS = ["/" if name == "index.html" else f"/console/{name}" for name in NAMES if name not in INSIDE]
 WORKER = WorkerInfo(
     worker_id="w0",
     address="10.0.0.7:50061",
@@ -85,12 +86,26 @@ async def test_files_come_with_a_strict_policy_and_are_asked_for_again_only_by_t
     assert answer.headers["x-content-type-options"] == "nosniff"
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'"
-    assert {policy["script-src"], policy["style-src"], policy["connect-src"]} == {"'self'"}
+    assert policy["connect-src"] == "'self'"
+    for source in ("script-src", "style-src"):
+        assert re.fullmatch(r"'self' 'sha256-[\w+/]{43}='" if path == "/" else "'self'", policy[source])
     assert "unsafe" not in answer.headers["content-security-policy"]
     again = await gateway.http.get(path, headers={"If-None-Match": answer.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     other = await gateway.http.get(path, headers={"If-None-Match": '"another"'})
     assert other.status_code == 200
+
+
+async def test_what_a_browser_needs_to_paint_is_inside_of_the_page(gateway: Any) -> None:
+    answer = await gateway.http.get("/")
+    before_paint = answer.text.partition("<body>")[0]
+    for name, tag in (("theme.js", "script"), ("style.css", "style")):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", before_paint, re.DOTALL)
+        assert content == (FILES / name).read_text()
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'self' 'sha256-{digest}';" in answer.headers["content-security-policy"]
+        assert (await gateway.http.get(f"/console/{name}")).status_code == 404
+    assert not re.search(r'rel="stylesheet"|<script src=', before_paint), "it waits for no other file"
 
 
 @pytest.mark.parametrize("path", PATHS)
