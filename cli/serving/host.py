@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from headrace.cli.hosting.created import CreatedFiles
+from headrace.cli.hosting.created import Created, CreatedFiles, CreatedRecord
 from headrace.cli.hosting.memory import private_bytes
 from headrace.cli.hosting.planner import ModelView, Rules, State, WorkerView, decide
 from headrace.cli.hosting.settings import ModelRules
@@ -107,6 +107,7 @@ class ModelHost:
     it is, and the number of its first worker. It may take long and raise CommandError. `files_of` has the files of a
     model that a client creates of a GGUF file. `aliases` are other names of models and `shadows` the models that get
     copies of their requests, in the form that gateways read; `created_aliases` are those that clients have given.
+    `record` keeps what clients create for the next start; without it, that is forgotten with the host.
     """
 
     plans: Sequence[ModelPlan]
@@ -121,6 +122,7 @@ class ModelHost:
     files_of: Callable[[str], CreatedFiles] = CreatedFiles
     aliases: dict[str, str] = field(default_factory=dict)
     shadows: dict[str, str] = field(default_factory=dict)
+    record: CreatedRecord | None = None
     created_aliases: set[str] = field(init=False, default_factory=set)
     models: dict[str, HostedModel] = field(init=False)
     _fleet: Fleet | None = field(init=False, default=None)
@@ -188,6 +190,63 @@ class ModelHost:
                 files.release()
                 raise
             self.models[name].created = files
+            self._write_record()
+
+    async def restore(self) -> None:
+        """Add what clients had created when the record was last written. Models are not loaded. One that cannot be
+        served now stays in the record; one that has no name is left out, because nobody could name it."""
+        record, plan_named = self.record, self.plan_named
+        if record is None:
+            return
+        assert plan_named is not None, "this host has models of its own only"
+        try:
+            found = await asyncio.to_thread(record.read)
+        except (OSError, ValueError) as error:
+            self.log(f"what clients had created is not known: {error}")
+            return
+        kept_models: dict[str, str] = {}
+        for name, cached in found.models.items():
+            if name not in found.aliases.values():
+                remedy = f"headrace models rm {cached} removes it"
+                self.log(f"{name}, which a client created, has no name any more; {remedy}")
+                continue
+            files = self.files_of(f"{cached}.gguf")
+
+            def planned(first: int, name: str = name, cached: str = cached, files: CreatedFiles = files) -> ModelPlan:
+                files.hold()
+                return plan_named(name, cached, first)
+
+            try:
+                await self.add(name, planned)
+            except CommandError as error:
+                files.release()
+                kept_models[name] = cached
+                self.log(f"{name}, which a client created, is not served: {error.message}")
+            else:
+                self.models[name].created = files
+        kept_aliases = self._restore_aliases(found.aliases)
+        record.keep(Created(kept_models, kept_aliases))
+        self._write_record()
+
+    def _restore_aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
+        """Add these aliases. Returns those that cannot be added now."""
+        left = {}
+        for alias, model in aliases.items():
+            try:
+                self._take_alias(alias, model, "", by_client=True)
+            except (ValueError, OperatorsOwnError) as error:
+                self.log(f"{alias}, which a client named, is not served: {error}")
+                left[alias] = model
+        return left
+
+    def _write_record(self) -> None:
+        if self.record is None:
+            return
+        models = {name: model.created.name for name, model in self.models.items() if model.created is not None}
+        try:
+            self.record.write(Created(models, {alias: self.aliases[alias] for alias in self.created_aliases}))
+        except OSError as error:
+            self.log(f"what clients create is not kept for the next start: {error}")
 
     async def remove_created(self, name: str) -> None:
         """Remove a model that a client has created, after its requests have ended, and its files. It is carried out
@@ -211,6 +270,7 @@ class ModelHost:
             is_gone = False
         else:
             is_gone = await asyncio.to_thread(files.remove)
+        self._write_record()
         left = "" if is_gone else f"; {model.plan.directory} stays, because others use it"
         self.log(f"{model.name} is removed, as a client wants{left}")
 
@@ -325,6 +385,10 @@ class ModelHost:
     def set_alias(self, alias: str, models: str, shadow: str, *, by_client: bool = False) -> None:
         """Add or change another name of models, or remove it if `models` is empty. Raises ValueError, and
         OperatorsOwnError if a client wants to change an alias that no client has given."""
+        self._take_alias(alias, models, shadow, by_client=by_client)
+        self._write_record()
+
+    def _take_alias(self, alias: str, models: str, shadow: str, *, by_client: bool) -> None:
         if by_client and alias in self.aliases and alias not in self.created_aliases:
             if (models, shadow) == (self.aliases[alias], ""):
                 return
@@ -333,12 +397,14 @@ class ModelHost:
             raise ValueError(f"{alias!r} is the name of a model")
         aliases = {**self.aliases, alias: models}
         shadows = {**self.shadows, alias: shadow}
-        found = parse_aliases(
+        parse_aliases(
             [f"{name}={value}" for name, value in aliases.items() if value],
             [f"{name}={value}" for name, value in shadows.items() if value],
         )
+        # Others may stand for models that are gone.
+        own = parse_aliases([f"{alias}={models}"] if models else [], [f"{alias}={shadow}"] if shadow else [])
         served = {name for name, model in self.models.items() if not model.is_removed}
-        if unknown := sorted(set(found.models) - served):
+        if unknown := sorted(set(own.models) - served):
             raise ValueError(f"this host has no model {unknown[0]!r}; there is {', '.join(sorted(served))}")
         self.aliases = {name: value for name, value in aliases.items() if value}
         self.shadows = {name: value for name, value in shadows.items() if value}

@@ -107,6 +107,7 @@ class ServeOptions:
     cors_origins: tuple[str, ...] = ()
     redis_url: str | None = None
     batch_store: str | None = None
+    created_record: Path | None = None
     log_level: str | None = None
     log_format: str | None = None
     otlp_endpoint: str | None = None

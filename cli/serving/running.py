@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.cli.fleet.http_probe import http_status
 from headrace.cli.fleet.run_state import RunState, ServeRecord, own_start_ticks
+from headrace.cli.hosting.created import CreatedRecord
 from headrace.cli.hosting.finding import find_model
 from headrace.cli.hosting.planner import State
 from headrace.cli.hosting.settings import ModelSettings
@@ -76,6 +77,7 @@ class Serving:
             plan_named=self._plan_named,
             aliases=dict(text.split("=", 1) for text in options.aliases),
             shadows=dict(text.split("=", 1) for text in options.shadows),
+            record=None if options.created_record is None else CreatedRecord(options.created_record),
         )
         self.state = RunState(options.port)
         self._recording = Recording(lambda: self.state.write(self._record()), lambda line: self.log.line("serve", line))
@@ -121,7 +123,8 @@ class Serving:
         await asyncio.sleep(0)  # the workers start first, because they take longest
         self.supervisor.add(front_specs(self.options, sys.executable))
         try:
-            if self._is_one and not self.options.has_rules:
+            await self.host.restore()
+            if self._is_one and not self.options.has_rules and not self.host.created_aliases:
                 # Until a single model is ready, there are no calls. Importing gRPC earlier would only take CPU from its
                 # worker.
                 await self._announced.wait()

@@ -396,6 +396,7 @@ class Run:
                 shadows=shadows,
                 has_rules=self.file is not None or any(plan.rules != ModelRules() for plan in plans),
                 batch_store=batch_store_of(given.pop("batch_store"), port),
+                created_record=created_record_of(self.where.port) if given.get("ollama_manage") else None,
                 worker={flag.option: given.pop(flag.option) for flag in WORKER_FLAGS},
                 **given,
             )
@@ -427,9 +428,18 @@ def batch_store_of(given: str | None, port: int) -> str | None:
     if given is not None:
         is_place = "://" in given or given == "none"
         return None if given == "none" else given if is_place else str(Path(given).absolute())
+    return str(_data_directory() / "batches" / str(port))
+
+
+def created_record_of(port: int) -> Path | None:
+    """The file in which the server of a port keeps what clients create, for its next start. None if it takes any free
+    port, because no later server is the same one."""
+    return _data_directory() / "created" / f"{port}.json" if port else None
+
+
+def _data_directory() -> Path:
     data = os.environ.get("XDG_DATA_HOME")
-    home = Path(data) if data else Path("~/.local/share").expanduser()
-    return str(home / "headrace" / "batches" / str(port))
+    return (Path(data) if data else Path("~/.local/share").expanduser()) / "headrace"
 
 
 def checked_places(

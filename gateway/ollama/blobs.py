@@ -91,8 +91,8 @@ class Blobs:
     def laid_out(self, name: str, files: Mapping[str, str]) -> Iterator[Path]:
         """Context manager: the GGUF file that these files are, by name and digest, as the host reads it; of one in
         pieces, the first. Raises `StatusError`."""
-        where = {file: self._path(digest, f"files[{file[:64]!r}]") for file, digest in files.items()}
-        names = _names(_safe(name, where), files)
+        where = self._where(files)
+        names = _names(f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{self.content_of(files)}", files)
         for file, path in where.items():
             _check(file, path)
         with contextlib.ExitStack() as stack:
@@ -104,6 +104,14 @@ class Blobs:
                 os.link(path, link)
                 stack.callback(link.unlink, missing_ok=True)
             yield links / min(names.values())
+
+    def content_of(self, files: Mapping[str, str]) -> str:
+        """A short digest of all files: no other content has the same. Raises `StatusError`."""
+        names = sorted(path.name for path in self._where(files).values())
+        return hashlib.sha256("".join(names).encode()).hexdigest()[:12]
+
+    def _where(self, files: Mapping[str, str]) -> dict[str, Path]:
+        return {file: self._path(digest, f"files[{file[:64]!r}]") for file, digest in files.items()}
 
     def forget(self, files: Mapping[str, str]) -> None:
         """Remove files from which a model was made."""
@@ -136,12 +144,6 @@ def too_many_bytes(num_bytes: int) -> HttpError:
     remedy = "ask the operator for headrace models load FILE, or for a larger --ollama-blobs-gb"
     problem = f"there is room for {num_bytes} bytes of uploads here; {remedy}"
     return HttpError(413, "file_too_large", problem, [(b"connection", b"close")])
-
-
-def _safe(name: str, where: Mapping[str, Path]) -> str:
-    """A name of the host's cache for the model: no other content gets the same."""
-    content = hashlib.sha256("".join(sorted(path.name for path in where.values())).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{content[:12]}"
 
 
 def _names(stem: str, files: Mapping[str, str]) -> dict[str, str]:

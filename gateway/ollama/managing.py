@@ -1,8 +1,10 @@
 """Changes that clients of Ollama may make to a host's models, if the operator allows them (`--ollama-manage`).
 
     copy, create       another name for a model: an alias of the host
-    create from files  a model of a GGUF file that was uploaded, if there is a folder for uploads (--ollama-blobs)
-    delete             takes such a name away, or removes such a model with its files; what operators have named stays
+    create from files  a model of a GGUF file that was uploaded, if there is a folder for uploads (--ollama-blobs), and
+                       an alias of it. Its own name is not shown, so that its aliases are all alike
+    delete             takes such a name away, and removes such a model with its files if it was the last name; what
+                       operators have named stays
     keep_alive         unloads a model that requests load: with 0 after the answer, otherwise when no request has used
                        it for so long
 
@@ -80,7 +82,8 @@ class Managing:
             raise StatusError(Reason.PERMISSION_DENIED, problem)
 
     async def name(self, source: str, source_field: str, name: str, name_field: str) -> None:
-        """Give a model another name. Both names are the caller's, in these fields. Raises `StatusError`."""
+        """Give a model another name, which may be one that a client has given to another model. Both names are the
+        caller's, in these fields. Raises `StatusError`."""
         alias = _new_name(name, name_field)
         self._host.check_address()
         _check_key(alias, name_field)
@@ -89,9 +92,34 @@ class Managing:
         if model is None:
             problem = f"{source_field}: there is no model '{source[:64]}' here"
             raise StatusError(Reason.MODEL_NOT_FOUND, problem, field=source_field)
-        if alias in self._host.models or dict(self._aliases.items()).get(alias, model) != model:
+        if alias in self._host.models:
             raise _is_taken(alias, name_field)
-        await self._host.set_alias(alias, model)
+        await self._point(alias, model, name_field)
+
+    async def _point(self, alias: str, model: str, field: str) -> None:
+        """Let a name, of this field of the caller, stand for a model. Raises `StatusError`."""
+        before = dict(self._aliases.items()).get(alias, model)
+        with _in_field(field):
+            await self._host.set_alias(alias, model)
+        if before != model:
+            await self._drop(before)
+
+    async def _drop(self, model: str) -> None:
+        """Remove a model that a client has created, with its files, once its requests have ended, if it has no name any
+        more. Raises `StatusError`."""
+        if not self._is_created(model) or model in self._aliases.models:
+            return
+        try:
+            await self._host.remove(model)
+        except StatusError as error:
+            if error.reason is not Reason.INVALID_FIELD:
+                raise
+            return  # it has got a name through another gateway
+        await self._models.forget(model)
+
+    def _is_created(self, model: str) -> bool:
+        """Whether a client has created this model."""
+        return model in self._host.models and self._host.models[model].is_created
 
     def uploads(self) -> Blobs:
         """The files that clients upload. Raises `StatusError` if they may not."""
@@ -103,44 +131,56 @@ class Managing:
         return self._blobs
 
     async def make(self, name: str, files: Mapping[str, str]) -> None:
-        """Make a model of this name from files that were uploaded, by their names and digests, and load it. Raises
-        `StatusError`."""
+        """Make a model of this name from files that were uploaded, by their names and digests, and load it. It replaces
+        one that a client has created under this name. Raises `StatusError`."""
         blobs, own = self.uploads(), _new_name(name, "model")
         _check_key(own, "model")
-        if own in self._host.models or own in self._aliases:
+        before = dict(self._aliases.items()).get(own)
+        if own in self._host.models or (before is not None and not self._is_created(before)):
             raise _is_taken(own, "model")
-        with blobs.laid_out(own, files) as path:
-            try:
-                await self._host.create(own, str(path))
-            except StatusError as error:
-                if error.field != "model":
-                    raise
-                message = error.message.removeprefix("model: ").replace(f"{path.parent}/", "")
-                raise StatusError(error.reason, f"files: {message}", field="files") from None
+        model = f"{own}@{blobs.content_of(files)}"
+        if not self._is_created(model):
+            await self._create(blobs, own, model, files)
+        try:
+            await self._point(own, model, "model")
+        except StatusError:
+            await self._drop(model)
+            raise
         blobs.forget(files)
 
+    async def _create(self, blobs: Blobs, own: str, model: str, files: Mapping[str, str]) -> None:
+        """Make and load a model of files. Errors name it as its caller does, `own`."""
+        with blobs.laid_out(own, files) as path:
+            try:
+                await self._host.create(model, str(path))
+            except StatusError as error:
+                message = error.message.replace(f"{path.parent}/", "").replace(model, own)
+                if error.field != "model":
+                    raise StatusError(
+                        error.reason, message, field=error.field, retry_after_s=error.retry_after_s
+                    ) from None
+                raise StatusError(error.reason, f"files: {message.removeprefix('model: ')}", field="files") from None
+
     async def forget(self, name: str) -> None:
-        """Remove a name that a client has given, or a model that a client has created, with its files, once its
-        requests have ended. Raises `StatusError`."""
+        """Remove a name that a client has given, and the model, with its files, if a client has created it and it was
+        its last name; its requests end first. Raises `StatusError`."""
         self._host.check_address()
         for alias in (name, name.removesuffix(LATEST)):
             if alias in self._aliases:
                 _check_key(alias, "model")
+                named = dict(self._aliases.items())[alias]
                 with _in_field("model"):
                     await self._host.set_alias(alias, "")
+                    await self._drop(named)
                 return
         model = self._known(name)
-        if model is None:
+        if model is None or self._is_created(model):
             raise StatusError(Reason.MODEL_NOT_FOUND, f"model: there is no model '{name[:64]}' here", field="model")
         _check_key(model, "model")
-        if not self._host.models[model].is_created:
-            problem = f"model: '{model}' is its operator's; delete takes away only what copy or create have made"
-            raise StatusError(
-                Reason.PERMISSION_DENIED, f"{problem} (headrace models unload, headrace models rm)", field="model"
-            )
-        with _in_field("model"):
-            await self._host.remove(model)
-        await self._models.forget(model)
+        problem = f"model: '{model}' is its operator's; delete takes away only what copy or create have made"
+        raise StatusError(
+            Reason.PERMISSION_DENIED, f"{problem} (headrace models unload, headrace models rm)", field="model"
+        )
 
     async def unload(self, name: str) -> bool:
         """Unload the model of this name, once its requests have ended, if requests load it again. Others would stay

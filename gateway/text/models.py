@@ -294,7 +294,12 @@ class Models:
         for alias, name in self._aliases.items():
             if name in found:
                 found[alias] = replace(found[name], name=alias, alias_of=name)
-        return [found[name] for name in sorted(found)]
+        return [found[name] for name in sorted(found) if not self._is_created(name)]
+
+    def _is_created(self, name: str) -> bool:
+        """Whether a client has created the model of this name. Callers know such a model by its aliases only."""
+        hosted = self._hosted.get(name)
+        return hosted is not None and hosted.is_created
 
     async def look_up(self, name: str) -> ListedModel:
         """The entry of this name in the list. Raises `StatusError` if there is none."""

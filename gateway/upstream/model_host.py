@@ -206,12 +206,12 @@ class ModelHost:
         self.changes.tell(self.models)
 
     async def set_alias(self, alias: str, models: str) -> None:
-        """Add another name of a model for a client, or remove one that a client has added if `models` is empty. Returns
-        when this gateway knows it. Raises `StatusError`."""
+        """Add or change another name of a model for a client, or remove one that a client has added if `models` is
+        empty. Returns when this gateway knows it. Raises `StatusError`."""
         await self._call("SetAlias", SetAliasRequest(alias=alias, models=models, by_client=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ALIAS_S):
-                while (alias in (self.aliases or ())) is not bool(models):
+                while dict((self.aliases or Aliases()).items()).get(alias, "") != models:
                     await self._told.wait()
 
     async def reload(self) -> ReloadConfigurationResponse:

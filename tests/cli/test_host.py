@@ -17,7 +17,7 @@ from typing import cast
 
 import pytest
 
-from headrace.cli.hosting.created import CreatedFiles
+from headrace.cli.hosting.created import CreatedFiles, CreatedRecord
 from headrace.cli.hosting.planner import Rules, State, WorkerView
 from headrace.cli.serving.host import CannotLoadError, ModelHost, NoSuchModelError, OperatorsOwnError
 from headrace.cli.serving.host_calls import answering
@@ -400,6 +400,10 @@ class FakeFiles:
     def __init__(self, gguf: str) -> None:
         self.gguf, self.is_held, self.is_removed, self.others = gguf, False, False, False
 
+    @property
+    def name(self) -> str:
+        return Path(self.gguf).stem
+
     def hold(self) -> None:
         self.is_held = True
 
@@ -551,6 +555,68 @@ async def test_a_created_model_that_cannot_be_loaded_is_forgotten(tmp_path: Path
         await client.set_alias("copied", "")
         await client.remove("new")
         assert made[-1].is_removed
+
+
+async def test_what_clients_created_is_there_after_a_restart(tmp_path: Path) -> None:
+    record = CreatedRecord(tmp_path / "state" / "created.json")
+    async with creating() as (system, _), asyncio.timeout(patience(BOUND_S)):
+        host = system.host
+        host.record = record
+        for name in ("one@1", "two@2", "damaged@3", "unnamed@4"):
+            await host.create(name, f"/{name.replace('@', '-')}.gguf")
+        for alias, model in (("one", "one@1"), ("copied", "two@2"), ("mine", "a"), ("third", "damaged@3")):
+            host.set_alias(alias, model, "", by_client=True)
+        host.set_alias("given", "a", "")
+        host.set_alias("gone", "a", "", by_client=True)
+        host.set_alias("gone", "", "", by_client=True)
+    record = CreatedRecord(tmp_path / "state" / "created.json")
+    async with creating() as (system, made), asyncio.timeout(patience(BOUND_S)):
+        host = system.host
+        host.record, plan_named = record, host.plan_named
+
+        def with_damage(name: str, model: str, first: int) -> ModelPlan:
+            assert plan_named is not None
+            return plan_named("damaged" if name == "damaged@3" else name, model, first)
+
+        host.plan_named = with_damage
+        await host.restore()
+        assert host.models.keys() == {"a", "one@1", "two@2"}
+        assert host.aliases == {"one": "one@1", "copied": "two@2", "mine": "a"}
+        assert host.models["one@1"].plan.directory == Path("one-1"), "by its name in the cache"
+        assert (await host.load("one@1")).state is State.LOADED
+        held = {files.gguf: files.is_held for files in made}
+        assert held == {"one-1.gguf": True, "two-2.gguf": True, "damaged-3.gguf": False}
+        assert not any(files.is_removed for files in made)
+        await system.until(lambda: any("headrace models rm unnamed-4 removes it" in line for line in system.lines))
+        host.set_alias("copied", "", "", by_client=True)
+        await host.remove_created("two@2")
+        with pytest.raises(OperatorsOwnError):
+            await host.remove_created("a")
+    # What could not be served stays for a later start.
+    found = CreatedRecord(tmp_path / "state" / "created.json").read()
+    assert found.models == {"one@1": "one-1", "damaged@3": "damaged-3"}
+    assert found.aliases == {"one": "one@1", "mine": "a", "third": "damaged@3"}
+
+
+async def test_a_damaged_record_is_said_and_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "created.json").write_text('{"models": 1}')
+    async with creating() as (system, _):
+        system.host.record = CreatedRecord(tmp_path / "created.json")
+        await system.host.restore()
+        await system.until(lambda: any("what clients had created is not known" in line for line in system.lines))
+        assert system.host.models.keys() == {"a"}
+
+
+async def test_an_alias_of_a_model_that_is_gone_keeps_no_other_from_changing() -> None:
+    async with hosting(a=GOOD, b=GOOD) as system:
+        host = system.host
+        host.set_alias("of-b", "b", "", by_client=True)
+        await host.remove("b")
+        host.set_alias("mine", "a", "", by_client=True)
+        with pytest.raises(ValueError, match="this host has no model 'b'; there is a"):
+            host.set_alias("mine", "b", "", by_client=True)
+        host.set_alias("of-b", "", "", by_client=True)
+        assert host.aliases == {"mine": "a"}
 
 
 async def test_aliases_are_added_changed_and_removed() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.e2e.serving import BOUND_S, HTTP, READY_BOUND_S, Serve, headrace, unt
 from tests.e2e.small_model import small_model
 from tests.gguf_models import TinyModel, write_gguf
 from tests.patience import patience
+from tests.ports import free_port
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
@@ -246,8 +248,42 @@ def test_ollamas_client_names_makes_and_unloads_models_unmodified(on_demand: Ser
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "a" not in loaded(on_demand)
     # Nothing is left of which the deleted model could come back.
-    assert "sent:v1" not in states(on_demand)
+    assert not any(name.startswith("sent") for name in states(on_demand))
     assert [
         *(cache_directory() / "models").glob("*sent-v1-*"),
         *(cache_directory() / "locks").glob("sent-v1-*.held"),
     ] == []
+
+
+def test_what_clients_have_created_is_served_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name that is left of two."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    path = tmp_path / "models.toml"
+    path.write_text(
+        f'memory_gb = 1.8\n[[models]]\nmodel = "{small_model()}"\nname = "a"\non_demand = true\nkv_cache_gb = 0.1\n'
+    )
+    gguf = write_gguf(TinyModel(), tmp_path / "tiny.gguf").read_bytes()
+    digest = f"sha256:{sha256(gguf).hexdigest()}"
+    asked = {"model": "kept", "prompt": "hi", "raw": True, "stream": False, "options": {"temperature": 0}}
+    args = ("--models", str(path), "--ollama-manage", "--ollama-blobs", str(tmp_path / "blobs"))
+    args += ("--execution-mode", "accuracy", "--port", str(free_port()))
+
+    def send(serve: Serve, method: str, call: str, **content: Any) -> httpx.Response:
+        url = f"{serve.base_url}/api/{call}"
+        answer = HTTP.request(method, url, timeout=patience(2 * READY_BOUND_S), **content)
+        assert answer.is_success, answer.text
+        return answer
+
+    with serving_models(*args) as serve:
+        send(serve, "POST", f"blobs/{digest}", content=gguf)
+        send(serve, "POST", "create", json={"model": "sent:v1", "files": {"tiny.gguf": digest}, "stream": False})
+        send(serve, "POST", "copy", json={"source": "sent:v1", "destination": "kept"})
+        send(serve, "DELETE", "delete", json={"model": "sent:v1"})
+        text = send(serve, "POST", "generate", json=asked).json()["response"]
+    with serving_models(*args) as serve:
+        assert states(serve) == {"a": "unloaded", "kept": "unloaded"}
+        assert send(serve, "POST", "generate", json=asked).json()["response"] == text
+        send(serve, "DELETE", "delete", json={"model": "kept"})
+        assert states(serve) == {"a": "unloaded"}
+    folders = cache_directory() / "models", cache_directory() / "locks"
+    assert [found for folder in folders for found in folder.glob("sent-v1-*") if found.suffix != ".lock"] == []

@@ -121,6 +121,11 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.tell()
         return host_pb2.SetAliasResponse()
 
+    def alias(self, name: str, model: str) -> None:
+        """Give a model another name, as a client of another gateway does."""
+        self.aliases = [*self.aliases, f"{name}={model}"]
+        self.tell()
+
     async def UnloadModel(self, request: Any, context: Any) -> Any:
         self.set(request.name, "UNLOADED")
         return host_pb2.UnloadModelResponse(model=self.models[request.name])

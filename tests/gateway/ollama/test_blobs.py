@@ -84,7 +84,8 @@ async def test_a_model_is_made_of_a_file_which_is_then_removed(taking: Taking) -
     response = await taking.create(model="its/own:v1", files={"model.gguf": digest}, stream=True)
     assert [json.loads(line)["status"] for line in response.text.splitlines()][-1] == "success"
     ((name, ((file, content),)),) = taking.made
-    assert (name, content) == ("its/own:v1", GGUF)
+    assert (name.rpartition("@")[0], content) == ("its/own:v1", GGUF)
+    assert taking.host.aliases == [f"its/own:v1={name}"]
     assert file.startswith("its-own-v1-")
     assert taking.host.operators == [(name, str(taking.folder / "models" / file))]
     assert await taking.has(digest) == 404
@@ -103,20 +104,39 @@ async def test_a_created_model_is_deleted_and_its_name_is_free_again(taking: Tak
         await taking.create(model="own:v1", files=files)
         assert "own:v1" in (await taking.gateway.http.get("/api/tags")).text
         await delete("own:v1:latest" if round_trip == 1 else "own:v1")
-        assert taking.host.removed == ["own:v1"] * round_trip
+        assert [name.rpartition("@")[0] for name in taking.host.removed] == ["own:v1"] * round_trip
         assert "own:v1" not in (await taking.gateway.http.get("/api/tags")).text
     assert "there is no model 'own:v1'" in (await delete("own:v1", 404)).json()["error"]
 
 
-async def test_a_created_model_with_other_names_is_not_deleted(taking: Taking) -> None:
+async def test_a_created_model_stays_until_its_last_name_is_deleted(taking: Taking) -> None:
     await taking.send(GGUF)
     await taking.create(model="own", files={"a.gguf": digest_of(GGUF)})
     await taking.gateway.http.post("/api/copy", json={"source": "own", "destination": "copied"})
-    response = await taking.gateway.http.request("DELETE", "/api/delete", json={"model": "own"})
-    assert (response.status_code, response.json()["error"]) == (400, "model: 'own' has other names")
-    for name in ("copied", "own"):
+    for name, num_removed in (("own", 0), ("copied", 1)):
         assert (await taking.gateway.http.request("DELETE", "/api/delete", json={"model": name})).status_code == 200
-    assert (taking.host.removed, taking.host.aliases) == (["own"], [])
+        assert len(taking.host.removed) == num_removed
+    assert taking.host.aliases == []
+
+
+async def test_a_created_model_takes_the_place_of_an_earlier_one(taking: Taking) -> None:
+    for content in (GGUF, GGUF + b"2"):
+        await taking.send(content)
+        await taking.create(model="own", files={"a.gguf": digest_of(content)})
+    (old, _), (new, _) = taking.made
+    assert (taking.host.removed, taking.host.aliases) == ([old], [f"own={new}"])
+    # The same files again are the same model.
+    await taking.send(GGUF + b"2")
+    await taking.create(model="own:latest", files={"a.gguf": digest_of(GGUF + b"2")})
+    assert len(taking.made) == 2
+    assert [path for path in taking.folder.rglob("*") if path.is_file()] == []
+    taking.host.set("of-operator", "LOADED")
+    taking.host.alias("given", "of-operator")
+    async with asyncio.timeout(20):
+        while "given" not in (await taking.gateway.http.get("/api/tags")).text:
+            await asyncio.sleep(0.01)
+    refused = await taking.create(400, model="given", files={"a.gguf": digest_of(GGUF)})
+    assert "'given' is the name of another model" in refused.json()["error"]
 
 
 async def test_all_pieces_of_a_file_are_beside_each_other(taking: Taking) -> None:
@@ -134,7 +154,13 @@ async def test_all_pieces_of_a_file_are_beside_each_other(taking: Taking) -> Non
 
 async def test_a_create_that_takes_long_says_that_it_goes_on(taking: Taking, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "_SILENT_S", 0.01)
-    taking.host.add = lambda name, model: taking.host.set(name, "LOADING")
+    asked: list[str] = []
+
+    def begin(name: str, model: str) -> None:
+        asked.append(name)
+        taking.host.set(name, "LOADING")
+
+    taking.host.add = begin
     await taking.send(GGUF)
     statuses = []
     body = {"model": "slow", "files": {"a.gguf": digest_of(GGUF)}}
@@ -142,7 +168,11 @@ async def test_a_create_that_takes_long_says_that_it_goes_on(taking: Taking, mon
         async for line in response.aiter_lines():
             statuses.append(json.loads(line).get("status"))
             if len(statuses) == 1:
-                taking.host.set("slow", "LOADED")
+                async with asyncio.timeout(20):
+                    while not asked:
+                        await asyncio.sleep(0.01)
+            if len(statuses) == 1:
+                taking.host.set(asked[0], "LOADED", is_created=True)
     assert statuses == ["converting and loading the model", "success"]
 
 

@@ -77,6 +77,33 @@ async def test_a_copy_is_another_name_until_it_is_deleted(managed: Any, host: Fa
     assert not {"mine", "its/copy:v2"} & await names(managed)
 
 
+async def test_a_copy_takes_the_place_of_another_copy(managed: Any, host: FakeHost) -> None:
+    await send(managed, "POST", "copy", source="a", destination="mine")
+    await send(managed, "POST", "copy", source="b", destination="mine")
+    assert host.aliases[-1] == "mine=b"
+    answer = await send(managed, "POST", "chat", model="mine", messages=HI, stream=False)
+    assert answer.json()["message"]["content"]
+
+
+async def test_a_created_model_goes_with_its_last_name(managed: Any, host: FakeHost) -> None:
+    """Its names are all alike: a copy stays when the first one is deleted."""
+    host.set("made@1", "UNLOADED", is_on_demand=True, is_created=True)
+    host.alias("made", "made@1")
+    async with asyncio.timeout(patience(BOUND_S)):
+        while "made" not in await names(managed):
+            await asyncio.sleep(0.01)
+    assert "made@1" not in await names(managed)
+    await send(managed, "POST", "copy", source="made", destination="copied")
+    await send(managed, "DELETE", "delete", model="made")
+    assert host.removed == []
+    assert "copied" in await names(managed)
+    for gone in ("made", "made@1"):
+        refused = await send(managed, "DELETE", "delete", 404, model=gone)
+        assert refused.json()["error"] == f"model: there is no model '{gone}' here"
+    await send(managed, "POST", "copy", source="a", destination="copied")
+    assert (host.removed, host.aliases[-1]) == (["made@1"], "copied=a")
+
+
 async def test_a_model_is_created_from_another(managed: Any, host: FakeHost) -> None:
     response = await send(managed, "POST", "create", **{"model": "helper", "from": "c"})
     assert [json.loads(line)["status"] for line in response.text.splitlines()] == ["success"]
@@ -91,7 +118,7 @@ async def test_a_model_is_created_from_another(managed: Any, host: FakeHost) -> 
     [
         ("copy", {"source": "gone", "destination": "x"}, 404, "source: there is no model 'gone'"),
         ("copy", {"source": "a", "destination": "b"}, 400, "'b' is the name of another model"),
-        ("copy", {"source": "b", "destination": "several"}, 400, "'several' is the name of another model"),
+        ("copy", {"source": "b", "destination": "several"}, 403, "destination: the name 'several' was given by an"),
         ("copy", {"source": "a", "destination": "a=b"}, 400, "destination must have 1 to 128"),
         ("copy", {"source": "a"}, 400, "destination is required"),
         ("create", {"model": "x", "from": "gone"}, 404, "from: there is no model 'gone'"),
@@ -120,8 +147,8 @@ async def test_what_cannot_be_done_is_named(
 async def test_a_key_for_some_models_manages_these_only(
     kit: Any, tiny_bundle: bytes, host: FakeHost, tmp_path: Path
 ) -> None:
-    host.set("made", "UNLOADED", is_on_demand=True, is_created=True)
-    host.aliases.append("named=a")
+    host.set("made@1", "UNLOADED", is_on_demand=True, is_created=True)
+    host.aliases += ["made=made@1", "named=a"]
     secret = "hr-secret-of-alice"
     key = ApiKey(id="key_1", name="alice", tenant="mill", created_s=1, sha256=sha256_of(secret), models=("a", "mine"))
     write_keys(tmp_path / "keys", [key])
@@ -150,7 +177,7 @@ async def test_a_key_for_some_models_manages_these_only(
         await send(gateway, "POST", "copy", source="a", destination="mine")
         await send(gateway, "DELETE", "delete", model="mine")
     await controls.close()
-    assert (host.removed, host.aliases) == ([], ["several=a:90,b:10", "named=a"])
+    assert (host.removed, host.aliases) == ([], ["several=a:90,b:10", "made=made@1", "named=a"])
 
 
 @pytest.mark.parametrize(("verb", "prompt"), [("chat", {"messages": []}), ("generate", {})])
