@@ -1,26 +1,30 @@
-"""Requests in the shapes in which editors and agents send them that no test runs: Continue, Cline, Zed, goose and
-OpenHands. The texts are ours.
+"""Requests in the shapes in which editors and agents send them that no test runs: Continue, Cline, Zed and OpenHands.
+The texts are ours.
 
 Each shape goes through a conversation: a question, a call, its result, an answer, and another question. Its answers are
-read as strictly as its client reads them. Sources: the public repositories of the clients, of goose those of its
-providers and their recorded requests, of OpenHands openhands-sdk 1.58.
+read as strictly as its client reads them. Sources: the public repositories of the clients, of OpenHands openhands-sdk
+1.58. goose goes through the same conversation with its own providers.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e import agent_recordings
+from tests.e2e.recorder import recording
 from tests.e2e.scripted_model import calls, scripted_system
-from tests.e2e.serving import BOUND_S, HTTP, Serve
-from tests.patience import until
+from tests.e2e.serving import BOUND_S, HTTP, Serve, headrace
+from tests.patience import patience, until
 
 pytestmark = pytest.mark.e2e
 
@@ -37,6 +41,9 @@ PARAMETERS = {
     "properties": {"path": {"type": "string", "description": "Relative to the project."}},
 }
 LEAST_CACHED = 0.9
+PYTHON = Path(__file__).parents[2] / ".make" / "clients" / "bin" / "python"
+GOOSE = Path(__file__).parent / "clients" / "goose_loop.py"
+GOOSE_BOUND_S = 60
 CALL_IN_TEXT = "<read_file>\n<path>note.txt</path>\n</read_file>"
 
 
@@ -434,71 +441,6 @@ class ZedAnthropic(Client):
         return {**block, "cache_control": {"type": "ephemeral"}}
 
 
-class GooseAnthropic(ZedAnthropic):
-    """The provider `anthropic`. Everything is marked for the cache, and reasoning is left to the model."""
-
-    ignored = "thinking.block_binding, output_config.effort, thinking"  # the model does not reason
-
-    def body(self) -> dict[str, Any]:
-        tool = {"name": TOOL, "description": "Read a file", "input_schema": PARAMETERS}
-        return {
-            "model": NAME,
-            "max_tokens": 12288,
-            "messages": self.turns,
-            "system": [self._cached({"type": "text", "text": SYSTEM})],
-            "tools": [self._cached(tool)],
-            "thinking": {"type": "adaptive", "block_binding": {"prefix_mismatch_behavior": "drop_block"}},
-            "output_config": {"effort": "high"},
-            "stream": True,
-        }
-
-    def tell(self, answer: Answer) -> None:
-        result = {"type": "tool_result", "tool_use_id": answer.call_id, "content": RESULT}
-        self.turns.append({"role": "user", "content": [self._cached(result)]})
-
-
-class GooseOpenAI(OfChats):
-    """The provider `openai` for models that it does not know. Calls come back without a content, which is null."""
-
-    token_limit = "max_tokens"
-    system_role = "system"
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "model": NAME,
-            "messages": [{"role": self.system_role, "content": SYSTEM}, *self.turns],
-            "tools": [{"type": "function", "function": {**FUNCTION, "strict": False}}],
-            self.token_limit: 12288,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-
-    def tell(self, answer: Answer) -> None:
-        self.turns.append({"role": "tool", "content": RESULT, "tool_call_id": answer.call_id})
-
-
-class GooseReasoning(GooseOpenAI):
-    """The same for models that it takes for ones that reason. Reasoning comes back beside the call."""
-
-    token_limit = "max_completion_tokens"
-    system_role = "developer"
-
-    def remember(self, answer: Answer) -> None:
-        super().remember(answer)
-        self.turns[-1]["reasoning_content"] = "It is in the file."
-
-
-class GooseOllama(GooseOpenAI):
-    """The provider `ollama` takes OpenAI's path, with Ollama's options, which Ollama does not read there."""
-
-    ignored = "options"
-
-    def body(self) -> dict[str, Any]:
-        body = super().body()
-        body["options"] = {"num_predict": body.pop(self.token_limit), "num_ctx": 32768}
-        return body
-
-
 class OpenHands(Client):
     """Contents are lists of parts, also those of results, which have the tool's name. Nothing is streamed, and every
     tool asks for a summary and a risk."""
@@ -580,11 +522,7 @@ def exchange(system: Serve, client: Client) -> tuple[Answer, float]:
     return client.read(response.content), cached / tokens
 
 
-OF_GOOSE = (GooseOpenAI, GooseReasoning, GooseOllama, GooseAnthropic)
-ALWAYS_CACHED = (
-    *(ContinueOpenAI, ClineCompatible, ClineOllama, ZedCompatible, ZedOllama, ZedAnthropic),
-    *(*OF_GOOSE, OpenHands),
-)
+ALWAYS_CACHED = (ContinueOpenAI, ClineCompatible, ClineOllama, ZedCompatible, ZedOllama, ZedAnthropic, OpenHands)
 
 
 @pytest.mark.parametrize("kind", [*ALWAYS_CACHED, ContinueOllama], ids=lambda kind: kind.__name__)
@@ -644,3 +582,25 @@ def test_what_editors_ask_before_the_first_turn(system: Serve) -> None:
     # Of other servers: clients go on without an answer.
     for path in ("/v1/props", "/api/v0/models"):
         assert asked("GET", path).status_code == 404
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="goose's providers are not installed: make test-clients")
+@pytest.mark.parametrize("provider", ["openai", "reasoning", "responses", "ollama", "anthropic"])
+def test_goose_finishes_a_conversation_through_its_own_providers(system: Serve, provider: str) -> None:
+    """With the name of a model of OpenAI's, it asks for responses."""
+    model = "gpt-5" if provider == "responses" else NAME
+    if model != NAME:
+        assert headrace("models", "alias", model, NAME, "--port", str(system.port)).returncode == 0
+    with recording(system.base_url) as recorder:
+        done = subprocess.run(
+            [PYTHON, GOOSE, provider, model, recorder.base_url],
+            capture_output=True,
+            text=True,
+            timeout=patience(GOOSE_BOUND_S),
+            check=False,
+        )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    answered = [one for one in recorder.exchanges if one.status == 200]
+    assert {one.status for one in recorder.exchanges if one not in answered} == {400}  # the prompt that is too long
+    assert {one.ignored for one in answered} <= {"", "options"}
+    agent_recordings.check(f"goose-{provider}", answered, model)
