@@ -170,8 +170,44 @@ def test_answers_after_preemptions_and_failures_are_those_of_transformers(name: 
     outputs = run(model.engine(WHOLE, num_blocks), [other, preempted])
     assert preempted.num_preemptions > 0 or len(prompt.greedy) < 4
     assert_continued(preempted, outputs, prompt)
+    lost = model.continued(prompt)
+    engine = model.engine(WHOLE)
+    engine.scheduler.add(lost)
+    outputs = []
+    while lost.num_generated_tokens < 1:
+        outputs += engine.step()
+    engine.scheduler._preempt(lost)
+    engine.scheduler.kv_cache.forget_all()  # others were given its blocks
+    outputs += run(engine, [])
+    assert lost.num_preemptions == 1
+    assert_continued(lost, outputs, prompt)
     resumed = model.continued(prompt, prompt.greedy[: len(prompt.greedy) // 2])
     assert_continued(resumed, run(model.engine(WHOLE), [resumed, text()]), prompt)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_after_hits_that_end_at_borders_of_images_are_those_of_transformers(name: str) -> None:
+    """An earlier prompt was the same up to a border of an image, and has other text behind it."""
+    model = seen(name)
+    block_size = model.runner.block_size
+    prompt = max(model.prompts, key=lambda prompt: len(prompt.token_ids))
+    places = model.continued(prompt).images
+    borders = [(number, image.first) for number, image in enumerate(places)]
+    borders += [(number + 1, image.end) for number, image in enumerate(places)]
+    sampling = SamplingParams(1, seed=0, temperature=0.0)
+    hits = []
+    for num_images, border in borders:
+        engine = model.engine(WHOLE)
+        tokens = [*prompt.token_ids[:border], *[9] * (2 * block_size)]
+        run(engine, [model.seeing.request("earlier", tokens, prompt.images[:num_images], sampling)])
+        request = model.continued(prompt)
+        outputs = run(engine, [request])
+        assert_continued(request, outputs, prompt)
+        assert request.num_cached_tokens <= border
+        assert request.whole_until(request.num_cached_tokens) == request.num_cached_tokens
+        hits.append(request.num_cached_tokens)
+    # States of recurrent layers are kept in few places.
+    assert max(hits) > block_size or model.states is not None
 
 
 @pytest.mark.parametrize("name", NAMES)
