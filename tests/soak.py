@@ -1,6 +1,8 @@
 """Long runs of tests: `python -m tests.soak NAME... [-- OPTIONS OF PYTEST]`
 
-Nothing else should run on the machine meanwhile. HEADRACE_SEED repeats the choices of a run.
+Nothing else should run on the machine meanwhile. HEADRACE_SEED repeats the choices of a run. With HEADRACE_SOAK_TALLY
+(a file), the soaks `ranks`, `stages` and `stage-hosts` continue where the last run has ended, and print how often each
+event has happened in all runs; HEADRACE_SOAK_MINUTES ends a run early.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ SOAKS = {
         ),
     ),
     "ranks": Soak(
-        "two groups of two ranks, of which a process dies, stops or is slow, 200 times (HEADRACE_SOAK_ROUNDS)",
-        ("tests/e2e/test_tensor_parallel.py",),
-        ("-n", "0", "-k", "survive"),
+        "two groups of two ranks, of which a process dies, stops or is slow, 200 times (HEADRACE_SOAK_ROUNDS); and "
+        "prefixes that one hands over to the other",
+        ("tests/e2e/test_tensor_parallel.py", "tests/e2e/test_kv_peers.py"),
+        ("-n", "0", "-k", "what_happens or (hands and ranks)"),
     ),
     "stages": Soak(
         "two pipelines of two stages, one of them of two ranks each, of which a process dies, stops or is slow, 200 "
@@ -49,8 +52,8 @@ SOAKS = {
         ("-n", "0", "-k", "survive"),
     ),
     "stage-hosts": Soak(
-        "a pipeline over two network namespaces, whose link is cut or of which one stands still, 20 times "
-        "(HEADRACE_SOAK_ROUNDS)",
+        "a pipeline over two network namespaces, whose link is cut or of which one stands still, 20 times each with a "
+        "stage that is named and with one that joins (HEADRACE_SOAK_ROUNDS)",
         ("tests/infra/test_stage_hosts.py",),
         ("-n", "0"),
     ),

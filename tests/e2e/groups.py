@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ from tests.e2e.serving import MODEL, Serve, alive, held_by
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import run_streams
 from tests.patience import until
+from tests.soak_tally import Tally, most_seconds
 
 IS_SOAK = os.environ.get("HEADRACE_SOAK") == "1"
 NUM_ROUNDS = int(os.environ.get("HEADRACE_SOAK_ROUNDS", "200")) if IS_SOAK else 0
 """How often something happens in a soak; 0 otherwise."""
-SEED = int(os.environ.get("HEADRACE_SEED", "1"))
 _MARK = "HEADRACE_TEST_GROUPS"
 _SHARED_MEMORY = Path("/dev/shm")
 # Stops of a process that gets a third of its time for a second.
@@ -115,6 +114,11 @@ def _marked(mark: str) -> dict[int, str]:
         except OSError:
             continue
     return found
+
+
+def tally_of(name: str) -> Tally:
+    """The rounds of a soak so far. `make test` begins anew each time."""
+    return Tally.of_environment(name) if IS_SOAK else Tally(name)
 
 
 @dataclass(frozen=True)
@@ -230,15 +234,20 @@ def slow_down_any(scene: Scene) -> None:
 
 
 async def survive(
-    system: Serve, groups: Sequence[Group], faults: Sequence[Fault], asked: list[dict[str, Any]], num_rounds: int
+    system: Serve,
+    groups: Sequence[Group],
+    faults: Sequence[Fault],
+    asked: list[dict[str, Any]],
+    num_rounds: int,
+    tally: Tally,
 ) -> None:
     """Run streams again and again, and let something happen to a group each time: each fault once, then any. All have
     the texts of an undisturbed run and one end each, the group comes back, its old processes are gone, and no process
     of another group has changed. At the end, nothing is held."""
     undisturbed = await run_streams(system.base_url, asked)
     assert all(stream.is_done for stream in undisturbed)
-    rng, counts = random.Random(SEED), Counter[str]()
-    for number in range(num_rounds):
+    for number, rng in tally.rounds(num_rounds, most_seconds() if IS_SOAK else float("inf")):
+        start_s = time.monotonic()
         fault = faults[number] if number < len(faults) else rng.choice(faults)
         before = {group.worker_id: group.processes() for group in groups}
         group = rng.choice(groups)
@@ -259,12 +268,12 @@ async def survive(
         after = {group.worker_id: group.processes() for group in groups}
         assert {name for name in before if before[name] != after[name]} <= {group.worker_id}, told
         assert fault.replaces is not False or after == before, told
-        counts[fault.name] += 1
+        tally.note(fault.name, time.monotonic() - start_s)
     await asyncio.to_thread(
         until, lambda: not held_by(system.workers().values()), "all blocks are free, and nothing is booked"
     )
     if IS_SOAK:
-        print(f"{num_rounds} rounds of {len(asked)} streams: {dict(counts)}", flush=True)
+        print(f"{tally}, of {len(asked)} streams each", flush=True)
 
 
 def _until_back(groups: Sequence[Group], scene: Scene, fault: Fault, told: str) -> None:

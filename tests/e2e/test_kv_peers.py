@@ -15,6 +15,7 @@ import pytest
 from headrace.common.transport.channels import PLAIN
 from headrace.protos import router_pb2, worker_pb2, worker_pb2_grpc
 from tests.e2e.fleet import Fleet, fleet
+from tests.e2e.groups import IS_SOAK
 from tests.e2e.serving import until
 from tests.e2e.streams import http_client
 from tests.e2e.test_warm_restart import body, complete
@@ -25,12 +26,15 @@ pytestmark = pytest.mark.e2e
 SEED = 1
 
 
-@pytest.fixture(params=["shared memory", "sockets"])
+@pytest.fixture(params=["shared memory", "sockets", *(["ranks"] if IS_SOAK else [])])
 def peers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """Two workers that keep their KV cache in files in memory, or for themselves. They hand nothing over unasked."""
+    """Two workers that keep their KV cache in files in memory, or for themselves. They hand nothing over unasked. In a
+    soak, both are divided among ranks too."""
     flags = ["--execution-mode", "accuracy", "--kv-cache-gb", "0.05", "--max-context-tokens", "2048"]
     flags += ["--kv-handover-gb", "0"]
-    if request.param == "shared memory":
+    if request.param == "ranks":
+        flags += ["--tensor-parallel", "2"]
+    if request.param != "sockets":
         memory = tmp_path / "memory"
         memory.mkdir()
         flags += ["--kv-memory", str(memory)]

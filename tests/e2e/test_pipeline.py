@@ -2,7 +2,8 @@
 joined, and both divide theirs among two ranks. One of the four processes dies, stops, or is slow under load.
 
 `make test` disturbs a few times. With `python -m tests.soak stages` there is a second pipeline, whose stages are not
-divided, and it is 200 times, or HEADRACE_SOAK_ROUNDS. HEADRACE_SEED repeats the choices.
+divided, and it is 200 times, or HEADRACE_SOAK_ROUNDS, in one run or in several (see `soak_tally`). HEADRACE_SEED
+repeats the choices.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.e2e.groups import (
     Group,
     Scene,
     hang_any,
+    hang_last,
     joining_worker,
     kept,
     kill_any,
@@ -36,6 +38,7 @@ from tests.e2e.groups import (
     slow_down_any,
     stopped,
     survive,
+    tally_of,
 )
 from tests.e2e.serving import HTTP, MODEL, Serve, alive, serving
 from tests.e2e.small_model import small_model
@@ -198,6 +201,8 @@ async def test_streams_survive_what_happens_to_a_stage(pipelines: Pipelines) -> 
     The last process is a rank of the second stage."""
     faults = [
         Fault("a death", kill_last, replaces=True, check=pipelines.check_stage),
+        # A stage that is not divided and stands still may count as silent before its worker counts as stuck.
+        Fault("a hang", hang_last, replaces=None if IS_SOAK else False),
         Fault("silence", pipelines.freeze_stage, replaces=True, check=pipelines.check_stage),
         Fault("a slow-down", slow_down_any, replaces=False),
     ]
@@ -208,4 +213,5 @@ async def test_streams_survive_what_happens_to_a_stage(pipelines: Pipelines) -> 
     ]
     faults += of_any if IS_SOAK else []
     asked = [chat_body(number, MAX_TOKENS, temperature=0.9, top_p=0.95, seed=7) for number in range(NUM_STREAMS)]
-    await survive(pipelines.system, pipelines.groups, faults, asked, NUM_ROUNDS or len(faults))
+    rounds = NUM_ROUNDS or len(faults)
+    await survive(pipelines.system, pipelines.groups, faults, asked, rounds, tally_of("stages"))

@@ -1,12 +1,13 @@
 """`headrace serve --tensor-parallel 2`: one model in two processes. One of them dies, or stops, under load.
 
 `make test` disturbs a few times. With `python -m tests.soak ranks` there are two groups, and it is 200 times, or
-HEADRACE_SOAK_ROUNDS. HEADRACE_SEED repeats the choices.
+HEADRACE_SOAK_ROUNDS, in one run or in several (see `soak_tally`). HEADRACE_SEED repeats the choices.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import tempfile
@@ -38,6 +39,7 @@ from tests.e2e.groups import (
     served_worker,
     slow_down_any,
     survive,
+    tally_of,
 )
 from tests.e2e.serving import HTTP, MODEL, Serve, headrace, serving
 from tests.e2e.small_model import small_model
@@ -58,6 +60,14 @@ ADMIN_KEY = "an admin key of some length"
 # Of log-probabilities, which sums over ranks change in their low bits.
 TOLERANCE = 1e-3
 PROMPTS = [[(7 * number + 13 * place) % 40_000 for place in range(20 + 50 * number)] for number in range(4)]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"enum": [1, 30, 200]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 
 
 class Token(NamedTuple):
@@ -89,15 +99,32 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+def structured(base_url: str) -> list[tuple[str, float]]:
+    """The greedy answer in a schema: its tokens and their log-probabilities."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Who?"}], "temperature": 0, "max_tokens": 60}
+    response = HTTP.post(f"{base_url}/v1/chat/completions", json={**asked, "logprobs": True, "response_format": wanted})
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return [(entry["token"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
+
+
+class Whole(NamedTuple):
+    """The answers of the undivided model, and with each adapter, and the answer in a schema."""
+
+    answers: dict[str, list[list[Token]]]
+    structured: list[tuple[str, float]]
+
+
 @pytest.fixture(scope="module")
-def of_whole(adapters: dict[str, Path]) -> dict[str, list[list[Token]]]:
-    """The answers of the undivided model, and with each adapter."""
+def of_whole(adapters: dict[str, Path]) -> Whole:
     named = [part for name, path in adapters.items() for part in ("--adapter", f"{name}={path}")]
     flags = ("--workers", "1", "--threads", "1", "--execution-mode", "accuracy")
     with serving(*flags, *named, model=small_model()) as system:
-        return {
+        answers = {
             model: [answer(system.base_url, prompt, model)[0] for prompt in PROMPTS] for model in (MODEL, *ADAPTERS)
         }
+        return Whole(answers, structured(system.base_url))
 
 
 def flags_of_groups() -> tuple[str, ...]:
@@ -136,10 +163,17 @@ def ranks_of(system: Serve) -> list[int]:
     return ranks_behind(served_worker(system))
 
 
-def test_greedy_answers_are_those_of_the_undivided_model(of_whole: dict[str, list[list[Token]]], group: Serve) -> None:
+def test_greedy_answers_are_those_of_the_undivided_model(of_whole: Whole, group: Serve) -> None:
     assert len(ranks_of(group)) == 1
-    for prompt, expected in zip(PROMPTS, of_whole[MODEL], strict=True):
+    for prompt, expected in zip(PROMPTS, of_whole.answers[MODEL], strict=True):
         assert_like(answer(group.base_url, prompt)[0], expected)
+
+
+def test_structured_output_is_that_of_the_undivided_model(of_whole: Whole, group: Serve) -> None:
+    found = structured(group.base_url)
+    assert [token for token, _ in found] == [token for token, _ in of_whole.structured]
+    assert all(abs(mine - other) < TOLERANCE for (_, mine), (_, other) in zip(found, of_whole.structured, strict=True))
+    assert json.loads("".join(token for token, _ in found)).keys() == SCHEMA["properties"].keys()
 
 
 def assert_like(found: list[Token], expected: list[Token]) -> None:
@@ -156,9 +190,7 @@ def assert_like(found: list[Token], expected: list[Token]) -> None:
             break
 
 
-def test_adapters_come_and_go_while_a_group_serves(
-    of_whole: dict[str, list[list[Token]]], group: Serve, adapters: dict[str, Path]
-) -> None:
+def test_adapters_come_and_go_while_a_group_serves(of_whole: Whole, group: Serve, adapters: dict[str, Path]) -> None:
     """Requests with two adapters and without any, at the same time, answer as on the undivided model. The second has a
     higher rank, so both ranks get other memory while requests run."""
     asked = [(model, number) for number in range(len(PROMPTS)) for model in (MODEL, *ADAPTERS)]
@@ -177,16 +209,16 @@ def test_adapters_come_and_go_while_a_group_serves(
         load(group, second, adapters[second])
         together = answers((MODEL, first, second))
         for models, futures in (((MODEL, first), early), ((MODEL, first, second), together)):
-            wanted = [of_whole[model][number] for model, number in asked if model in models]
+            wanted = [of_whole.answers[model][number] for model, number in asked if model in models]
             for future, expected in zip(futures, wanted, strict=True):
                 assert_like(future.result()[0], expected)
-    different = [tokens[0].likeliest for tokens in (of_whole[model][3] for model in (MODEL, first, second))]
+    different = [tokens[0].likeliest for tokens in (of_whole.answers[model][3] for model in (MODEL, first, second))]
     assert different[0] != different[1] != different[2]
     for name in ADAPTERS:
         assert operate(group, "unload_lora_adapter", {"lora_name": name}).status_code == 200
     refused = HTTP.post(f"{group.base_url}/v1/completions", json={"model": first, "prompt": PROMPTS[0]})
     assert refused.status_code == 404
-    assert_like(answer(group.base_url, PROMPTS[1])[0], of_whole[MODEL][1])
+    assert_like(answer(group.base_url, PROMPTS[1])[0], of_whole.answers[MODEL][1])
 
 
 def operate(system: Serve, what: str, body: dict[str, str]) -> httpx.Response:
@@ -277,7 +309,8 @@ async def test_streams_survive_what_happens_to_a_rank(group: Serve, groups: list
         Fault("any hang", hang_any, replaces=False),
     ]
     faults += of_any if IS_SOAK else []
-    await survive(group, groups, faults, bodies(temperature=0.9, top_p=0.95, seed=7), NUM_ROUNDS or len(faults))
+    asked = bodies(temperature=0.9, top_p=0.95, seed=7)
+    await survive(group, groups, faults, asked, NUM_ROUNDS or len(faults), tally_of("ranks"))
 
 
 def test_prefixes_outlive_the_worker_on_a_disk(tmp_path: Path) -> None:
