@@ -5,6 +5,7 @@ A field that is not here is refused, so that a misspelt one is found; the real A
     InferencePool    gateway-api-inference-extension.sigs.k8s.io/reference/spec
     HTTPRoute        gateway-api.sigs.k8s.io/reference/spec, durations as of GEP-2257
     ScaledObject     keda.sh/docs/2.18/reference/scaledobject-spec
+    RayService       ray-project/kuberay, ray-operator/config/crd/bases, ray.io/v1
 """
 
 from __future__ import annotations
@@ -134,10 +135,50 @@ _SCALED_OBJECT = _object(
     ),
 )
 
+# The schemas of Pods are those of the Kubernetes release: tests check them as Pods.
+_POD_TEMPLATE: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_RAY_SERVICE = _object(
+    ("rayClusterConfig",),
+    serveConfigV2={"type": "string"},
+    rayClusterDeletionDelaySeconds=_COUNT,
+    upgradeStrategy=_object(type={"type": "string"}),
+    rayClusterConfig=_object(
+        ("headGroupSpec",),
+        rayVersion={"type": "string"},
+        enableInTreeAutoscaling={"type": "boolean"},
+        autoscalerOptions=_object(
+            idleTimeoutSeconds=_COUNT,
+            upscalingMode={"type": "string", "enum": ["Default", "Aggressive", "Conservative"]},
+            version={"type": "string", "enum": ["v1", "v2"]},
+        ),
+        gcsFaultToleranceOptions=_object(
+            backend={"type": "string", "enum": ["redis", "rocksdb"]},
+            externalStorageNamespace={"type": "string"},
+            redisAddress={"type": "string"},
+        ),
+        headGroupSpec=_object(("template",), rayStartParams=_TEXTS, template=_POD_TEMPLATE),
+        workerGroupSpecs={
+            "type": "array",
+            "items": _object(
+                ("groupName", "minReplicas", "maxReplicas", "template"),
+                groupName={"type": "string"},
+                replicas=_COUNT,
+                minReplicas=_COUNT,
+                maxReplicas=_COUNT,
+                idleTimeoutSeconds=_COUNT,
+                rayStartParams=_TEXTS,
+                template=_POD_TEMPLATE,
+            ),
+        },
+    ),
+)
+
 SPECS: Mapping[tuple[str, str], Schema] = {
     ("inference.networking.k8s.io/v1", "InferencePool"): _INFERENCE_POOL,
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): _HTTP_ROUTE,
     ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
+    ("ray.io/v1", "RayService"): _RAY_SERVICE,
 }
 """The schema of the `spec` of each kind, by API version and kind."""
 

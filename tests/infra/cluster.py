@@ -56,6 +56,7 @@ _PLURALS = {
     "InferencePool": "apis/inference.networking.k8s.io/v1/inferencepools",
     "HTTPRoute": "apis/gateway.networking.k8s.io/v1/httproutes",
     "ScaledObject": "apis/keda.sh/v1alpha1/scaledobjects",
+    "RayService": "apis/ray.io/v1/rayservices",
     "CustomResourceDefinition": "apis/apiextensions.k8s.io/v1/customresourcedefinitions",
 }
 _CLUSTER_WIDE = ("Namespace", "Node", "CustomResourceDefinition")

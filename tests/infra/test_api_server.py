@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import yaml
 
 from headrace.common.kubernetes.watch import Pace
 from tests.api_server import Pod
@@ -106,6 +107,11 @@ def test_the_autoscalers_of_keda_are_accepted(cluster: RealCluster, helm: Any) -
     applied(cluster, "keda", objects)
     scaled = {one["metadata"]["name"] for one in objects if one["kind"] == "ScaledObject"}
     assert scaled == {"headrace-worker", "headrace-worker-more", "headrace-gateway"}
+
+
+def test_the_service_for_kuberay_is_accepted(cluster: RealCluster) -> None:
+    cluster.make_namespace("kuberay")
+    applied(cluster, "kuberay", [yaml.safe_load((KUBERNETES.parent / "ray" / "rayservice.yaml").read_text())])
 
 
 def test_a_field_that_the_server_does_not_know_is_refused(cluster: RealCluster) -> None:
