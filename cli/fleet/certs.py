@@ -46,8 +46,9 @@ def create(directory: Path, hosts: tuple[str, ...], ca_directory: Path | None, d
     """Make the certificate of a host in DIRECTORY.
 
     DIRECTORY, which is for --tls-dir, gets ca.pem, cert.pem and key.pem, and the secrets of `certs secrets`. Run the
-    command again to renew certificate and key; running processes use them within seconds. ca-key.pem is only needed to
-    sign: keep it off the hosts that serve.
+    command again to renew certificate and key; running processes use them within seconds. A ca.pem that has the
+    authority beside others stays, so that an authority can be replaced. ca-key.pem is only needed to sign: keep it off
+    the hosts that serve.
     """
     from headrace.common.transport.channels import FLEET_NAME, TransportError, read_identity
 
@@ -137,10 +138,16 @@ def _sign(directory: Path, authority: Path, names: Sequence[str], days: int) -> 
         signed = ["x509", "-req", "-in", f"{work}/request", "-out", f"{work}/cert", "-days", str(days)]
         signed += ["-CA", str(authority / "ca.pem"), "-CAkey", str(authority / "ca-key.pem")]
         _openssl([*signed, "-set_serial", f"0x{secrets.token_hex(16)}", "-extfile", f"{work}/extensions"])
-        if authority != directory:
+        if not _trusts(directory, authority):
             replace_file(directory / "ca.pem", (authority / "ca.pem").read_bytes(), 0o644)
         replace_file(directory / "key.pem", Path(work, "key").read_bytes(), 0o600)
         replace_file(directory / "cert.pem", Path(work, "cert").read_bytes(), 0o644)
+
+
+def _trusts(directory: Path, authority: Path) -> bool:
+    """Whether the ca.pem of a directory has an authority, maybe beside the one that it replaces."""
+    path = directory / "ca.pem"
+    return path.exists() and (authority / "ca.pem").read_bytes().strip() in path.read_bytes()
 
 
 def _openssl(arguments: Sequence[str]) -> None:

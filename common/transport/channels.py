@@ -8,9 +8,10 @@ Connections are plain unless a process has a directory with three PEM files:
 
 Then both sides show a certificate signed by the authority, and callers check that the server's name is `FLEET_NAME`,
 independent of its address. Workers have unknown addresses, so the name proves membership and not a location. With a
-join token, every call except health presents it too. A join token alone protects against callers that can reach a port,
-but not against eavesdroppers. Without either, a process serves on loopback and unix sockets only, unless it may be
-insecure.
+join token, every call except health presents it too. A file of several tokens, one a line, lets a fleet change to
+another one: a process presents the first of them, and accepts all. A join token alone protects against callers that can
+reach a port, but not against eavesdroppers. Without either, a process serves on loopback and unix sockets only, unless
+it may be insecure.
 
 The files are checked for changes at most once a second. Servers use new files from the next handshake on, callers from
 the next channel on (see `Transport.version`). Open connections stay open. Files that do not fit together, as between
@@ -145,17 +146,23 @@ def _no_password() -> str:
     raise ValueError("key.pem is encrypted, and there is nobody to ask for its password")
 
 
-def read_token(path: Path) -> str:
-    """The join token in a file, without white space around it. Raises TransportError if it is not valid."""
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """The join tokens in a file, one a line, without white space around them: the first is the one to present. Raises
+    TransportError if there is none, or one is not valid."""
     try:
-        token = path.read_text(encoding="ascii").strip()
+        lines = path.read_text(encoding="ascii").splitlines()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
         raise TransportError(f"the join token in {path} cannot be read ({reason})") from None
-    if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not token.isprintable() or " " in token:
+    tokens = tuple(token for line in lines if (token := line.strip()))
+    if not tokens or not all(map(_is_token, tokens)):
         problem = f"the join token in {path} must have {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} printable characters"
         raise TransportError(f"{problem}; openssl rand -hex 32 makes one")
-    return token
+    return tokens
+
+
+def _is_token(text: str) -> bool:
+    return MIN_TOKEN_CHARS <= len(text) <= MAX_TOKEN_CHARS and text.isprintable() and " " not in text
 
 
 class Transport:
@@ -181,7 +188,7 @@ class Transport:
             paths.append(join_token_file)
         self._files = WatchedFiles(paths, clock)
         self._identity = None if tls_dir is None else read_identity(tls_dir)
-        self._token = None if join_token_file is None else read_token(join_token_file)
+        self._tokens: tuple[str, ...] = () if join_token_file is None else read_tokens(join_token_file)
 
     @property
     def version(self) -> int:
@@ -193,7 +200,7 @@ class Transport:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata to send with every call: the join token, if there is one."""
         self._look()
-        return () if self._token is None else ((JOIN_TOKEN_KEY, self._token),)
+        return tuple((JOIN_TOKEN_KEY, token) for token in self._tokens[:1])
 
     @property
     def has_certificates(self) -> bool:
@@ -267,12 +274,13 @@ class Transport:
         return () if self._token_file is None else (_TokenInterceptor(self),)
 
     def admits(self, presented: str | bytes | None) -> bool:
-        """Whether this is the join token, or none is required. Compares in constant time."""
+        """Whether this is a join token of the fleet, or none is required. Compares in constant time."""
         self._look()
-        if self._token is None:
+        if not self._tokens:
             return True
         given = presented.encode() if isinstance(presented, str) else presented or b""
-        return hmac.compare_digest(given, self._token.encode())
+        # All of them, so that the time does not tell which is right.
+        return sum(hmac.compare_digest(given, token.encode()) for token in self._tokens) > 0
 
     # --- files ------------------------------------------------------------------------------------------------------
 
@@ -285,7 +293,7 @@ class Transport:
                 return
             try:
                 identity = None if self._tls_dir is None else read_identity(self._tls_dir)
-                token = None if self._token_file is None else read_token(self._token_file)
+                tokens = () if self._token_file is None else read_tokens(self._token_file)
             except TransportError as error:
                 _LOG.warning("certificates and join token stay unchanged: %s", error)
                 return
@@ -293,7 +301,7 @@ class Transport:
                 self._identity = identity
                 self._version += 1
                 _LOG.info("certificates were read again from %s", self._tls_dir)
-            self._token = token
+            self._tokens = tokens
 
 
 def stays_on_host(address: str) -> bool:

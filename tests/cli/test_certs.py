@@ -7,7 +7,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from headrace.cli.main import cli
-from headrace.common.transport.channels import read_token
+from headrace.common.transport.channels import read_tokens
 
 
 def test_secrets_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_secrets_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None
         assert made["redis-password"] != made["join-token"]
         assert not any(secret.strip() in done.output for secret in made.values())
         assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
-        token = read_token(directory / "join-token")
+        (token,) = read_tokens(directory / "join-token")
     assert token == made["join-token"].strip()
 
 

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 
 import grpc
 import httpx
 import pytest
 
+from headrace.common.stores.files import replace_file
 from headrace.common.transport.channels import FLEET_NAME, PLAIN, Transport
 from headrace.protos import router_pb2, router_pb2_grpc
 from headrace.protos.status import Reason, error_of
@@ -278,10 +280,25 @@ def shown_certificate(address: str, tls_dir: Path) -> bytes:
             return connection.getpeercert(binary_form=True) or b""
 
 
-async def test_certificates_are_renewed_without_losing_a_stream(secured: Secured) -> None:
+def refuses_token(address: str, tls_dir: Path, token: Path) -> bool:
+    """Whether a router refuses the calls of a member with this join token."""
+    with Transport(tls_dir, token).blocking_channel(address) as channel:
+        try:
+            router_pb2_grpc.RouterStub(channel).ListModels(router_pb2.ListModelsRequest(), timeout=patience(5))
+        except grpc.RpcError as error:
+            return error.code() is grpc.StatusCode.UNAUTHENTICATED
+    return False
+
+
+async def test_certificates_and_the_join_token_are_renewed_without_losing_a_stream(
+    secured: Secured, tmp_path: Path
+) -> None:
     headers = secured.new_key()
     router = secured.fleet.router_addresses[0]
     before = shown_certificate(router, secured.tls_dir)
+    token, old_token = secured.tls_dir / "join-token", tmp_path / "old"
+    old_token.write_bytes(token.read_bytes())
+    assert not refuses_token(router, secured.tls_dir, old_token)
     body = {**BODY, "max_tokens": 100, "ignore_eos": True, "stream": True}
 
     async def stream(url: str, started: asyncio.Event) -> list[str]:
@@ -301,15 +318,20 @@ async def test_certificates_are_renewed_without_losing_a_stream(secured: Secured
     running = [asyncio.create_task(stream(url, event)) for url, event in zip(urls, begun, strict=True)]
     async with asyncio.timeout(patience(120)):
         await asyncio.gather(*(event.wait() for event in begun))
+    secured.secrets.append(token_hex(32))
+    replace_file(token, secured.secrets[-1].encode(), 0o600)
     await asyncio.to_thread(make_certificates, secured.tls_dir)
     await asyncio.to_thread(
         until, lambda: shown_certificate(router, secured.tls_dir) != before, "the router shows the new certificate"
+    )
+    await asyncio.to_thread(
+        until, lambda: refuses_token(router, secured.tls_dir, old_token), "the router wants the new token"
     )
     assert {answer.status_code for answer in await ask_all([*secured.urls] * 2, headers)} == {200}
     streams = await asyncio.gather(*running)
     assert [lines[-1] for lines in streams] == ["data: [DONE]"] * 4
     assert len({"".join(delta_of(line) for line in lines) for lines in streams}) == 1, "all have the same whole answer"
-    # Whoever comes now has never seen the old certificate.
+    # Whoever comes now has never seen the old certificate, nor the old token.
     secured.fleet.gateway.terminate()
     assert secured.fleet.gateway.gone() == 0
     secured.fleet.gateway.start()
