@@ -54,8 +54,8 @@ def drain(
     """Drain WORKER: it finishes its requests and takes no new ones.
 
     WORKER is a worker of the `headrace serve` that runs here, such as worker-0, or an address, HOST:PORT or unix:/path.
-    With --url it is any worker of that fleet. From then on its health is NOT_SERVING and routers skip it. The exit
-    status is 1 while requests still run.
+    With --url it is the name or address of any worker of that fleet, as headrace status --url shows it. From then on
+    its health is NOT_SERVING and routers skip it. The exit status is 1 while requests still run.
     """
     if undo:
         _undrain(worker, url, tls_dir, join_token_file, access)
@@ -65,7 +65,7 @@ def drain(
             left = _drained(client, worker, timeout_s)
     else:
         left = _direct(worker, tls_dir, join_token_file, undo=False, timeout_s=timeout_s)
-    click.echo("drained" if not left else f"draining: {left} requests still run")
+    click.echo("drained" if not left else f"draining: {_still(left)}")
     sys.exit(EXIT_FAILED if left else 0)
 
 
@@ -105,8 +105,11 @@ def _drained(client: FleetClient, worker: str, timeout_s: float, clock: Callable
         if is_over or clock() >= until_s:
             return left
         if sys.stderr.isatty():
-            still = f"{left} requests still run" if left else "handing cached blocks over"
-            click.echo(f"draining: {still}", err=True)
+            click.echo(f"draining: {_still(left) if left else 'handing cached blocks over'}", err=True)
+
+
+def _still(left: int) -> str:
+    return "1 request still runs" if left == 1 else f"{left} requests still run"
 
 
 def _direct(worker: str, tls_dir: Path | None, join_token_file: Path | None, *, undo: bool, timeout_s: float) -> int:

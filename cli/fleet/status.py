@@ -391,7 +391,9 @@ def _show_host(port: int | None, *, as_json: bool, is_watching: bool) -> bool:
         _print_stages(joins, rows)
     else:
         where = "" if port is None else f" on port {port}"
-        click.echo(f"nothing is being served{where}; headrace serve starts it", err=True)
+        click.echo(
+            f"nothing is being served{where}; headrace serve starts it, and --url shows a fleet elsewhere", err=True
+        )
     return bool(records or joins)
 
 

@@ -165,6 +165,8 @@ def models(ctx: click.Context, url: str | None, as_json: bool, watch_s: float | 
     if ctx.invoked_subcommand is not None:
         if url is not None or as_json or watch_s is not None:
             raise click.UsageError(f"write --url, --json and --watch after `{ctx.invoked_subcommand}`")
+    elif url is None and (as_json or watch_s is not None):
+        raise click.UsageError("--json and --watch are for --url; headrace models list and ps show those of this host")
     elif url is None:
         raise click.exceptions.NoArgsIsHelpError(ctx)
     else:

@@ -183,6 +183,9 @@ def test_a_drain_that_takes_longer_than_its_time_says_how_many_requests_run(gate
     gateway.left = [4] * 100_000
     done = run("drain", "w1", "--url", gateway.url, "--admin-key-file", admin, "--timeout", "0.3")
     assert (done.exit_code, done.output) == (1, "draining: 4 requests still run\n")
+    gateway.left = [1] * 100_000
+    done = run("drain", "w1", "--url", gateway.url, "--admin-key-file", admin, "--timeout", "0.3")
+    assert (done.exit_code, done.output) == (1, "draining: 1 request still runs\n")
     assert all(0 < body["wait_s"] <= 10 for _, body in gateway.posted), "no request outlives a proxy"
 
 
@@ -216,6 +219,8 @@ def test_a_placement_is_explained_by_a_gateway_elsewhere(gateway: FakeGateway) -
         (("status", "--url", "http://127.0.0.1:1", "--port", "1"), "--port"),
         (("status", "--model", "m"), "--url"),
         (("models", "--json", "ps"), "after `ps`"),
+        (("models", "--json"), "models list and ps"),
+        (("models", "--watch"), "models list and ps"),
         (("top", "--sort", "nosuch"), "kv-used"),
         (("top", "--url", "http://127.0.0.1:1", "-n", "1"), "no gateway at"),
         (("drain", "w", "--url", "http://127.0.0.1:1", "--admin-key-file", "/nowhere"), "/nowhere cannot be read"),

@@ -459,7 +459,7 @@ def test_nothing_running_is_said_with_status_1(cache: Path) -> None:
     result = CliRunner().invoke(cli, ["status"])
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert result.stderr == "nothing is being served; headrace serve starts it\n"
+    assert result.stderr == "nothing is being served; headrace serve starts it, and --url shows a fleet elsewhere\n"
     as_json = CliRunner().invoke(cli, ["status", "--json"])
     assert (as_json.exit_code, json.loads(as_json.stdout)) == (1, [])
 
