@@ -124,6 +124,7 @@ def main() -> None:
 @click.option("--join-token-file", help="File on every node with a secret by which the processes know each other.")
 @click.option("--tls-dir", help="Directory on every node with certificates, for mutual TLS between the processes.")
 @click.option("--api-keys", help="File on every node with the API keys of gateways.")
+@click.option("--admin-key-file", help="File on every node with the admin key of gateways, for headrace drain --url.")
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until the fleet serves.")
 @_app_option
 @_address_option
@@ -167,7 +168,8 @@ def _fleet_of_options(models: tuple[str, ...], options: dict[str, Any]) -> Fleet
     scaling = Scaling(
         queue_wait_s=options["queue_wait"], kv_pressure=options["kv_pressure"], down_delay_s=options["down_delay"]
     )
-    gateway_args = ("--api-keys", options["api_keys"]) if options["api_keys"] else ()
+    files = {"--api-keys": options["api_keys"], "--admin-key-file": options["admin_key_file"]}
+    gateway_args = tuple(part for flag, path in files.items() if path is not None for part in (flag, path))
     return Fleet(
         models=tuple(
             Model(

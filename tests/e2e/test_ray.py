@@ -6,6 +6,7 @@ tests/e2e/test_ray_nodes.py loses nodes and the head, which takes minutes.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.ray_cluster import RayCluster, ray_cluster
-from tests.e2e.serving import BOUND_S, MODEL, alive
+from tests.e2e.serving import BOUND_S, MODEL, alive, headrace
 from tests.e2e.small_model import small_model
 from tests.e2e.streams import chat_body, run_streams
 from tests.patience import until
@@ -35,10 +36,16 @@ def cluster() -> Iterator[RayCluster]:
     """One node with two places, and a fleet on it. `url` is its gateway's."""
     with ray_cluster() as made:
         made.start(num_cpus=1, resources={"numa": 2}, include_dashboard=False)
-        flags = ("--name", MODEL, "--min-workers", "2", "--port", "0", *SIZES)
+        admin_key(made).write_text("an admin key of some length\n")
+        flags = ("--name", MODEL, "--min-workers", "2", "--port", "0", "--admin-key-file", str(admin_key(made)), *SIZES)
         ready = made.headrace("up", str(small_model()), *flags, timeout_s=6 * BOUND_S)
         made.url = ready.split()[1].removesuffix("/v1")
         yield made
+
+
+def admin_key(cluster: RayCluster) -> Path:
+    """The file of the gateways' admin key."""
+    return cluster.log.parent / "admin.key"
 
 
 def actor_of(pid: int) -> int:
@@ -76,6 +83,17 @@ async def test_workers_are_pinned_and_a_killed_one_is_back_in_its_place(cluster:
     until(lambda: sum(worker["restarts"] for worker in workers(cluster)) == 1, "it is told", BOUND_S)
     # The same actor has started it.
     assert actor_of(second["pid"]) in map(actor_of, cluster.processes("worker"))
+
+
+def test_the_commands_for_any_fleet_see_and_change_it(cluster: RayCluster) -> None:
+    access = ("--url", cluster.url, "--admin-key-file", str(admin_key(cluster)))
+    drained = headrace("drain", "head/numa-0", *access)
+    assert drained.stdout == "drained\n", drained.stderr
+    shown = headrace("status", *access, "--json")
+    states = {row["name"]: row["state"] for row in json.loads(shown.stdout)}
+    assert states == {"head/numa-0": "draining", "head/numa-1": "ready"}
+    taken_back = headrace("undrain", "head/numa-0", *access)
+    assert taken_back.returncode == 0, taken_back.stderr
 
 
 async def test_ray_replaces_an_actor_and_no_stream_is_cut(cluster: RayCluster) -> None:

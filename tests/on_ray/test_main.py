@@ -34,7 +34,7 @@ def test_flags_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "./here",
         "smollm2-135m",
         *("--max-workers", "4", "--numa-nodes", "2", "--kv-cache-gb", "3", "--queue-wait", "1", "--port", "0"),
-        *("--kv-disk", "disk", "--api-keys", "/keys"),
+        *("--kv-disk", "disk", "--api-keys", "/keys", "--admin-key-file", "/admin"),
     )
     first, second = fleet.models
     assert (first.model, second.model) == (str(tmp_path / "here"), "smollm2-135m")
@@ -42,7 +42,7 @@ def test_flags_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     # Actors run in another directory.
     assert first.flags == {"kv_cache_gb": 3.0, "kv_disk": str(tmp_path / "disk")}
     assert first.scaling.queue_wait_s == 1.0
-    assert (fleet.port, fleet.gateway_args) == (0, ("--api-keys", "/keys"))
+    assert (fleet.port, fleet.gateway_args) == (0, ("--api-keys", "/keys", "--admin-key-file", "/admin"))
 
 
 @pytest.mark.parametrize(
