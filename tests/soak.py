@@ -93,8 +93,9 @@ SOAKS = {
         ("-n", "0", "--timeout", "7200"),
     ),
     "ray": Soak(
-        "a cluster of Ray with three nodes: nodes and the head are lost, workers come and go, updates; ten minutes",
-        ("tests/e2e/test_ray_nodes.py",),
+        "a cluster of Ray with three nodes: nodes and the head are lost, workers come and go, updates; and the files "
+        "of deploy/ray by Ray's commands; 15 minutes",
+        ("tests/e2e/test_ray_nodes.py", "tests/e2e/test_ray_serve.py"),
         ("-n", "0", "--timeout", "1800"),
     ),
     "streams": Soak(

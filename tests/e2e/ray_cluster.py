@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,13 @@ _START_S = 60.0
 _MARK = "HEADRACE_TEST_CLUSTER"
 
 
-class RayCluster:
-    """A cluster whose processes end with the tests. Each node is a host of its own to headrace: it has its own name."""
+class RayProcesses:
+    """A command whose processes, Ray's and ours, are known by a mark in their environment, and end with the tests."""
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path, environment: Mapping[str, str], command: Sequence[str], stdout: int = subprocess.STDOUT
+    ) -> None:
+        """What the command writes is in `log`, unless its standard output goes to `stdout`."""
         self.mark = uuid.uuid4().hex
         (directory / "run").mkdir(mode=0o700)
         (directory / "ray").mkdir()
@@ -44,16 +47,64 @@ class RayCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(directory),
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.ray_cluster"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(directory / "cluster.log").open("w"),
-            text=True,
-            env=self.environment,
-            start_new_session=True,
-        )
         self.log = directory / "cluster.log"
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log if stdout == subprocess.STDOUT else stdout,
+                stderr=log,
+                text=True,
+                env=self.environment,
+                start_new_session=True,
+            )
+
+    def processes(self, role: str = "") -> list[int]:
+        """The ids of headrace's processes of this cluster, of one role if given."""
+        return self._marked(f"headrace.{role}")
+
+    def _marked(self, module: str = "") -> list[int]:
+        """The ids of all processes of this cluster, or of those that run a module whose name begins so."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (place / "cmdline").read_bytes().split(b"\0")
+                is_ours = f"{_MARK}={self.mark}".encode() in (place / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if is_ours and (not module or any(part.startswith(module.encode()) for part in command[1:4])):
+                found.append(int(place.name))
+        return sorted(found)
+
+    def logs(self) -> str:
+        """The end of what replicas of Ray Serve have logged."""
+        files = sorted(self.log.parent.glob("ray/session_*/logs/serve/*.log"))
+        return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files[-8:])
+
+    def end(self) -> None:
+        """End all processes, by force."""
+        try:
+            self._ask_to_end()
+            self._process.wait(patience(BOUND_S))
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        until(lambda: not self.processes(), "no process of headrace outlives its cluster", BOUND_S)
+        for pid in self._marked():  # of Ray, if the command has failed
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _ask_to_end(self) -> None:
+        """Tell the command to end its processes and itself."""
+        self._process.terminate()
+
+
+class RayCluster(RayProcesses):
+    """A cluster of several nodes. Each is a host of its own to headrace: it has its own name."""
+
+    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+        command = [sys.executable, "-m", "tests.e2e.ray_cluster"]
+        super().__init__(directory, environment, command, subprocess.PIPE)
         self.address = self.url = self.dashboard = ""
 
     def tell(self, command: str, **arguments: Any) -> Any:
@@ -85,41 +136,9 @@ class RayCluster:
         found: dict[str, Any] = json.loads(self.headrace("status", "--json"))
         return found
 
-    def processes(self, role: str = "") -> list[int]:
-        """The ids of headrace's processes of this cluster, of one role if given."""
-        return self._marked(f"headrace.{role}")
-
-    def _marked(self, module: str = "") -> list[int]:
-        """The ids of all processes of this cluster, or of those that run a module whose name begins so."""
-        found = []
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (place / "cmdline").read_bytes().split(b"\0")
-                is_ours = f"{_MARK}={self.mark}".encode() in (place / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if is_ours and (not module or any(part.startswith(module.encode()) for part in command[1:4])):
-                found.append(int(place.name))
-        return sorted(found)
-
-    def logs(self) -> str:
-        """The end of what replicas of Ray Serve have logged."""
-        files = sorted(self.log.parent.glob("ray/session_*/logs/serve/*.log"))
-        return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files[-8:])
-
-    def end(self) -> None:
-        """End all processes, by force."""
-        try:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait(patience(BOUND_S))
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        until(lambda: not self.processes(), "no process of headrace outlives its cluster", BOUND_S)
-        for pid in self._marked():  # of Ray, if the cluster's process has failed
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def _ask_to_end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
 
 @contextmanager
