@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -60,11 +61,11 @@ class RayProcesses:
             )
 
     def processes(self, role: str = "") -> list[int]:
-        """The ids of headrace's processes of this cluster, of one role if given."""
-        return self._marked(f"headrace.{role}")
+        """The ids of headrace's processes of this cluster. With a role those alone, without their ranks."""
+        return self._marked(rf"headrace\.{role}" if role else r"headrace\..*")
 
     def _marked(self, module: str = "") -> list[int]:
-        """The ids of all processes of this cluster, or of those that run a module whose name begins so."""
+        """The ids of all processes of this cluster, or of those that run a module whose name is of this pattern."""
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             try:
@@ -72,7 +73,7 @@ class RayProcesses:
                 is_ours = f"{_MARK}={self.mark}".encode() in (place / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if is_ours and (not module or any(part.startswith(module.encode()) for part in command[1:4])):
+            if is_ours and (not module or any(re.fullmatch(module.encode(), part) for part in command[1:4])):
                 found.append(int(place.name))
         return sorted(found)
 
@@ -180,6 +181,25 @@ class _Commands:
     def kill_raylet(self, name: str) -> None:
         """Kill the raylet alone."""
         self.nodes[name].kill_raylet(check_alive=False)
+
+    def placement_groups(self) -> list[dict[str, Any]]:
+        """The strategy, the bundles and the nodes of each placement group that has its resources."""
+        import ray
+
+        ray.init(self.cluster.address, logging_level="warning", log_to_driver=False)
+        try:
+            groups = ray.util.placement_group_table().values()
+        finally:
+            ray.shutdown()
+        return [
+            {
+                "strategy": group["strategy"],
+                "bundles": list(group["bundles"].values()),
+                "nodes": sorted(set(group["bundles_to_node_id"].values())),
+            }
+            for group in groups
+            if group["state"] == "CREATED"
+        ]
 
     def restart_head(self) -> str:
         """Kill all of Ray's processes on the head, and start it anew at its address."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.groups import ranks_behind
 from tests.e2e.ray_cluster import RayCluster, ray_cluster
 from tests.e2e.serving import BOUND_S, MODEL, alive
 from tests.e2e.small_model import small_model
@@ -168,6 +169,24 @@ async def test_all_workers_are_replaced_under_load_and_keep_their_hits(cluster: 
     print(f"hits {before:.3f} before, {after:.3f} after; {len(running.finished)} answers")
     assert [stream.error for stream in running.failed] == []
     assert after >= 0.9 * before
+
+
+async def test_the_ranks_of_a_worker_take_a_placement_group_on_one_node(cluster: RayCluster) -> None:
+    await in_thread(up, cluster, "--min-workers", "2", "--tensor-parallel", "2", "--worker-drain", "20")
+    await in_thread(until, serves(cluster, 2), "two divided workers serve", _LONG_S)
+    workers = cluster.status()["workers"]
+    assert [one["worker_id"] for one in workers] == [f"{one['node']}/numa-0+1" for one in workers]
+    groups = await in_thread(cluster.tell, "placement_groups")
+    assert [(group["strategy"], group["bundles"]) for group in groups] == [("STRICT_PACK", [{"numa": 1.0}] * 2)] * 2
+    assert [len(group["nodes"]) for group in groups] == [1, 1]
+    (rank,) = ranks_behind(workers[0]["pid"])
+
+    async def kill() -> None:
+        os.kill(rank, signal.SIGKILL)
+
+    await same_answers(cluster, kill)
+    until(serves(cluster, 2), "the worker is back", _LONG_S)
+    until(lambda: [len(ranks_behind(one)) for one in cluster.processes("worker")] == [1, 1], "with its ranks", BOUND_S)
 
 
 def test_a_job_may_ask_for_the_fleet(cluster: RayCluster) -> None:
