@@ -37,6 +37,10 @@ _KILL_S = 2.0
 _OF_RAY = ("OMP_NUM_THREADS",)
 
 
+# Ray's variable for the niceness of its workers, of which actors are some.
+NICENESS = "RAY_worker_niceness"
+
+
 class ProcessesError(RuntimeError):
     """A process does not run, or refused its arguments. The message is a sentence."""
 
@@ -56,7 +60,13 @@ class Processes:
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start all processes."""
+        """Start all processes. They inherit the niceness of the actor, which is 15 unless Ray is told otherwise."""
+        if (niceness := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
+            log.warning(
+                "niceness is %d, so other programs of this host get the CPUs first; start Ray with %s=0",
+                niceness,
+                NICENESS,
+            )
         self._running = asyncio.create_task(self._supervisor.run(), name="supervisor")
 
     @property

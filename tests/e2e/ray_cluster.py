@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headrace.ray.processes import NICENESS
 from tests.e2e.serving import BOUND_S, headrace
 from tests.patience import patience, until
 from tests.ports import free_port
@@ -46,6 +47,7 @@ class RayProcesses:
             _MARK: self.mark,
             "XDG_RUNTIME_DIR": str(directory / "run"),
             "RAY_USAGE_STATS_ENABLED": "0",
+            NICENESS: "0",
             "RAY_TMPDIR": str(directory),
         }
         self.log = directory / "cluster.log"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +45,20 @@ async def test_the_sentence_of_a_process_that_refuses_its_arguments_is_told() ->
     with pytest.raises(ProcessesError, match="no such model"):
         await processes.until(never)
     await processes.stop()
+
+
+async def test_it_is_told_if_everything_else_on_the_host_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    log = SimpleNamespace(warning=lambda text, *args: said.append(text % args), info=lambda *args: None)
+    monkeypatch.setattr("headrace.ray.processes.log", log)
+    for niceness in (0, 15):
+        monkeypatch.setattr("headrace.ray.processes.os.getpriority", lambda *which, found=niceness: found)
+        processes = Processes([spec("raise SystemExit(0)")], 1.0)
+        processes.start()
+        await processes.stop()
+    assert said == [
+        "niceness is 15, so other programs of this host get the CPUs first; start Ray with RAY_worker_niceness=0"
+    ]
 
 
 async def test_a_process_gets_what_the_actor_has_but_not_its_number_of_threads(
