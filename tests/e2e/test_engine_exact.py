@@ -44,6 +44,14 @@ IS_BFLOAT16 = ov.Core().get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Ty
 pytestmark = pytest.mark.e2e
 
 
+@dataclass(frozen=True)
+class Cold:
+    """What a run of one prompt by itself, in steps as large as possible, has computed: logits, keys and values."""
+
+    logits: list[npt.NDArray[np.float32]]
+    blocks: list[npt.NDArray[np.generic]]
+
+
 @dataclass
 class RealEngine:
     """Fresh schedulers and pools over one compiled model, whose logits are recorded."""
@@ -52,6 +60,7 @@ class RealEngine:
 
     def __post_init__(self) -> None:
         self.logits: dict[Request, list[npt.NDArray[np.float32]]] = {}
+        self._cold: dict[tuple[int, int, int], Cold] = {}
         self._sampled: Sequence[Request] = ()
         self._bind, self._run = self.runner.bind, self.runner.run
         self.runner.bind = self._note  # type: ignore[method-assign]
@@ -85,6 +94,15 @@ class RealEngine:
             engine.step()
             engine.scheduler.check()
         return requests
+
+    def cold(self, seed: int, length: int, budget: int) -> Cold:
+        """The cold run of `prompt_of(seed, length)`, computed once for all tests."""
+        key = seed, length, budget
+        if key not in self._cold:
+            engine, prompt = self.fresh(budget=budget), prompt_of(seed, length)
+            (request,) = self.run(engine, [prompt])
+            self._cold[key] = Cold(self.logits[request], self.blocks_of(engine, prompt))
+        return self._cold[key]
 
     def blocks_of(self, engine: Engine, prompt: Sequence[int]) -> list[npt.NDArray[np.generic]]:
         """Keys and values of a prompt's full blocks, over all layers, as they are in the cache now."""
@@ -142,25 +160,21 @@ def test_any_chunking_gives_the_bits_of_the_whole(default: RealEngine, length: i
     if budget > default.runner.exact_rows:
         pytest.skip(f"on this CPU steps are exact up to {default.runner.exact_rows} tokens")
     prompt = prompt_of(length, length)
-    whole, cut = default.fresh(budget=1024), default.fresh(budget=budget)
-    (cold,) = default.run(whole, [prompt])
-    cold_blocks = default.blocks_of(whole, prompt)
+    cold, cut = default.cold(length, length, 1024), default.fresh(budget=budget)
     (chunked,) = default.run(cut, [prompt])
-    assert_same_bits(default.logits[chunked], default.logits[cold])
-    assert_same_bits(default.blocks_of(cut, prompt), cold_blocks)
+    assert_same_bits(default.logits[chunked], cold.logits)
+    assert_same_bits(default.blocks_of(cut, prompt), cold.blocks)
 
 
 @pytest.mark.parametrize("shared", [64, 70, 95, 150, 198, 199, 200])
 def test_a_hit_gives_the_bits_of_the_cold_run(default: RealEngine, shared: int) -> None:
     prompt = prompt_of(1, 200)
-    cold_engine, engine = default.fresh(), default.fresh()
-    (cold,) = default.run(cold_engine, [prompt])
-    cold_blocks = default.blocks_of(cold_engine, prompt)
+    cold, engine = default.cold(1, 200, 256), default.fresh()
     default.run(engine, [prompt[:shared] + prompt_of(2, 40)])
     (hit,) = default.run(engine, [prompt])
     assert hit.num_cached_tokens == min(shared, 198)
-    assert_same_bits(default.logits[hit], default.logits[cold])
-    assert_same_bits(default.blocks_of(engine, prompt), cold_blocks)
+    assert_same_bits(default.logits[hit], cold.logits)
+    assert_same_bits(default.blocks_of(engine, prompt), cold.blocks)
 
 
 def test_what_else_is_in_the_batch_changes_no_bit_of_a_prompt(default: RealEngine) -> None:
