@@ -496,9 +496,12 @@ def test_a_layer_that_predicts_more_tokens_drafts_and_changes_no_bit_of_answers(
         write_heads(tmp_path / "heads", config, mtp_tensors(config)), partial(num_spare_blocks, TREE)
     )
     target = OpenVINOModelRunner(
-        directory, threads=2, kv_precision="u8", execution_mode="accuracy", states=heads.reader
+        directory, threads=2, kv_precision="u8", execution_mode="accuracy", states=heads.reader, max_adapters=2
     )
     target.allocate(NUM_BLOCKS)
+    assert target.adapters is not None
+    for slot in range(2):
+        target.adapters.write(slot, random_adapter(target.linears, 8, slot))
     layer = heads.compile(directory, 2)
     layer.allocate(NUM_BLOCKS)
     expected, _ = answers(runner, prompts[:3], 3, "off", num_logprobs=1)
@@ -507,6 +510,16 @@ def test_a_layer_that_predicts_more_tokens_drafts_and_changes_no_bit_of_answers(
         found, requests = answers(target, prompts[:3], 3, "mtp", draft, num_logprobs=1)
         assert found == expected
         assert all(request.num_drafted > 0 for request in requests)
+    # The same prompt without an adapter and with two. The layer knows nothing of adapters.
+    run = partial(answers, prompts=[prompts[0]] * 3, batch=3, adapter_slots=[-1, 0, 1], temperature=0.0, num_logprobs=1)
+    expected, _ = run(runner, speculation="off")
+    assert len({tuple(token_ids) for token_ids, *_ in expected}) == 3, "the adapters change answers"
+    seen = SeenHeads(layer)
+    seen.right = {str(number): token_ids for number, (token_ids, *_) in enumerate(expected)}
+    for kind in (MtpModel, partial(MtpTrees, shape=TREE)):
+        found, requests = run(target, speculation="mtp", draft=Draft(seen, BatchSampler(), FREE_STEPS, kind))
+        assert are_alike(found, expected)
+        assert all(request.num_accepted > 0 for request in requests)
 
 
 def test_a_worker_loads_heads_and_refuses_those_of_another_model(directory: Path, tmp_path: Path) -> None:
