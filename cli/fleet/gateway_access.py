@@ -148,7 +148,9 @@ class FleetClient:
         except (ValueError, KeyError, TypeError):
             raise self._strange() from None
         if response.status_code == _UNAUTHENTICATED:
-            message += "; give it with --admin-key-file, or an API key with --api-key"
+            # What changes the fleet takes no API key.
+            wants_admin = "the admin key" in message
+            message += "; " + ("give it with --admin-key-file" if wants_admin else "give one with --api-key")
         if response.status_code == _NOT_FOUND and "there is nothing at" in message:
             message = "it is a gateway without this view: an older version of headrace"
         raise CommandFailed(f"{self.url}: {message}")

@@ -412,6 +412,9 @@ class _FleetLook:
         picture = self._client.picture()
         rows = worker_rows(picture, self._rates.of(picture.workers, time.monotonic()))
         rows = [row for row in rows if self._model in (None, row["model"])]
+        if self._model is not None and not rows:
+            there_are = ", ".join(sorted({worker.model for worker in picture.workers if worker.model})) or "none"
+            click.echo(f"no worker serves the model {self._model}; there is {there_are}", err=True)
         if self._as_json:
             click.echo(json.dumps(rows, indent=None if self._is_watching else 2))
         else:

@@ -149,6 +149,12 @@ def test_a_fleet_without_a_ready_worker_is_status_1(gateway: FakeGateway) -> Non
     assert run("status", "--url", gateway.url).exit_code == 1
 
 
+def test_a_model_without_workers_is_told_with_those_that_have_some(gateway: FakeGateway) -> None:
+    done = run("status", "--url", gateway.url, "--model", "chat", "--json")
+    assert (done.exit_code, json.loads(done.stdout)) == (1, [])
+    assert done.stderr == "no worker serves the model chat; there is m\n"
+
+
 @pytest.mark.parametrize("args", [("models",), ("models", "ps")])
 def test_models_come_with_the_sums_of_their_workers(gateway: FakeGateway, args: tuple[str, ...]) -> None:
     rows = json.loads(run(*args, "--url", gateway.url, "--json").stdout)
@@ -192,7 +198,7 @@ def test_a_drain_that_takes_longer_than_its_time_says_how_many_requests_run(gate
 def test_without_the_admin_key_the_remedy_is_told(gateway: FakeGateway) -> None:
     done = run("drain", "w1", "--url", gateway.url, "--api-key", "hr-x")
     assert done.exit_code == 1
-    assert "--admin-key-file" in done.output
+    assert done.output.endswith("; give it with --admin-key-file\n")
     assert gateway.keys == ["Bearer hr-x"]
 
 
