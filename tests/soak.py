@@ -64,11 +64,16 @@ SOAKS = {
         ("tests/infra/test_api_server.py", "tests/router/test_services.py"),
         ("-n", "0", "-k", "real or test_api_server"),
     ),
+    "containers": Soak(
+        "the image, the wheel and compose.yaml in a container engine, which has the image `headrace`",
+        ("tests/infra/test_containers.py", "tests/infra/test_compose.py"),
+        ("-n", "0"),
+    ),
     "rolling-update": Soak(
         "an upgrade of the chart on a real API server replaces four workers, two routers and two gateways under load; "
-        "and a machine is drained",
-        ("tests/infra/test_rolling_update.py", "tests/infra/test_node_drain.py"),
-        ("-n", "0", "-k", "whole or drained"),
+        "a machine is drained; and models without workers get them with the first request",
+        ("tests/infra/test_rolling_update.py", "tests/infra/test_node_drain.py", "tests/infra/test_scale_to_zero.py"),
+        ("-n", "0", "-k", "whole or drained or held"),
     ),
     "models": Soak(
         "ten minutes of three models in memory for two, and kills",

@@ -1,9 +1,8 @@
 """compose.yaml on a real engine: comes up, answers, loses nothing when workers come, go, die or exceed their memory,
 and goes down gracefully.
 
-Needs a container engine, its Compose plugin, the image `headrace` (docker build -t headrace .) and a Redis:
-REDIS_IMAGE, by default that of compose.yaml. Where clients must enter a network namespace to reach published ports,
-HEADRACE_TEST_ENTER has the command that runs another one there.
+Needs a container engine (tests/infra/engine.py), its Compose plugin, the image `headrace` (docker build -t headrace .)
+and a Redis: REDIS_IMAGE, by default that of compose.yaml.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -22,14 +20,14 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.serving import headrace, pulled_model, until
+from tests.e2e.serving import headrace, until
+from tests.infra import engine
+from tests.infra.engine import ENTER, ROOT
 from tests.patience import patience
 from tests.test_readme import Block, blocks_of
 
-ROOT = Path(__file__).parent.parent.parent
 PORT, GRPC_PORT = "18000", "18001"
 BASE_URL = f"http://127.0.0.1:{PORT}"
-ENTER = shlex.split(os.environ.get("HEADRACE_TEST_ENTER", ""))
 PROJECT = "headrace-test"
 REDIS_IMAGE = os.environ.get("REDIS_IMAGE", "redis:7-alpine")
 NUM_STREAMS, MAX_TOKENS = 6, 160
@@ -67,10 +65,7 @@ CLIENT_BLOCKS = [
 
 
 def docker(*args: str, check: bool = True, **settings: str) -> str:
-    environment = {**os.environ, **SETTINGS, **settings}
-    done = subprocess.run(["docker", *args], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 or not check, f"docker {' '.join(args)}: {done.stderr}"
-    return done.stdout
+    return engine.docker(*args, check=check, **{**SETTINGS, **settings})
 
 
 def up(num_workers: int) -> None:
@@ -93,20 +88,7 @@ def other_system(profiles: str, files: str, **settings: str) -> Iterator[Callabl
         docker("compose", "down", "--volumes", **settings)
 
 
-def why_not() -> str | None:
-    """Why no compose test can run here; None if it can."""
-    commands = [("info",), ("compose", "version")]
-    commands += [("image", "inspect", "headrace"), ("image", "inspect", REDIS_IMAGE)]
-    try:
-        for command in commands:
-            if subprocess.run(["docker", *command], capture_output=True, check=False, timeout=patience(20)).returncode:
-                return f"docker {' '.join(command)} fails here"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no container engine answers here: {error}"
-    return None
-
-
-REASON = why_not()
+REASON = engine.why_not("headrace", REDIS_IMAGE, compose=True)
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or ""), pytest.mark.timeout(600)]
 
 
@@ -131,17 +113,9 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def fill_volume() -> None:
     """Have the model in the volume, so that nothing is fetched."""
-    model_dir = pulled_model()
     docker("compose", "down", "--volumes")
-    docker(
-        *("volume", "create", f"{PROJECT}_models"),
-        *("--label", f"com.docker.compose.project={PROJECT}", "--label", "com.docker.compose.volume=models"),
-    )
-    mount = Path(json.loads(docker("volume", "inspect", f"{PROJECT}_models"))[0]["Mountpoint"])
-    target = mount / "models" / model_dir.name
-    target.parent.mkdir(parents=True)
-    subprocess.run(["cp", "-r", str(model_dir.resolve()), str(target)], check=True)
-    subprocess.run(["chown", "-R", "10001:10001", str(mount)], check=True)
+    labels = (f"com.docker.compose.project={PROJECT}", "com.docker.compose.volume=models")
+    engine.make_models_volume(f"{PROJECT}_models", *labels)
 
 
 def client(*args: object) -> subprocess.Popen[str]:
