@@ -457,7 +457,8 @@ async def test_prefix_hits_behind_envoy_are_those_of_the_router(fleet: Fleet, tm
     async with running_envoy(fleet, tmp_path) as envoy:
         client = envoy.client
         await spread(fleet, client, bodies)
-        assert abs(fleet.hits - own) <= 0.01, (fleet.hits, own)
+        print(f"prefix hits: {own:.4f} by the router, {fleet.hits:.4f} behind Envoy")
+        assert abs(fleet.hits - own) <= 0.01
         assert min(len(pod.worker.requests) - had for pod, had in zip(fleet.pods, served, strict=True)) > 0
         await until(lambda: fleet.router.fleet.num_in_flight == 0)  # every booking was released
         chunks = []
