@@ -172,7 +172,7 @@ async def test_a_worker_that_is_refused_after_it_has_served_leaves_its_model_loa
         system.fleet.ready = ALL
         await system.until_state("a", State.LOADED)
         healthy, killed = system.host.models["a"].processes
-        await system.until(lambda: killed.pid is not None and time.time() - killed.started_s > 0.3)
+        await system.until(lambda: killed.pid is not None and time.time() - killed.started_s > 0.3 and flag.exists())
         pid = healthy.pid
         assert killed.pid is not None
         os.kill(killed.pid, signal.SIGKILL)
