@@ -16,7 +16,7 @@ import os
 import random
 import resource
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,8 +119,10 @@ class Clients:
     ) -> None:
         url = self.urls[number % len(self.urls)]
         body = chat_body(prompt, num_tokens, temperature=0, priority=priority)
+        began_s, response = time.monotonic(), None
         try:
             async with self._opening:
+                began_s = time.monotonic()
                 request = http.build_request("POST", f"{url}/v1/chat/completions", json=body)
                 response = await http.send(request, stream=True)
             async with aclosing(response):
@@ -129,12 +131,20 @@ class Clients:
                 async for line in response.aiter_lines():
                     stream.take(line)
         except httpx.HTTPError as error:
-            stream.error = repr(error)
+            when = f"{time.monotonic() - began_s:.0f} s after it began, {'with' if response else 'without'} a response"
+            stream.error = f"{' of '.join(map(repr, causes(error)))} {when}"
         expected = self._texts.setdefault((prompt, num_tokens), stream.text)
         if stream.error is not None or not stream.is_done or stream.num_tokens != num_tokens:
             self.lost.append(f"{url}: {stream.num_tokens} tokens of {num_tokens}, {stream.error or 'cut'}")
         elif stream.text != expected:
             self.lost.append(f"{url}: another answer to story {prompt}: {stream.text!r}, before {expected!r}")
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what has led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @asynccontextmanager
