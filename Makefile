@@ -144,6 +144,16 @@ katex: | .make/clients/.done
 	@.make/aider/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
+# OpenHands needs a newer Python than the tests, which a machine may lack. Its recording is tested without it.
+PYTHON_312 ?= python3.12
+.PHONY: openhands
+openhands: .make/openhands/.done
+.make/openhands/.done: tests/e2e/clients/openhands_requirements.txt
+	@echo "installing OpenHands into .make/openhands" >&2
+	@$(PYTHON_312) -m venv .make/openhands
+	@.make/openhands/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 # PyTorch and optimum-intel export the small models of tests/architectures, and nothing else needs them.
 .make/architectures/.done: tests/architectures/requirements.txt tests/architectures/encoder_requirements.txt
 	@echo "installing what exports small models into .make/architectures" >&2

@@ -36,6 +36,7 @@ _KEPT = frozenset(
             "namespace",
             "tool_choice",
             "effort",
+            "reasoning_effort",
             "verbosity",
             "summary",
             "format",

@@ -27,7 +27,7 @@ MODULES = Path(__file__).parents[2] / ".make" / "clients" / "node_modules"
 CLAUDE, CLINE, CONTINUE, OPENCODE, QWEN = (
     MODULES / ".bin" / name for name in ("claude", "cline", "cn", "opencode", "qwen")
 )
-AIDER = Path(__file__).parents[2] / ".make" / "aider" / "bin" / "aider"
+AIDER, OPENHANDS = (Path(__file__).parents[2] / ".make" / name / "bin" / name for name in ("aider", "openhands"))
 TASK_BOUND_S = 300
 SOAK = os.environ.get("HEADRACE_SOAK") == "1"
 NAME = "scripted"
@@ -294,6 +294,35 @@ def test_cline_reads_and_writes_files_and_finds_its_turns_in_the_cache(workplace
     assert_finished(recorder, workplace, num_turns=3, least_tokens=8000)
     agent_recordings.check("cline", recorder.exchanges, NAME)
     assert {one.ignored for one in recorder.exchanges} == {""}
+
+
+@pytest.mark.skipif(not OPENHANDS.exists(), reason="OpenHands is not installed: make openhands, with Python 3.12")
+def test_openhands_reads_and_writes_files_and_finds_its_turns_in_the_cache(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    told = {"security_risk": "LOW", "summary": "what the task asks"}
+    script = script_of(
+        ("file_editor", {"command": "view", "path": str(workplace.files / "note.txt"), **told}),
+        (
+            "file_editor",
+            {"command": "create", "path": str(workplace.files / "answer.txt"), "file_text": "42\n", **told},
+        ),
+    )
+    with recorded_system(tmp_path, script) as recorder:
+        for task in (["-t", TASK], ["--resume", "--last", "-t", NEXT]):
+            output = workplace.run(
+                str(OPENHANDS),
+                *("--headless", "--override-with-envs", *task),
+                LLM_MODEL=f"openai/{NAME}",
+                LLM_BASE_URL=f"{recorder.base_url}/v1",
+                LLM_API_KEY="unused",
+                LITELLM_LOCAL_MODEL_COST_MAP="True",
+            )
+            assert DONE in output
+    assert_finished(recorder, workplace, num_turns=4, least_tokens=10_000)
+    agent_recordings.check("openhands", recorder.exchanges, NAME)
+    # A model of this name is given an effort, whether it thinks or not.
+    assert {one.ignored for one in recorder.exchanges} == {"reasoning_effort"}
 
 
 @pytest.mark.skipif(not AIDER.exists(), reason="aider is not installed: make test-clients")

@@ -1,9 +1,8 @@
-"""Requests in the shapes in which editors and agents send them that no test runs: Continue, Cline, Zed and OpenHands.
-The texts are ours.
+"""Requests in the shapes in which editors send them that no test runs: Continue, Cline and Zed. The texts are ours.
 
 Each shape goes through a conversation: a question, a call, its result, an answer, and another question. Its answers are
-read as strictly as its client reads them. Sources: the public repositories of the clients, of OpenHands openhands-sdk
-1.58. goose goes through the same conversation with its own providers.
+read as strictly as its client reads them. Sources: the public repositories of the clients. goose goes through the same
+conversation with its own providers.
 """
 
 from __future__ import annotations
@@ -441,59 +440,6 @@ class ZedAnthropic(Client):
         return {**block, "cache_control": {"type": "ephemeral"}}
 
 
-class OpenHands(Client):
-    """Contents are lists of parts, also those of results, which have the tool's name. Nothing is streamed, and every
-    tool asks for a summary and a risk."""
-
-    def body(self) -> dict[str, Any]:
-        more = {
-            "summary": {"type": "string", "description": "A short sentence on the call."},
-            "security_risk": {"type": "string", "enum": ["UNKNOWN", "LOW", "MEDIUM", "HIGH"]},
-        }
-        parameters = {**PARAMETERS, "properties": {**PARAMETERS["properties"], **more}}  # type: ignore[dict-item]
-        return {
-            "model": NAME,
-            "messages": [{"content": self._parts(SYSTEM), "role": "system"}, *self.turns],
-            "tools": [{"type": "function", "function": {**FUNCTION, "parameters": parameters}}],
-            "max_completion_tokens": 8192,
-        }
-
-    def ask(self, text: str) -> None:
-        self.turns.append({"content": self._parts(text), "role": "user"})
-
-    def read(self, answer: bytes) -> Answer:
-        told = json.loads(answer)
-        assert told["object"] == "chat.completion"
-        assert all(isinstance(told["usage"][name], int) for name in ("prompt_tokens", "completion_tokens"))
-        (choice,) = told["choices"]
-        message = choice["message"]
-        assert message["role"] == "assistant"
-        found = message.get("tool_calls") or []
-        assert choice["finish_reason"] == ("tool_calls" if found else "stop")
-        if not found:
-            return Answer(message["content"])
-        (call,) = found
-        assert call["type"] == "function"
-        function = call["function"]
-        return Answer(message["content"] or "", (function["name"], json.loads(function["arguments"])), call["id"])
-
-    def remember(self, answer: Answer) -> None:
-        turn: dict[str, Any] = {"role": "assistant"}
-        if answer.text:
-            turn["content"] = self._parts(answer.text)
-        if answer.call is not None:
-            turn["tool_calls"] = [function_call(answer)]
-        self.turns.append(turn)
-
-    def tell(self, answer: Answer) -> None:
-        self.turns.append(
-            {"content": self._parts(RESULT), "role": "tool", "tool_call_id": answer.call_id, "name": TOOL}
-        )
-
-    def _parts(self, text: str) -> list[dict[str, Any]]:
-        return [{"type": "text", "text": text}]
-
-
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     answers = [calls((TOOL, ARGUMENTS)), DONE]
@@ -522,7 +468,7 @@ def exchange(system: Serve, client: Client) -> tuple[Answer, float]:
     return client.read(response.content), cached / tokens
 
 
-ALWAYS_CACHED = (ContinueOpenAI, ClineCompatible, ClineOllama, ZedCompatible, ZedOllama, ZedAnthropic, OpenHands)
+ALWAYS_CACHED = (ContinueOpenAI, ClineCompatible, ClineOllama, ZedCompatible, ZedOllama, ZedAnthropic)
 
 
 @pytest.mark.parametrize("kind", [*ALWAYS_CACHED, ContinueOllama], ids=lambda kind: kind.__name__)
