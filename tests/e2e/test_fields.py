@@ -60,6 +60,25 @@ def test_the_best_of_some_answers_is_the_most_probable_of_them(system: Serve) ->
     assert best[0]["text"] == max(several, key=mean)["text"]
 
 
+def test_each_choice_has_the_least_number_of_tokens(system: Serve) -> None:
+    likely = [
+        choice["token_ids"][2]
+        for choice in complete(system, n=4, temperature=1.0, seed=3, return_token_ids=True)["choices"]
+    ]
+    fields = {
+        "n": 4,
+        "temperature": 1.0,
+        "seed": 3,
+        "max_tokens": 12,
+        "stop_token_ids": likely,
+        "return_token_ids": True,
+    }
+    free, held = (complete(system, **fields, min_tokens=least)["choices"] for least in (0, 9))
+    assert all(len(choice["token_ids"]) <= 3 and choice["finish_reason"] == "stop" for choice in free)
+    assert all(len(choice["token_ids"]) >= 9 for choice in held)
+    assert all(set(choice["token_ids"][:9]).isdisjoint(likely) for choice in held)
+
+
 def test_both_edges_give_the_same_answer(system: Serve) -> None:
     with TextClient(system.process_of("gateway")["grpc_address"]) as client:
         answers = client.complete(PROMPT, temperature=0, max_tokens=8, logprobs=1, return_token_ids=True)
