@@ -106,7 +106,9 @@ class Benchmark:
         load = Load(self._sender, time.perf_counter, plan.max_concurrency)
         rng = random.Random(f"arrivals {plan.seed}")
         gc.collect()
-        gc.freeze()  # what exists need not be looked at while the load runs
+        freezes = not gc.get_freeze_count()  # the caller may have done so
+        if freezes:
+            gc.freeze()  # what exists need not be looked at while the load runs
         probes = Probes(self._sender, plan.probe_rate, time.perf_counter)
         if plan.is_profiled:
             await self._profiler("start_profile")
@@ -125,7 +127,8 @@ class Benchmark:
                     starts_s = arrivals.times(len(conversations), rng)
                     run = await load.open_loop(conversations, starts_s, stop)
         cpu_s = time.process_time() - cpu_s
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         drafted_too = await drafts.drafted(self._client) if drafted is not None else None
         if plan.is_profiled:
             await self._profiler("stop_profile")

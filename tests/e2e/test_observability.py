@@ -335,7 +335,7 @@ def test_every_expression_names_only_series_that_there_are(
 
 
 # Panels that show nothing while nothing goes wrong.
-RARE = {"Refusals", "Resumes and retries"}
+RARE = {"Refusals", "Refused images", "Resumes and retries"}
 
 
 def test_every_panel_of_the_dashboard_shows_something_under_load(observed: Observed, tmp_path: Path) -> None:

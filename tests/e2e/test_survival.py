@@ -227,11 +227,11 @@ def until_whole_and_idle(system: Serve) -> None:
     until(is_idle, "both workers are ready and idle")
 
 
-@pytest.fixture(scope="module")
-def own_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two workers, two routers and a gateway as separate processes. Tests leave them whole and idle."""
+@pytest.fixture
+def own_fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """Two workers, two routers and a gateway as separate processes, for one test."""
     flags = {"worker_flags": ["--execution-mode", "accuracy"], "gateway_flags": ["--drain-timeout", "60"]}
-    with fleet(tmp_path_factory.mktemp("fleet"), num_workers=2, num_routers=2, **flags) as made:
+    with fleet(tmp_path, num_workers=2, num_routers=2, **flags) as made:
         yield made
 
 
@@ -290,7 +290,6 @@ async def test_a_router_that_hangs_cuts_no_stream_and_fails_no_request(own_fleet
             assert differences(streams, undisturbed) == []
             assert [stream.error for stream in requests.failed] == []
     assert requests.failed == []
-    await asyncio.to_thread(own_fleet.until_whole)
     own_fleet.until_idle()
 
 
