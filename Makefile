@@ -9,7 +9,7 @@ PACKAGES := $(wildcard */__init__.py)
 # Tests start thousands of processes of our own modules: half of a start is compiling them, where nothing may be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve test test-clients test-architectures test-avx2 test-numa api-server check docs docs-walk dev protos release-protos katex lock image bench-peers clean
+.PHONY: help serve test test-clients openhands test-architectures test-avx2 test-numa api-server check docs docs-walk dev protos release-protos katex lock image bench-peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo 'make dev                                      set up only'
 	@echo
 	@echo 'make test-clients                             of the tests, only the clients of other makers'
+	@echo 'make openhands [PYTHON_312=python3.12]          install OpenHands, so that its test runs too'
 	@echo 'make test-architectures                       small models of every architecture, beside transformers'
 	@echo 'make test-avx2 [ARGS="tests/worker"]           the tests as on a CPU without AVX-512; needs gcc and objdump'
 	@echo 'make test-numa                                pinning and memory on an emulated machine with two NUMA nodes'
@@ -146,7 +147,6 @@ katex: | .make/clients/.done
 
 # OpenHands needs a newer Python than the tests, which a machine may lack. Its recording is tested without it.
 PYTHON_312 ?= python3.12
-.PHONY: openhands
 openhands: .make/openhands/.done
 .make/openhands/.done: tests/e2e/clients/openhands_requirements.txt
 	@echo "installing OpenHands into .make/openhands" >&2

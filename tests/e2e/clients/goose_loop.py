@@ -86,3 +86,5 @@ async def run() -> None:
 
 
 asyncio.run(run())
+sys.stdout.flush()
+os._exit(0)  # one of goose's threads may still want the interpreter, which aborts a process that ends
