@@ -20,11 +20,10 @@ PROMPT_KNOTS = (8, 16, 48, 128, 256, 512, 1024, 2048, 4096)
 LEAST_STEPS = 30
 """The minimum number of steps of a kind for a fit."""
 _TEST_SHARE = 0.25
-_MOST_SLOWDOWN, _SLOWDOWN_STEP = 3.0, 0.05
+# The slowdown is found in large steps, and around the best of them in small ones.
+_MOST_SLOWDOWN, _LARGE_STEP, _SMALL_STEP = 3.0, 0.2, 0.05
 MOST_GAP_S = 0.02
 """A worker that begins no step for longer had nothing to do."""
-# A step that is off by more than this factor was disturbed.
-_OUTLIER = 2.0
 
 
 class LoggedStep(msgspec.Struct, frozen=True):
@@ -152,8 +151,10 @@ def _slowdown(decode: Sequence[Timed]) -> float:
         samples = _alone(decode, slowdown)
         return statistics.fmean(errors_of(fitted(samples, _knots(samples, DECODE_KNOTS)), samples))
 
-    count = round(_MOST_SLOWDOWN / _SLOWDOWN_STEP)
-    return min((round(number * _SLOWDOWN_STEP, 2) for number in range(count + 1)), key=error)
+    first = min((number * _LARGE_STEP for number in range(round(_MOST_SLOWDOWN / _LARGE_STEP) + 1)), key=error)
+    around = round(_LARGE_STEP / _SMALL_STEP)
+    near = (round(first + number * _SMALL_STEP, 2) for number in range(1 - around, around))
+    return min((slowdown for slowdown in near if slowdown >= 0), key=error)
 
 
 def _alone(steps: Sequence[Timed], slowdown: float) -> list[Sample]:
@@ -173,7 +174,6 @@ def _of_kind(steps: Sequence[Timed], knots: tuple[int, ...], slowdown: float, mo
     """The cost of one kind of steps, with its error on a quarter of them that is left out of a first fit."""
     samples = _alone(steps, slowdown)
     random.Random(1).shuffle(samples)
-    samples = _undisturbed(samples, knots)
     cut = round(len(samples) * _TEST_SHARE)
     errors = errors_of(fitted(samples[cut:], _knots(samples, knots)), samples[:cut])
     return msgspec.structs.replace(
@@ -183,17 +183,6 @@ def _of_kind(steps: Sequence[Timed], knots: tuple[int, ...], slowdown: float, mo
         median_error=round(statistics.median(errors), 4),
         p90_error=round(errors[int(0.9 * len(errors))], 4),
     )
-
-
-def _undisturbed(samples: list[Sample], knots: tuple[int, ...]) -> list[Sample]:
-    """The samples without outliers, which took a multiple of the time of similar steps because another program ran."""
-    first = fitted(samples, _knots(samples, knots))
-    kept = [
-        sample
-        for sample in samples
-        if 1 / _OUTLIER <= sample.ms / max(first.milliseconds(sample.shape), 1e-6) <= _OUTLIER
-    ]
-    return kept if len(kept) >= len(samples) / 2 else samples
 
 
 def read(raw: bytes) -> list[LoggedStep]:
