@@ -3,8 +3,9 @@
 For each workload (ShareGPT-like, conversations, retrieval over shared documents) the plan predicts the knee of one
 host: the highest rate at which nine of ten requests meet the objectives. A server is started as the plan says.
 `headrace bench` puts shares of that rate on it, and the simulator gets the same requests: their arrivals, tokens, turns
-and times of thought. Goodput, time to the first token and time a token are printed side by side. With --sweep, the knee
-is measured too. Nothing else should run on the machine.
+and times of thought. Goodput, time to the first token and time a token are printed side by side, and so are the steps
+that the workers computed and what the calibration says of them. With --sweep, the knee is measured too. Nothing else
+should run on the machine.
 
 The bars: goodput and p95 of the first token within 15 %, time a token within 10 %, the knee within 10 %.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +25,15 @@ import msgspec
 import uvloop
 
 from benchmarks.machine import describe
-from benchmarks.plan import comparison
+from benchmarks.plan import comparison, steps
 from benchmarks.plan.comparison import Asked, Figures
 from benchmarks.plan.noted import ASKED, Notes
+from benchmarks.plan.steps import Cores, Ran, StepKind
 from headrace.bench import calibration as files
 from headrace.bench.arrivals import Arrivals
 from headrace.bench.benchmark import Benchmark, first_model, writer_of
 from headrace.bench.benchmark import Plan as BenchPlan
+from headrace.bench.calibrating import FRONT_ROLES
 from headrace.bench.calibrating import measured as calibrated
 from headrace.bench.connection import Client
 from headrace.bench.datasets import Conversation
@@ -44,6 +48,8 @@ from headrace.plan.load import Load, Requests, lengths
 from headrace.plan.objectives import Limit, Objectives
 from headrace.plan.search import Search, longest_token_s
 from headrace.plan.start import serve_flags
+from headrace.sim import step_logs
+from headrace.sim.fitting import OUTLIER
 from headrace.sim.router import POLICIES
 from headrace.sim.simulation import Simulation
 
@@ -116,6 +122,8 @@ class Row(msgspec.Struct):
     measured: Figures
     num_requests: int
     rounds: int
+    steps: list[StepKind]
+    cores: Cores
 
 
 class Knee(msgspec.Struct):
@@ -137,14 +145,17 @@ def predicted(fleet: Fleet, asked: Asked, settle_s: float) -> comparison.Side:
 
 
 class Side:
-    """A running server and a client of it."""
+    """A running server whose workers write their steps to `log`, and a client of it."""
 
-    def __init__(self, url: str, flags: Sequence[str], limits_ms: Mapping[str, float]) -> None:
+    def __init__(self, serving: Serving, log: Path, flags: Sequence[str], limits_ms: Mapping[str, float]) -> None:
+        self._serving = serving
+        self._log = log
         goodput = [f"{name}:{limit:g}" for name, limit in limits_ms.items()]
-        args = [url, *flags, "--max-total-len", str(MOST), "--goodput", *goodput, "--disable-tqdm"]
+        args = [serving.url, *flags, "--max-total-len", str(MOST), "--goodput", *goodput, "--disable-tqdm"]
         self._flags: dict[str, Any] = dict(serve.make_context("serve", args).params)
         self.client = Client(server.target(self._flags), 600.0)
         self.notes = Notes()
+        self._front_s = self._workers_s = 0.0
 
     async def bench(self) -> Benchmark:
         """The benchmark."""
@@ -188,7 +199,27 @@ class Side:
         conversations = (await bench.draw(plan, count)).conversations
         await bench.warm_up(plan, conversations)
         starts = Arrivals(rate=per_s * len(conversations) / count)
+        self._front_s, self._workers_s = self._cpu_s()
         return await bench.run(plan, conversations, starts, ""), conversations
+
+    def ran(self, result: Result) -> Ran:
+        """What server and client did in the latest run."""
+        front_s, workers_s = self._cpu_s()
+        run = result.run
+        return Ran(
+            run.began_s,
+            run.ended_s,
+            step_logs.read(self._log.read_bytes()),
+            front_s - self._front_s,
+            result.health.cpu_share * run.duration_s,
+            workers_s - self._workers_s,
+            len(run.records),
+            sum(record.output_tokens for record in run.records),
+        )
+
+    def _cpu_s(self) -> tuple[float, float]:
+        """CPU seconds of gateway and router until now, and of the workers."""
+        return self._serving.cpu_s(FRONT_ROLES), self._serving.cpu_s(("worker",))
 
 
 class Comparison:
@@ -222,37 +253,42 @@ class Comparison:
         quiet = ("--port", "0", "--grpc-port", "0", "--log-level", "warning")
         knee = self.knee()
         rows, knees = [], []
-        async with Serving((model, *flags, *serve_flags(self._fleet, args.kv_gb), *quiet), {}) as serving:
-            backend = [] if args.backend is None else ["--backend", args.backend]
-            side = Side(serving.url, [*self._workload.flags, *backend], self._limits_ms)
-            bench = await side.bench()
-            # Steps of most sizes have run once after this.
-            settling = await side.run(bench, 0.5 * knee, args.seconds / 2, self._seed)
-            reuse = comparison.asked(*settling, side.notes.tokens).reuse
-            if self._asked.turns > 1 and reuse < 1:
-                self._asked = replace(self._asked, reuse=reuse)
-                knee = self.knee()
-            print(f"\n{self._name}: predicted knee {knee:.2f} requests/s", flush=True)
-            if self._asked.turns > 1:
-                print(f"  the next turn's prompt begins with {reuse:.0%} of an answer, token by token")
-            for load in args.load:
-                rows.append(await self._compared(side, bench, load, load * knee))
-                print_row(rows[-1])
-            if args.sweep:
-                knees.append(await self._measured_knee(side, bench, knee))
-            side.client.close()
+        argv = (model, *flags, *serve_flags(self._fleet, args.kv_gb), *quiet)
+        with tempfile.TemporaryDirectory() as directory:
+            log = Path(directory) / "steps"
+            async with Serving(argv, {"HEADRACE_WORKER_STEP_LOG": str(log)}) as serving:
+                backend = [] if args.backend is None else ["--backend", args.backend]
+                side = Side(serving, log, [*self._workload.flags, *backend], self._limits_ms)
+                bench = await side.bench()
+                # Steps of most sizes have run once after this.
+                settling = await side.run(bench, 0.5 * knee, args.seconds / 2, self._seed)
+                reuse = comparison.asked(*settling, side.notes.tokens).reuse
+                if self._asked.turns > 1 and reuse < 1:
+                    self._asked = replace(self._asked, reuse=reuse)
+                    knee = self.knee()
+                print(f"\n{self._name}: predicted knee {knee:.2f} requests/s", flush=True)
+                if self._asked.turns > 1:
+                    print(f"  the next turn's prompt begins with {reuse:.0%} of an answer, token by token")
+                for load in args.load:
+                    rows.append(await self._compared(side, bench, load, load * knee))
+                    print_row(rows[-1])
+                if args.sweep:
+                    knees.append(await self._measured_knee(side, bench, knee))
+                side.client.close()
         return rows, knees
 
     async def _compared(self, side: Side, bench: Benchmark, load: float, per_s: float) -> Row:
         """One load, measured and simulated in each round with other requests."""
+        calibration = self._fleet.kind.calibration
         load_of_all = Load(self._asked, per_s=per_s, think_s=self._workload.think_s)
         settle_s = load_of_all.settle_s(longest_token_s(self._fleet, self._objectives))
-        found, simulated = [], []
+        found, simulated, runs = [], [], []
         for _ in range(self._args.rounds):
             self._seed += 1
             result, conversations = await side.run(bench, per_s, self._args.seconds, self._seed)
             if result.totals.failed:
                 print(f"  {result.totals.failed} requests failed, which the simulation does not get", flush=True)
+            runs.append(side.ran(result))
             asked = comparison.asked(result, conversations, side.notes.tokens)
             simulated.append(predicted(self._fleet, asked, settle_s))
             found.append(comparison.counted(comparison.measured(result), asked.starts_s, settle_s))
@@ -264,6 +300,8 @@ class Comparison:
             comparison.figures(found, self._limits_ms),
             sum(len(one.samples) for one in found),
             self._args.rounds,
+            steps.kinds(runs, calibration),
+            steps.cores(runs, calibration),
         )
 
     async def _measured_knee(self, side: Side, bench: Benchmark, knee: float) -> Knee:
@@ -327,7 +365,18 @@ def print_row(row: Row) -> None:
         ("from the cache", "hit_share", None),
     ):
         ours, theirs = getattr(row.predicted, field), getattr(row.measured, field)
-        print(f"  {title:18} {ours:>10.2f} {theirs:>10.2f} {_error(ours, theirs, bar)}", flush=True)
+        print(f"  {title:18} {ours:>10.2f} {theirs:>10.2f} {_error(ours, theirs, bar)}")
+    print("  steps, ms")
+    for kind in row.steps:
+        error = _error(kind.predicted_ms, kind.measured_ms, None)
+        often = f"   of {kind.count:,}, {kind.long_share:.1%} took over {OUTLIER:g} times as long"
+        print(f"  {kind.title:18} {kind.predicted_ms:>10.2f} {kind.measured_ms:>10.2f} {error}{often}")
+    cores = row.cores
+    print(
+        f"  cores: gateway and router {cores.front:.3f} (predicted {cores.predicted_front:.3f}), client "
+        f"{cores.client:.3f}, workers {cores.workers:.2f} for steps of {cores.in_steps:.2f}",
+        flush=True,
+    )
 
 
 def _error(ours: float, theirs: float, bar: float | None) -> str:

@@ -12,12 +12,15 @@ import pytest
 from benchmarks.plan.accuracy import between, predicted
 from benchmarks.plan.comparison import Sample, Side, Tokens, asked, counted, figures, measured
 from benchmarks.plan.noted import Notes
+from benchmarks.plan.steps import Ran, cores, kinds
 from headrace.bench.apis import Api, Completions
 from headrace.bench.datasets import Conversation, Turn
 from headrace.bench.load import Run
 from headrace.bench.record import Record
 from headrace.bench.results import Result
 from headrace.plan.fleet import Fleet, Kind
+from headrace.sim.step_cost import shape_of
+from headrace.sim.step_logs import LoggedStep
 from tests.plan.calibrations import calibration
 
 LIMITS = {"ttft": 1000.0, "tpot": 100.0}
@@ -104,6 +107,61 @@ def test_requests_that_the_simulator_refuses_are_not_good() -> None:
     told = figures([side], LIMITS)
     assert told.num_refused > 0
     assert told.goodput * side.seconds <= len(side.samples) - told.num_refused
+
+
+def step(start_s: float, factor: float, *sequences: tuple[int, int], worker: str = "a") -> LoggedStep:
+    """A step that takes `factor` times what the calibration says of it, from its begin to that of the next."""
+    shape = shape_of(sequences)
+    ms = factor * calibration().steps.milliseconds(shape) - 1.0
+    return LoggedStep(worker, start_s, ms, "main", **shape._asdict())
+
+
+def ran(*log: LoggedStep) -> Ran:
+    return Ran(10.0, 20.0, log, front_s=0.5, client_s=0.1, workers_s=4.0, num_requests=50, num_tokens=1500)
+
+
+def in_turn(*steps: LoggedStep) -> list[LoggedStep]:
+    """The steps, each of which begins 1 ms after the one before it."""
+    found = [steps[0]]
+    for one in steps[1:]:
+        found.append(msgspec.structs.replace(one, start_s=found[-1].end_s + 0.001))
+    return found
+
+
+def test_steps_of_a_run_are_compared_with_the_calibration_by_kind() -> None:
+    prompt, one, eight = ((1024, 64), (500, 1)), ((500, 1),), ((500, 1),) * 8
+    before = in_turn(step(1.0, 9.0, *prompt), step(0, 9.0, *one), step(0, 9.0, *eight))
+    own = in_turn(
+        step(10.0, 1.1, *prompt), *(step(0, 1.2, *one),) * 3, *(step(0, 1.0, *eight),) * 3, step(0, 3.0, *eight)
+    )
+    late = in_turn(step(20.5, 9.0, *one))
+    with_prompts, few, many = kinds([ran(*before, *own, *late)], calibration())
+    assert (with_prompts.title, few.title, many.title) == ("with prompts", "1 to 3 streams", "8 to 15 streams")
+    assert (with_prompts.count, few.count, many.count) == (1, 3, 4)
+    steps = calibration().steps
+    assert with_prompts.predicted_ms == pytest.approx(steps.milliseconds(shape_of(prompt)))
+    assert with_prompts.measured_ms / with_prompts.predicted_ms == pytest.approx(1.1)
+    assert few.measured_ms / few.predicted_ms == pytest.approx(1.2)
+    assert (few.long_share, many.long_share) == (0.0, 0.25)
+    assert many.measured_ms / many.predicted_ms == pytest.approx((1.0 + 1.0 + 1.0 + 3.0) / 4)
+
+
+def test_other_workers_that_compute_make_predicted_steps_longer() -> None:
+    slow = msgspec.structs.replace(calibration(workers=2), slowdown=0.5)
+    one = ((500, 1),)
+    own = [*in_turn(*(step(10.0, 1.5, *one),) * 4), *in_turn(*(step(10.0, 1.5, *one, worker="b"),) * 4)]
+    before = [step(1.0, 1.0, *one), step(1.0, 1.0, *one, worker="b")]
+    (few,) = kinds([ran(*before, *own)], slow)
+    assert few.count == 8
+    assert few.predicted_ms == pytest.approx(few.measured_ms, rel=0.05)
+
+
+def test_the_cores_that_each_process_takes_are_those_of_all_rounds() -> None:
+    own = in_turn(step(10.0, 1.0, (500, 1)), step(0, 1.0, (500, 1)))
+    found = cores([ran(*own), ran(step(5.0, 1.0, (500, 1)))], calibration())
+    assert (found.front, found.client, found.workers) == pytest.approx((0.05, 0.01, 0.4))
+    assert found.predicted_front == pytest.approx((50 * 0.004 + 1500 * 0.0002) / 10)
+    assert found.in_steps == pytest.approx(2 * sum(one.ms for one in own) / 1000 / 20)
 
 
 def event(**fields: Any) -> bytes:
