@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from headrace.protos import inference_pb2 as headrace_dot_protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace/protos/host.proto\x12\x0bheadrace.v1\x1a\x1fheadrace/protos/inference.proto\"\x14\n\x12WatchModelsRequest\"a\n\x13WatchModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.headrace.v1.HostedModel\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07shadows\x18\x03 \x03(\t\"\xd6\x02\n\x0bHostedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.headrace.v1.HostedModelState\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x11\n\tdirectory\x18\x04 \x01(\t\x12\x13\n\x0bnum_workers\x18\x05 \x01(\r\x12\x1f\n\x04task\x18\x06 \x01(\x0e\x32\x11.headrace.v1.Task\x12\x14\n\x0cis_on_demand\x18\x07 \x01(\x08\x12\x11\n\tnum_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07idle_ms\x18\t \x01(\x04\x12\x11\n\tloaded_ms\x18\n \x01(\x03\x12\x14\n\x0clast_used_ms\x18\x0b \x01(\x03\x12\x10\n\x08\x61\x64\x61pters\x18\x0c \x03(\t\x12(\n\x05rules\x18\r \x01(\x0b\x32\x19.headrace.v1.ServingRules\x12\x12\n\nis_created\x18\x0e \x01(\x08\"\x9e\x01\n\x0cServingRules\x12\x13\n\x0btool_parser\x18\x01 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x02 \x01(\t\x12\x18\n\x10max_tokens_limit\x18\x03 \x01(\r\x12\x15\n\rbest_of_limit\x18\x04 \x01(\r\x12\x17\n\x0ftruncates_texts\x18\x05 \x01(\x08\x12\x15\n\rmax_documents\x18\x06 \x01(\r\"X\n\x10LoadModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x62y_operator\x18\x03 \x01(\x08\x12\x12\n\nis_created\x18\x04 \x01(\x08\"<\n\x11LoadModelResponse\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.headrace.v1.HostedModel\"\"\n\x12UnloadModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\">\n\x13UnloadModelResponse\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.headrace.v1.HostedModel\"\"\n\x12RemoveModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13RemoveModelResponse\"S\n\x0fSetAliasRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0e\n\x06models\x18\x02 \x01(\t\x12\x0e\n\x06shadow\x18\x03 \x01(\t\x12\x11\n\tby_client\x18\x04 \x01(\x08\"\x12\n\x10SetAliasResponse\"\x1c\n\x1aReloadConfigurationRequest\"n\n\x1bReloadConfigurationResponse\x12\x13\n\x0bhas_changed\x18\x01 \x01(\x08\x12\x10\n\x08problems\x18\x02 \x03(\t\x12(\n\x06models\x18\x03 \x03(\x0b\x32\x18.headrace.v1.HostedModel*\xd7\x01\n\x10HostedModelState\x12\"\n\x1eHOSTED_MODEL_STATE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bHOSTED_MODEL_STATE_UNLOADED\x10\x01\x12\x1e\n\x1aHOSTED_MODEL_STATE_LOADING\x10\x02\x12\x1d\n\x19HOSTED_MODEL_STATE_LOADED\x10\x03\x12 \n\x1cHOSTED_MODEL_STATE_UNLOADING\x10\x04\x12\x1d\n\x19HOSTED_MODEL_STATE_FAILED\x10\x05\x32\x82\x04\n\tModelHost\x12R\n\x0bWatchModels\x12\x1f.headrace.v1.WatchModelsRequest\x1a .headrace.v1.WatchModelsResponse0\x01\x12J\n\tLoadModel\x12\x1d.headrace.v1.LoadModelRequest\x1a\x1e.headrace.v1.LoadModelResponse\x12P\n\x0bUnloadModel\x12\x1f.headrace.v1.UnloadModelRequest\x1a .headrace.v1.UnloadModelResponse\x12P\n\x0bRemoveModel\x12\x1f.headrace.v1.RemoveModelRequest\x1a .headrace.v1.RemoveModelResponse\x12G\n\x08SetAlias\x12\x1c.headrace.v1.SetAliasRequest\x1a\x1d.headrace.v1.SetAliasResponse\x12h\n\x13ReloadConfiguration\x12\'.headrace.v1.ReloadConfigurationRequest\x1a(.headrace.v1.ReloadConfigurationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace/protos/host.proto\x12\x0bheadrace.v1\x1a\x1fheadrace/protos/inference.proto\"\x14\n\x12WatchModelsRequest\"a\n\x13WatchModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.headrace.v1.HostedModel\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07shadows\x18\x03 \x03(\t\"\xd6\x02\n\x0bHostedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.headrace.v1.HostedModelState\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x11\n\tdirectory\x18\x04 \x01(\t\x12\x13\n\x0bnum_workers\x18\x05 \x01(\r\x12\x1f\n\x04task\x18\x06 \x01(\x0e\x32\x11.headrace.v1.Task\x12\x14\n\x0cis_on_demand\x18\x07 \x01(\x08\x12\x11\n\tnum_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07idle_ms\x18\t \x01(\x04\x12\x11\n\tloaded_ms\x18\n \x01(\x03\x12\x14\n\x0clast_used_ms\x18\x0b \x01(\x03\x12\x10\n\x08\x61\x64\x61pters\x18\x0c \x03(\t\x12(\n\x05rules\x18\r \x01(\x0b\x32\x19.headrace.v1.ServingRules\x12\x12\n\nis_created\x18\x0e \x01(\x08\"\x9e\x01\n\x0cServingRules\x12\x13\n\x0btool_parser\x18\x01 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x02 \x01(\t\x12\x18\n\x10max_tokens_limit\x18\x03 \x01(\r\x12\x15\n\rbest_of_limit\x18\x04 \x01(\r\x12\x17\n\x0ftruncates_texts\x18\x05 \x01(\x08\x12\x15\n\rmax_documents\x18\x06 \x01(\r\"g\n\x10LoadModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x62y_operator\x18\x03 \x01(\x08\x12\x12\n\nis_created\x18\x04 \x01(\x08\x12\r\n\x05keeps\x18\x05 \x01(\x08\"<\n\x11LoadModelResponse\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.headrace.v1.HostedModel\"\"\n\x12UnloadModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\">\n\x13UnloadModelResponse\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.headrace.v1.HostedModel\"\"\n\x12RemoveModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13RemoveModelResponse\"S\n\x0fSetAliasRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0e\n\x06models\x18\x02 \x01(\t\x12\x0e\n\x06shadow\x18\x03 \x01(\t\x12\x11\n\tby_client\x18\x04 \x01(\x08\"\x12\n\x10SetAliasResponse\"\x1c\n\x1aReloadConfigurationRequest\"n\n\x1bReloadConfigurationResponse\x12\x13\n\x0bhas_changed\x18\x01 \x01(\x08\x12\x10\n\x08problems\x18\x02 \x03(\t\x12(\n\x06models\x18\x03 \x03(\x0b\x32\x18.headrace.v1.HostedModel*\xd7\x01\n\x10HostedModelState\x12\"\n\x1eHOSTED_MODEL_STATE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bHOSTED_MODEL_STATE_UNLOADED\x10\x01\x12\x1e\n\x1aHOSTED_MODEL_STATE_LOADING\x10\x02\x12\x1d\n\x19HOSTED_MODEL_STATE_LOADED\x10\x03\x12 \n\x1cHOSTED_MODEL_STATE_UNLOADING\x10\x04\x12\x1d\n\x19HOSTED_MODEL_STATE_FAILED\x10\x05\x32\x82\x04\n\tModelHost\x12R\n\x0bWatchModels\x12\x1f.headrace.v1.WatchModelsRequest\x1a .headrace.v1.WatchModelsResponse0\x01\x12J\n\tLoadModel\x12\x1d.headrace.v1.LoadModelRequest\x1a\x1e.headrace.v1.LoadModelResponse\x12P\n\x0bUnloadModel\x12\x1f.headrace.v1.UnloadModelRequest\x1a .headrace.v1.UnloadModelResponse\x12P\n\x0bRemoveModel\x12\x1f.headrace.v1.RemoveModelRequest\x1a .headrace.v1.RemoveModelResponse\x12G\n\x08SetAlias\x12\x1c.headrace.v1.SetAliasRequest\x1a\x1d.headrace.v1.SetAliasResponse\x12h\n\x13ReloadConfiguration\x12\'.headrace.v1.ReloadConfigurationRequest\x1a(.headrace.v1.ReloadConfigurationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.protos.host_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HOSTEDMODELSTATE']._serialized_start=1262
-  _globals['_HOSTEDMODELSTATE']._serialized_end=1477
+  _globals['_HOSTEDMODELSTATE']._serialized_start=1277
+  _globals['_HOSTEDMODELSTATE']._serialized_end=1492
   _globals['_WATCHMODELSREQUEST']._serialized_start=76
   _globals['_WATCHMODELSREQUEST']._serialized_end=96
   _globals['_WATCHMODELSRESPONSE']._serialized_start=98
@@ -43,25 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVINGRULES']._serialized_start=543
   _globals['_SERVINGRULES']._serialized_end=701
   _globals['_LOADMODELREQUEST']._serialized_start=703
-  _globals['_LOADMODELREQUEST']._serialized_end=791
-  _globals['_LOADMODELRESPONSE']._serialized_start=793
-  _globals['_LOADMODELRESPONSE']._serialized_end=853
-  _globals['_UNLOADMODELREQUEST']._serialized_start=855
-  _globals['_UNLOADMODELREQUEST']._serialized_end=889
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=891
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=953
-  _globals['_REMOVEMODELREQUEST']._serialized_start=955
-  _globals['_REMOVEMODELREQUEST']._serialized_end=989
-  _globals['_REMOVEMODELRESPONSE']._serialized_start=991
-  _globals['_REMOVEMODELRESPONSE']._serialized_end=1012
-  _globals['_SETALIASREQUEST']._serialized_start=1014
-  _globals['_SETALIASREQUEST']._serialized_end=1097
-  _globals['_SETALIASRESPONSE']._serialized_start=1099
-  _globals['_SETALIASRESPONSE']._serialized_end=1117
-  _globals['_RELOADCONFIGURATIONREQUEST']._serialized_start=1119
-  _globals['_RELOADCONFIGURATIONREQUEST']._serialized_end=1147
-  _globals['_RELOADCONFIGURATIONRESPONSE']._serialized_start=1149
-  _globals['_RELOADCONFIGURATIONRESPONSE']._serialized_end=1259
-  _globals['_MODELHOST']._serialized_start=1480
-  _globals['_MODELHOST']._serialized_end=1994
+  _globals['_LOADMODELREQUEST']._serialized_end=806
+  _globals['_LOADMODELRESPONSE']._serialized_start=808
+  _globals['_LOADMODELRESPONSE']._serialized_end=868
+  _globals['_UNLOADMODELREQUEST']._serialized_start=870
+  _globals['_UNLOADMODELREQUEST']._serialized_end=904
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=906
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=968
+  _globals['_REMOVEMODELREQUEST']._serialized_start=970
+  _globals['_REMOVEMODELREQUEST']._serialized_end=1004
+  _globals['_REMOVEMODELRESPONSE']._serialized_start=1006
+  _globals['_REMOVEMODELRESPONSE']._serialized_end=1027
+  _globals['_SETALIASREQUEST']._serialized_start=1029
+  _globals['_SETALIASREQUEST']._serialized_end=1112
+  _globals['_SETALIASRESPONSE']._serialized_start=1114
+  _globals['_SETALIASRESPONSE']._serialized_end=1132
+  _globals['_RELOADCONFIGURATIONREQUEST']._serialized_start=1134
+  _globals['_RELOADCONFIGURATIONREQUEST']._serialized_end=1162
+  _globals['_RELOADCONFIGURATIONRESPONSE']._serialized_start=1164
+  _globals['_RELOADCONFIGURATIONRESPONSE']._serialized_end=1274
+  _globals['_MODELHOST']._serialized_start=1495
+  _globals['_MODELHOST']._serialized_end=2009
 # @@protoc_insertion_point(module_scope)

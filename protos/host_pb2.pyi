@@ -86,16 +86,18 @@ class ServingRules(_message.Message):
     def __init__(self, tool_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_tokens_limit: _Optional[int] = ..., best_of_limit: _Optional[int] = ..., truncates_texts: bool = ..., max_documents: _Optional[int] = ...) -> None: ...
 
 class LoadModelRequest(_message.Message):
-    __slots__ = ("name", "model", "by_operator", "is_created")
+    __slots__ = ("name", "model", "by_operator", "is_created", "keeps")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BY_OPERATOR_FIELD_NUMBER: _ClassVar[int]
     IS_CREATED_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     by_operator: bool
     is_created: bool
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., by_operator: bool = ..., is_created: bool = ...) -> None: ...
+    keeps: bool
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., by_operator: bool = ..., is_created: bool = ..., keeps: bool = ...) -> None: ...
 
 class LoadModelResponse(_message.Message):
     __slots__ = ("model",)

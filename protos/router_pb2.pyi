@@ -108,10 +108,12 @@ class ScalingSignal(_message.Message):
     def __init__(self, model: _Optional[str] = ..., workers_ready: _Optional[int] = ..., workers_wanted: _Optional[int] = ..., queue_wait_ms: _Optional[float] = ..., backlog_seconds: _Optional[float] = ..., kv_pressure: _Optional[float] = ..., requests_waiting: _Optional[int] = ..., requests_at_workers: _Optional[int] = ..., requests_refused: _Optional[int] = ...) -> None: ...
 
 class AwaitModelRequest(_message.Message):
-    __slots__ = ("model",)
+    __slots__ = ("model", "keeps")
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     model: str
-    def __init__(self, model: _Optional[str] = ...) -> None: ...
+    keeps: bool
+    def __init__(self, model: _Optional[str] = ..., keeps: bool = ...) -> None: ...
 
 class AwaitModelResponse(_message.Message):
     __slots__ = ("card",)

@@ -229,12 +229,16 @@ class RouterService:
     async def await_model(
         self, request: router_pb2.AwaitModelRequest, context: _Context
     ) -> router_pb2.AwaitModelResponse:
-        """Wait until a model that is started on demand has a worker."""
+        """Wait until a model that is started on demand has a worker, and keep the worker if that is wanted."""
         try:
-            return router_pb2.AwaitModelResponse(card=await self._cold_starts.card_of(request.model))
+            card = await self._cold_starts.card_of(request.model)
         except StatusError as error:
             self._scaling.refused(request.model, error.reason)
             await abort(context, error)
+        if request.keeps:
+            with self._scaling.using(card.name):
+                await asyncio.Event().wait()  # until the call is cancelled
+        return router_pb2.AwaitModelResponse(card=card)
 
     async def pick(
         self, request_iterator: AsyncIterator[router_pb2.PickRequest], context: _Context

@@ -69,7 +69,8 @@ class HostedModel:
 
     `is_stopped` means that its operator unloaded a pinned model, and `is_removed` that the host is about to forget it.
     `num_bytes` is the memory that it takes when loaded, all workers together: an estimate that is corrected when the
-    model is loaded. `created` are the files of a model that a client created.
+    model is loaded. `num_users` are the callers that use it without a request. `created` are the files of a model that
+    a client created.
     """
 
     plan: ModelPlan
@@ -83,6 +84,7 @@ class HostedModel:
     is_busy: bool = False
     num_requests: int = 0
     num_waiting: int = 0
+    num_users: int = 0
     wanted_since_s: float | None = None
     num_failures: int = 0
     failed_s: float = 0.0
@@ -363,6 +365,18 @@ class ModelHost:
             if model.num_waiting == 0:
                 model.wanted_since_s = None
 
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Context manager: a caller uses this model without a request. While it is loaded, it is not idle. Raises
+        NoSuchModelError."""
+        model = self.find(name)
+        model.num_users += 1
+        try:
+            yield
+        finally:
+            model.num_users -= 1
+            model.last_used_s = self.clock()
+
     def _retry_after_s(self, model: HostedModel) -> float:
         """Seconds until a failed model is tried again for requests. Pinned models are tried again only by an
         operator."""
@@ -471,7 +485,7 @@ class ModelHost:
             model.num_bytes,
             has_processes=bool(model.processes),
             is_pinned=plan.is_pinned and not model.is_stopped,
-            is_busy=model.is_busy,
+            is_busy=model.is_busy or model.num_users > 0,
             wanted_since_s=since_s,
             loaded_s=model.loaded_s,
             last_used_s=model.last_used_s,

@@ -78,9 +78,12 @@ class ModelHostService(host_pb2_grpc.ModelHostServicer):
             )
 
     async def LoadModel(self, request: host_pb2.LoadModelRequest, context: _Context) -> host_pb2.LoadModelResponse:
-        """Load a model, and return when it accepts requests."""
+        """Load a model, and return when it accepts requests; or keep it loaded until the call is cancelled."""
         name = request.name
         try:
+            if request.keeps:
+                with self._host.using(name):
+                    await asyncio.Event().wait()  # until the call is cancelled
             if request.is_created:
                 await self._add(name, request.model, self._host.create)
             elif request.model and name not in self._host.models:

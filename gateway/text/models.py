@@ -514,8 +514,14 @@ class Models:
         for sha256 in [s for s in self._texts if s not in wanted]:
             del self._texts[sha256]  # freed with the last request that uses it
             self._images = {key: images for key, images in self._images.items() if key[0] != sha256}
-        for sha256 in sorted(wanted - self._texts.keys()):
-            await self._load(sha256)
+        if missing := wanted - self._texts.keys():
+            # Requests that wait for their tokenizer are not with a worker yet. For one that cannot be used, none wait.
+            loadable = missing - self._problems.keys()
+            cards = [entry.card for entry in self._entries.values() if entry.live]
+            names = {card.parent or card.name for card in cards if card.tokenizer_sha256 in loadable}
+            async with self._upstream.using(names), self._host.using(names):
+                for sha256 in sorted(missing):
+                    await self._load(sha256)
         self._notify()
 
     def _notify(self) -> None:

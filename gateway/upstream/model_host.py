@@ -257,6 +257,22 @@ class ModelHost:
             if loading.num_callers == 0:
                 self._end(name, loading)
 
+    @asynccontextmanager
+    async def using(self, models: Iterable[str]) -> AsyncIterator[None]:
+        """Context manager: those of these models that the host loads on demand count as used."""
+
+        async def use(name: str) -> None:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async with self._host() as host:
+                    await host.LoadModel(LoadModelRequest(name=name, keeps=True))
+
+        names = {name for name in models if name in self.models and self.models[name].is_on_demand}
+        calls = [asyncio.create_task(use(name)) for name in names]
+        try:
+            yield
+        finally:
+            await end_tasks(*calls)
+
     def _end(self, name: str, loading: _Loading) -> None:
         """End the call that loads a model, because no caller wants it any more. The host then makes no room for it."""
         if self._loading.get(name) is loading:

@@ -21,8 +21,8 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -30,6 +30,7 @@ import grpc
 from headrace.common.kubernetes.services import Endpoints, is_service, usable
 from headrace.common.ledger import FencedError, Ledger
 from headrace.common.retries import AT_ROUTERS, Attempts, Verdict, verdict_of
+from headrace.common.tasks import end_tasks
 from headrace.common.telemetry.span import Span
 from headrace.common.transport.channels import PLAIN, Transport
 from headrace.common.transport.silence import Silences
@@ -258,6 +259,21 @@ class Upstream:
                 await asyncio.sleep(MAX_BACKOFF_S)
             else:
                 return
+
+    @asynccontextmanager
+    async def using(self, models: Iterable[str]) -> AsyncIterator[None]:
+        """Context manager: those of these models that are `on_demand` count as used, at each router."""
+
+        async def use(endpoint: Address, name: str) -> None:
+            with suppress(grpc.aio.AioRpcError):  # the router is lost, or a worker has no such method
+                await endpoint.router.AwaitModel(AwaitModelRequest(model=name, keeps=True))
+
+        names = self.on_demand.intersection(models)
+        calls = [asyncio.create_task(use(endpoint, name)) for endpoint in self._endpoints for name in names]
+        try:
+            yield
+        finally:
+            await end_tasks(*calls)
 
     async def pick(self, request: PickRequest) -> tuple[PickCall, PickResponse]:
         """Let a router choose workers for a request that a proxy sends. The booking lasts until the call is ended.

@@ -7,10 +7,11 @@ ListScalingSignals show the same numbers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -131,6 +132,8 @@ class Scaling:
         self._config = config
         self._clock = clock
         self._models: dict[str, _Model] = {}
+        self._users: Counter[str] = Counter()
+        """How many callers use a model without a request."""
         self._ticker: asyncio.Task[None] | None = None
         self.latest: Sequence[ScalingSignal] = ()
         """The newest signals, by model. It may be read in any thread."""
@@ -145,6 +148,18 @@ class Scaling:
         """Stop."""
         if self._ticker is not None:
             await end_tasks(self._ticker)
+
+    @contextlib.contextmanager
+    def using(self, model: str) -> Iterator[None]:
+        """Context manager: a caller uses this model without a request. It is not idle."""
+        self._users[model] += 1
+        try:
+            yield
+        finally:
+            self._users[model] -= 1
+            if not self._users[model]:
+                del self._users[model]
+            self._model(model).active_s = self._clock()
 
     def refused(self, model: str, reason: Reason) -> None:
         """Count a refused request of a model, if it was refused for lack of room or workers."""
@@ -237,7 +252,7 @@ class Scaling:
             used_blocks=used_blocks(columns) + float(columns.booked_blocks.sum()),
         )
         is_served = len(candidates) > 0
-        if num_present or new_requests or num_refused or (is_served and not model.was_served):
+        if num_present or new_requests or num_refused or name in self._users or (is_served and not model.was_served):
             model.active_s = now_s
         model.was_served = is_served
         may_be_idle = name in self._holding.on_demand and now_s - model.active_s >= self._config.idle_after_s

@@ -317,6 +317,21 @@ async def test_an_idle_model_is_unloaded_after_its_time() -> None:
         await asyncio.wait_for(system.host.load("a"), patience(BOUND_S))
 
 
+async def test_a_model_that_somebody_uses_without_a_request_is_not_idle() -> None:
+    async with hosting(on_demand=True, idle_s=0.0, a=GOOD) as system:
+        system.fleet.ready = ALL
+        with system.host.using("a"):
+            await asyncio.wait_for(system.host.load("a"), patience(BOUND_S))
+            for _ in range(3):
+                num_asked = system.fleet.num_asked
+                system.host.wake()
+                await system.until(lambda: system.fleet.num_asked > num_asked)  # noqa: B023
+            assert system.state("a") is State.LOADED
+        await system.until_state("a", State.UNLOADED)
+        with pytest.raises(NoSuchModelError), system.host.using("b"):
+            pass
+
+
 async def test_a_model_on_demand_that_fails_frees_its_memory_and_is_not_tried_at_once() -> None:
     async with hosting(on_demand=True, budget=1, a=DYING, b=GOOD) as system:
         with pytest.raises(CannotLoadError, match="ended 3 times"):

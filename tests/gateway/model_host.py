@@ -22,6 +22,8 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         self.address = ""
         self.models: dict[str, host_pb2.HostedModel] = {}
         self.loads: list[str] = []
+        self.kept: set[str] = set()
+        """The models that a gateway keeps loaded now, because it loads their tokenizers."""
         self.wanted: Counter[str] = Counter()
         """The calls that wait for a model now."""
         self.aliases: list[str] = []
@@ -67,6 +69,12 @@ class FakeHost(host_pb2_grpc.ModelHostServicer):
         return answer
 
     async def LoadModel(self, request: Any, context: Any) -> Any:
+        if request.keeps:
+            self.kept.add(request.name)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.kept.remove(request.name)
         self.loads.append(request.name)
         if request.by_operator:
             self.operators.append((request.name, request.model))

@@ -15,6 +15,8 @@ import pytest
 import pytest_asyncio
 
 from headrace.common.aliases import parse_aliases
+from headrace.common.tasks import end_tasks
+from headrace.gateway.upstream.model_host import ModelHost
 from headrace.protos.host_pb2 import (
     HOSTED_MODEL_STATE_LOADED,
     HostedModel,
@@ -100,6 +102,25 @@ async def test_a_request_waits_until_its_model_is_loaded_and_many_share_one_load
     assert [answer.status_code for answer in answers] == [200] * 5
     assert {answer.json()["model"] for answer in answers} == {"b"}
     assert system.host.loads == ["b"]
+
+
+async def test_a_model_whose_tokenizer_is_loaded_is_not_idle_at_the_host() -> None:
+    async with serving_host() as host:
+        host.set("a", "LOADED")
+        host.set("b", "LOADED", is_on_demand=True)
+        models = ModelHost(host.address)
+        following = asyncio.create_task(models.run())
+        async with asyncio.timeout(patience(BOUND_S)):
+            while not models.models:
+                await asyncio.sleep(0.01)
+            async with models.using(["a", "b", "of another host"]):
+                while host.kept != {"b"}:
+                    await asyncio.sleep(0.01)
+            while host.kept:
+                await asyncio.sleep(0.01)
+        assert not host.loads
+        await end_tasks(following)
+        await models.close()
 
 
 @pytest.mark.parametrize("was_loaded", [False, True])

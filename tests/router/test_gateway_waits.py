@@ -11,6 +11,7 @@ from headrace.gateway.upstream.routers import Upstream
 from headrace.protos import inference_pb2
 from headrace.protos.status import Reason, StatusError
 from headrace.router.dispatch.holding import OnDemand
+from headrace.router.dispatch.scaling import ScalingConfig
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import answer, until
 
@@ -65,6 +66,24 @@ async def test_a_gateway_waits_for_the_first_worker_of_a_model_on_demand(
     router.fleet.register("w", worker.address)
     await waits
     assert [card.name for card in await upstream.list_models()] == ["m"]
+    await upstream.close()
+
+
+async def test_a_model_that_a_gateway_uses_is_not_idle(start_router: StartRouter, start_worker: StartWorker) -> None:
+    """While it loads the tokenizer, requests that wait for this are not with a worker yet."""
+    worker = await start_worker()
+    scaling = ScalingConfig(idle_after_s=1e-6, window_s=1.0)
+    routers = [await start_router(worker, on_demand=OnDemand(frozenset({"m"})), scaling=scaling) for _ in range(2)]
+    upstream = Upstream([f"127.0.0.1:{router.port}" for router in routers])
+    await upstream.list_models()
+
+    def num_wanted() -> list[int]:
+        return [router.server.scaling.signals()[0].num_wanted for router in routers]
+
+    await until(lambda: num_wanted() == [0, 0])
+    async with upstream.using(["m", "of another router"]):
+        await until(lambda: num_wanted() == [1, 1])
+    await until(lambda: num_wanted() == [0, 0])
     await upstream.close()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ class FakeUpstream:
         self.on_demand: frozenset[str] = frozenset()
         self.started = asyncio.Event()
         self.awaited: list[str] = []
+        self.used: frozenset[str] = frozenset()
+        self.used_at_bundles: list[frozenset[str]] = []
+
+    @asynccontextmanager
+    async def using(self, models: Iterable[str]) -> AsyncIterator[None]:
+        self.used = frozenset(models)
+        yield
+        self.used = frozenset()
 
     async def await_model(self, name: str) -> None:
         self.awaited.append(name)
@@ -47,6 +56,7 @@ class FakeUpstream:
     async def get_tokenizer(self, sha256: str) -> bytes:
         assert sha256 == self.sha256
         self.num_bundles += 1
+        self.used_at_bundles.append(self.used)
         return self.bundle
 
 
@@ -101,6 +111,7 @@ async def test_a_model_on_demand_is_awaited_with_its_tokenizer(parts: Any, name:
     upstream.started.set()
     assert (await asked).name == "a"
     assert upstream.awaited == ["a"]
+    assert (upstream.used_at_bundles, upstream.used) == ([{"a"}], set()), "it is not idle while its tokenizer loads"
     assert [(listed.name, listed.state) for listed in await models.overview()] == [("a", "loaded")]
     with pytest.raises(StatusError) as caught:
         await models.find("b")
