@@ -9,6 +9,10 @@ from typing import IO, Any
 
 import click
 
+# The bounds of a number stand beside it in the help, and messages name them; a value is one number, not a range.
+click.IntRange.name = "integer"
+click.FloatRange.name = "float"
+
 _HINT = re.compile(r"\.? \(?Did you mean (?:one of: )?(.*?)\?\)?$")
 EXIT_FAILED = 1
 EXIT_REFUSED = 2

@@ -28,7 +28,7 @@ SERVING = {"serve": serve, "gateway": gateway, "router": router, "worker": worke
         (("serv",), "did you mean 'serve'? see headrace --help"),
         (("serve", "--prot", "80"), "'--port'"),
         (("keys", "lst"), "did you mean 'list'? see headrace keys --help"),
-        (("chat", "--max-tokens", "few"), "'few' is not a valid integer range; see headrace chat --help"),
+        (("chat", "--max-tokens", "few"), "'few' is not a valid integer; see headrace chat --help"),
         (("keys", "create"), "missing argument 'NAME'; see headrace keys create --help"),
         (("keys", "list"), "give the place of the keys: --file FILE or --redis URL"),
     ],
