@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from headrace.bench.study.kinds import Environment, Genai, Headrace, Kind, Llama
 from headrace.bench.study.model import ModelError, StudiedModel, read_model
 from headrace.bench.study.pages import page, pictures
 from headrace.bench.study.processes import ServerError
-from headrace.bench.study.recipes import EXPERIMENTS, PEERS
+from headrace.bench.study.recipes import EXPERIMENTS, PEERS, Experiment
 from headrace.bench.study.summary import as_markdown, as_text, head_of, tables
 from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.model_files.cache import find_directory
@@ -75,8 +75,8 @@ class Names(click.ParamType[tuple[str, ...]]):
     "models",
     multiple=True,
     default=(recipes.DEMO_MODEL,),
-    help="Name of a model in the cache, or a directory; may be repeated. Experiment 5 compares all of them; the others "
-    "use the first.",
+    help="Name of a model as headrace pull takes it, or a directory; may be repeated. Experiment 5 compares all of "
+    "them; the others use the first. The default is the demo model.",
 )
 @click.option(
     "--only",
@@ -88,7 +88,8 @@ class Names(click.ParamType[tuple[str, ...]]):
     "--peers",
     type=Names(PEERS, "none"),
     default=",".join(PEERS),
-    help=f"Servers beside headrace, with commas: {', '.join(PEERS)}; or none.",
+    help=f"Servers beside headrace, with commas: {', '.join(PEERS)}; or none. Those that cannot take part are left "
+    "out.",
 )
 @click.option(
     "--quick", is_flag=True, help="One short run at few points, in a few minutes: shows what the results look like."
@@ -99,7 +100,8 @@ class Names(click.ParamType[tuple[str, ...]]):
     "-d",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("headrace-study"),
-    help="Directory for runs and the summary. A study that it contains is continued.",
+    help="Directory for the summary (summary.html, .md and .txt), a JSON file for each run (runs), logs of servers "
+    "and installed peers. A study that it contains is continued.",
 )
 @click.option(
     "--sharegpt",
@@ -128,14 +130,30 @@ class Names(click.ParamType[tuple[str, ...]]):
     multiple=True,
     help="MODEL=DIRECTORY: the model as safetensors, for vLLM; may be repeated.",
 )
-@click.option("--install/--no-install", default=True, help="Install missing peers below --directory.")
+@click.option(
+    "--install/--no-install",
+    default=True,
+    help="Install missing peers below --directory: openvino-genai and llama.cpp, from Python packages. vLLM must be "
+    "installed already (--environment).",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Show the servers, the runs and how long they would take, and exit; change nothing."
+)
 @click.option("--summary", "is_summary", is_flag=True, help="Run nothing; write the summary of the finished runs.")
 def study(**flags: Any) -> None:
     """Run five experiments and a table of fixed rates on this host, and write a summary with tables and charts.
 
     The experiments: 1 throughput by rate and batch, 2 preemptions by batch, 3 servers side by side, 4 throughput by KV
     memory, 5 throughput by model size; `rates` is the table. The command starts the servers itself, one at a time, and
-    takes up to two hours with the demo model. After Ctrl-C, the same command continues with the next run.
+    takes up to two hours with the demo model. Nothing else should run on the host. After Ctrl-C, the same command
+    continues with the next run.
+
+    \b
+    Examples:
+      # what would run, and how long
+      headrace bench study --dry-run
+      # one experiment; another call with the same directory adds another one
+      headrace bench study --directory study --only 3
     """
     for name in ("environments", "ggufs", "checkpoints"):
         for _, path in flags[name]:
@@ -145,11 +163,13 @@ def study(**flags: Any) -> None:
     scale = recipes.QUICK if flags["quick"] else recipes.FULL
     experiments = [experiment for experiment in EXPERIMENTS if experiment.name in flags["only"]]
     try:
+        if flags["dry_run"]:
+            _preview(flags, directory, scale, experiments)
+            return
         if not flags["is_summary"]:
             models = [_fetched(name) for name in dict.fromkeys(flags["models"])]
             sharegpt = flags["sharegpt"]
-            requests = "made-up conversations" if sharegpt is None else sharegpt.name
-            directory.open(Settings(scale.name, flags["seed"], models[0].name, requests, machine()))
+            directory.open(_settings(flags, scale, models))
             _warn_of_load()
             kinds, load = _kinds(flags, directory), recipes.workload(sharegpt)
             conducted = Study(directory, scale, flags["seed"], models, kinds, flags["port"], _say, load)
@@ -172,6 +192,32 @@ def study(**flags: Any) -> None:
         raise
     if num_wrong:
         raise CommandFailed(f"in {num_wrong} runs answers were wrong or requests failed; they are marked in the tables")
+
+
+def _settings(flags: Mapping[str, Any], scale: recipes.Scale, models: Sequence[StudiedModel]) -> Settings:
+    sharegpt = flags["sharegpt"]
+    requests = "made-up conversations" if sharegpt is None else sharegpt.name
+    return Settings(scale.name, flags["seed"], models[0].name, requests, machine())
+
+
+def _preview(
+    flags: dict[str, Any], directory: StudyDirectory, scale: recipes.Scale, experiments: Sequence[Experiment]
+) -> None:
+    """Print what the study would do. Raises ModelError and DirectoryError, as the study would."""
+    models = []
+    for name in dict.fromkeys(flags["models"]):
+        path, short = find_directory(name)
+        if path.exists() or name.startswith((".", "/", "~")):
+            models.append(read_model(name))
+        else:
+            click.echo(f"{name}: to be fetched")
+            models.append(StudiedModel(short, path, 0, 0, 0, 0))
+    directory.has_study(_settings(flags, scale, models))
+    load = recipes.workload(flags["sharegpt"])
+    planned = Study(directory, scale, flags["seed"], models, _kinds(flags, directory), flags["port"], _say, load)
+    for line in planned.preview(experiments):
+        click.echo(line)
+    click.echo(f"results: {directory.path / 'summary.html'}, and a file for each run in {directory.path / 'runs'}")
 
 
 def _fetched(name: str) -> StudiedModel:

@@ -37,6 +37,9 @@ _NUM_WARMUPS = 4
 # drafts are taken from it, and users do not send it.
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0}
 _OTHER_WORK = 0.1
+# Requests per second of a host that has not been measured; the time of a run hardly depends on it.
+_SOME_CAPACITY = 4.0
+_ONE_MODEL = "experiment 5 compares models; name a second one with another --model"
 
 
 class Running(Protocol):
@@ -110,16 +113,10 @@ class Study:
                 kind.prepare()
             except MissingError as error:
                 self._leave_out(kind.name, str(error))
-        capacity = {}
-        for model in self._models:
-            if model == next(iter(self._models)) or any(experiment.name == "5" for experiment in experiments):
-                capacity[model] = await self._capacity(model)
-        runs = []
-        for experiment in experiments:
-            if experiment.name == "5" and len(self._models) < 2:
-                self._outcome.left_out.append("experiment 5 compares models; name a second one with another --model")
-                continue
-            runs += recipes.runs(experiment, self._scale, list(self._models), list(self._kinds), capacity)
+        capacity = {model: await self._capacity(model) for model in self._measured(experiments)}
+        if any(experiment.name == "5" for experiment in experiments) and len(self._models) < 2:
+            self._outcome.left_out.append(_ONE_MODEL)
+        runs = [run for experiment in experiments for run in self._runs(experiment, capacity)]
         left = [run for run in runs if self._directory.find(run) is None]
         if len(left) < len(runs):
             self._say(f"{len(runs) - len(left)} of {len(runs)} runs are done already")
@@ -134,6 +131,59 @@ class Study:
             self._took_s += time.monotonic() - start_s
             self._expected_s += expected[0]
         return self._outcome
+
+    def preview(self, experiments: Sequence[Experiment]) -> list[str]:
+        """What `conduct` would do, in lines. Nothing is installed, started or written."""
+        lines = [f"{name}: {state}" for name, state in self._outlook().items()]
+        capacity: dict[str, float] = {}
+        total_s, num_left = 0.0, 0
+        for model in self._measured(experiments):
+            run = recipes.capacity_run(model, self._scale)
+            finished = self._directory.find(run)
+            capacity[model] = _SOME_CAPACITY if finished is None else finished.figure("request_throughput") or 0.0
+            if finished is None:
+                total_s, num_left = total_s + self._expected(run), num_left + 1
+                lines.append(f"capacity of this host with {model}, of which rates are shares: 1 run")
+        for experiment in experiments:
+            if experiment.name == "5" and len(self._models) < 2:
+                lines.append(_ONE_MODEL)
+                continue
+            runs = self._runs(experiment, capacity)
+            left = [run for run in runs if self._directory.find(run) is None]
+            seconds = sum(map(self._expected, left))
+            total_s, num_left = total_s + seconds, num_left + len(left)
+            told = f"{len(runs)} runs"
+            if len(left) < len(runs):
+                told += f", of which {len(runs) - len(left)} are done"
+            title = experiment.title[:1].lower() + experiment.title[1:]
+            lines.append(f"{_name_of(experiment.name)}, {title}: {told}{_about(seconds)}")
+        lines.append(f"in all {num_left} runs to do{_about(total_s)}")
+        return lines
+
+    def _outlook(self) -> dict[str, str]:
+        """The state of each server. Those that cannot take part are left out."""
+        found = {}
+        for name, kind in list(self._kinds.items()):
+            try:
+                found[name] = kind.outlook()
+                if not found[name]:
+                    found[name] = f"installed, version {kind.version()}"
+                    for model in self._models.values():
+                        kind.command(replace(recipes.capacity_run(model.name, self._scale), server=name), model, 1)
+            except MissingError as error:
+                del self._kinds[name]
+                found[name] = f"left out: {error}"
+        return found
+
+    def _measured(self, experiments: Sequence[Experiment]) -> list[str]:
+        """The models whose capacity these experiments need."""
+        return list(self._models)[: None if any(experiment.name == "5" for experiment in experiments) else 1]
+
+    def _runs(self, experiment: Experiment, capacity: Mapping[str, float]) -> list[Run]:
+        """The runs of an experiment with the servers that take part."""
+        if experiment.name == "5" and len(self._models) < 2:
+            return []
+        return recipes.runs(experiment, self._scale, list(self._models), list(self._kinds), capacity)
 
     async def _capacity(self, model: str) -> float:
         """Requests per second of headrace when all come at once."""
@@ -270,12 +320,21 @@ class Study:
 def told(run: Run) -> str:
     """A description of a run."""
     rate = "all at once" if math.isinf(run.rate) else f"{run.rate:g} requests/s"
-    name = f"experiment {run.experiment}" if run.experiment.isdigit() and run.experiment != "0" else run.experiment
-    head = {"0": "capacity"}.get(run.experiment, name)
     return (
-        f"{head}, {run.server}, {run.model}, {rate}, {run.num_prompts} requests, batch {run.batch}, "
-        f"{run.kv_tokens:,} tokens of KV cache, repetition {run.repetition}"
+        f"{_name_of(run.experiment)}, {run.server}, {run.model}, {rate}, {run.num_prompts} requests, "
+        f"batch {run.batch}, {run.kv_tokens:,} tokens of KV cache, repetition {run.repetition}"
     )
+
+
+def _name_of(experiment: str) -> str:
+    """An experiment as messages name it."""
+    if experiment == "0":
+        return "capacity"
+    return f"experiment {experiment}" if experiment.isdigit() else experiment
+
+
+def _about(seconds: float) -> str:
+    return f", about {math.ceil(seconds / 60)} min" if seconds else ""
 
 
 def counted(metrics: str, name: str) -> float | None:

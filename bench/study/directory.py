@@ -63,13 +63,18 @@ class StudyDirectory:
     def open(self, settings: Settings) -> None:
         """Begin a study with these settings, or continue one. Raises DirectoryError if those of the study there
         differ."""
+        if self.has_study(settings):
+            return
         try:
             self._runs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DirectoryError(f"cannot write to {self.path}: {error.strerror}") from None
+        _write(self.path / _SETTINGS, asdict(settings))
+
+    def has_study(self, settings: Settings) -> bool:
+        """Whether the directory has a study. Raises DirectoryError if it has other settings."""
         if not (self.path / _SETTINGS).exists():
-            _write(self.path / _SETTINGS, asdict(settings))
-            return
+            return False
         before = asdict(self.settings())
         for name, value in asdict(settings).items():
             if before[name] != value:
@@ -77,6 +82,7 @@ class StudyDirectory:
                     f"{self.path} has a study with {name} {before[name]}, not {value}; continue it with its "
                     "settings, or name another directory with --directory"
                 )
+        return True
 
     def settings(self) -> Settings:
         """The settings of the study. Raises DirectoryError."""

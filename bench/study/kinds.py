@@ -42,6 +42,9 @@ class Kind(Protocol):
     preemptions: str
     """Name of the metric that counts preemptions at /metrics; empty if there is none."""
 
+    def outlook(self) -> str:
+        """What `prepare` would have to do first; empty if the server is there. Raises MissingError."""
+
     def prepare(self) -> None:
         """Find or install the server. Raises MissingError."""
 
@@ -63,6 +66,10 @@ class Headrace:
     name: str = OURS
     start_s: float = 6.0
     preemptions: str = "headrace_worker_preemptions_total"
+
+    def outlook(self) -> str:
+        """Nothing: this package is installed."""
+        return ""
 
     def prepare(self) -> None:
         """Do nothing: this package is installed."""
@@ -102,6 +109,10 @@ class Genai:
     start_s: float = 6.0
     preemptions: str = ""
 
+    def outlook(self) -> str:
+        """What is to be installed."""
+        return self.environment.outlook()
+
     def prepare(self) -> None:
         """Install the package unless it is there."""
         self.environment.prepare()
@@ -140,6 +151,10 @@ class LlamaCpp:
     name: str = LLAMA_CPP
     start_s: float = 3.0
     preemptions: str = ""
+
+    def outlook(self) -> str:
+        """What is to be installed."""
+        return self.environment.outlook()
 
     def prepare(self) -> None:
         """Install the package unless it is there."""
@@ -188,6 +203,10 @@ class Vllm:
     name: str = VLLM
     start_s: float = 75.0
     preemptions: str = "vllm:num_preemptions_total"
+
+    def outlook(self) -> str:
+        """What is to be installed."""
+        return self.environment.outlook()
 
     def prepare(self) -> None:
         """Find the package."""
@@ -244,21 +263,27 @@ class Environment:
     say: Callable[[str], None] = field(default=lambda _: None)
     python: str = ""
 
-    def prepare(self) -> None:
-        """Find the environment or make it. Raises MissingError."""
+    def outlook(self) -> str:
+        """What has to be installed; empty if the peer is there, and `python` is then set. Raises MissingError."""
         if self.named is not None:
             python = _python_of(self.named)
-            if not _has(python, self.modules):
+            if not Path(python).exists() or not _has(python, self.modules):
                 raise MissingError(f"{self.named} has no {self.name}; {self.remedy}")
             self.python = python
-            return
-        own = _python_of(self.directory)
-        for python in (sys.executable, own):
+            return ""
+        for python in (sys.executable, _python_of(self.directory)):
             if Path(python).exists() and _has(python, self.modules):
                 self.python = python
-                return
+                return ""
         if not self.packages or not self.installs:
             raise MissingError(f"{self.name} is not installed; {self.remedy}")
+        return f"to be installed into {self.directory}: {' '.join(self.packages)}"
+
+    def prepare(self) -> None:
+        """Find the environment or make it. Raises MissingError."""
+        if not self.outlook():
+            return
+        own = _python_of(self.directory)
         self.say(f"installing {' '.join(self.packages)} into {self.directory}")
         pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.pip_flags, *self.packages]
         for argv in ([sys.executable, "-m", "venv", str(self.directory)], pip):

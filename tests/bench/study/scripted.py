@@ -33,14 +33,19 @@ class ScriptedKind:
     name: str = OURS
     missing: str = ""
     cannot: str = ""
+    to_install: str = ""
     need_bytes: int = 0
     start_s: float = 0.0
     preemptions: str = ""
     started: list[Run] = field(default_factory=list)
 
-    def prepare(self) -> None:
+    def outlook(self) -> str:
         if self.missing:
             raise MissingError(self.missing)
+        return self.to_install
+
+    def prepare(self) -> None:
+        self.outlook()
 
     def version(self) -> str:
         return "1"

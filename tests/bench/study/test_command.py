@@ -35,6 +35,24 @@ def test_what_cannot_be_used_is_refused_with_the_remedy(args: tuple[str, ...], w
     assert len(result.stderr.strip().splitlines()) <= 4
 
 
+def test_a_dry_run_shows_the_runs_and_writes_nothing(tmp_path: Path) -> None:
+    for name in ("config.json", "openvino_model.bin"):
+        (tmp_path / name).write_text('{"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}')
+    args = ("--dry-run", "--only", "1,5", "--peers", "none", "-d", str(tmp_path / "study"))
+    result = command(*args, "--model", str(tmp_path), "--model", "owner/name")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == "owner/name: to be fetched"
+    assert "experiment 1, throughput by rate and batch: 18 runs, about " in result.stdout
+    assert "experiment 5, throughput by model size: 4 runs, about " in result.stdout
+    assert result.stdout.rstrip().endswith(f"a file for each run in {tmp_path / 'study' / 'runs'}")
+    assert not (tmp_path / "study").exists()
+    other = StudyDirectory(tmp_path / "study")
+    other.open(Settings("full", 5, "m", "made up", "a machine"))
+    result = command(*args, "--model", str(tmp_path))
+    assert result.exit_code == 2
+    assert "has a study with seed 5, not 0" in result.stderr
+
+
 def test_an_environment_of_an_unknown_peer_is_refused(tmp_path: Path) -> None:
     for name in ("config.json", "openvino_model.bin"):
         (tmp_path / name).write_text('{"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}')

@@ -90,6 +90,33 @@ def test_a_study_goes_on_with_the_runs_that_are_left(tmp_path: Path) -> None:
     assert said[0] == "5 of 8 runs are done already"
 
 
+def test_what_a_study_would_do_is_told_without_doing_it(tmp_path: Path) -> None:
+    def kinds() -> list[ScriptedKind]:
+        peers = ScriptedKind(GENAI, to_install="to be installed"), ScriptedKind(VLLM, cannot="it needs a checkpoint")
+        return [ScriptedKind(), *peers, ScriptedKind(LLAMA_CPP, missing="it is not there")]
+
+    preview, directory, said = study(tmp_path, *kinds())
+    lines = preview.preview([*THIRD, BY_NAME["5"]])
+    assert lines[:4] == [
+        "headrace: installed, version 1",
+        "openvino-genai: to be installed",
+        "vllm: left out: it needs a checkpoint",
+        "llama.cpp: left out: it is not there",
+    ]
+    assert lines[4] == "capacity of this host with scripted, of which rates are shares: 1 run"
+    assert lines[5].startswith("experiment 3, servers side by side: 8 runs, about ")
+    assert lines[6] == "experiment 5 compares models; name a second one with another --model"
+    assert lines[7].startswith("in all 9 runs to do, about ")
+    assert (directory.all(), said) == ([], [])
+    conducted, *_ = study(tmp_path, *kinds()[:2])
+    asyncio.run(conducted.conduct(THIRD))
+    preview, *_ = study(tmp_path, *kinds())
+    assert preview.preview(THIRD)[-2:] == [
+        "experiment 3, servers side by side: 8 runs, of which 8 are done",
+        "in all 0 runs to do",
+    ]
+
+
 def test_a_file_that_was_cut_off_is_named_with_the_remedy(tmp_path: Path) -> None:
     asyncio.run(study(tmp_path, ScriptedKind())[0].conduct(THIRD))
     file = next(tmp_path.glob("runs/3_*"))
