@@ -18,6 +18,7 @@ from headrace.bench.report import page, text_table
 from headrace.bench.serve import serve
 from headrace.bench.study.command import study
 from headrace.common.commands import CommandError, run
+from headrace.common.flags import OutputPath
 
 
 @click.group(cls=Group, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -35,7 +36,7 @@ main.add_command(calibrate)
 
 @main.command(short_help="Compare saved results, and write an HTML report.", context_settings={"show_default": True})
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--output", "-o", type=click.Path(path_type=Path), default="report.html", help="File to write.")
+@click.option("--output", "-o", type=OutputPath(), default="report.html", help="File to write.")
 @click.option("--title", default="Benchmark", help="Title of the report.")
 def report(files: tuple[Path, ...], output: Path, title: str) -> None:
     """Print the results in FILES side by side, and write one HTML report with their charts overlaid.
@@ -52,6 +53,7 @@ def report(files: tuple[Path, ...], output: Path, title: str) -> None:
         for each in one.findings:
             wrong = f"!!! {one.name}: WRONG ANSWERS: {each['count']} of {each['of']} {each['sentence']}."
             click.secho(wrong, fg="red", bold=True, err=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page(runs, title), encoding="utf-8")
     click.echo(f"wrote {output}", err=True)
 

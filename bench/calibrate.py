@@ -10,7 +10,7 @@ import click
 from headrace.bench import calibration
 from headrace.bench.target import key_header
 from headrace.common.commands import CommandError, CommandFailed
-from headrace.common.flags import FiniteRange
+from headrace.common.flags import FiniteRange, OutputPath, why_not_writable
 from headrace.common.worker_flags import WORKER_FLAGS
 
 _LARGE_ERROR = 0.12
@@ -50,7 +50,7 @@ class _Command(click.Command):
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputPath(),
     help="File to write.  [default: a file in the cache, where `headrace plan MODEL` finds it]",
 )
 @click.option(
@@ -88,6 +88,9 @@ def calibrate(
         model, serve_flags = None, words
     if url is not None and (workers or threads or serve_flags):
         raise CommandError("--url measures nothing here: leave out --workers, --threads and flags of `headrace serve`")
+    kept = calibration.usual_path("").parent
+    if output is None and (problem := why_not_writable(kept)):
+        raise CommandError(f"cannot write to {kept}: {problem}; name a file with --output")
     given = {"--workers": workers, "--threads": threads}
     flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
     began_s = time.monotonic()

@@ -70,6 +70,7 @@ async def _serve(flags: Mapping[str, Any]) -> int:
     """Run it all; the exit status."""
     api = server.api(flags)
     plan = plan_of(flags)
+    outputs = reporting.outputs(flags)
     options = requests.request_options(flags, api, flags["served_model_name"] or flags["model"] or "")
     client = Client(server.target(flags), flags["request_timeout"])
     try:
@@ -81,7 +82,6 @@ async def _serve(flags: Mapping[str, Any]) -> int:
         chance = random.Random(f"adapters {flags['seed']}") if flags["lora_assignment"] == "random" else None
         sender = HttpSender(client, api, options, flags["lora_modules"], flags["request_id_prefix"], chance)
         bench = Benchmark(client, api, sender, options, writer)
-        outputs = reporting.outputs(flags)
         if flags["is_sweep"]:
             return await _swept(bench, plan, outputs, flags["sweep_seconds"], flags["sweep_refinements"])
         return await _once(bench, plan, outputs)

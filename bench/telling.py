@@ -69,15 +69,13 @@ class Outputs:
     def _path(self, result: Result) -> Path:
         """The file of a result. Plots are beside it."""
         path = Path(self.filename or writing.file_name(result.setup))
-        if self.directory is not None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            path = self.directory / path
-        return path
+        return path if self.directory is None else self.directory / path
 
     def _save(self, result: Result, path: Path, *, is_one: bool) -> None:
         """Write a result to its file; those of a sweep become lines of one file if the file has a given name."""
         appends = self.appends or (not is_one and self.filename is not None)
         told: Mapping[str, Any] = writing.as_json(result, is_detailed=self.is_detailed)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if appends else "w", encoding="utf-8") as file:
             if appends and file.tell():
                 file.write("\n")
@@ -92,6 +90,7 @@ class Outputs:
 
 
 def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     click.echo(f"wrote {path}", err=True)
 

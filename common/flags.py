@@ -4,6 +4,7 @@ of the commands that serve."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,32 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
+
+
+class OutputPath(click.Path):
+    """A file to be written, or a directory for such files. It is refused at once if it cannot be written, not after the
+    work whose result it is to hold. Who writes makes the directories above it."""
+
+    def __init__(self, *, is_directory: bool = False) -> None:
+        super().__init__(path_type=Path, file_okay=not is_directory, dir_okay=is_directory)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path. Raises BadParameter."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        problem = why_not_writable(path)
+        if problem:
+            self.fail(f"cannot write to {path}: {problem}", param, ctx)
+        return path
+
+
+def why_not_writable(path: Path) -> str:
+    """Why nothing can be written to a path, whose missing directories would be made; empty if it probably can."""
+    whole = path.absolute()
+    there = next(each for each in (whole, *whole.parents) if os.path.exists(each))
+    if there != whole and not there.is_dir():
+        return f"{there} is not a directory"
+    needed = os.W_OK | os.X_OK if there.is_dir() else os.W_OK
+    return "" if os.access(there, needed) else f"{there} is not writable"
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -20,7 +20,7 @@ from headrace.bench import calibration as files
 from headrace.bench.lengths import SHAPES
 from headrace.common import commands
 from headrace.common.commands import CommandError, CommandFailed, SectionedCommand
-from headrace.common.flags import FiniteRange
+from headrace.common.flags import FiniteRange, OutputPath
 from headrace.plan.fleet import Fleet, Kind, Memory
 from headrace.plan.load import Load, Requests, lengths
 from headrace.plan.objectives import Limit, Objectives
@@ -224,7 +224,7 @@ _SECTIONS = {
     default=2,
     help="Number of simulations of each fleet, each with other arrivals.",
 )
-@click.option("--html", "page_file", type=click.Path(path_type=Path), help="Write a page with charts to this file.")
+@click.option("--html", "page_file", type=OutputPath(), help="Write a page with charts to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--ca-file", type=click.Path(path_type=Path), help="With --url: certificates of the server's authority.")
 @click.pass_context
@@ -472,6 +472,7 @@ def planned(
     if flags["page_file"] is not None:
         from headrace.plan.page import page
 
+        flags["page_file"].parent.mkdir(parents=True, exist_ok=True)
         flags["page_file"].write_text(page(answers, "Plan of a fleet"), encoding="utf-8")
         click.echo(f"wrote {flags['page_file']}", err=True)
     return int(answers[0].trial is None)

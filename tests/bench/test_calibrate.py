@@ -220,6 +220,7 @@ def test_workers_that_have_learned_nothing_are_named_with_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("args", "status", "problem"),
     [
+        (["-o", f"{__file__}/c.json"], 2, f"cannot write to {__file__}/c.json: {__file__} is not a directory"),
         (["--seconds", "3"], 2, "is not in the range x>=5"),
         (["--url", "http://127.0.0.1:9", "--workers", "2"], 2, "--url measures nothing here"),
         (["--url", "localhost:9"], 2, "did you mean http://localhost:9?"),
