@@ -26,6 +26,17 @@ def main() -> None:
     """Measure a server of language models: `headrace bench URL`.
 
     `headrace bench URL` is short for `headrace bench serve URL`; `headrace bench serve --help` lists its options.
+
+    \b
+    Examples:
+      # measure a server
+      headrace bench http://127.0.0.1:8000 --num-prompts 50 --request-rate 2 --html report.html
+      # compare saved results of two servers
+      headrace bench report ours.json theirs.json
+      # start and compare servers on this host
+      headrace bench study --quick
+      # measure this host, and plan a fleet of such hosts
+      headrace bench calibrate && headrace plan --users 50 --every 25s
     """
 
 
@@ -43,6 +54,12 @@ def report(files: tuple[Path, ...], output: Path, title: str) -> None:
 
     FILES are results that `headrace bench --save-result` or `vllm bench serve` has saved. Results of --save-detailed
     have more charts. The report needs no other file and no network.
+
+    \b
+    For example, to compare two servers:
+      headrace bench http://127.0.0.1:8000 --num-prompts 50 --save-detailed --label ours --result-filename ours.json
+      headrace bench http://127.0.0.1:8001 --num-prompts 50 --save-detailed --label theirs --result-filename theirs.json
+      headrace bench report ours.json theirs.json --output report.html
     """
     try:
         runs = [run for file in files for run in saved.read(file)]

@@ -72,9 +72,15 @@ def calibrate(
 
     MODEL is as for `headrace serve`; without it, the demo model is measured. The command starts a server, puts many
     kinds of load on it for five minutes, and stops it, so nothing else should run on the host. Put the flags of
-    `headrace serve` with which you will serve after `--`, such as `-- --kv-cache-gb 8`.
+    `headrace serve` with which you will serve after `--`. With --url, it asks a running fleet instead; if
+    OPENAI_API_KEY is set, it is sent as a bearer token.
 
     The result is a JSON file. You can keep and share files of several hosts: `headrace plan` compares them.
+
+    \b
+    Examples:
+      headrace bench calibrate
+      headrace bench calibrate MODEL --workers 2 --output large.json -- --kv-cache-gb 8
     """
     if schema:
         click.echo(calibration.schema().decode(), nl=False)

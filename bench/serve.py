@@ -30,20 +30,11 @@ _MAX_SWEEP_PROMPTS = 5000
 
 
 _SECTIONS = (server.FLAGS, dataset.FLAGS, load.FLAGS, requests.FLAGS, reporting.FLAGS, vllm.FLAGS)
-_EXAMPLES = """
-\b
-Examples:
-  headrace bench http://127.0.0.1:8000 --num-prompts 50 --request-rate 2
-  headrace bench http://127.0.0.1:8000 --num-prompts 50 --max-concurrency 8
-  headrace bench http://127.0.0.1:8000 --sweep --goodput ttft:2000 tpot:100
-  headrace bench http://127.0.0.1:11434 --backend ollama --num-prompts 20 --html report.html
-"""
 
 
 @click.command(
     cls=Command,
     sections={section.title: section.flags for section in _SECTIONS},
-    epilog=_EXAMPLES,
     short_help="Put load on the server at URL, and print its latencies.",
     context_settings={"show_default": True},
 )
@@ -62,6 +53,21 @@ def serve(context: click.Context, /, **flags: Any) -> None:
 
     If answers are wrong, or all requests fail, the exit status is 1. Ctrl-C ends the load: the finished requests are
     reported and saved, marked as partial, and the exit status is 130.
+
+    \b
+    Examples:
+      # 4 requests a second, with objectives and a report
+      headrace bench http://127.0.0.1:8000 --num-prompts 200 --request-rate 4 --goodput ttft:2s tpot:100ms --html r.html
+      # 8 clients that wait for their answers
+      headrace bench http://127.0.0.1:8000 --num-prompts 50 --max-concurrency 8
+      # the highest rate at which nine of ten requests meet both objectives
+      headrace bench http://127.0.0.1:8000 --sweep --goodput ttft:2s tpot:100ms
+      # 8 users in conversations, who think 20 s between questions
+      headrace bench http://127.0.0.1:8000 --dataset-name multi_turn --multi-turn-think-time 20 --num-prompts 100
+      # the first 200 requests of a trace, at its own times
+      headrace bench http://127.0.0.1:8000 --dataset-name timed_trace --dataset-path trace.jsonl --num-prompts 200
+      # another server, saved to be compared by `headrace bench report`
+      headrace bench http://127.0.0.1:11434 --backend ollama --num-prompts 50 --save-detailed --label theirs
     """
     context.exit(uvloop.run(_serve(flags)))
 

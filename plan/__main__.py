@@ -110,11 +110,13 @@ _SECTIONS = {
     "calibrations",
     type=click.Path(path_type=Path, dir_okay=False),
     multiple=True,
-    help="File of `headrace bench calibrate`; repeat it to compare kinds of hosts.  [default: MODEL's in the cache]",
+    help="File of `headrace bench calibrate`; repeat it to compare kinds of hosts.  [default: that of MODEL, which "
+    "`headrace bench calibrate MODEL` wrote]",
 )
 @click.option(
     "--url",
-    help="URL of a running fleet's gateway: take step costs and load from it, and say whether it is enough for --load.",
+    help="URL of a running fleet's gateway: take its step costs and the load of its last minutes, and say whether it "
+    "is enough for --load. No calibration is needed.",
 )
 @click.option("--users", type=click.IntRange(1), help="Load: this many users, with --think-time or --every.")
 @click.option(
@@ -123,7 +125,9 @@ _SECTIONS = {
     help="With --users, or with --rate and --turns: mean time between an answer and the next request, such as 30s.",
 )
 @click.option(
-    "--every", type=Seconds(), help="With --users: time between two requests of a user, answered or not, such as 25s."
+    "--every",
+    type=Seconds(),
+    help="With --users: mean time between two requests of a user, answered or not, such as 25s.",
 )
 @click.option("--rate", type=FiniteRange(0, min_open=True), help="Load: this many requests a second, at random times.")
 @click.option(
@@ -163,8 +167,16 @@ _SECTIONS = {
     help="With --turns: share of an answer that the next prompt repeats token by token, so that it is in the cache. "
     "0 if clients leave it out or change it.",
 )
-@click.option("--ttft", type=LimitType(), help="Maximum time to the first token, such as p95:2s; 2s is p95:2s.")
-@click.option("--tpot", type=LimitType(), help="Maximum time of each later token, such as p95:100ms.")
+@click.option(
+    "--ttft",
+    type=LimitType(),
+    help="Maximum time to the first token, such as p95:2s: 95 % of requests are within it. 2s is p95:2s.",
+)
+@click.option(
+    "--tpot",
+    type=LimitType(),
+    help="Maximum mean time of a request's later tokens, such as p95:100ms. 100ms is p95:100ms.",
+)
 @click.option(
     "--spare-hosts",
     type=click.IntRange(0),
@@ -231,16 +243,23 @@ _SECTIONS = {
 def main(context: click.Context, /, **flags: Any) -> None:
     """Plan a fleet for MODEL: workers, hosts and memory for a load, what breaks first, and how to start it.
 
-    First run `headrace bench calibrate MODEL` on a host of the kind that you will use. Then describe the load and the
-    objectives, for example:
+    First run `headrace bench calibrate MODEL` on a host of the kind that you will use. Without MODEL, both are for the
+    demo model. Then describe the load and the objectives.
 
     \b
-      headrace plan MODEL --users 50 --every 25s --tpot p95:100ms
-      headrace plan MODEL --rate 4 --prompt 1200 --answer 250 --shared-prefix 800 --ttft p95:2s --spare-hosts 1
-      headrace plan --url http://127.0.0.1:8000 --load 2x --ttft p95:2s
+    Examples:
+      # 50 users who ask every 25 s
+      headrace plan MODEL --users 50 --every 25s --ttft 1.5s --tpot 100ms
+      # 4 requests a second, each about one of 20 documents of 3000 tokens; one host may fail
+      headrace plan MODEL --rate 4 --prompt 200 --shared-prefix 3000 --prefixes 20 --spare-hosts 1
+      # which of two kinds of hosts is cheaper
+      headrace plan --calibration a.json --calibration b.json --cost-per-host a=90 --cost-per-host b=300 --rate 4
+      # whether the running fleet is enough for twice its load
+      headrace plan --url http://127.0.0.1:8000 --load 2x --ttft 2s
 
-    The plan is found by simulation, with the real scheduler, KV cache and router and the measured step costs. If no
-    objective is given, they are --ttft p95:5s and --tpot p95:200ms; if one is given, only that one counts.
+    The plan is found by simulation, with the real scheduler, KV cache and router and the measured step costs, in
+    seconds to minutes. If no objective is given, they are --ttft p95:5s and --tpot p95:200ms; if one is given, only
+    that one counts. If OPENAI_API_KEY is set, it is sent to --url as a bearer token.
     """
     given = {
         name
@@ -315,9 +334,11 @@ def of_files(flags: Mapping[str, Any]) -> tuple[list[Kind], Load, None]:
     model = flags["model"] or _DEFAULT_MODEL
     paths = flags["calibrations"] or (files.usual_path(model),)
     if not flags["calibrations"] and not paths[0].exists():
+        others = sorted(path.stem.replace("--", "/") for path in paths[0].parent.glob("*.json"))
         raise CommandError(
             f"there is no calibration of {model}: run `headrace bench calibrate {model}` on a host of the kind that "
             "you will use, or name a file with --calibration"
+            + (f"; there are calibrations of {', '.join(others)}" if others else "")
         )
     kinds = kinds_of(paths, flags["costs"], flags["model"])
     most = min(kind.calibration.model.max_context_tokens for kind in kinds)

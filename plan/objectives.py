@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_LIMIT = re.compile(r"(?:p(?P<percentile>\d+(?:\.\d+)?):)?(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s)")
+_LIMIT = re.compile(r"(?:p(?P<percentile>\d+(?:\.\d+)?):)?(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s)?")
 _USUAL_PERCENTILE = 95.0
 
 
@@ -27,6 +27,8 @@ class Limit:
         match = _LIMIT.fullmatch(text.strip().lower())
         if match is None:
             raise ValueError(f"{text[:40]!r} is not a limit of a time; write one such as p95:2s, p99:150ms or 2s")
+        if match["unit"] is None:
+            raise ValueError(f"{text[:40]!r} has no unit; write {text[:40]}ms or {text[:40]}s")
         percentile = float(match["percentile"] or _USUAL_PERCENTILE)
         seconds = float(match["number"]) / (1000 if match["unit"] == "ms" else 1)
         if not 0 < percentile <= 100:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -75,8 +77,18 @@ def _section(words: tuple[str, ...], command: click.Command) -> str:
     )
     rows = [_row(option, context) for option in options]
     table = "\n| Option | Default | Variable | Meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
-    text = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
+    text = "\n\n".join(_paragraph(part) for part in inspect.cleandoc(command.help or "").split("\n\n"))
     return f"\n## {title}\n\n`{usage}`\n\n{text}\n{table}"
+
+
+def _paragraph(text: str) -> str:
+    """A paragraph in one line. One whose lines are kept, as click marks it, has commands, which tests of documents
+    parse."""
+    if not text.startswith("\b\n"):
+        return " ".join(text.split())
+    lines = text.removeprefix("\b\n").splitlines()
+    title = "" if lines[0].startswith(" ") else f"{lines.pop(0)}\n\n"
+    return f"{title}```sh\n" + textwrap.dedent("\n".join(lines)).strip() + "\n```"
 
 
 def _row(option: click.Option, context: click.Context) -> str:

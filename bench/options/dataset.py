@@ -19,6 +19,11 @@ from headrace.common.commands import CommandError
 from headrace.common.flags import FiniteRange
 
 _NUM_PROMPTS = 1000
+# What needs no file and is like it.
+_GENERATED = {
+    "sharegpt": ", or generate requests of similar lengths: --dataset-name random --input-len 128 --input-dist "
+    "lognormal --output-dist exponential",
+}
 _TRACE_FIELDS = {
     "timestamp": "time of a request",
     "input_length": "length of its prompt",
@@ -28,7 +33,16 @@ _TRACE_FIELDS = {
 
 FLAGS = Section(
     "What is asked",
-    click.option("--dataset-name", type=OneOf(NAMES, vllm.DATASETS), default="random", help="What is asked."),
+    click.option(
+        "--dataset-name",
+        type=OneOf(NAMES, vllm.DATASETS),
+        default="random",
+        help="Generated: random words; prefix_repetition: random words after one of several prefixes, as of shared "
+        "documents; multi_turn: conversations of users who think. From the file --dataset-path: sharegpt: first "
+        "questions of ShareGPT's conversations, with answers as long as there; custom: your prompts; timed_trace: a "
+        "trace of arrivals and lengths, at its own times; burstgpt: lengths of BurstGPT; spec_bench: questions of "
+        "Spec-Bench; sonnet: lines of a poem.",
+    ),
     click.option(
         "--dataset-path",
         type=click.Path(path_type=Path),
@@ -36,7 +50,9 @@ FLAGS = Section(
         "spec_bench (JSONL) or sonnet (text).",
     ),
     click.option(
-        "--num-prompts", type=click.IntRange(-1), help="Number of requests; 0 or -1: all of a file. Default: 1000."
+        "--num-prompts",
+        type=click.IntRange(-1),
+        help="Number of requests; each turn of a conversation is one. 0 or -1: all of a file. Default: 1000.",
     ),
     click.option(
         "--no-oversample",
@@ -49,9 +65,17 @@ FLAGS = Section(
         help="Name of a cached model, or a directory, whose tokenizer counts tokens. Default: the server's /tokenize, "
         "if it has one.",
     ),
-    click.option("--input-len", type=click.IntRange(1), help="Tokens of a prompt, for random, sonnet and multi_turn."),
     click.option(
-        "--output-len", type=click.IntRange(1), help="Tokens of an answer, for every dataset except timed_trace."
+        "--input-len",
+        type=click.IntRange(1),
+        help="Tokens of a prompt, for random, sonnet and multi_turn. Default: that of the dataset's own flag below; "
+        "128 for multi_turn.",
+    ),
+    click.option(
+        "--output-len",
+        type=click.IntRange(1),
+        help="Tokens of an answer, for every dataset except timed_trace. Default: that of the dataset's own flag "
+        "below; 128 for multi_turn; those of the file for sharegpt and burstgpt.",
     ),
     click.option(
         "--input-dist",
@@ -167,8 +191,8 @@ FLAGS = Section(
         "--multi-turn-users",
         type=click.IntRange(1),
         default=8,
-        help="multi_turn: number of users, each with one conversation after the other. With --request-rate, "
-        "conversations begin at that rate instead.",
+        help="multi_turn: number of users, each with one conversation after the other. With --request-rate, so many "
+        "conversations begin a second instead.",
     ),
     click.option(
         "--multi-turn-system-len", type=click.IntRange(0), default=512, help="multi_turn: tokens of the system prompt."
@@ -190,10 +214,13 @@ def workload(flags: Mapping[str, Any]) -> Workload:
     """The dataset with its numbers. Raises CommandError."""
     name = flags["dataset_name"]
     if name in OF_FILES and flags["dataset_path"] is None:
-        raise CommandError(f"--dataset-name {name} reads a file; name it with --dataset-path")
+        instead = _GENERATED.get(name, "")
+        raise CommandError(f"--dataset-name {name} reads a file; name it with --dataset-path{instead}")
     if name not in OF_FILES and flags["dataset_path"] is not None:
         names = ", ".join(sorted(OF_FILES))
         raise CommandError(f"--dataset-name {name} reads no file; name one of {names} for --dataset-path")
+    if flags["dataset_path"] is not None and not flags["dataset_path"].is_file():
+        raise CommandError(f"cannot read --dataset-path {flags['dataset_path']}: there is no such file")
     if name not in OF_FILES and flags["num_prompts"] is not None and flags["num_prompts"] < 1:
         raise CommandError(
             f"--num-prompts {flags['num_prompts']} sends all prompts of a file, and {name} reads none; give a "

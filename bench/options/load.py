@@ -26,7 +26,8 @@ FLAGS = Section(
     click.option(
         "--max-concurrency",
         type=click.IntRange(1),
-        help="Maximum number of requests in flight. Others wait in the client.",
+        help="Maximum number of requests in flight. Others wait in the client. Without --request-rate: so many "
+        "clients, each of which waits for its answer.",
     ),
     click.option(
         "--ramp-up-strategy",
@@ -51,7 +52,12 @@ FLAGS = Section(
         help="Maximum seconds to wait for a first answer before the load begins. 0: do not wait.",
     ),
     click.option(
-        "--sweep", "is_sweep", is_flag=True, help="Try rising rates to find the highest that the server sustains."
+        "--sweep",
+        "is_sweep",
+        is_flag=True,
+        help="Find the knee, the highest rate that the server sustains: it answers as fast as requests come, none "
+        "fails or is answered wrongly, and nine of ten meet every --goodput. Rates and numbers of requests are chosen "
+        "by the command.",
     ),
     click.option(
         "--sweep-seconds",

@@ -16,7 +16,7 @@ _MARKS_OF_ADDRESSES = frozenset(".:/")
 
 # What may follow a flag as a further value. A URL is none: it names the server.
 _FURTHER = {
-    "--goodput": re.compile(r"[a-z0-9_]+:[0-9.]+"),
+    "--goodput": re.compile(r"[a-z0-9_]+:[0-9.]+(ms|s)?"),
     "--metadata": re.compile(r"[^-=/:\s][^=/:\s]*=.*", re.DOTALL),
     "--lora-modules": re.compile(r"[^-:][^:]*"),
     "--header": re.compile(r"[^-=/:\s][^=/:\s]*=.*", re.DOTALL),

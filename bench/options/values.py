@@ -27,22 +27,25 @@ class Pair(click.ParamType[tuple[str, str]]):
 
 
 class Objective(click.ParamType[tuple[str, float]]):
-    """METRIC:MILLISECONDS."""
+    """METRIC:TIME, a time being milliseconds unless it has a unit."""
 
-    name = "metric:ms"
+    name = "metric:time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
-        """The metric and its limit."""
+        """The metric and its limit in milliseconds. Raises BadParameter."""
         if isinstance(value, tuple):
             return value
         name, _, limit = str(value).partition(":")
         try:
-            number = float(limit)
+            if limit.endswith("s") and not limit.endswith("ms"):
+                number = 1000 * float(limit.removesuffix("s"))
+            else:
+                number = float(limit.removesuffix("ms"))
         except ValueError:
             number = -1.0
         if name not in GOODPUT_METRICS or not 0 <= number < float("inf"):
             names = ", ".join(GOODPUT_METRICS)
-            self.fail(f"{value!r} is not METRIC:MILLISECONDS with one of {names}, such as ttft:500", param, ctx)
+            self.fail(f"{value!r} is not METRIC:TIME with one of {names}, such as ttft:2s or tpot:100ms", param, ctx)
         return name, number
 
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from headrace.bench.__main__ import main
 from headrace.bench.options.parsing import spelled_out
+from headrace.bench.options.values import Objective
 from tests.bench.scripted_server import scripted_server
 
 # What scripts made for `vllm bench serve` read.
@@ -97,7 +98,7 @@ def test_json_has_the_keys_that_scripts_read(url: str, tmp_path: Path, backend: 
 
 
 def test_the_text_has_the_lines_that_eyes_know(url: str) -> None:
-    args = ("--request-rate", "50", "--max-concurrency", "8", "--goodput", "ttft:5000", "tpot:500", "--ignore-eos")
+    args = ("--request-rate", "50", "--max-concurrency", "8", "--goodput", "ttft:5s", "tpot:500", "--ignore-eos")
     result = bench("serve", "--base-url", f"{url}/v1", *SMALL, *args)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -246,18 +247,24 @@ def test_plots_are_pages_beside_the_result(url: str, tmp_path: Path) -> None:
         (["compare"], "'compare' is neither a command (calibrate, report, serve, study) nor the URL of a server"),
         (["127.0.0.1:8000"], "did you mean http://127.0.0.1:8000?"),
         (["http://a", "--host", "b"], "the server is named twice"),
-        (["http://a", "--dataset-name", "sharegpt"], "name it with --dataset-path"),
+        (["http://a", "--dataset-name", "sharegpt"], "or generate requests of similar lengths: --dataset-name random"),
+        (["http://a", "--dataset-name", "custom", "--dataset-path", "/none"], "--dataset-path /none: there is no such"),
+        (["http://a", "--html", f"{__file__}/r.html"], f"cannot write to {__file__}/r.html: {__file__} is not a dir"),
+        (["http://a", "--result-dir", f"{__file__}/r"], f"cannot write to {__file__}/r: {__file__} is not a directory"),
+        (["http://a", "--save-result", "--result-filename", f"{__file__}/r"], f"{__file__} is not a directory"),
+        (["http://a", "--result-filename", "/"], "it is a directory; give its name to --result-dir"),
         (["http://a", "--dataset-path", "x"], "random reads no file"),
         (["http://a", "--self-timed"], "is for --dataset-name timed_trace"),
         (
-            ["http://a", "--dataset-name", "timed_trace", "--dataset-path", "x", "--request-rate", "2"],
+            ["http://a", "--dataset-name", "timed_trace", "--dataset-path", __file__, "--request-rate", "2"],
             "--no-self-timed",
         ),
         (["http://a", "--backend", "tgi", "--ignore-eos"], "cannot continue after the end"),
         (["http://a", "--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
         (["http://a", "--ramp-up-end-rps", "4"], "need --ramp-up-strategy"),
         (["http://a", "--sweep", "--num-prompts", "5"], "leave --num-prompts out"),
-        (["http://a", "--goodput", "speed:5"], "METRIC:MILLISECONDS"),
+        (["http://a", "--goodput", "speed:5"], "is not METRIC:TIME with one of ttft, tpot, e2el"),
+        (["http://a", "--goodput", "ttft:2m"], "such as ttft:2s or tpot:100ms"),
         (["http://a", "--metadata", "x"], "is not NAME=VALUE"),
         (["http://a", "--request-rate", "0"], "neither a positive number nor inf"),
         (["http://a", "--extra-body", "[1]"], "not an object in JSON"),
@@ -281,10 +288,15 @@ def test_a_file_that_cannot_be_used_is_refused(url: str, tmp_path: Path) -> None
     assert (result.exit_code, "has no openvino_tokenizer.xml" in result.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(("said", "limit_ms"), [("ttft:500", 500), ("ttft:500ms", 500), ("ttft:1.5s", 1500)])
+def test_a_limit_without_a_unit_is_in_milliseconds(said: str, limit_ms: float) -> None:
+    assert Objective().convert(said, None, None) == ("ttft", limit_ms)
+
+
 def test_several_values_may_follow_one_flag() -> None:
-    args = ["--goodput", "ttft:5", "tpot:6", "--metadata", "a=1", "b=http://x", "http://s", "--max_concurrency", "3"]
+    args = ["--goodput", "ttft:5", "tpot:6ms", "--metadata", "a=1", "b=http://x", "http://s", "--max_concurrency", "3"]
     assert spelled_out(args) == [
-        *("--goodput", "ttft:5", "--goodput", "tpot:6", "--metadata", "a=1", "--metadata", "b=http://x"),
+        *("--goodput", "ttft:5", "--goodput", "tpot:6ms", "--metadata", "a=1", "--metadata", "b=http://x"),
         *("http://s", "--max-concurrency", "3"),
     ]
 
@@ -365,4 +377,4 @@ def test_the_help_has_a_section_for_each_subject() -> None:
     listed = [line.split()[0].rstrip(",") for line in shown.splitlines() if line.startswith("  --")]
     assert len(listed) == len(set(listed))
     assert "--random-mm-bucket-config" not in listed  # refused
-    assert shown.index("Examples:") > shown.index("--help")
+    assert shown.index("Examples:") < shown.index("The server:")

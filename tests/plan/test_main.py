@@ -105,6 +105,9 @@ def test_the_calibration_of_the_model_in_the_cache_is_used(tmp_path: Path, monke
     (tmp_path / "calibrations").mkdir()
     (tmp_path / "calibrations" / "small.json").write_bytes(encoded(calibration()))
     assert run("small", "--rate", 2, *QUICK).exit_code == 0
+    result = run("large", "--rate", 2, *QUICK)
+    assert result.exit_code == 2
+    assert "there are calibrations of small" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,9 @@ def test_the_calibration_of_the_model_in_the_cache_is_used(tmp_path: Path, monke
         (["--rate", "2", "--think-time", "5s"], "--think-time is for --users"),
         (["--rate", "nan"], "not a finite number"),
         (["--users", "5", "--every", "soon"], "write one such as 25s"),
-        (["--rate", "2", "--ttft", "2"], "write one such as p95:2s"),
+        (["--rate", "2", "--ttft", "2"], "'2' has no unit; write 2ms or 2s"),
+        (["--rate", "2", "--ttft", "fast"], "write one such as p95:2s"),
+        (["--rate", "2", "--html", f"{__file__}/plan.html"], f"{__file__} is not a directory"),
         (["--rate", "2", "--load", "much"], "write one such as 2x"),
         (["--rate", "2", "--prefixes", "3"], "give it with --shared-prefix"),
         (["--rate", "2", "--hosts", "2", "--spare-hosts", "1"], "leave --spare-hosts out"),

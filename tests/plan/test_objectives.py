@@ -17,7 +17,7 @@ def test_a_limit_is_a_percentile_and_a_time(text: str, limit: Limit) -> None:
 
 @pytest.mark.parametrize("text", ["2", "p95", "p95:2", "fast", "-1s", "p0:1s", "p101:1s", "0ms", "nan s"])
 def test_what_is_no_limit_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match=r"such as p95|must be above 0"):
+    with pytest.raises(ValueError, match=r"such as p95|must be above 0|write 2ms or 2s|write p95:2ms or p95:2s"):
         Limit.of(text)
 
 
