@@ -184,6 +184,8 @@ def _say_answers(result: Result, say: Any, title: Any) -> None:
         say(f"WRONG ({finding.kind}):", finding.count)
     if not checked.findings:
         say("Wrong answers found:", 0)
+    if result.setup.objectives_ms:
+        say("Requests that meet every --goodput:", f"{result.totals.good} of {len(result.run.records)}")
     if result.totals.cached_share is not None:
         say("Prompt tokens from the cache (%):", 100 * result.totals.cached_share)
     say("Prompt tokens counted by:", result.setup.prompts_counted_by)
@@ -218,7 +220,8 @@ def warnings(result: Result) -> list[str]:
     if health.timed_requests and health.late_requests > _LATE_SHARE * health.timed_requests:
         found.append(
             f"LATE: the client sent {health.late_requests} of {health.timed_requests} requests more than 10 ms late "
-            f"(at most {health.max_lateness_ms:.0f} ms): the load was less than asked for."
+            f"(at most {health.max_lateness_ms:.0f} ms): the load was less than asked for. Give the client a core of "
+            "its own, or run it on another host."
         )
     return found
 

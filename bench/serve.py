@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -15,13 +15,14 @@ import uvloop
 from headrace.bench.arrivals import Arrivals
 from headrace.bench.benchmark import Benchmark, BenchmarkError, Plan, first_model, writer_of
 from headrace.bench.connection import Client
+from headrace.bench.datasets import Conversation
 from headrace.bench.options import dataset, load, reporting, requests, server, vllm
 from headrace.bench.options.parsing import Command
 from headrace.bench.results import Result
 from headrace.bench.sender import HttpSender
 from headrace.bench.sweep import sweep, table
 from headrace.bench.telling import Outputs
-from headrace.common.commands import CommandError, CommandFailed
+from headrace.common.commands import CommandError, CommandFailed, duration
 
 _SWEEP_PROBES = 3
 _SWEEP_FIRST_SHARE = 0.5
@@ -90,7 +91,7 @@ async def _serve(flags: Mapping[str, Any]) -> int:
         bench = Benchmark(client, api, sender, options, writer)
         if flags["is_sweep"]:
             return await _swept(bench, plan, outputs, flags["sweep_seconds"], flags["sweep_refinements"])
-        return await _once(bench, plan, outputs)
+        return await _once(bench, plan, outputs, f"{options.model} at {client.target.url}")
     except BenchmarkError as error:
         raise CommandFailed(str(error)) from None
     except ValueError as error:
@@ -127,10 +128,42 @@ def plan_of(flags: Mapping[str, Any]) -> Plan:
     )
 
 
-async def _once(bench: Benchmark, plan: Plan, outputs: Outputs) -> int:
+def load_text(plan: Plan, conversations: Sequence[Conversation]) -> str:
+    """What will be sent and when, for who has left it to defaults."""
+    turns = [turn for conversation in conversations for turn in conversation.turns]
+    count = f"{len(turns)} requests"
+    many = len(conversations) < len(turns)
+    if many:
+        count += f" in {len(conversations)} conversations"
+    prompt, answer = (
+        statistics.fmean(lengths)
+        for lengths in ([turn.prompt_tokens for turn in turns], [turn.output_tokens for turn in turns])
+    )
+    lengths = f"{'questions' if many else 'prompts'} of {prompt:,.0f} tokens and answers of {answer:,.0f} on average"
+    return f"{count} ({plan.workload.name}), {lengths}, {_times_text(plan, conversations, many)}"
+
+
+def _times_text(plan: Plan, conversations: Sequence[Conversation], many: bool) -> str:
+    rate, ramp = plan.arrivals.rate, plan.arrivals.ramp_up
+    if plan.num_users is not None:
+        return f"{plan.num_users} users who think for {plan.think_s:g} s on average"
+    if plan.is_self_timed:
+        return f"at the trace's times, during {duration(conversations[-1].at_s or 0.0)}"
+    limit = "" if plan.max_concurrency is None else f", at most {plan.max_concurrency} at a time"
+    if ramp is not None:
+        return f"from {ramp.start:g} to {ramp.end:g} a second{limit}"
+    if math.isfinite(rate):
+        what = "conversations" if many else "requests"
+        return f"{rate:g} {what} a second, during {duration(len(conversations) / rate)}{limit}"
+    return f"all at once{limit}"
+
+
+async def _once(bench: Benchmark, plan: Plan, outputs: Outputs, server: str) -> int:
     drawn = await bench.draw(plan, plan.num_prompts)
     if drawn.note:
         click.echo(drawn.note, err=True)
+    if plan.shows_progress:
+        click.echo(f"{server}: {load_text(plan, drawn.conversations)}", err=True)
     await bench.warm_up(plan, drawn.conversations)
     result = await bench.run(plan, drawn.conversations, plan.arrivals, "requests")
     return outputs.tell([result])

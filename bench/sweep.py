@@ -102,7 +102,7 @@ def why_not_held(result: Result, rate: float) -> str:
     left = sum(record.ended_s > run.last_due_s for record in run.records)
     # The number in flight varies as its root.
     if left > in_flight + 2 * math.sqrt(max(in_flight, 1)) + BEHIND * len(run.records) / 2:
-        return f"{in_flight} requests were in flight halfway and {left} at the end: the queue grows"
+        return f"requests in flight: {in_flight} halfway, {left} at the end: the queue grows"
     lasts_s = run.last_due_s - run.began_s
     takes_s = statistics.median(record.latency_s for record in run.records)
     if takes_s > lasts_s:
@@ -125,6 +125,10 @@ def table(found: Sweep) -> str:
         figures = f"{step.rate:>10.2f} {totals.per_s(totals.output_tokens):>10.1f} {ttft.median:>9.1f} "
         figures += f"{ttft.percentiles[99.0]:>9.1f} {tpot.median:>9.1f} {tpot.percentiles[99.0]:>8.1f}"
         lines.append(f"{figures}  {'yes' if step.held else 'no: ' + step.reason}")
+    objectives = found.steps[0].result.setup.objectives_ms if found.steps else {}
+    if objectives:
+        within = ", ".join(f"{name} {limit_ms:g} ms" for name, limit_ms in objectives.items())
+        lines.append(f"Objectives, for {GOOD_SHARE:.0%} of the requests: {within}.")
     knee = found.knee
     if knee is None:
         lines.append("No rate that was tried is held.")

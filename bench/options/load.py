@@ -63,7 +63,8 @@ FLAGS = Section(
         "--sweep-seconds",
         type=FiniteRange(0, min_open=True),
         default=30.0,
-        help="Seconds of arrivals at each rate of --sweep.",
+        help="Seconds of arrivals at each rate of --sweep, or longer for 20 requests. It should be several times that "
+        "of an answer: a queue must have time to grow.",
     ),
     click.option(
         "--sweep-refinements",

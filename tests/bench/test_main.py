@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import math
@@ -17,6 +18,9 @@ from click.testing import CliRunner, Result
 from headrace.bench.__main__ import main
 from headrace.bench.options.parsing import spelled_out
 from headrace.bench.options.values import Objective
+from headrace.bench.serve import load_text, plan_of, serve
+from headrace.bench.texts import Writer
+from headrace.bench.tokens import WordCounter
 from tests.bench.scripted_server import scripted_server
 
 # What scripts made for `vllm bench serve` read.
@@ -109,6 +113,7 @@ def test_the_text_has_the_lines_that_eyes_know(url: str) -> None:
         assert math.isfinite(float(line[len(name) + 1 :]))
     assert "---------------Time to First Token----------------" in lines
     assert re.search(r"^Request goodput \(req/s\): +[\d.]+", result.stdout, re.MULTILINE)
+    assert re.search(r"^Requests that meet every --goodput: +12 of 12", result.stdout, re.MULTILINE)
     assert re.search(r"^Late sends \(> 10 ms\): +\d+ of 12", result.stdout, re.MULTILINE)
 
 
@@ -291,6 +296,30 @@ def test_a_file_that_cannot_be_used_is_refused(url: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(("said", "limit_ms"), [("ttft:500", 500), ("ttft:500ms", 500), ("ttft:1.5s", 1500)])
 def test_a_limit_without_a_unit_is_in_milliseconds(said: str, limit_ms: float) -> None:
     assert Objective().convert(said, None, None) == ("ttft", limit_ms)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (
+            ("--request-rate", "50"),
+            "12 requests (random), prompts of 40 tokens and answers of 6 on average, 50 requests",
+        ),
+        (("--request-rate", "6", "--max-concurrency", "3"), "6 requests a second, during 2 s, at most 3 at a time"),
+        ((), "on average, all at once"),
+        (
+            ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "20", "--ramp-up-end-rps", "40"),
+            "from 20 to 40 a sec",
+        ),
+        (("--dataset-name", "multi_turn"), "8 users who think for 10 s on average"),
+        (("--dataset-name", "multi_turn", "--request-rate", "3"), "3 conversations a second, during "),
+    ],
+)
+def test_the_load_is_told_before_it_begins(args: tuple[str, ...], told: str) -> None:
+    context = serve.make_context("serve", ["http://a", *SMALL, *args])
+    plan = plan_of(context.params)
+    drawn = asyncio.run(plan.workload.draw(Writer(["a"], ["b"], WordCounter(), 0), plan.num_prompts, plan.seed))
+    assert told in load_text(plan, drawn.conversations)
 
 
 def test_several_values_may_follow_one_flag() -> None:

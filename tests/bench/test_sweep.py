@@ -141,4 +141,6 @@ def test_the_table_has_each_rate_in_order_and_the_knee() -> None:
     assert rates == pytest.approx(sorted(step.rate for step in found.steps), abs=0.01)
     assert found.knee is not None
     assert lines[-1].startswith(f"Knee: {found.knee.rate:.2f} requests per second")
+    bound = swept(2, 1.0, {"e2el": 2000.0, "ttft": 500.0})
+    assert table(bound).splitlines()[-2] == "Objectives, for 90% of the requests: e2el 2000 ms, ttft 500 ms."
     assert table(Sweep()).splitlines()[-1] == "No rate that was tried is held."
