@@ -115,8 +115,8 @@ _SECTIONS = {
 )
 @click.option(
     "--url",
-    help="URL of a running fleet's gateway: take its step costs and the load of its last minutes, and say whether it "
-    "is enough for --load. No calibration is needed.",
+    help="URL of a running fleet's gateway: take its step costs and the load of its last five minutes, and say whether "
+    "it is enough for --load. No calibration is needed.",
 )
 @click.option("--users", type=click.IntRange(1), help="Load: this many users, with --think-time or --every.")
 @click.option(
@@ -228,7 +228,8 @@ _SECTIONS = {
 @click.option(
     "--requests",
     type=click.IntRange(20),
-    help="Number of requests in each simulation.  [default: those of two minutes, 240 to 600]",
+    help="Number of requests in each simulation; with few of them, chance decides.  [default: those of two minutes, "
+    "240 to 600]",
 )
 @click.option(
     "--seeds",

@@ -11,11 +11,13 @@ import msgspec
 from headrace.bench.calibration import Calibration
 from headrace.plan.fleet import FRONT_SHARE, GIB, Fleet
 from headrace.plan.load import Load
-from headrace.plan.objectives import Objectives, time_text
+from headrace.plan.objectives import Limit, Objectives, time_text
 from headrace.plan.search import Figures, Trial
 from headrace.plan.start import commands, kv_gb_of
 
 _BAR = 24
+# Workers that compute for a smaller share of the time have no queue that grows, except by chance.
+_IDLE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +179,13 @@ def _limit(answer: Answer) -> list[str]:
 
 def _curve(answer: Answer) -> list[str]:
     """A line for each load, with a bar for how near it comes to its limit."""
+    limits = answer.objectives
     lines = [
-        _row("curve", f"{'load':>6} {'req/s':>7} {'TTFT':>10} {'token':>9} {'busy':>5}  share of the nearest limit")
+        _row(
+            "curve",
+            f"{'load':>6} {'req/s':>7} {_column('TTFT', limits.ttft):>10} {_column('token', limits.tpot):>9} "
+            f"{'busy':>5}  share of the nearest limit",
+        )
     ]
     for trial in answer.curve:
         share = nearness(trial, answer.objectives)
@@ -192,6 +199,11 @@ def _curve(answer: Answer) -> list[str]:
             )
         )
     return lines
+
+
+def _column(name: str, limit: Limit | None) -> str:
+    """The title of a column of `_shown` figures."""
+    return f"{name} p{95 if limit is None else limit.percentile:g}"
 
 
 def _shown(figures: Figures) -> float:
@@ -214,6 +226,8 @@ def _remedy(answer: Answer) -> str:
     objectives = answer.objectives
     if answer.needed is not None:
         return f"{answer.needed.fleet.hosts} hosts are enough"
+    if missed.busy < _IDLE and nearness(missed, objectives) <= 1:
+        return "more requests in each simulation (--requests) tell whether this is chance"
     if objectives.tpot is not None and missed.busy < 0.5:
         return "faster hosts or a smaller model help, more hosts do not"
     return "more hosts (--max-hosts), looser limits or shorter prompts help"
@@ -224,7 +238,7 @@ def _host(name: str, calibration: Calibration) -> str:
     cores = f", {host.cores} cores" if host.cores else ""
     steps = calibration.steps
     known = calibration.source == "measured"
-    error = f"steps within {max(steps.decode.median_error, steps.prompts.median_error):.0%} (median)"
+    error = f"step times within {max(steps.decode.median_error, steps.prompts.median_error):.0%} (median)"
     return (
         f"{name}: {host.cpu}{cores}, {layout.workers} worker{'s' * (layout.workers > 1)}; "
         f"{calibration.model.name}, {error if known else 'as its workers have learned'}"

@@ -379,7 +379,7 @@ def _is_good(record: JobRecord, limits: Objectives) -> bool:
 
 
 def _missed(name: str, seconds: float, limit: Limit) -> str:
-    return f"{name}: p{limit.percentile:g} is {time_text(seconds)} for {time_text(limit.seconds)}"
+    return f"{name}: p{limit.percentile:g} is {time_text(seconds)}, above {time_text(limit.seconds)}"
 
 
 def _prompt_share(fleet: Fleet, num_tokens: int, busy_s: float) -> float:

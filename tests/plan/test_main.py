@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_a_plan_says_what_to_start_what_breaks_first_and_draws_it(small: Path, t
     assert "1 host with 1 worker" in result.stdout
     assert "headrace serve small --workers 1 --threads 2 --kv-cache-gb" in result.stdout
     assert "what breaks first" in result.stdout
+    assert "TTFT p95 token p95  busy" in result.stdout
     drawn = page.read_text()
     assert drawn.count("<svg") == 4
     assert "http" not in drawn.replace("http://HOST", "")
@@ -95,6 +97,14 @@ def test_without_a_plan_the_status_is_1_and_it_says_why(small: Path) -> None:
     assert result.exit_code == 1
     assert "none: 2 hosts do not meet the objectives" in result.stdout
     assert "more hosts do not" in result.stdout
+    assert re.search(r"time a token: p95 is \d+ ms, above 2 ms", result.stdout)
+
+
+def test_a_queue_of_idle_workers_is_no_reason_to_buy_faster_ones(small: Path) -> None:
+    result = run("--calibration", small, "--rate", 1, "--requests", 40, "--seeds", 1, "--max-hosts", 2)
+    assert result.exit_code == 1
+    assert "the queue grows" in result.stdout
+    assert "more requests in each simulation (--requests) tell whether this is chance" in result.stdout
 
 
 def test_the_calibration_of_the_model_in_the_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
