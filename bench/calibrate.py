@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from headrace.bench import calibration
+from headrace.bench.process_tree import busy_host
 from headrace.bench.target import key_header
 from headrace.common.commands import CommandError, CommandFailed
 from headrace.common.flags import FiniteRange, OutputPath, why_not_writable
@@ -108,6 +109,8 @@ def calibrate(
         if url is not None:
             found = uvloop.run(learned(url, key_header(), ca_file, model))
         else:
+            if busy := busy_host():
+                tell(f"{busy}: stop other programs, or steps will seem to cost more than they do")
             found = uvloop.run(measured(model, [*flags, *serve_flags], seconds, tell))
     except CalibrateError as error:
         raise CommandFailed(str(error)) from None

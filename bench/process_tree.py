@@ -1,4 +1,4 @@
-"""Reads facts about processes from the kernel: their descendants, and the CPU time of each."""
+"""Reads facts about processes from the kernel: their descendants, the CPU time of each, and the load of the host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+_BUSY_LOAD = 0.5
+
+
+def busy_host() -> str:
+    """That other programs keep this host busy, for a command that is about to measure it; empty if they do not."""
+    load = os.getloadavg()[0]
+    return f"this host is busy (load {load:.1f})" if load > _BUSY_LOAD else ""
 
 
 class Process(NamedTuple):

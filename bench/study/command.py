@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import uvloop
 
 from headrace.bench.calibration import this_host
 from headrace.bench.datasets import DatasetError
+from headrace.bench.process_tree import busy_host
 from headrace.bench.study import recipes
 from headrace.bench.study.conduct import Study
 from headrace.bench.study.directory import DirectoryError, Settings, StudyDirectory
@@ -170,7 +170,8 @@ def study(**flags: Any) -> None:
             models = [_fetched(name) for name in dict.fromkeys(flags["models"])]
             sharegpt = flags["sharegpt"]
             directory.open(_settings(flags, scale, models))
-            _warn_of_load()
+            if busy := busy_host():
+                _say(f"{busy}: figures mean little; runs beside other work are marked")
             kinds, load = _kinds(flags, directory), recipes.workload(sharegpt)
             conducted = Study(directory, scale, flags["seed"], models, kinds, flags["port"], _say, load)
             # Ended from outside, the study also stops its server.
@@ -281,12 +282,6 @@ def machine() -> str:
     """The CPU and memory of this host."""
     host = this_host()
     return f"{host.cpu}, {host.cpus} CPUs, {host.memory_bytes / _GIB:.0f} GiB"
-
-
-def _warn_of_load() -> None:
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        _say(f"this host is busy (load {load:.1f}): figures mean little; runs beside other work are marked")
 
 
 def _write_summary(directory: StudyDirectory, left_out: Sequence[str]) -> None:

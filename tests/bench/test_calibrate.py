@@ -236,6 +236,13 @@ def test_wrong_flags_are_refused(args: list[str], status: int, problem: str) -> 
     assert problem.lower() in " ".join(result.stderr.split()).lower()
 
 
+def test_a_busy_host_is_told_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for load, is_told in ((2.25, True), (0.25, False)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        stderr = CliRunner().invoke(main, ["calibrate", "no-such-model"]).stderr
+        assert ("this host is busy (load 2.2): stop other programs" in stderr) == is_told
+
+
 def test_the_schema_is_printed() -> None:
     result = CliRunner().invoke(main, ["calibrate", "--schema"])
     assert '"Calibration"' in result.stdout
