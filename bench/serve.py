@@ -23,6 +23,7 @@ from headrace.bench.sender import HttpSender
 from headrace.bench.sweep import sweep, table
 from headrace.bench.telling import Outputs
 from headrace.common.commands import CommandError, CommandFailed, duration
+from headrace.common.flags import given_in
 
 _SWEEP_PROBES = 3
 _SWEEP_FIRST_SHARE = 0.5
@@ -70,6 +71,8 @@ def serve(context: click.Context, /, **flags: Any) -> None:
       # another server, saved to be compared by `headrace bench report`
       headrace bench http://127.0.0.1:11434 --backend ollama --num-prompts 50 --save-detailed --label theirs
     """
+    for sentence in dataset.without_effect(flags["dataset_name"], given_in(context)):
+        click.echo(sentence, err=True)
     context.exit(uvloop.run(_serve(flags)))
 
 

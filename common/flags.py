@@ -56,6 +56,12 @@ def why_not_writable(path: Path) -> str:
     return "" if os.access(there, needed) else f"{there} is not writable"
 
 
+def given_in(context: click.Context) -> set[str]:
+    """The names of the parameters that the command line or the environment has, which are no defaults."""
+    sources = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
+    return {name for name in context.params if context.get_parameter_source(name) in sources}
+
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 

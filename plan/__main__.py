@@ -20,7 +20,7 @@ from headrace.bench import calibration as files
 from headrace.bench.lengths import SHAPES
 from headrace.common import commands
 from headrace.common.commands import CommandError, CommandFailed, SectionedCommand
-from headrace.common.flags import FiniteRange, OutputPath
+from headrace.common.flags import FiniteRange, OutputPath, given_in
 from headrace.plan.fleet import Fleet, Kind, Memory
 from headrace.plan.load import Load, Requests, lengths
 from headrace.plan.objectives import Limit, Objectives
@@ -262,13 +262,7 @@ def main(context: click.Context, /, **flags: Any) -> None:
     seconds to minutes. If no objective is given, they are --ttft p95:5s and --tpot p95:200ms; if one is given, only
     that one counts. If OPENAI_API_KEY is set, it is sent to --url as a bearer token.
     """
-    given = {
-        name
-        for name in context.params
-        if context.get_parameter_source(name)
-        in (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
-    }
-    check(flags, given)
+    check(flags, given_in(context))
     objectives = Objectives(flags["ttft"], flags["tpot"])
     if objectives == Objectives(None, None):
         objectives = Objectives(Limit(95.0, 5.0), Limit(95.0, 0.2))

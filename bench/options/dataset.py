@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,28 @@ FLAGS = Section(
     ),
     click.option("--disable-shuffle", is_flag=True, help="Use the entries of a file in their order."),
 )
+
+
+_READERS: Mapping[str, Collection[str]] = {
+    "input_len": ("random", "sonnet", "multi_turn"),
+    "input_dist": ("random", "prefix_repetition", "multi_turn"),
+    "output_len": [name for name in NAMES if name != "timed_trace"],
+    "output_dist": [name for name in NAMES if name not in ("timed_trace", "sharegpt", "burstgpt")],
+    "disable_shuffle": sorted(OF_FILES - {"timed_trace", "sonnet"}),
+}
+"""The datasets that read a flag, of flags that do not begin with the name of one."""
+
+
+def without_effect(name: str, given: Collection[str]) -> list[str]:
+    """A sentence for each of the `given` flags that this dataset does not read."""
+    found = []
+    for flag in sorted(given):
+        readers = _READERS.get(flag) or [each for each in NAMES if flag.startswith(f"{each}_")]
+        if readers and name not in readers:
+            found.append(
+                f"--{flag.replace('_', '-')} has no effect on --dataset-name {name}: it is for {', '.join(readers)}"
+            )
+    return found
 
 
 def count(flags: Mapping[str, Any]) -> int:

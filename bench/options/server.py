@@ -46,7 +46,8 @@ FLAGS = Section(
         "headers",
         type=Pair(),
         multiple=True,
-        help="Header of every request, such as X-Team=search; may be repeated.",
+        help="Header of every request, such as X-Team=search; may be repeated. An API key is taken from "
+        "OPENAI_API_KEY.",
     ),
     click.option(
         "--ca-file", type=click.Path(path_type=Path), help="File with the certificate authority of the server."

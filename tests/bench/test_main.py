@@ -16,11 +16,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.bench.__main__ import main
+from headrace.bench.options.dataset import without_effect
 from headrace.bench.options.parsing import spelled_out
 from headrace.bench.options.values import Objective
 from headrace.bench.serve import load_text, plan_of, serve
 from headrace.bench.texts import Writer
 from headrace.bench.tokens import WordCounter
+from headrace.common.commands import run
 from tests.bench.scripted_server import scripted_server
 
 # What scripts made for `vllm bench serve` read.
@@ -320,6 +322,37 @@ def test_the_load_is_told_before_it_begins(args: tuple[str, ...], told: str) -> 
     plan = plan_of(context.params)
     drawn = asyncio.run(plan.workload.draw(Writer(["a"], ["b"], WordCounter(), 0), plan.num_prompts, plan.seed))
     assert told in load_text(plan, drawn.conversations)
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (["http://a", "--api-key", "x"], "'--header'"),
+        (["http://a", "--slo", "ttft:5"], "'--goodput'"),
+        (["http://a", "--duration", "60"], "'--num-prompts'"),
+        (["http://a", "--trace", "x"], "'--dataset-name', '--dataset-path'"),
+        (["study", "--resume"], "'--directory'"),
+        (["study", "--list"], "'--dry-run'"),
+        (["calibrate", "--time", "5"], "'--seconds'"),
+    ],
+)
+def test_words_of_other_clients_lead_to_a_flag(args: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(main, "headrace bench", args) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_a_flag_that_the_dataset_does_not_read_is_told(url: str) -> None:
+    args = ("--multi-turn-think-time", "3", "--sonnet-input-len", "40", "--random-prefix-len", "4")
+    result = bench(url, *SMALL, *args)
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.stderr.splitlines() if "has no effect" in line]
+    assert told == [
+        "--multi-turn-think-time has no effect on --dataset-name random: it is for multi_turn",
+        "--sonnet-input-len has no effect on --dataset-name random: it is for sonnet",
+    ]
+    assert without_effect("prefix_repetition", {"input_len", "output_len", "seed"}) == [
+        "--input-len has no effect on --dataset-name prefix_repetition: it is for random, sonnet, multi_turn"
+    ]
 
 
 def test_several_values_may_follow_one_flag() -> None:

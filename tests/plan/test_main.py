@@ -202,6 +202,8 @@ def test_a_mistake_is_told_in_one_line(small: Path, capsys: pytest.CaptureFixtur
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: no such option")
     assert line.endswith("see headrace plan --help")
+    assert command(["--rate", "4", "--availability", "1"]) == 2
+    assert "did you mean '--spare-hosts'?" in capsys.readouterr().err
     assert command(["--help"]) == 0
     assert command([]) == 2
     assert capsys.readouterr().err.startswith("error: which load?")
