@@ -8,9 +8,10 @@ import gc
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +31,7 @@ from headrace.bench.tokens import Counter
 from headrace.bench.workload import Drawn, Workload
 
 _READY_POLL_S = 0.5
+_Answer = TypeVar("_Answer")
 
 
 class BenchmarkError(Exception):
@@ -237,6 +239,18 @@ def _prompt_source(records: Sequence[Record], counter: Counter) -> str:
     return counter.name
 
 
+async def waited(ask: Callable[[], Awaitable[_Answer]], timeout_s: float) -> _Answer:
+    """The answer of a server that may still be starting: it is asked again for `timeout_s`. Raises BenchmarkError."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await ask()
+        except BenchmarkError:
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(_READY_POLL_S)
+
+
 async def first_model(client: Client, api: Api) -> str:
     """The first model that the server lists. Raises BenchmarkError with the remedy."""
     try:
@@ -251,7 +265,10 @@ async def first_model(client: Client, api: Api) -> str:
     except msgspec.DecodeError:
         raise BenchmarkError(f"GET {api.models_path} lists no models; {remedy}") from None
     if not names:
-        raise BenchmarkError(f"the server has no models; load one, or {remedy}")
+        raise BenchmarkError(
+            f"the server has no models; load one, {remedy}, or wait for one that is loading with "
+            "--ready-check-timeout-sec"
+        )
     return names[0]
 
 

@@ -13,7 +13,7 @@ import click
 import uvloop
 
 from headrace.bench.arrivals import Arrivals
-from headrace.bench.benchmark import Benchmark, BenchmarkError, Plan, first_model, writer_of
+from headrace.bench.benchmark import Benchmark, BenchmarkError, Plan, first_model, waited, writer_of
 from headrace.bench.connection import Client
 from headrace.bench.datasets import Conversation
 from headrace.bench.options import dataset, load, reporting, requests, server, vllm
@@ -85,8 +85,9 @@ async def _serve(flags: Mapping[str, Any]) -> int:
     client = Client(server.target(flags), flags["request_timeout"])
     try:
         if not options.model:
-            options = options._replace(model=await first_model(client, api))
-        writer = await writer_of(client, options.model, flags["tokenizer"])
+            options = options._replace(model=await waited(lambda: first_model(client, api), plan.ready_timeout_s))
+        model = options.model
+        writer = await waited(lambda: writer_of(client, model, flags["tokenizer"]), plan.ready_timeout_s)
         if not writer.counter.is_exact:
             click.echo("no tokenizer: lengths of prompts are guesses; see --tokenizer", err=True)
         chance = random.Random(f"adapters {flags['seed']}") if flags["lora_assignment"] == "random" else None

@@ -49,7 +49,7 @@ FLAGS = Section(
         "--ready-check-timeout-sec",
         type=FiniteRange(0),
         default=0.0,
-        help="Maximum seconds to wait for a first answer before the load begins. 0: do not wait.",
+        help="Maximum seconds to wait for a server that starts, until it gives a first answer. 0: do not wait.",
     ),
     click.option(
         "--sweep",

@@ -7,6 +7,7 @@ import datetime
 import json
 import math
 import re
+import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +17,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.bench.__main__ import main
+from headrace.bench.apis import api_of
+from headrace.bench.benchmark import BenchmarkError, first_model, waited
+from headrace.bench.connection import Client
 from headrace.bench.options.dataset import without_effect
 from headrace.bench.options.parsing import spelled_out
 from headrace.bench.options.values import Objective
 from headrace.bench.serve import load_text, plan_of, serve
+from headrace.bench.target import target_of
 from headrace.bench.texts import Writer
 from headrace.bench.tokens import WordCounter
 from headrace.common.commands import run
-from tests.bench.scripted_server import scripted_server
+from tests.bench.scripted_server import scripted_server, served
 
 # What scripts made for `vllm bench serve` read.
 VLLM_KEYS = {
@@ -171,6 +176,33 @@ def test_a_server_that_is_not_there_is_said_in_one_sentence() -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("error: cannot connect to http://127.0.0.1:9")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_server_that_starts_is_waited_for() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+
+    async def main() -> str:
+        client = Client(target_of(url, {}, None, False), 60.0)
+        failed = asyncio.Event()
+
+        async def ask() -> str:
+            try:
+                return await first_model(client, api_of("openai", None))
+            except BenchmarkError:
+                failed.set()
+                raise
+
+        model = asyncio.create_task(waited(ask, 60.0))
+        await failed.wait()
+        async with served(int(url.rsplit(":", 1)[1])):
+            try:
+                return await model
+            finally:
+                client.close()
+
+    assert asyncio.run(main()) == "scripted"
 
 
 def test_probes_are_told_beside_the_load(url: str, tmp_path: Path) -> None:
