@@ -69,9 +69,9 @@ serve: .venv/.serve
 	@exec $(BIN)/headrace serve $(ARGS)
 
 # Two processes start fleets with the real model, and the third runs all else: with a single one for fleets, two cores were idle
-# for a third of the time. ARGS="-n 0" runs all in one.
+# for a third of the time. ARGS="-n 0" runs all in one. What a run of everything exports is made beside its first tests.
 test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done .make/collector/.done .make/helm/.done .make/axe/.done
-	$(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
+	$(if $(strip $(ARGS)),,$(BIN)/python -m tests.architectures.every_run &) $(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 # Helm as a library: 244 MB, so not in .venv.
 .make/helm/.done: .venv/pyvenv.cfg

@@ -33,6 +33,7 @@ settings.load_profile("untimed")
 _WITH_FLEETS = ("tests/e2e/", "tests/test_readme.py")
 # So many fleets run at a time.
 _MOST_FLEETS = 2
+_OF_EXPORTS = "tests/architectures/"
 
 
 class _ByFleets(LoadScopeScheduling):
@@ -69,8 +70,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that start fleets first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(_WITH_FLEETS))
+    """Put the tests that start fleets first. Those of exported models come last: `every_run` exports them meanwhile."""
+    items.sort(key=lambda item: (not item.nodeid.startswith(_WITH_FLEETS), item.nodeid.startswith(_OF_EXPORTS)))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

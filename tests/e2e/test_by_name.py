@@ -26,12 +26,13 @@ from tests.patience import patience
 pytestmark = pytest.mark.e2e
 # Each export takes half a minute.
 ALL = os.environ.get("HEADRACE_ARCHITECTURES") == "1"
+CHECKPOINT = "llama"
 
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Path:
     """A small model with weights as safetensors."""
-    return written_checkpoints(["llama"])["llama"]
+    return written_checkpoints([CHECKPOINT])[CHECKPOINT]
 
 
 @pytest.fixture
