@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.cli.models.model_cache import cache_directory
@@ -24,6 +25,8 @@ CPUS = ("avx2", "avx2-vnni", "avx512", "avx512-bf16")
 CANNOT_PRETEND = 77
 _SOURCE = Path(__file__).with_suffix(".c")
 _CPUID, _UD2 = b"\x0f\xa2", b"\x0f\x0b"
+# Bytes of code that are disassembled before one, and no-operations behind it, longer than any instruction.
+_BEFORE, _BETWEEN = 256, b"\x90" * 16
 _ASKING = ("libopenvino.so*", "libopenvino_intel_cpu_plugin.so", "libtbb.so*")
 
 
@@ -52,8 +55,7 @@ def environment_of(cpu: str, directory: Path) -> dict[str, str]:
 def _patched_openvino() -> Path:
     """The directory of a copy of the package openvino whose libraries trap where they ask for the CPU.
 
-    Disassembling them takes half a minute: the copy is kept. It has no links, so that it outlives the environment that
-    it was made from.
+    The copy is kept. It has no links, so that it outlives the environment that it was made from.
     """
     spec = importlib.util.find_spec("openvino")
     assert spec is not None
@@ -84,19 +86,38 @@ def _replace_cpuid(library: Path) -> None:
 
 
 def _cpuid_offsets(library: Path) -> list[int]:
-    """The offsets of CPUID instructions in the file, in bytes."""
+    """The offsets of CPUID instructions in the file, in bytes.
+
+    Most places with the bytes of one are parts of other instructions. To disassemble all of a library takes half a
+    minute, so only what is before each place is: after a few instructions, it does not matter where one has begun.
+    """
+    code = library.read_bytes()
+    places = [place for start, end in _code_of(library) for place in _found(code, start, end)]
+    pieces = b"".join(code[place - _BEFORE : place + len(_CPUID)] + _BETWEEN for place in places)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(pieces)
+        file.flush()
+        command = ["objdump", "-D", "-b", "binary", "-m", "i386:x86-64", file.name]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    length = _BEFORE + len(_CPUID) + len(_BETWEEN)
+    found = [int(number, 16) for number in re.findall(r"^ *([0-9a-f]+):\t0f a2 +\tcpuid", shown, re.MULTILINE)]
+    return [places[number // length] for number in found if number % length == _BEFORE]
+
+
+def _code_of(library: Path) -> list[tuple[int, int]]:
+    """Where the sections with code begin and end in the file."""
     sections = subprocess.run(["objdump", "-h", library], check=True, capture_output=True, text=True).stdout
-    # Lines like: 13 .text  0123abcd  <address>  <load address>  <offset in the file>  2**6
-    places = re.findall(r"^ *\d+ \S+ +([0-9a-f]+) +([0-9a-f]+) +[0-9a-f]+ +([0-9a-f]+) ", sections, re.MULTILINE)
-    code = subprocess.run(["objdump", "-d", library], check=True, capture_output=True, text=True).stdout
-    addresses = [int(found, 16) for found in re.findall(r"^ *([0-9a-f]+):\t0f a2 +\tcpuid", code, re.MULTILINE)]
-    ranges = [(int(start, 16), int(size, 16), int(offset, 16)) for size, start, offset in places]
-    return [
-        address - start + offset
-        for address in addresses
-        for start, size, offset in ranges
-        if start and start <= address < start + size
-    ]
+    # Lines like: 13 .text  0123abcd  <address>  <load address>  <offset in the file>  2**6, each before one of flags.
+    lines = r"^ *\d+ \S+ +([0-9a-f]+) +[0-9a-f]+ +[0-9a-f]+ +([0-9a-f]+) .*\n(.*)$"
+    found = re.findall(lines, sections, re.MULTILINE)
+    return [(int(offset, 16), int(offset, 16) + int(size, 16)) for size, offset, flags in found if "CODE" in flags]
+
+
+def _found(code: bytes, start: int, end: int) -> Iterator[int]:
+    """The places of CPUID's bytes in a part of a file."""
+    while (start := code.find(_CPUID, start, end)) >= 0:
+        yield start
+        start += 1
 
 
 def main() -> int:
