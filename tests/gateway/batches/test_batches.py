@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -570,12 +569,3 @@ async def test_a_gateway_that_drains_while_it_claims_runs_nothing_more(kit: Any,
 
 async def nothing() -> None:
     return
-
-
-async def test_without_a_store_each_endpoint_says_how_to_get_one(router: Any, kit: Any) -> None:
-    router.reset()
-    async with kit.serving_gateway(router.address) as gateway:
-        for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/batches/batch_1")):
-            answer: httpx.Response = await gateway.http.request(method, path)
-            assert answer.status_code == 400
-            assert "--batch-store DIR" in answer.json()["error"]["message"]
