@@ -16,6 +16,8 @@ from collections.abc import Callable
 _REFERENCE_S = 0.006
 # A test that hangs should still end.
 _MOST = 15.0
+# Between two looks at a condition.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.2
 # Set by the first process of a session for the others; also by hand, where a machine is slow in other ways.
 _VARIABLE = "HEADRACE_TEST_SLOWNESS"
 
@@ -33,7 +35,8 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> No
         # The machine may have been fuller a moment ago.
         bound_s = max(bound_s, patience(seconds))
         assert waited_s < bound_s, f"not within {waited_s:.0f} s: {what}"
-        time.sleep(0.02)
+        # To look takes time of what is waited for, so it is done less often in a long wait.
+        time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited_s / 20)))
 
 
 @functools.cache
