@@ -6,10 +6,18 @@ PROTOS := $(wildcard protos/*.proto)
 # An editable install knows the packages that there were when it was made.
 PACKAGES := $(wildcard */__init__.py)
 
+# Setting up mostly waits for downloads and unpacks on one core, so that independent parts go side by side. So do checks, each
+# command's output in one piece; that of a run of pytest comes as it is written. Other goals go one after the other.
+ifeq ($(filter-out check test-setup,$(or $(MAKECMDGOALS),help)),)
+MAKEFLAGS += --jobs=4 --output-sync=line
+else ifeq ($(filter-out test test-%,$(MAKECMDGOALS))$(word 2,$(MAKECMDGOALS)),)
+MAKEFLAGS += --jobs=4
+endif
+
 # Tests start thousands of processes of our own modules: half of a start is compiling them, where nothing may be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve test test-clients openhands test-architectures test-avx2 test-numa api-server check docs docs-walk dev protos release-protos katex lock image bench-peers clean
+.PHONY: help serve test test-setup test-clients openhands test-architectures test-avx2 test-numa api-server check docs docs-walk dev protos release-protos katex lock image bench-peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +27,7 @@ help:
 	@echo 'make docs                                     the documentation site, in .make/site; links are checked'
 	@echo 'make dev                                      set up only'
 	@echo
+	@echo 'make test-setup                                only what make test sets up'
 	@echo 'make test-clients                             of the tests, only the clients of other makers'
 	@echo 'make openhands [PYTHON_312=python3.12]          install OpenHands, so that its test runs too'
 	@echo 'make test-architectures                       small models of every architecture, beside transformers'
@@ -70,8 +79,12 @@ serve: .venv/.serve
 
 # Two processes start fleets with the real model, and the third runs all else: with a single one for fleets, two cores were idle
 # for a third of the time. ARGS="-n 0" runs all in one. What a run of everything exports is made beside its first tests.
-test: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done .make/collector/.done .make/helm/.done .make/axe/.done
+test: test-setup
 	$(if $(strip $(ARGS)),,$(BIN)/python -m tests.architectures.every_run &) $(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
+
+# What takes longest begins first.
+test-setup: .venv/.ray .make/clients/.done .make/architectures/.done .make/aider/.done .make/tools/.done .make/helm/.done \
+    .make/envoy/.done .make/collector/.done .make/axe/.done .links/headrace
 
 # Helm as a library: 244 MB, so not in .venv.
 .make/helm/.done: .venv/pyvenv.cfg
@@ -184,37 +197,56 @@ test-numa: .venv/.dev .links/headrace .make/numa/vmlinuz .make/tools/.emulator
 	HEADRACE_NUMA_KERNEL=.make/numa/vmlinuz $(BIN)/pytest tests/infra/test_two_nodes.py $(ARGS)
 
 # OpenVINO then chooses the kernels of such a CPU, which are not exact in steps of every size.
-test-avx2: .venv/.check .venv/.ray .links/headrace .make/clients/.done .make/aider/.done .make/architectures/.done .make/tools/.done .make/envoy/.done
+test-avx2: test-setup
 	$(BIN)/python -m tests.infra.lesser_cpu avx2 $(BIN)/pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.dev .links/headrace .make/clients/.done .make/aider/.done
 	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py tests/e2e/test_codex.py tests/e2e/test_editor_shapes.py \
 	    tests/e2e/test_agent_recordings.py $(ARGS)
 
-# Half a gigabyte, which only the tests of fleets on Ray need.
-.venv/.ray: .venv/.dev
-	@echo "installing Ray into .venv" >&2
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]' >&2
-	@touch $@
-
-# What checks images, compose files, manifests and workflows: large, and of no use to most tests.
+# What checks images, compose files, manifests and workflows: large, and of no use to most tests. headrace is there already,
+# and only what an extra of it names is installed.
 .venv/.check: .venv/.dev
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[check]' >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'headrace[check]' >&2
 	@touch $@
 
-check: .venv/.check .links/headrace .links/ray/headrace/ray .make/helm/.done
+# Half a gigabyte, which only the tests of fleets on Ray need. After the packages above: two pips in one environment disturb
+# each other.
+.venv/.ray: .venv/.check
+	@echo "installing Ray into .venv" >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'headrace[ray]' >&2
+	@touch $@
+
+# The parts of a check, side by side. CHECK_TESTS= leaves out its tests, which make test runs too.
+CHECKS := check/types check/tests check/style check/protos check/files
+CHECK_TESTS := tests/deploy tests/test_docs.py
+.PHONY: $(CHECKS)
+check: $(CHECKS)
+
+# No check looks at packages while they are installed.
+$(CHECKS): .venv/.check .links/headrace .links/ray/headrace/ray .make/helm/.done $(if $(filter test-setup,$(MAKECMDGOALS)),.venv/.ray)
+
+check/style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check/types:
 	$(BIN)/mypy
+
+check/protos:
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against protos/released.binpb
+
+check/files:
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml deploy/compose/*.yaml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(BIN)/actionlint
-	$(BIN)/pytest --quiet tests/deploy tests/test_docs.py
+
+check/tests:
+	$(if $(CHECK_TESTS),$(BIN)/pytest --quiet $(CHECK_TESTS))
 
 # For CPython 3.11 on x86-64, the interpreter and machine of the image.
 lock: .venv/.dev
@@ -249,7 +281,7 @@ docs-walk: .venv/.dev .links/headrace
 		tests/worker/server/test_walk.py
 
 .venv/.docs: .venv/.dev
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]' >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'headrace[docs]' >&2
 	@touch $@
 
 # Without dependencies: what the peer wants besides is either there or not needed for what is measured.

@@ -27,6 +27,12 @@ def test_every_target_that_is_told_has_one_rule() -> None:
     assert set(phony[1].split()) == set(rules)
 
 
+def test_a_check_has_all_parts_that_there_are() -> None:
+    parts = re.search(r"^CHECKS := (.*)$", MAKEFILE, re.MULTILINE)
+    assert parts is not None
+    assert sorted(parts[1].split()) == sorted(re.findall(r"^(check/[a-z]+):$", MAKEFILE, re.MULTILINE))
+
+
 @pytest.mark.parametrize("name", soak.SOAKS)
 def test_a_soak_runs_tests_that_there_are_and_that_soak(name: str) -> None:
     assert "HEADRACE_SOAK" in "".join((ROOT / path).read_text() for path in soak.SOAKS[name].paths)
