@@ -5,7 +5,6 @@ Also that no example of a property is timed, and fixtures of several folders.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests import last_words, long_tests, memory
 from tests.fetch_tools import FETCHED
 from tests.patience import patience, session_slowness
 from tests.redis_server import RedisServer
+from tests.sharing_out import WITH_FLEETS, ByFleets
 from tests.time_limits import pytest_runtest_makereport, pytest_timeout_cancel_timer, pytest_timeout_set_timer
 
 # Ray would make uvloop the loop of all later tests in the process that imports it.
@@ -29,29 +29,8 @@ __all__ = ["pytest_runtest_makereport", "pytest_timeout_cancel_timer", "pytest_t
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Their tests start fleets with the real model. They take longest, so they begin first.
-_WITH_FLEETS = ("tests/e2e/", "tests/test_readme.py")
-# So many fleets run at a time.
-_MOST_FLEETS = 2
+# They need what is exported beside the first tests.
 _OF_EXPORTS = "tests/architectures/"
-
-
-class _ByFleets(LoadScopeScheduling):
-    """Runs the files whose tests start fleets in as many worker processes as fleets may run at a time, every other of
-    them in the same, and each other file in any one process."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if not file.startswith(_WITH_FLEETS):
-            return file
-        return f"fleets {_fleet_files().index(file) % _MOST_FLEETS}"
-
-
-@functools.cache
-def _fleet_files() -> list[str]:
-    root = Path(__file__).parent.parent
-    files = (root / "tests").glob("**/test_*.py")
-    return sorted(name for file in files if (name := file.relative_to(root).as_posix()).startswith(_WITH_FLEETS))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,13 +49,14 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that start fleets first. Those of exported models come last: `every_run` exports them meanwhile."""
-    items.sort(key=lambda item: (not item.nodeid.startswith(_WITH_FLEETS), item.nodeid.startswith(_OF_EXPORTS)))
+    """Put the tests that start fleets first, which take longest. Those of exported models come last: `every_run`
+    exports them meanwhile."""
+    items.sort(key=lambda item: (not item.nodeid.startswith(WITH_FLEETS), item.nodeid.startswith(_OF_EXPORTS)))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """The scheduler of a run with several processes."""
-    return _ByFleets(config, log)
+    return ByFleets(config, log)
 
 
 @pytest.fixture
