@@ -112,6 +112,9 @@ def calibrate(
             if busy := busy_host():
                 tell(f"{busy}: stop other programs, or steps will seem to cost more than they do")
             found = uvloop.run(measured(model, [*flags, *serve_flags], seconds, tell))
+    except KeyboardInterrupt:
+        tell("stopped; no file was written")
+        raise
     except CalibrateError as error:
         raise CommandFailed(str(error)) from None
     except ValueError as error:

@@ -162,7 +162,8 @@ def health(run: Run, cpu_s: float) -> ClientHealth:
         mean_lateness_ms=float(late.sum() / run.num_timed) if run.num_timed else 0.0,
         max_lateness_ms=float(late.max()) if len(late) else 0.0,
         p99_lag_ms=float(np.percentile(lags, 99)) if len(lags) else 0.0,
-        cpu_share=cpu_s / run.duration_s if run.duration_s > 0 else 0.0,
+        # Where all fail at once, preparing them took longer than the run.
+        cpu_share=min(cpu_s / run.duration_s, 1.0) if run.duration_s > 0 else 0.0,
     )
 
 

@@ -27,6 +27,7 @@ from headrace.bench.record import Record
 from headrace.bench.serving import sizes_in
 from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.placement import WorkerPlace
+from headrace.common.commands import run
 from headrace.sim.step_logs import LoggedStep
 
 COST = {
@@ -241,6 +242,18 @@ def test_a_busy_host_is_told_before_it_is_measured(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         stderr = CliRunner().invoke(main, ["calibrate", "no-such-model"]).stderr
         assert ("this host is busy (load 2.2): stop other programs" in stderr) == is_told
+
+
+def test_ctrl_c_says_that_nothing_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.bench.calibrating.measured", interrupted)
+    assert run(main, "headrace bench", ["calibrate", "-o", str(tmp_path / "c.json")]) == 130
+    assert "stopped; no file was written" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_schema_is_printed() -> None:

@@ -105,6 +105,7 @@ def test_health_counts_late_requests_and_lags() -> None:
     assert (found.timed_requests, found.late_requests) == (2, 1)
     assert (found.max_lateness_ms, found.mean_lateness_ms) == pytest.approx((500, 250.5))
     assert found.cpu_share == pytest.approx(0.1)
+    assert measures.health(run, 1000.0).cpu_share == 1.0  # all failed at once
 
 
 def kinds(*records: Record, ignores_eos: bool = True, exact: bool = True) -> dict[str, int]:
