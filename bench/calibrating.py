@@ -478,7 +478,10 @@ def learned_of(fleet: Fleet) -> Calibration:
     """The calibration of a fleet that was asked. Raises CalibrateError if its workers have learned too little."""
     prompts, decode = fleet.prompts, fleet.decode
     if prompts is None or decode is None:
-        raise CalibrateError("its workers have not learned what their steps cost; send some requests first")
+        raise CalibrateError(
+            "its workers have not learned what their steps cost; send some requests first, for example 50 of usual "
+            "lengths with `headrace bench URL --num-prompts 50 --max-concurrency 4`"
+        )
     host = Host(f"hosts of {fleet.model.name}", 0, 0, 0, 0)
     layout = Layout(
         workers=max(1, round(fleet.num_workers / fleet.num_hosts)),

@@ -98,7 +98,12 @@ class Fleet(NamedTuple):
 async def fleet_of(client: Client, model: str | None = None) -> Fleet:
     """Ask the gateway for its fleet. Raises ExchangeError if it does not answer, if it is not a headrace of this
     version, or if it has no worker."""
-    status, raw = await client.call("GET", f"{_PATH}?since=0")
+    try:
+        status, raw = await client.call("GET", f"{_PATH}?since=0")
+    except ExchangeError as error:
+        if error.kind == "connect":  # it names the server
+            raise
+        raise ExchangeError(error.kind, f"{client.target.url} does not tell of its fleet: {error}") from None
     if status in (401, 403):
         raise ExchangeError(f"HTTP {status}", "the server wants an API key; set OPENAI_API_KEY")
     if status != 200:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from headrace.bench.calibrating import (
     resolved,
 )
 from headrace.bench.calibration import this_host
-from headrace.bench.connection import ExchangeError
-from headrace.bench.fleet import fleet_in
+from headrace.bench.connection import Client, ExchangeError
+from headrace.bench.fleet import fleet_in, fleet_of
 from headrace.bench.record import Record
 from headrace.bench.serving import sizes_in
+from headrace.bench.target import target_of
 from headrace.cli.serving.machine import describe_plan
 from headrace.cli.serving.placement import WorkerPlace
 from headrace.common.commands import run
@@ -211,6 +213,15 @@ def test_its_load_is_that_of_the_intervals_with_answers() -> None:
 def test_what_cannot_be_planned_for_is_named(body: dict[str, Any], model: str | None, problem: str) -> None:
     with pytest.raises(ExchangeError, match=problem):
         fleet_in(body, model)
+
+
+def test_a_gateway_that_does_not_answer_is_named() -> None:
+    class Silent(Client):
+        async def call(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+            raise ExchangeError("timeout", "no whole answer within 15 s")
+
+    with pytest.raises(ExchangeError, match="http://a:80 does not tell of its fleet: no whole answer within 15 s"):
+        asyncio.run(fleet_of(Silent(target_of("http://a", {}, None, False), 15.0)))
 
 
 def test_workers_that_have_learned_nothing_are_named_with_the_remedy() -> None:
