@@ -1,4 +1,4 @@
-"""An engine over the fake runner, checked after every step."""
+"""An engine over the fake runner, checked after every step, and the small model of a module."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.cli.models.convert import convert
 from headrace.worker.engine.build import Draft, build_engine
 from headrace.worker.engine.engine import Engine
 from headrace.worker.engine.scheduler import Scheduler
@@ -20,6 +22,7 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import FinishReason, Request, RequestState
 from headrace.worker.request.step import RequestOutput
 from headrace.worker.sampling.sampler import BatchSampler
+from tests.gguf_models import write_gguf
 from tests.worker.fake_runner import FakeRunner, expected_tokens
 
 # Steps of a random load. The tests have twenty seeds: 6,000 steps in all, or 100,000 as a soak.
@@ -192,6 +195,14 @@ def run_random_load(engine: EngineUnderTest, rng: random.Random, arrive: Callabl
         engine.step()
     engine.run()
     return cancelled
+
+
+@pytest.fixture(scope="module")
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the module's MODEL."""
+    made = tmp_path_factory.mktemp("model")
+    convert(write_gguf(request.module.MODEL, made / "m.gguf"), made)
+    return made
 
 
 @pytest.fixture

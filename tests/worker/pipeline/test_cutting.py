@@ -9,20 +9,14 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from openvino import opset13
 
-from headrace.cli.models.convert import convert
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.paging import read_paged
 from headrace.worker.model.runner import HIDDEN_STATES as STATES
 from headrace.worker.model.window_tables import attentions
 from headrace.worker.pipeline.cutting import divide, find_cuts, keep_layers, take_head
-from tests.gguf_models import TinyModel, write_gguf
+from tests.gguf_models import TinyModel
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    convert(write_gguf(TinyModel("qwen2", Kind.Q4_1, layers=4), made / "m.gguf"), made)
-    return made
+MODEL = TinyModel("qwen2", Kind.Q4_1, layers=4)
 
 
 @pytest.mark.parametrize(

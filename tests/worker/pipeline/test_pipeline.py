@@ -19,7 +19,6 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from headrace.cli.models.convert import convert
 from headrace.common.transport.channels import Transport
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
@@ -40,7 +39,7 @@ from headrace.worker.request.request import Request
 from headrace.worker.request.step import Scheduled
 from headrace.worker.stage_serving import compile_stage
 from tests.certificates import make_certificates
-from tests.gguf_models import TinyModel, write_gguf
+from tests.gguf_models import TinyModel
 from tests.patience import patience, until
 from tests.worker.configs import worker_config
 from tests.worker.pipeline.local import staged
@@ -53,13 +52,6 @@ MODEL = TinyModel("qwen2", Kind.Q4_1, layers=4, heads=6, kv_heads=3, spare_token
 SILENCE_S, LATE_S = 20.0, 20.0
 Script = Callable[[AsyncIterator[ComputeRequest], Any], Awaitable[None]]
 Code = grpc.StatusCode
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    convert(write_gguf(MODEL, made / "m.gguf"), made)
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from headrace.cli.models.convert import convert
 from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.host_memory import HostMemory
 from headrace.worker.kv.kept_cache import CacheFormat, KeptCache
@@ -24,7 +23,7 @@ from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Scheduled
 from headrace.worker.sampling.reduction import reduce_with_numpy
-from tests.gguf_models import TinyModel, write_gguf
+from tests.gguf_models import TinyModel
 from tests.patience import until
 from tests.worker.adapters.files import random_adapter
 from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, TOLERANCE, Computed, Prompt, assert_exact, whole
@@ -32,13 +31,6 @@ from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, TOLERANCE, Computed,
 # A vocabulary of 288 tokens has runs of 32.
 MODEL = TinyModel("qwen2", Kind.Q4_1, heads=6, kv_heads=3, spare_tokens=25)
 NUM_SLOTS = 3
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    convert(write_gguf(MODEL, made / "m.gguf"), made)
-    return made
 
 
 class Started:

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from headrace.cli.models.convert import convert
 from headrace.worker.draft_heads.eagle_runner import EagleHeads
 from headrace.worker.draft_heads.medusa_runner import MedusaHeads
 from headrace.worker.engine.build import Draft, build_engine
@@ -39,7 +38,7 @@ from tests.e2e.test_speculation_exact import (
     SeenMedusa,
     answers,
 )
-from tests.gguf_models import TinyModel, write_gguf
+from tests.gguf_models import TinyModel
 from tests.worker.configs import worker_config
 from tests.worker.draft_heads.files import (
     eagle_config,
@@ -64,13 +63,6 @@ class Heads(NamedTuple):
     eagle: Path
     mtp: Path
     medusa: Path
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    convert(write_gguf(MODEL, made / "m.gguf"), made)
-    return made
 
 
 @pytest.fixture(scope="module")

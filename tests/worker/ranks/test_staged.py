@@ -7,27 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import openvino as ov
-import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from headrace.cli.models.convert import convert
 from headrace.worker.model.paging import read_paged
 from headrace.worker.model.runner import Layers
 from headrace.worker.pipeline.cutting import cut_stage, find_cuts
 from headrace.worker.ranks.division import divide, divide_stage
-from tests.gguf_models import TinyModel, write_gguf
+from tests.gguf_models import TinyModel
 from tests.worker.pipeline.local import staged
 from tests.worker.ranks.exactness import assert_exact, whole
 
 # Three KV heads for two ranks, and a vocabulary of 288 tokens, which has runs of 32.
 MODEL = TinyModel("qwen2", Kind.Q4_1, layers=3, heads=6, kv_heads=3, spare_tokens=25)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    convert(write_gguf(MODEL, made / "m.gguf"), made)
-    return made
 
 
 def test_stages_of_ranks_have_the_log_probabilities_of_the_whole(directory: Path) -> None:
