@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from headrace.protos import worker_pb2 as headrace_dot_protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/protos/stage.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/protos/worker.proto\"L\n\x0bJoinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07outline\x18\x04 \x01(\t\"B\n\x0cJoinResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nnum_stages\x18\x02 \x01(\r\x12\x0e\n\x06joined\x18\x03 \x03(\t\"\x8c\x02\n\x0e\x43omputeRequest\x12(\n\x05setup\x18\x01 \x01(\x0b\x32\x17.headrace.v1.StageSetupH\x00\x12*\n\x06layers\x18\x02 \x01(\x0b\x32\x18.headrace.v1.StageLayersH\x00\x12.\n\x08\x61llocate\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.StageAllocateH\x00\x12&\n\x04step\x18\x04 \x01(\x0b\x32\x16.headrace.v1.StageStepH\x00\x12\x10\n\x06states\x18\x05 \x01(\x0cH\x00\x12\x32\n\x0b\x65nd_warm_up\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.StageEndWarmUpH\x00\x42\x06\n\x04kind\"\x81\x02\n\x0f\x43omputeResponse\x12(\n\x05offer\x18\x01 \x01(\x0b\x32\x17.headrace.v1.StageOfferH\x00\x12.\n\x08\x63ompiled\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.StageCompiledH\x00\x12\x30\n\tallocated\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.StageAllocatedH\x00\x12*\n\x06result\x18\x04 \x01(\x0b\x32\x18.headrace.v1.StageResultH\x00\x12.\n\x08progress\x18\x05 \x01(\x0b\x32\x1a.headrace.v1.StageProgressH\x00\x42\x06\n\x04kind\"\xad\x01\n\nStageSetup\x12\x14\n\x0clater_stages\x18\x01 \x03(\t\x12\x14\n\x0ckv_precision\x18\x02 \x01(\t\x12\x16\n\x0e\x65xecution_mode\x18\x03 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x12\n\nspeculates\x18\x05 \x01(\x08\x12\x0e\n\x06worker\x18\x06 \x01(\t\x12\x1b\n\x13hangs_after_seconds\x18\x07 \x01(\x01\"\x0f\n\rStageProgress\"4\n\nStageOffer\x12&\n\x06stages\x18\x01 \x03(\x0b\x32\x16.headrace.v1.StageHost\"O\n\tStageHost\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07threads\x18\x02 \x01(\r\x12\r\n\x05speed\x18\x03 \x01(\x01\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\"#\n\x0bStageLayers\x12\x14\n\x0c\x66irst_layers\x18\x01 \x03(\r\"o\n\rStageCompiled\x12\x0f\n\x07problem\x18\x01 \x01(\t\x12\x12\n\nexact_rows\x18\x02 \x01(\r\x12\x13\n\x0bmost_blocks\x18\x03 \x01(\x04\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x10\n\x08numerics\x18\x05 \x03(\t\"#\n\rStageAllocate\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"7\n\x0eStageAllocated\x12\x0f\n\x07problem\x18\x01 \x01(\t\x12\x14\n\x0c\x66ingerprints\x18\x02 \x03(\t\"\xe3\x01\n\tStageStep\x12\x11\n\tinput_ids\x18\x01 \x01(\x0c\x12\x14\n\x0cposition_ids\x18\x02 \x01(\x0c\x12\x11\n\tpast_lens\x18\x03 \x01(\x0c\x12\x1a\n\x12subsequence_begins\x18\x04 \x01(\x0c\x12\x15\n\rblock_indices\x18\x05 \x01(\x0c\x12\x1c\n\x14\x62lock_indices_begins\x18\x06 \x01(\x0c\x12\x17\n\x0fmax_context_len\x18\x07 \x01(\r\x12\x0c\n\x04rows\x18\x08 \x01(\x0c\x12\x0e\n\x06\x63opies\x18\t \x01(\x0c\x12\x12\n\nleast_rows\x18\n \x01(\r\"g\n\x0bStageResult\x12\x0e\n\x06states\x18\x01 \x01(\x0c\x12\x0f\n\x07is_last\x18\x02 \x01(\x08\x12\x0e\n\x06\x62usy_s\x18\x03 \x03(\x01\x12\'\n\x06stages\x18\x04 \x03(\x0b\x32\x17.headrace.v1.StageRanks\".\n\nStageRanks\x12 \n\x05ranks\x18\x01 \x03(\x0b\x32\x11.headrace.v1.Rank\"\x10\n\x0eStageEndWarmUp\"\x16\n\x14GetStageStateRequest\"\x91\x01\n\x15GetStageStateResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.headrace.v1.StageState\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x17\n\x0f\x63ompute_seconds\x18\x05 \x01(\x01*r\n\nStageState\x12\x1b\n\x17STAGE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13STAGE_STATE_WAITING\x10\x01\x12\x17\n\x13STAGE_STATE_LOADING\x10\x02\x12\x15\n\x11STAGE_STATE_READY\x10\x03\x32G\n\x06Stages\x12=\n\x04Join\x12\x18.headrace.v1.JoinRequest\x1a\x19.headrace.v1.JoinResponse0\x01\x32\xa9\x01\n\x05Stage\x12H\n\x07\x43ompute\x12\x1b.headrace.v1.ComputeRequest\x1a\x1c.headrace.v1.ComputeResponse(\x01\x30\x01\x12V\n\rGetStageState\x12!.headrace.v1.GetStageStateRequest\x1a\".headrace.v1.GetStageStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/protos/stage.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/protos/worker.proto\"L\n\x0bJoinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07outline\x18\x04 \x01(\t\"B\n\x0cJoinResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nnum_stages\x18\x02 \x01(\r\x12\x0e\n\x06joined\x18\x03 \x03(\t\"\x8c\x02\n\x0e\x43omputeRequest\x12(\n\x05setup\x18\x01 \x01(\x0b\x32\x17.headrace.v1.StageSetupH\x00\x12*\n\x06layers\x18\x02 \x01(\x0b\x32\x18.headrace.v1.StageLayersH\x00\x12.\n\x08\x61llocate\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.StageAllocateH\x00\x12&\n\x04step\x18\x04 \x01(\x0b\x32\x16.headrace.v1.StageStepH\x00\x12\x10\n\x06states\x18\x05 \x01(\x0cH\x00\x12\x32\n\x0b\x65nd_warm_up\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.StageEndWarmUpH\x00\x42\x06\n\x04kind\"\x81\x02\n\x0f\x43omputeResponse\x12(\n\x05offer\x18\x01 \x01(\x0b\x32\x17.headrace.v1.StageOfferH\x00\x12.\n\x08\x63ompiled\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.StageCompiledH\x00\x12\x30\n\tallocated\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.StageAllocatedH\x00\x12*\n\x06result\x18\x04 \x01(\x0b\x32\x18.headrace.v1.StageResultH\x00\x12.\n\x08progress\x18\x05 \x01(\x0b\x32\x1a.headrace.v1.StageProgressH\x00\x42\x06\n\x04kind\"\xad\x01\n\nStageSetup\x12\x14\n\x0clater_stages\x18\x01 \x03(\t\x12\x14\n\x0ckv_precision\x18\x02 \x01(\t\x12\x16\n\x0e\x65xecution_mode\x18\x03 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x12\n\nspeculates\x18\x05 \x01(\x08\x12\x0e\n\x06worker\x18\x06 \x01(\t\x12\x1b\n\x13hangs_after_seconds\x18\x07 \x01(\x01\"\x0f\n\rStageProgress\"4\n\nStageOffer\x12&\n\x06stages\x18\x01 \x03(\x0b\x32\x16.headrace.v1.StageHost\"a\n\tStageHost\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07threads\x18\x02 \x01(\r\x12\r\n\x05speed\x18\x03 \x01(\x01\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\x12\x10\n\x08\x62\x66loat16\x18\x05 \x01(\x08\"<\n\x0bStageLayers\x12\x14\n\x0c\x66irst_layers\x18\x01 \x03(\r\x12\x17\n\x0f\x62\x66loat16_states\x18\x02 \x01(\x08\"o\n\rStageCompiled\x12\x0f\n\x07problem\x18\x01 \x01(\t\x12\x12\n\nexact_rows\x18\x02 \x01(\r\x12\x13\n\x0bmost_blocks\x18\x03 \x01(\x04\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x10\n\x08numerics\x18\x05 \x03(\t\"#\n\rStageAllocate\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"7\n\x0eStageAllocated\x12\x0f\n\x07problem\x18\x01 \x01(\t\x12\x14\n\x0c\x66ingerprints\x18\x02 \x03(\t\"\xe3\x01\n\tStageStep\x12\x11\n\tinput_ids\x18\x01 \x01(\x0c\x12\x14\n\x0cposition_ids\x18\x02 \x01(\x0c\x12\x11\n\tpast_lens\x18\x03 \x01(\x0c\x12\x1a\n\x12subsequence_begins\x18\x04 \x01(\x0c\x12\x15\n\rblock_indices\x18\x05 \x01(\x0c\x12\x1c\n\x14\x62lock_indices_begins\x18\x06 \x01(\x0c\x12\x17\n\x0fmax_context_len\x18\x07 \x01(\r\x12\x0c\n\x04rows\x18\x08 \x01(\x0c\x12\x0e\n\x06\x63opies\x18\t \x01(\x0c\x12\x12\n\nleast_rows\x18\n \x01(\r\"g\n\x0bStageResult\x12\x0e\n\x06states\x18\x01 \x01(\x0c\x12\x0f\n\x07is_last\x18\x02 \x01(\x08\x12\x0e\n\x06\x62usy_s\x18\x03 \x03(\x01\x12\'\n\x06stages\x18\x04 \x03(\x0b\x32\x17.headrace.v1.StageRanks\".\n\nStageRanks\x12 \n\x05ranks\x18\x01 \x03(\x0b\x32\x11.headrace.v1.Rank\"\x10\n\x0eStageEndWarmUp\"\x16\n\x14GetStageStateRequest\"\x91\x01\n\x15GetStageStateResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.headrace.v1.StageState\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x17\n\x0f\x63ompute_seconds\x18\x05 \x01(\x01*r\n\nStageState\x12\x1b\n\x17STAGE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13STAGE_STATE_WAITING\x10\x01\x12\x17\n\x13STAGE_STATE_LOADING\x10\x02\x12\x15\n\x11STAGE_STATE_READY\x10\x03\x32G\n\x06Stages\x12=\n\x04Join\x12\x18.headrace.v1.JoinRequest\x1a\x19.headrace.v1.JoinResponse0\x01\x32\xa9\x01\n\x05Stage\x12H\n\x07\x43ompute\x12\x1b.headrace.v1.ComputeRequest\x1a\x1c.headrace.v1.ComputeResponse(\x01\x30\x01\x12V\n\rGetStageState\x12!.headrace.v1.GetStageStateRequest\x1a\".headrace.v1.GetStageStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.protos.stage_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STAGESTATE']._serialized_start=1896
-  _globals['_STAGESTATE']._serialized_end=2010
+  _globals['_STAGESTATE']._serialized_start=1939
+  _globals['_STAGESTATE']._serialized_end=2053
   _globals['_JOINREQUEST']._serialized_start=74
   _globals['_JOINREQUEST']._serialized_end=150
   _globals['_JOINRESPONSE']._serialized_start=152
@@ -49,29 +49,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STAGEOFFER']._serialized_start=944
   _globals['_STAGEOFFER']._serialized_end=996
   _globals['_STAGEHOST']._serialized_start=998
-  _globals['_STAGEHOST']._serialized_end=1077
-  _globals['_STAGELAYERS']._serialized_start=1079
-  _globals['_STAGELAYERS']._serialized_end=1114
-  _globals['_STAGECOMPILED']._serialized_start=1116
-  _globals['_STAGECOMPILED']._serialized_end=1227
-  _globals['_STAGEALLOCATE']._serialized_start=1229
-  _globals['_STAGEALLOCATE']._serialized_end=1264
-  _globals['_STAGEALLOCATED']._serialized_start=1266
-  _globals['_STAGEALLOCATED']._serialized_end=1321
-  _globals['_STAGESTEP']._serialized_start=1324
-  _globals['_STAGESTEP']._serialized_end=1551
-  _globals['_STAGERESULT']._serialized_start=1553
-  _globals['_STAGERESULT']._serialized_end=1656
-  _globals['_STAGERANKS']._serialized_start=1658
-  _globals['_STAGERANKS']._serialized_end=1704
-  _globals['_STAGEENDWARMUP']._serialized_start=1706
-  _globals['_STAGEENDWARMUP']._serialized_end=1722
-  _globals['_GETSTAGESTATEREQUEST']._serialized_start=1724
-  _globals['_GETSTAGESTATEREQUEST']._serialized_end=1746
-  _globals['_GETSTAGESTATERESPONSE']._serialized_start=1749
-  _globals['_GETSTAGESTATERESPONSE']._serialized_end=1894
-  _globals['_STAGES']._serialized_start=2012
-  _globals['_STAGES']._serialized_end=2083
-  _globals['_STAGE']._serialized_start=2086
-  _globals['_STAGE']._serialized_end=2255
+  _globals['_STAGEHOST']._serialized_end=1095
+  _globals['_STAGELAYERS']._serialized_start=1097
+  _globals['_STAGELAYERS']._serialized_end=1157
+  _globals['_STAGECOMPILED']._serialized_start=1159
+  _globals['_STAGECOMPILED']._serialized_end=1270
+  _globals['_STAGEALLOCATE']._serialized_start=1272
+  _globals['_STAGEALLOCATE']._serialized_end=1307
+  _globals['_STAGEALLOCATED']._serialized_start=1309
+  _globals['_STAGEALLOCATED']._serialized_end=1364
+  _globals['_STAGESTEP']._serialized_start=1367
+  _globals['_STAGESTEP']._serialized_end=1594
+  _globals['_STAGERESULT']._serialized_start=1596
+  _globals['_STAGERESULT']._serialized_end=1699
+  _globals['_STAGERANKS']._serialized_start=1701
+  _globals['_STAGERANKS']._serialized_end=1747
+  _globals['_STAGEENDWARMUP']._serialized_start=1749
+  _globals['_STAGEENDWARMUP']._serialized_end=1765
+  _globals['_GETSTAGESTATEREQUEST']._serialized_start=1767
+  _globals['_GETSTAGESTATEREQUEST']._serialized_end=1789
+  _globals['_GETSTAGESTATERESPONSE']._serialized_start=1792
+  _globals['_GETSTAGESTATERESPONSE']._serialized_end=1937
+  _globals['_STAGES']._serialized_start=2055
+  _globals['_STAGES']._serialized_end=2126
+  _globals['_STAGE']._serialized_start=2129
+  _globals['_STAGE']._serialized_end=2298
 # @@protoc_insertion_point(module_scope)

@@ -100,22 +100,26 @@ class StageOffer(_message.Message):
     def __init__(self, stages: _Optional[_Iterable[_Union[StageHost, _Mapping]]] = ...) -> None: ...
 
 class StageHost(_message.Message):
-    __slots__ = ("address", "threads", "speed", "num_ranks")
+    __slots__ = ("address", "threads", "speed", "num_ranks", "bfloat16")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
     SPEED_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    BFLOAT16_FIELD_NUMBER: _ClassVar[int]
     address: str
     threads: int
     speed: float
     num_ranks: int
-    def __init__(self, address: _Optional[str] = ..., threads: _Optional[int] = ..., speed: _Optional[float] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+    bfloat16: bool
+    def __init__(self, address: _Optional[str] = ..., threads: _Optional[int] = ..., speed: _Optional[float] = ..., num_ranks: _Optional[int] = ..., bfloat16: bool = ...) -> None: ...
 
 class StageLayers(_message.Message):
-    __slots__ = ("first_layers",)
+    __slots__ = ("first_layers", "bfloat16_states")
     FIRST_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BFLOAT16_STATES_FIELD_NUMBER: _ClassVar[int]
     first_layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, first_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    bfloat16_states: bool
+    def __init__(self, first_layers: _Optional[_Iterable[int]] = ..., bfloat16_states: bool = ...) -> None: ...
 
 class StageCompiled(_message.Message):
     __slots__ = ("problem", "exact_rows", "most_blocks", "block_size", "numerics")

@@ -118,6 +118,7 @@ ONLY_IN = {
         "worker/multimodal/towers/integer_products.py",
         "worker/multimodal/towers/network.py",
         "worker/model/positions.py",
+        "worker/model/precision.py",
         "worker/model/rank_sum.py",
         "worker/model/runner.py",
         "worker/host/numa.py",

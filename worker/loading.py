@@ -298,7 +298,7 @@ def wait_for_fingerprint(found: Found, runner: OpenVINOModelRunner) -> str:
     if runner.depends_on_context:
         fingerprint = for_context(fingerprint, found.longest)
     if runner.num_stages > 1:
-        return for_stages(fingerprint, runner.ranks_of_stages)
+        return for_stages(fingerprint, runner.ranks_of_stages, bfloat16_states=runner.bfloat16_states)
     return for_ranks(fingerprint, runner.num_ranks) if runner.num_ranks > 1 else fingerprint
 
 

@@ -11,13 +11,15 @@ import pytest
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.model.paging import read_paged
+from headrace.worker.model.precision import computes_in_bfloat16, core_for
 from headrace.worker.pipeline.cutting import find_cuts
+from headrace.worker.pipeline.parts import LEAST_TOKENS
 from tests.architectures.exports import PYTHON, exported
 from tests.architectures.families import FAMILIES, VOCABULARY
 from tests.architectures.test_ranks import ALL, EVERY, SHORT, undivided
 from tests.architectures.test_ranks import REFUSED as OF_RANKS
 from tests.worker.pipeline.local import staged
-from tests.worker.ranks.exactness import assert_exact
+from tests.worker.ranks.exactness import FAST, assert_exact, whole
 
 # Every run has windows, and learned positions.
 NAMES = EVERY if ALL else ["gemma3_text", "gpt2"]
@@ -61,6 +63,19 @@ def test_a_pipeline_has_the_log_probabilities_of_the_whole(name: str, num_stages
     assert len(runner.first_layers) == num_stages - 1
     tokens = np.random.default_rng(7).integers(4, VOCABULARY, 2000).tolist()
     assert_exact(undivided(directory_of(name)), of_stages, [tokens[:20], tokens[:300], *([tokens] if ALL else [])])
+
+
+@pytest.mark.parametrize("name", [name for name, number in CASES if ALL and number == 2])
+def test_a_pipeline_in_performance_mode_has_the_bits_of_the_whole(name: str) -> None:
+    """Also with bfloat16 between its stages. test_pipeline.py of the worker has one for every run. Steps are of one
+    part: in this mode, some models with experts have other bits in steps of other sizes."""
+    of_stages, runner = staged(directory_of(name), 2, precisions=FAST)
+    assert runner.bfloat16_states == computes_in_bfloat16(core_for("performance"))
+    of_whole = whole(directory_of(name), FAST)
+    tokens = np.random.default_rng(7).integers(4, VOCABULARY, 300).tolist()
+    for prompt in (tokens[:20], tokens):
+        found, expected = (each.log_probabilities(prompt, budget=LEAST_TOKENS) for each in (of_stages, of_whole))
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", DIVIDED)

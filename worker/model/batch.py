@@ -41,6 +41,8 @@ from headrace.worker.request.step import PADDING_SLOT, ZERO_SLOT, BlockCopy, Lay
 Ahead = npt.NDArray[np.intp]
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+HiddenStates = FloatArray | npt.NDArray[np.uint16]
+"""Hidden states between the stages of a pipeline: float32, or the bits of bfloat16."""
 NO_PLAN = StepPlan()
 LongArray = npt.NDArray[np.int64]
 
@@ -91,7 +93,7 @@ class Batch:
     """The slot of each block's part for layers with a window, `[blocks + 1]`; see `StepPlan`."""
     images: StepImages | None = None
     """The tokens of images; None if the step has none."""
-    hidden: FloatArray | None = None
+    hidden: HiddenStates | None = None
     """Hidden states `[tokens or rows, numbers]` that a stage of a pipeline gets from another one; None where the step
     begins."""
     least_rows: int = 0

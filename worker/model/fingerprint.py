@@ -61,11 +61,13 @@ def for_ranks(fingerprint: str, num_ranks: int) -> str:
     return sha256(f"{fingerprint}\nranks {num_ranks}".encode()).hexdigest()
 
 
-def for_stages(fingerprint: str, ranks: Sequence[int]) -> str:
+def for_stages(fingerprint: str, ranks: Sequence[int], *, bfloat16_states: bool = False) -> str:
     """The fingerprint, in hex, of a model whose layers are divided among the stages of a pipeline, whose CPUs may have
-    other kernels, and those of each stage among so many ranks."""
+    other kernels, and those of each stage among so many ranks. With `bfloat16_states`, they exchange hidden states as
+    bfloat16, otherwise as float32, so these are rounded at other places."""
     of_ranks = f" ranks {' '.join(map(str, ranks))}" if max(ranks) > 1 else ""
-    return sha256(f"{fingerprint}\nstages {len(ranks)}{of_ranks}".encode()).hexdigest()
+    of_states = " bfloat16" if bfloat16_states else ""
+    return sha256(f"{fingerprint}\nstages {len(ranks)}{of_ranks}{of_states}".encode()).hexdigest()
 
 
 def _hash_piece(descriptor: int, start: int) -> bytes:

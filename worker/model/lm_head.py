@@ -104,15 +104,20 @@ class InputTensors:
         self._request = request
         self._arrays: dict[str, npt.NDArray[np.generic]] = {}
 
-    def set(self, name: str, values: npt.NDArray[np.generic]) -> None:
-        """Set an input. If the shape is that of the previous step, as in successive decode steps, the tensor is reused.
-        This takes a tenth of the time of binding a new one."""
+    def set(self, name: str, values: npt.NDArray[np.generic], kind: ov.Type | None = None) -> None:
+        """Set an input. `kind` is the type of its numbers, which defaults to that of the array; the bits of bfloat16
+        are uint16. If the shape is that of the previous step, as in successive decode steps, the tensor is reused. This
+        takes a tenth of the time of binding a new one."""
         kept = self._arrays.get(name)
         if kept is not None and kept.shape == values.shape:
             kept[...] = values
             return
-        self._arrays[name] = values.copy()
-        self._request.set_tensor(name, ov.Tensor(self._arrays[name], shared_memory=True))
+        kept = self._arrays[name] = values.copy()
+        if kind is None:
+            tensor = ov.Tensor(kept, shared_memory=True)
+        else:
+            tensor = ov.Tensor(kept, ov.Shape(kept.shape), kind)
+        self._request.set_tensor(name, tensor)
 
 
 class EndRequest(Protocol):
@@ -222,7 +227,7 @@ class HeadRequest:
         temperatures = self._inverse_temperatures
         num_outputs = 2 if self._wanted is Sums.DRAWN_AND_MODEL else 1
         if 0 < len(temperatures) * self._vocab_size <= self._most_for_numpy:
-            values, highest = (floats_of(_numbers(tensor)[: len(temperatures)]) for tensor in (logits, maxima))
+            values, highest = (floats_of(numbers_of(tensor)[: len(temperatures)]) for tensor in (logits, maxima))
             for each in (temperatures, np.ones_like(temperatures))[:num_outputs]:
                 self._sums.append(weigh_runs(values[:, 0], highest[..., 0], each))
         else:
@@ -238,11 +243,11 @@ class HeadRequest:
         return Logits(values, Reduction(maxima, sums), self._sums[1] if len(self._sums) > 1 else None)
 
     def _read(self, output: int) -> Any:
-        return _numbers(self._request.get_output_tensor(output))[: self._num_rows]
+        return numbers_of(self._request.get_output_tensor(output))[: self._num_rows]
 
 
-def _numbers(tensor: ov.Tensor) -> Any:
-    """A view of a tensor: float32, or the bits of bfloat16, which numpy does not have."""
+def numbers_of(tensor: ov.Tensor) -> Any:
+    """A view of a tensor: float32, or the bits of bfloat16 as uint16, because numpy does not have it."""
     values = tensor.data
     return values.view(np.uint16) if values.dtype == np.float16 else values
 

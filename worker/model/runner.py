@@ -38,6 +38,7 @@ from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.lm_head import GraphEnd, InputTensors, VocabularyHead
 from headrace.worker.model.paging import BLOCK_INDICES, STATE_INPUTS, STEP_INPUTS, read_paged, reason_of
+from headrace.worker.model.precision import computes_in_bfloat16, core_for
 from headrace.worker.model.scored import add_scores, score_windows, tables_of
 from headrace.worker.model.state_tables import StateTables, bytes_of, dims_of, has_states, has_sums
 from headrace.worker.model.step_images import arrays_of
@@ -96,10 +97,11 @@ class Part(NamedTuple):
 
 class Layers(NamedTuple):
     """The layers of a stage: from `first` up to but not including `end`. With `end` None, all layers from `first`
-    on."""
+    on. With `bfloat16_states`, hidden states are exchanged with other stages as bfloat16, otherwise as float32."""
 
     first: int
     end: int | None
+    bfloat16_states: bool = False
 
 
 WHOLE = Part(None)
@@ -125,6 +127,8 @@ class OpenVINOModelRunner:
     """Among how many ranks the model is divided."""
     num_stages = 1
     """Among how many stages of a pipeline its layers are divided."""
+    bfloat16_states = False
+    """Whether these stages exchange hidden states as bfloat16."""
     _batch: Batch | None = None
 
     def __init__(
@@ -143,8 +147,7 @@ class OpenVINOModelRunner:
         has_parts: bool = False,
         divide: Callable[[ov.Model], Part] | None = None,
     ) -> None:
-        core = ov.Core()
-        core.set_property("CPU", {"EXECUTION_MODE_HINT": execution_mode.upper()})
+        core = core_for(execution_mode)
         paged = read_paged(core, model_dir, max_context_tokens, evicts=evicts)
         model, self.depends_on_context, self.image_inputs = paged
         # As adapters know them: whole, and not fused.
@@ -165,8 +168,7 @@ class OpenVINOModelRunner:
         # Without this, states have no defined precision in accuracy mode, and sums over all tokens are in bfloat16.
         needs_float32 = has_states(model) and (execution_mode == "accuracy" or has_sums(model))
         asked = _Asked(threads, kv_precision, execution_mode, needs_float32)
-        # In accuracy mode it is "dynamic": that of the model, float32.
-        is_bfloat16 = not needs_float32 and core.get_property("CPU", "INFERENCE_PRECISION_HINT") == ov.Type.bf16
+        is_bfloat16 = not needs_float32 and computes_in_bfloat16(core)
         _check_cache(asked, "bf16" if is_bfloat16 else "f32")
         self.exact_rows = min(exact_rows(core, each, asked.properties) for each in computed)
         self._states = states
@@ -332,6 +334,12 @@ class OpenVINOModelRunner:
         return next((math.prod(shape) for shape in shapes if shape is not None), 0)
 
     @property
+    def hidden_dtype(self) -> np.dtype[np.float32] | np.dtype[np.uint16]:
+        """The type of these numbers: float32, or uint16 for the bits of bfloat16."""
+        kinds = (graph.hidden_type for graph in self._graphs.values())
+        return np.dtype(np.uint16) if ov.Type.bf16 in kinds else np.dtype(np.float32)
+
+    @property
     def gives_logits(self) -> bool:
         """Whether the latest bound step returns logits; False if it returns hidden states for another stage of a
         pipeline."""
@@ -395,7 +403,8 @@ class OpenVINOModelRunner:
                 slot.inputs.set(name, values)
         if batch.hidden is not None:
             assert graph.hidden_shape is not None, "the graph begins with tokens"
-            slot.inputs.set(HIDDEN_STATES, batch.hidden.reshape(len(batch.hidden), *graph.hidden_shape))
+            hidden = batch.hidden.reshape(len(batch.hidden), *graph.hidden_shape)
+            slot.inputs.set(HIDDEN_STATES, hidden, graph.hidden_type)
         if batch.adapter_slots is not None:
             self._bind_adapters(slot, batch.adapter_slots)
         if self.image_inputs is not None and (batch.images is not None or slot.has_images):
@@ -484,8 +493,8 @@ class _Asked(NamedTuple):
 class _Graph:
     """A compiled model with a replaced end (`end`; the vocabulary's product by default) and two `slots`, which
     alternate. `part` describes the graph if it is a part of a divided model; `properties` add to the requested ones.
-    `hidden_shape` is the shape of the hidden states of one token that are the graph's input; None if its input is
-    tokens."""
+    `hidden_shape` and `hidden_type` are those of the hidden states of one token that are the graph's input; None if its
+    input is tokens."""
 
     def __init__(
         self,
@@ -511,6 +520,7 @@ class _Graph:
         self.vocab_size = end.vocab_size
         hidden = next((port for port in compiled.inputs if HIDDEN_STATES in port.get_names()), None)
         self.hidden_shape = None if hidden is None else lengths_of(hidden)[1:]
+        self.hidden_type = None if hidden is None else hidden.element_type
         names = frozenset().union(*(port.get_names() for port in compiled.inputs))
         self.step_inputs = [name for name in STEP_INPUTS if name in names]
         self.slots = deque(_Slot(compiled.create_infer_request(), end) for _ in range(2))

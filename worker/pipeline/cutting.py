@@ -134,47 +134,54 @@ def divide(costs: Sequence[float], head_cost: float, speeds: Sequence[float]) ->
 
 def cut_stage(model: ov.Model, cuts: Cuts, layers: Layers) -> Part:
     """Reduce a whole model to the layers of one stage."""
-    head = take_head(model)
-    keep_layers(model, cuts, layers.first, cuts.num_layers if layers.end is None else layers.end)
-    end = StatesEnd(of_rows=layers.end is None)
+    bfloat16 = layers.bfloat16_states
+    head = take_head(model, bfloat16_states=bfloat16)
+    end_layer = cuts.num_layers if layers.end is None else layers.end
+    keep_layers(model, cuts, layers.first, end_layer, bfloat16_states=bfloat16)
+    end = StatesEnd(of_rows=layers.end is None, bfloat16=bfloat16)
     return Part(None, layers=layers, end=end, head=head if layers.first == 0 else None)
 
 
-def take_head(model: ov.Model) -> ov.Model:
+def take_head(model: ov.Model, *, bfloat16_states: bool = False) -> ov.Model:
     """Remove the vocabulary's product, and the operations after it, from a whole model. The remaining model returns the
-    hidden states of all tokens. Returns the removed part as a model from hidden states to logits."""
+    hidden states of all tokens. Returns the removed part as a model from hidden states to logits. With
+    `bfloat16_states`, its hidden states are bfloat16."""
     product = _head_product(model)
     (result,) = model.get_results()
     states = product.input_value(0)
-    parameter = _input_like(states)
-    product.input(0).replace_source_output(parameter.output(0))
+    parameter, given = _input_like(states, bfloat16_states)
+    product.input(0).replace_source_output(given)
     model.remove_result(result)
     model.add_results([opset13.result(states)])
     _remove_unused(model)
     return ov.Model([result], [parameter], "head")
 
 
-def keep_layers(model: ov.Model, cuts: Cuts, first: int, end: int) -> None:
-    """Remove all layers from a model without head, except those from `first` up to but not including `end`."""
+def keep_layers(model: ov.Model, cuts: Cuts, first: int, end: int, *, bfloat16_states: bool = False) -> None:
+    """Remove all layers from a model without head, except those from `first` up to but not including `end`. With
+    `bfloat16_states`, the hidden states that become an input are bfloat16."""
     if end < cuts.num_layers:
         (result,) = model.get_results()
         model.remove_result(result)
         model.add_results([opset13.result(cuts.values[end - 1])])
     if first:
         value = cuts.values[first - 1]
-        parameter = _input_like(value)
-        for port in value.get_target_inputs():
-            port.replace_source_output(parameter.output(0))
+        users = value.get_target_inputs()
+        parameter, given = _input_like(value, bfloat16_states)
+        for port in users:
+            port.replace_source_output(given)
         model.add_parameters([parameter])
     _remove_unused(model)
     model.validate_nodes_and_infer_types()
 
 
-def _input_like(value: ov.Output) -> ov.Node:
-    shape = value.get_partial_shape()
-    parameter = opset13.parameter(shape, value.get_element_type(), HIDDEN_STATES)
+def _input_like(value: ov.Output, bfloat16: bool) -> tuple[ov.Node, ov.Output]:
+    """An input for hidden states, and what takes the place of `value` in the graph."""
+    kind = value.get_element_type()
+    parameter = opset13.parameter(value.get_partial_shape(), ov.Type.bf16 if bfloat16 else kind, HIDDEN_STATES)
     parameter.output(0).get_tensor().set_names({HIDDEN_STATES})
-    return parameter
+    given = opset13.convert(parameter, kind) if bfloat16 else parameter
+    return parameter, given.output(0)
 
 
 def _remove_unused(model: ov.Model) -> None:

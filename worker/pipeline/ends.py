@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import openvino as ov
 from openvino import opset13
 
-from headrace.worker.model.batch import Sums
-from headrace.worker.model.lm_head import InputTensors
+from headrace.worker.model.batch import HiddenStates, Sums
+from headrace.worker.model.lm_head import InputTensors, numbers_of
 from headrace.worker.model.sampled_rows import states_of_rows
 from headrace.worker.sampling.logits import Logits
 from headrace.worker.sampling.reduction import FloatArray
@@ -21,11 +20,12 @@ LongArray = npt.NDArray[np.int64]
 
 
 class StatesEnd:
-    """The hidden states of all tokens; with `of_rows`, only those of the requested rows."""
+    """The hidden states of all tokens; with `of_rows`, only those of the requested rows. With `bfloat16`, they are
+    bfloat16, which loses nothing in a graph that is computed in it."""
 
-    def __init__(self, *, of_rows: bool) -> None:
+    def __init__(self, *, of_rows: bool, bfloat16: bool = False) -> None:
         self.vocab_size = 0
-        self._of_rows = of_rows
+        self._of_rows, self._bfloat16 = of_rows, bfloat16
 
     def replace(self, model: ov.Model, *, is_bfloat16: bool) -> None:
         """See `GraphEnd`."""
@@ -36,7 +36,11 @@ class StatesEnd:
             model.add_parameters([rows])
             states = states_of_rows(result.input_value(0), rows.output(0), model)
             result.input(0).replace_source_output(states)
-            model.validate_nodes_and_infer_types()
+        if self._bfloat16:
+            # The CPU plugin computes the end of a graph in float32 unless its result is bfloat16.
+            narrow = opset13.convert(result.input_value(0), "bf16")
+            result.input(0).replace_source_output(narrow.output(0))
+        model.validate_nodes_and_infer_types()
 
     def prepare(self, _compiled: ov.CompiledModel, /) -> None:
         """See `GraphEnd`."""
@@ -68,6 +72,6 @@ class StatesRequest:
 
     def logits(self) -> Logits:
         """The hidden states of the last run, as a view that the next run overwrites: `[tokens or rows, numbers]`."""
-        values: Any = self._request.get_output_tensor(0).data
-        flat: FloatArray = values.reshape(len(values), math.prod(values.shape[1:]))
+        values = numbers_of(self._request.get_output_tensor(0))
+        flat: HiddenStates = values.reshape(len(values), math.prod(values.shape[1:]))
         return Logits(flat[: self._num_rows] if self._of_rows else flat)

@@ -17,8 +17,8 @@ from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
 from headrace.protos.status import Reason, StatusError, error_of, is_peer_lost
 from headrace.worker.config import ConfigurationError
+from headrace.worker.model.batch import HiddenStates
 from headrace.worker.pipeline.messages import pieces_of
-from headrace.worker.sampling.reduction import FloatArray
 
 log = logging.getLogger("headrace.worker.pipeline")
 
@@ -207,7 +207,7 @@ class StageLink:
         self._is_loaded |= request.HasField("end_warm_up")
         self._requests.put(request)
 
-    def send_step(self, step: stage_pb2.StageStep, states: FloatArray) -> None:
+    def send_step(self, step: stage_pb2.StageStep, states: HiddenStates) -> None:
         """Send a step and the hidden states of its tokens, which are copied."""
         self.send(ComputeRequest(step=step))
         for piece in pieces_of(states):

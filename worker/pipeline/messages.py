@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.protos import stage_pb2
-from headrace.worker.model.batch import Batch, Sums
+from headrace.worker.model.batch import Batch, HiddenStates, Sums
 from headrace.worker.request.step import BlockCopy
-from headrace.worker.sampling.reduction import FloatArray
 
 # The most bytes of hidden states in a message.
 PIECE_BYTES = 4 << 20
+StatesType = np.dtype[np.float32] | np.dtype[np.uint16]
+"""The type of the numbers of hidden states: float32, or uint16 for the bits of bfloat16."""
 _Number = TypeVar("_Number", np.int32, np.int64)
 
 
@@ -35,8 +36,9 @@ def message_of(batch: Batch) -> stage_pb2.StageStep:
     )
 
 
-def batch_of(step: stage_pb2.StageStep, pieces: Sequence[bytes]) -> Batch:
-    """The step in a message, with everything that a stage needs, and the hidden states of its tokens in pieces."""
+def batch_of(step: stage_pb2.StageStep, pieces: Sequence[bytes], dtype: StatesType) -> Batch:
+    """The step in a message, with everything that a stage needs, and the hidden states of its tokens in pieces, whose
+    numbers are of this type."""
     copies = _numbers(step.copies, np.int32).reshape(-1, 2).tolist()
     input_ids = _numbers(step.input_ids, np.int64)
     return Batch(
@@ -56,22 +58,24 @@ def batch_of(step: stage_pb2.StageStep, pieces: Sequence[bytes]) -> Batch:
         prompts=(),
         sums=Sums.NONE,
         inverse_temperatures=np.zeros(0, np.float32),
-        hidden=states_of(pieces, len(input_ids)),
+        hidden=states_of(pieces, len(input_ids), dtype),
         least_rows=step.least_rows,
     )
 
 
-def pieces_of(states: FloatArray) -> Iterator[bytes]:
+def pieces_of(states: HiddenStates) -> Iterator[bytes]:
     """The hidden states, copied into pieces that fit into messages. Yields nothing without hidden states."""
     flat = np.ascontiguousarray(states).reshape(-1).view(np.uint8)
     for start in range(0, flat.size, PIECE_BYTES):
         yield flat[start : start + PIECE_BYTES].tobytes()
 
 
-def states_of(pieces: Sequence[bytes], num_rows: int) -> FloatArray:
-    """The hidden states of `num_rows` tokens or rows: `[rows, numbers]`."""
+def states_of(pieces: Sequence[bytes], num_rows: int, dtype: StatesType) -> HiddenStates:
+    """The hidden states of `num_rows` tokens or rows: `[rows, numbers]` of this type."""
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    return np.frombuffer(data, np.float32).reshape(num_rows, -1) if num_rows else np.zeros((0, 0), np.float32)
+    numbers: Any = np.frombuffer(data, dtype).reshape(num_rows, -1) if num_rows else np.zeros((0, 0), dtype)
+    states: HiddenStates = numbers
+    return states
 
 
 def _numbers(data: bytes, kind: type[_Number]) -> npt.NDArray[_Number]:

@@ -30,14 +30,14 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.host.binding import StageReport, rank_of
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.exclusions import IMAGES, PIPELINE, impossible
-from headrace.worker.model.batch import Batch
+from headrace.worker.model.batch import Batch, HiddenStates
+from headrace.worker.model.precision import computes_in_bfloat16, core_for
 from headrace.worker.model.runner import Layers, OpenVINOModelRunner, Part
 from headrace.worker.pipeline import parts
 from headrace.worker.pipeline.cutting import cut_stage, divide, find_cuts
 from headrace.worker.pipeline.messages import message_of, states_of
 from headrace.worker.pipeline.speed import bytes_per_s
-from headrace.worker.sampling.logits import Logits, floats_of
-from headrace.worker.sampling.reduction import FloatArray
+from headrace.worker.sampling.logits import Logits
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Awaited:
     """A part whose result has not arrived yet: its number of rows, and their hidden states once they arrive."""
 
     num_rows: int
-    states: FloatArray | None = None
+    states: HiddenStates | None = None
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Link(Protocol):
         """Send a message."""
         ...
 
-    def send_step(self, step: stage_pb2.StageStep, states: FloatArray) -> None:
+    def send_step(self, step: stage_pb2.StageStep, states: HiddenStates) -> None:
         """Send a step and the hidden states of its tokens."""
         ...
 
@@ -151,6 +151,9 @@ class PipelineRunner(OpenVINOModelRunner):
         )
         self._link = link
         self._offer = link.open(setup)
+        self.bfloat16_states = all(stage.bfloat16 for stage in self._offer.stages) and computes_in_bfloat16(
+            core_for(execution_mode)
+        )
         super().__init__(
             model_dir,
             threads=threads,
@@ -168,7 +171,8 @@ class PipelineRunner(OpenVINOModelRunner):
         self.exact_rows = min(self.exact_rows, compiled.exact_rows)
         self._most_blocks = compiled.most_blocks
         layers = ", ".join(map(str, self.first_layers))
-        self.numerics += f" stages at {layers}: {'; '.join(compiled.numerics)}"
+        between = " with bfloat16 between them" if self.bfloat16_states else ""
+        self.numerics += f" stages at {layers}{between}: {'; '.join(compiled.numerics)}"
 
     def _divide(self, model: ov.Model) -> Part:
         """Reduce a whole model to the layers of stage 0, and tell the other stages which layers they have."""
@@ -178,9 +182,11 @@ class PipelineRunner(OpenVINOModelRunner):
         self._total_layers = cuts.num_layers
         speeds = [self.num_ranks * bytes_per_s(self._threads), *(stage.speed for stage in self._offer.stages)]
         self.first_layers = divide(cuts.costs, cuts.head_cost, speeds)
-        layers = stage_pb2.StageLayers(first_layers=[*self.first_layers, cuts.num_layers])
+        layers = stage_pb2.StageLayers(
+            first_layers=[*self.first_layers, cuts.num_layers], bfloat16_states=self.bfloat16_states
+        )
         self._link.send(ComputeRequest(layers=layers))
-        return cut_stage(model, cuts, Layers(0, self.first_layers[0]))
+        return cut_stage(model, cuts, Layers(0, self.first_layers[0], self.bfloat16_states))
 
     @property
     def ranks_of_stages(self) -> Sequence[int]:
@@ -227,7 +233,7 @@ class PipelineRunner(OpenVINOModelRunner):
             for part in step.parts:
                 super().bind(part.batch, keeps_logits=False)
                 states = super().run().values
-                self._link.send_step(message_of(part.batch), floats_of(states))
+                self._link.send_step(message_of(part.batch), states)
                 awaited = _Awaited(len(part.rows))
                 step.awaited.append(awaited)
                 self._awaited.append(awaited)
@@ -269,7 +275,7 @@ class PipelineRunner(OpenVINOModelRunner):
             # Steps without rows follow one another through the stages.
             while self._awaited and step.awaited[0].states is None and self._awaited[0] is not step.awaited[0]:
                 self._receive()
-        states = np.zeros((num_rows, self.hidden_width), np.float32)
+        states: Any = np.zeros((num_rows, self.hidden_width), self.hidden_dtype)
         for part, awaited in zip(step.parts, step.awaited, strict=True):
             if awaited.num_rows:
                 states[part.rows] = awaited.states
@@ -292,7 +298,7 @@ class PipelineRunner(OpenVINOModelRunner):
         self.busy_s = result.busy_s
         self._ranks_of_others = result.stages
         awaited = self._awaited.popleft()
-        awaited.states = states_of(pieces, awaited.num_rows)
+        awaited.states = states_of(pieces, awaited.num_rows, self.hidden_dtype)
 
     def end_warm_up(self) -> None:
         """Let the other stages and ranks give back the memory of their files."""

@@ -40,15 +40,14 @@ from headrace.worker.host.binding import rank_message
 from headrace.worker.host.mapped_files import give_back
 from headrace.worker.host.progress import Progress
 from headrace.worker.kv.memory import budget_for
-from headrace.worker.model.batch import Batch
+from headrace.worker.model.batch import Batch, HiddenStates
 from headrace.worker.model.fingerprint import fingerprint_of
+from headrace.worker.model.precision import computes_in_bfloat16, core_for
 from headrace.worker.model.runner import Layers, OpenVINOModelRunner
 from headrace.worker.pipeline.joining import Taken
 from headrace.worker.pipeline.link import RETRY_S, failure_of, lost_stage, said_nothing, waiting_for_stage
 from headrace.worker.pipeline.messages import batch_of, pieces_of
 from headrace.worker.pipeline.speed import bytes_per_s
-from headrace.worker.sampling.logits import floats_of
-from headrace.worker.sampling.reduction import FloatArray
 from headrace.worker.weights.file_memory import give_back_files
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace.worker.pipeline")
 
-_TOKEN_BYTES, _NUMBER_BYTES = np.dtype(np.int64).itemsize, np.dtype(np.float32).itemsize
+_TOKEN_BYTES = np.dtype(np.int64).itemsize
 _Result = TypeVar("_Result")
 
 
@@ -204,8 +203,13 @@ class StageCall:
         hashing = in_thread("fingerprint", partial(fingerprint_of, self._config.model_dir, self._threads))
         speed = await self._in_thread("measuring its speed", bytes_per_s, self._threads)
         num_ranks = self._config.tensor_parallel
+        bfloat16 = await self._in_thread("finding its precision", _computes_in_bfloat16, setup.execution_mode)
         own = stage_pb2.StageHost(
-            address=self._config.advertise, threads=self._threads, speed=num_ranks * speed, num_ranks=num_ranks
+            address=self._config.advertise,
+            threads=self._threads,
+            speed=num_ranks * speed,
+            num_ranks=num_ranks,
+            bfloat16=bfloat16,
         )
         later = await self._open_later(setup) if setup.later_stages else stage_pb2.StageOffer()
         await self._write(ComputeResponse(offer=stage_pb2.StageOffer(stages=[own, *later.stages])))
@@ -243,13 +247,15 @@ class StageCall:
 
     async def _compile(self, setup: stage_pb2.StageSetup) -> OpenVINOModelRunner | None:
         """Compile the layers. Returns None if that is not possible."""
-        first, *rest = (await self._next("layers")).layers.first_layers
+        asked = (await self._next("layers")).layers
+        first, *rest = asked.first_layers
         self._layers = first, rest[0]
-        await self._tell_later(ComputeRequest(layers=stage_pb2.StageLayers(first_layers=rest)))
+        of_later = stage_pb2.StageLayers(first_layers=rest, bfloat16_states=asked.bfloat16_states)
+        await self._tell_later(ComputeRequest(layers=of_later))
         compiled = stage_pb2.StageCompiled()
         runner = None
         try:
-            layers = Layers(first, rest[0] if self._later is not None else None)
+            layers = Layers(first, rest[0] if self._later is not None else None, asked.bfloat16_states)
             runner = await self._in_thread("compiling its layers", self._make_runner, setup, layers, self._lose)
         except ConfigurationError as error:
             compiled.problem = f"{self._config.listen}: {error}"
@@ -315,13 +321,14 @@ class StageCall:
     async def _step(self, runner: OpenVINOModelRunner, request: ComputeRequest) -> None:
         step = request.step
         pieces: list[bytes] = []
-        missing = len(step.input_ids) // _TOKEN_BYTES * runner.hidden_width * _NUMBER_BYTES
+        dtype = runner.hidden_dtype
+        missing = len(step.input_ids) // _TOKEN_BYTES * runner.hidden_width * dtype.itemsize
         while missing > 0:
             pieces.append((await self._next("states")).states)
             missing -= len(pieces[-1])
         start_s = time.perf_counter()
         # Copied, because the next step overwrites them.
-        found = [*pieces_of(await self._in_thread("computing", compute, runner, batch_of(step, pieces)))]
+        found = [*pieces_of(await self._in_thread("computing", compute, runner, batch_of(step, pieces, dtype)))]
         self._busy_s += time.perf_counter() - start_s
         if self._later is not None:
             await self._tell_later(ComputeRequest(step=step))
@@ -433,11 +440,15 @@ class StageCall:
             self._doing = ""
 
 
-def compute(runner: OpenVINOModelRunner, batch: Batch) -> FloatArray:
+def compute(runner: OpenVINOModelRunner, batch: Batch) -> HiddenStates:
     """Compute the layers of a stage. Returns the hidden states for the next stage, as a view that the next step
     overwrites: `[tokens or rows, numbers]`."""
     runner.bind(batch, keeps_logits=False)
-    return floats_of(runner.run().values)
+    return runner.run().values
+
+
+def _computes_in_bfloat16(execution_mode: str) -> bool:
+    return computes_in_bfloat16(core_for(execution_mode))
 
 
 def ranks_of(runner: OpenVINOModelRunner) -> stage_pb2.StageRanks:

@@ -76,7 +76,7 @@ def serve(link: socket.socket, memory_fd: int, logits_fd: int, bell: int) -> Non
         part = WHOLE
         if setup.is_stage:
             cuts, layers = find_cuts(model), receive(link, StageLayers)
-            part = cut_stage(model, cuts, Layers(layers.first, layers.end))
+            part = cut_stage(model, cuts, Layers(layers.first, layers.end, layers.bfloat16_states))
         return rank.divide(model, part)
 
     try:

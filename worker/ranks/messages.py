@@ -44,6 +44,7 @@ class StageLayers(msgspec.Struct, frozen=True):
 
     first: int
     end: int | None
+    bfloat16_states: bool
 
 
 class Compiled(msgspec.Struct, frozen=True):

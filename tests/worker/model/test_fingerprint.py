@@ -73,7 +73,8 @@ def test_order_size_and_network_count_and_threads_do_not(files: tuple[Path, Path
     assert len({before, swapped, shorter, fingerprint_of(weights.parent, 3)}) == 4
 
 
-def test_the_numbers_of_stages_and_of_ranks_of_each_are_in_the_fingerprint() -> None:
+def test_the_numbers_of_stages_and_of_ranks_of_each_and_what_stages_exchange_are_in_the_fingerprint() -> None:
     divisions = [(1, 1), (1, 1, 1), (2, 2), (2, 1), (1, 2), (2, 2, 2)]
     found = {for_stages("f", ranks) for ranks in divisions} | {for_ranks("f", ranks) for ranks in (2, 3)} | {"f"}
-    assert len(found) == len(divisions) + 3
+    found |= {for_stages("f", ranks, bfloat16_states=True) for ranks in divisions}
+    assert len(found) == 2 * len(divisions) + 3

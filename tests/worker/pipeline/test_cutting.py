@@ -51,19 +51,22 @@ def test_a_cut_is_the_whole_state_between_two_layers(directory: Path) -> None:
     assert cuts.head_cost > 0
 
 
-def test_a_stage_has_only_its_layers(directory: Path) -> None:
+@pytest.mark.parametrize(("bfloat16", "kind"), [(False, ov.Type.f32), (True, ov.Type.bf16)])
+def test_a_stage_has_only_its_layers(directory: Path, bfloat16: bool, kind: ov.Type) -> None:
     inputs = {}
     for first, end in ((0, 1), (1, 3), (3, 4)):
         model = read_paged(ov.Core(), directory).graph
         cuts = find_cuts(model)
-        head = take_head(model)
-        keep_layers(model, cuts, first, end)
+        head = take_head(model, bfloat16_states=bfloat16)
+        keep_layers(model, cuts, first, end, bfloat16_states=bfloat16)
         assert len(attentions(model)) == end - first
         names = {name for port in model.inputs for name in port.get_names()}
         caches = {name for name in names if name.startswith(("key_cache.", "value_cache."))}
         assert caches == {f"{kind}_cache.{layer}" for kind in ("key", "value") for layer in range(first, end)}
         inputs[first] = names - caches
         assert [STATES in port.get_names() for port in head.inputs] == [True]
+        given = [port for port in (*model.inputs, *head.inputs) if STATES in port.get_names()]
+        assert [port.get_element_type() for port in given] == [kind] * (2 if first else 1)
     assert "input_ids" in inputs[0]
     assert STATES not in inputs[0]
     assert inputs[1] == inputs[3]

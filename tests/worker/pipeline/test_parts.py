@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.worker.model.batch import Batch, build_batch
-from headrace.worker.pipeline.messages import batch_of, message_of, pieces_of, states_of
+from headrace.worker.pipeline.messages import StatesType, batch_of, message_of, pieces_of, states_of
 from headrace.worker.pipeline.parts import LEAST_TOKENS, num_parts, parts_of
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
@@ -17,6 +17,8 @@ from headrace.worker.request.step import BlockCopy, Scheduled, StepPlan
 
 BLOCK = 32
 GREEDY = SamplingParams(max_tokens=4, seed=0, temperature=0.0)
+# Of hidden states.
+DTYPES = [np.dtype(np.float32), np.dtype(np.uint16)]
 
 
 def step_of(*sequences: tuple[int, int, int], copies: list[BlockCopy] | None = None) -> Batch:
@@ -79,25 +81,28 @@ def test_small_steps_and_those_of_decode_have_one_part() -> None:
     assert rows.tolist() == [0]
 
 
-def test_a_step_is_the_same_as_a_message() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_is_the_same_as_a_message(dtype: StatesType) -> None:
     whole = step_of((90, 89, 1), (200, 60, 140), copies=[BlockCopy(3, 4), BlockCopy(5, 6)])
-    states = np.arange(3 * len(whole.input_ids), dtype=np.float32).reshape(-1, 3)
+    states = np.arange(3 * len(whole.input_ids), dtype=dtype).reshape(-1, 3)
     message = message_of(replace(whole, least_rows=8))
-    found = batch_of(type(message).FromString(message.SerializeToString()), list(pieces_of(states)))
+    found = batch_of(type(message).FromString(message.SerializeToString()), list(pieces_of(states)), dtype)
     assert tokens_of(found) == tokens_of(whole)
     assert found.sampled_tokens_indices.tolist() == whole.sampled_tokens_indices.tolist()
     assert found.max_context_len == whole.max_context_len
     assert found.copies == whole.copies
     assert found.least_rows == 8
     np.testing.assert_array_equal(found.hidden, states)
-    assert batch_of(message_of(step_of((90, 89, 1))), list(pieces_of(states[:1]))).copies == []
+    assert batch_of(message_of(step_of((90, 89, 1))), list(pieces_of(states[:1])), dtype).copies == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 700])
-def test_hidden_states_are_the_same_in_pieces(num_rows: int) -> None:
-    states = np.random.default_rng(0).standard_normal((num_rows, 4096)).astype(np.float32)
+def test_hidden_states_are_the_same_in_pieces(num_rows: int, dtype: StatesType) -> None:
+    states = np.random.default_rng(0).integers(0, 60_000, (num_rows, 4096)).astype(dtype)
     pieces = list(pieces_of(states))
     assert len(pieces) == -(-states.nbytes // (4 << 20))
-    found = states_of(pieces, num_rows)
+    found = states_of(pieces, num_rows, dtype)
+    assert found.dtype == dtype
     assert len(found) == num_rows
     np.testing.assert_array_equal(found.reshape(states.shape), states)

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -28,7 +28,8 @@ from headrace.worker.config import ConfigurationError
 from headrace.worker.kv.exclusions import refuse_flags
 from headrace.worker.model.batch import build_batch
 from headrace.worker.model.fingerprint import fingerprint_of, outline_of
-from headrace.worker.model.runner import Layers
+from headrace.worker.model.precision import computes_in_bfloat16, core_for
+from headrace.worker.model.runner import Layers, OpenVINOModelRunner
 from headrace.worker.pipeline import link, stage
 from headrace.worker.pipeline.joining import StageOffers
 from headrace.worker.pipeline.link import NamedStages, Others, StageLink, StageLostError
@@ -37,6 +38,7 @@ from headrace.worker.pipeline.stage import StageCall
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
 from headrace.worker.request.step import Scheduled
+from headrace.worker.sampling.logits import floats_of
 from headrace.worker.stage_serving import compile_stage
 from tests.certificates import make_certificates
 from tests.gguf_models import TinyModel
@@ -45,7 +47,7 @@ from tests.worker.configs import worker_config
 from tests.worker.pipeline.local import staged
 from tests.worker.pipeline.stages import Stage, stages
 from tests.worker.pipeline.test_joining import serving
-from tests.worker.ranks.exactness import ASKED, NUM_BLOCKS, Computed, assert_exact, whole
+from tests.worker.ranks.exactness import ASKED, FAST, NUM_BLOCKS, Computed, assert_exact, whole
 
 MODEL = TinyModel("qwen2", Kind.Q4_1, layers=4, heads=6, kv_heads=3, spare_tokens=25)
 # Silence of a connection after which it ends (`COMMON_OPTIONS`), and time for machines that are late.
@@ -68,9 +70,15 @@ def pipeline(
 
 
 def pipeline_with(
-    directory: Path, others: Others, num_others: int, lost: list[str], *, transport: Transport | None = None
+    directory: Path,
+    others: Others,
+    num_others: int,
+    lost: list[str],
+    *,
+    transport: Transport | None = None,
+    precisions: Mapping[str, Any] = ASKED,
 ) -> PipelineRunner:
-    """The same with others that may have joined."""
+    """The same with others that may have joined, and with these precisions."""
     hashed: Future[str] = Future()
     hashed.set_result(fingerprint_of(directory, 1))
     runner = PipelineRunner(
@@ -82,7 +90,7 @@ def pipeline_with(
         speculates=False,
         fingerprint=hashed,
         on_lost=lost.append,
-        **ASKED,
+        **precisions,
     )
     runner.allocate(NUM_BLOCKS)
     return runner
@@ -92,14 +100,21 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [np.random.default_rng(length).integers(0, 256, length).tolist() for length in lengths]
 
 
-def step(runner: PipelineRunner, length: int = 3) -> npt.NDArray[np.float32]:
+def step(runner: OpenVINOModelRunner, length: int = 3) -> npt.NDArray[np.float32]:
     """Compute a prompt, and return the logits of its last token."""
     (prompt,) = prompts(length)
     request = Request("r", prompt, SamplingParams(max_tokens=4, seed=1, temperature=0.0), 1)
     request.block_table.extend(range(-(-length // runner.block_size)))
     runner.bind(build_batch([Scheduled(request, length)], runner.block_size), keeps_logits=False)
-    (row,) = runner.run().values
+    (row,) = floats_of(runner.run().values)
     return row.copy()
+
+
+def step_of_whole(directory: Path, length: int) -> npt.NDArray[np.float32]:
+    """The same of the undivided model in performance mode."""
+    runner = OpenVINOModelRunner(directory, threads=1, **FAST)
+    runner.allocate(NUM_BLOCKS)
+    return step(runner, length)
 
 
 class Started:
@@ -173,6 +188,15 @@ def test_a_long_prompt_has_the_log_probabilities_of_the_whole(directory: Path, o
     """Of all architectures, tests/architectures/test_pipeline.py."""
     of_stages, _ = staged(directory, 3)
     assert_exact(of_whole, of_stages, prompts(2000))
+
+
+def test_hidden_states_are_float32_unless_all_stages_compute_in_bfloat16(directory: Path) -> None:
+    """Such as a stage of an earlier version, which does not say in what it computes."""
+    _, runner = staged(directory, 2, precisions=FAST, of_last=stage_pb2.StageHost(speed=10e9))
+    assert not runner.bfloat16_states
+    assert runner.hidden_dtype == np.float32
+    expected = step_of_whole(directory, 200)
+    assert np.linalg.norm(step(runner, 200) - expected) < 0.05 * np.linalg.norm(expected)
 
 
 def test_a_stage_waits_while_steps_are_on_their_way_and_it_does_not_compute() -> None:
@@ -256,7 +280,9 @@ async def until_said(stage: Stage, text: str) -> None:
 async def test_a_pipeline_of_three_goes_on_with_a_spare_that_has_joined_when_a_stage_is_killed(
     directory: Path, tmp_path: Path
 ) -> None:
-    """The killed one is between the worker and the last stage, which serves the next worker too."""
+    """The killed one is between the worker and the last stage, which serves the next worker too. In performance mode:
+    each pipeline has the bits of the undivided model, although hidden states are sent as bfloat16 if CPUs compute in
+    it."""
     offers, lost = StageOffers("w on here", 2, "m", outline_of(directory), "here"), list[str]()
     async with serving(offers, tmp_path) as joins:
         flags = [("--join", joins, "--worker-id", name) for name in "abc"]
@@ -267,17 +293,20 @@ async def test_a_pipeline_of_three_goes_on_with_a_spare_that_has_joined_when_a_s
                 await asyncio.to_thread(one.until_listening)
                 await until_said(one, "has its 3 stages already" if one is made[2] else "joined the pipeline of w on")
             middle, last, spare = made
-            runner = await asyncio.to_thread(pipeline_with, directory, offers, 2, lost)
+            make = partial(pipeline_with, directory, offers, 2, lost, precisions=FAST)
+            expected = await asyncio.to_thread(step_of_whole, directory, 200)
+            runner = await asyncio.to_thread(make)
             with closing(runner):
                 assert [stage.address for stage in runner.stages()] == ["", middle.address, last.address]
-                expected = await asyncio.to_thread(step, runner)
+                assert runner.bfloat16_states == computes_in_bfloat16(core_for("performance"))
+                np.testing.assert_array_equal(await asyncio.to_thread(step, runner, 200), expected)
                 middle.process.signal(signal.SIGKILL)
                 await asyncio.to_thread(until, lambda: bool(lost), "the end of a stage is told")
             assert f"the stage at {middle.address} has ended" in lost[0]
-            runner = await asyncio.to_thread(pipeline_with, directory, offers, 2, lost)
+            runner = await asyncio.to_thread(make)
             with closing(runner):
                 assert [stage.address for stage in runner.stages()] == ["", last.address, spare.address]
-                np.testing.assert_allclose(await asyncio.to_thread(step, runner), expected, atol=1e-4)
+                np.testing.assert_array_equal(await asyncio.to_thread(step, runner, 200), expected)
         finally:
             for one in made:
                 await asyncio.to_thread(one.process.end)
@@ -420,7 +449,7 @@ async def test_a_stage_tells_that_one_of_its_ranks_is_lost_while_it_waits_for_it
         raise ConfigurationError("it has ended")
 
     async def requests() -> AsyncIterator[ComputeRequest]:
-        yield ComputeRequest(setup=stage_pb2.StageSetup())
+        yield ComputeRequest(setup=stage_pb2.StageSetup(**ASKED))
         yield ComputeRequest(layers=stage_pb2.StageLayers(first_layers=[1, 2]))
 
     ended, answers = threading.Event(), asyncio.Queue[ComputeResponse]()
@@ -537,7 +566,7 @@ async def test_a_stage_that_stands_still_while_it_loads_says_so(
     answers: asyncio.Queue[ComputeResponse] = asyncio.Queue()
 
     async def requests() -> AsyncIterator[ComputeRequest]:
-        yield ComputeRequest(setup=stage_pb2.StageSetup(hangs_after_seconds=60))
+        yield ComputeRequest(setup=stage_pb2.StageSetup(hangs_after_seconds=60, **ASKED))
         yield await asked.get()
         yield await asked.get()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from tests.worker.conftest import CHEAP_STEPS
 from tests.worker.ranks.group import Group
 
 ASKED: dict[str, Any] = {"kv_precision": "f32", "execution_mode": "accuracy"}
+FAST: dict[str, Any] = {"kv_precision": "u8", "execution_mode": "performance"}
 TOLERANCE = 1e-4
 # Of float32, for models whose log-probabilities reach hundreds.
 _PRECISION = 1e-6
@@ -75,9 +76,9 @@ class Computed:
         ]
 
 
-def whole(directory: Path) -> Computed:
-    """The undivided model, in accuracy mode."""
-    runner = OpenVINOModelRunner(directory, threads=1, **ASKED)
+def whole(directory: Path, precisions: Mapping[str, Any] = ASKED) -> Computed:
+    """The undivided model, in accuracy mode unless `precisions` say otherwise."""
+    runner = OpenVINOModelRunner(directory, threads=1, **precisions)
     if runner.state_bytes:
         runner.allocate_states(STATES.num_slots)
     runner.allocate(NUM_BLOCKS)

@@ -46,7 +46,7 @@ def test_a_stage_is_divided_as_its_layers_are_in_the_whole(directory: Path) -> N
 
     of_whole = divide(graph(), 2)
     divisions = []
-    for layers in map(Layers, (0, 1, 2), (1, 2, None)):
+    for layers in map(Layers, (0, 1, 2), (1, 2, None), (True, True, True)):
         model = graph()
         part = cut_stage(model, find_cuts(model), layers)
         of_layers, of_head = divide_stage(model, part.head, 2)
