@@ -11,12 +11,14 @@ import json
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import openvino as ov
 import pytest
 
@@ -46,6 +48,7 @@ from tests.e2e.small_model import small_model
 from tests.e2e.streams import Stream, chat_body, run_streams
 from tests.patience import patience, until
 from tests.worker.adapters.files import tensors_of, write_adapter
+from tests.worker.draft_heads.files import TARGET_SIZE, VOCAB_SIZE, write_heads
 
 # A rank needs a CPU of its own.
 pytestmark = [
@@ -257,6 +260,37 @@ def test_a_draft_model_on_the_first_rank_changes_no_token(group: Serve) -> None:
         # Whether it is asked for tokens depends on measured costs of steps; test_division.py sets them.
         found, _ = answer(system.base_url, prompt)
     assert [token.token_id for token in found] == [token.token_id for token in expected]
+
+
+def head_for(token_id: int, directory: Path) -> Path:
+    """A head in the format of Medusa that always proposes this token."""
+    tensors = {
+        "0.0.linear.weight": np.zeros((TARGET_SIZE, TARGET_SIZE), np.float32),
+        "0.0.linear.bias": np.full(TARGET_SIZE, 30, np.float32),
+        "0.1.weight": np.zeros((VOCAB_SIZE, TARGET_SIZE), np.float32),
+    }
+    tensors["0.1.weight"][token_id] = 1
+    return write_heads(directory, {"medusa_num_heads": 1, "medusa_num_layers": 1}, tensors)
+
+
+def test_heads_on_the_first_rank_draft_and_change_no_token(of_whole: Whole, tmp_path: Path) -> None:
+    """The head proposes the token that is in most places of the answers, so it is right in some places and wrong in
+    others."""
+    expected = of_whole.answers[MODEL]
+    ((token_id, _),) = Counter(token.token_id for tokens in expected for token in tokens).most_common(1)
+    heads = ("--draft-model", str(head_for(token_id, tmp_path / "heads")))
+    flags = ("--tensor-parallel", "2", "--workers", "1", "--execution-mode", "accuracy", "--kv-cache-gb", "0.01")
+    with serving(*flags, *heads, model=small_model()) as system:
+
+        def has_drafted() -> bool:
+            """Drafts begin when the costs of steps are known."""
+            for prompt, tokens in zip(PROMPTS, expected, strict=True):
+                assert_like(answer(system.base_url, prompt)[0], tokens)
+            drafts = system.process_of("worker-0")["draft_tokens_by_proposer"].get("medusa")
+            return drafts is not None and drafts["drafted"] > drafts["accepted"] > 0
+
+        until(has_drafted, "some tokens of the head are right, and others wrong", 60)
+        assert len(ranks_of(system)) == 1
 
 
 def bodies(**sampling: Any) -> list[dict[str, Any]]:
