@@ -134,9 +134,9 @@ MAX_TTFT = WorkerFlag(
 MAX_IMAGES = WorkerFlag(
     "--max-images",
     click.IntRange(0, 1024),
-    of_worker="Maximum number of images of a request; 0: the model serves text only.",
-    of_serve="Maximum number of images of a request; 0 serves text only.",
-    default=16,
+    of_worker="Maximum number of images of a request, with those of earlier turns; 0: the model serves text only.",
+    of_serve="Maximum number of images of a request, with those of earlier turns; 0 serves text only.",
+    default=128,
 )
 IMAGE_CACHE_GB = WorkerFlag(
     "--image-cache-gb",

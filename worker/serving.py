@@ -315,7 +315,7 @@ def _publish_kv_events(
 
 def _images_of(model: LoadedModel | LoadedEncoder) -> Images | None:
     vision = model.vision if isinstance(model, LoadedModel) else None
-    return None if vision is None else Images(vision.family, vision.limits)
+    return None if vision is None else Images(vision.family, vision.limits, vision.max_tokens)
 
 
 def serve_metrics(address: str, hub: WatchHub, vllm_name: str = "") -> RequestObserver:

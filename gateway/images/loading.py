@@ -121,7 +121,8 @@ def check_number(images: Sequence[tuple[str, GivenImage]], limits: ImageLimits) 
     if len(images) > limits.max_images:
         name, _ = images[limits.max_images]
         problem = (
-            f"{name}: the request has {len(images)} images; the model takes at most {limits.max_images}: remove some"
+            f"{name}: the request has {len(images)} images, and the model takes at most {limits.max_images}: leave out "
+            "images of earlier turns, or have --max-images of the worker raised"
         )
         raise ImageRefusal(Why.NUMBER, name, problem)
 

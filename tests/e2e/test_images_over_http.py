@@ -24,6 +24,7 @@ from tests.patience import patience
 pytestmark = pytest.mark.e2e
 FLAGS = ["--threads", "1", "--execution-mode", "accuracy", "--kv-precision", "f32"]
 WIDTH, BLOCK = 16, 32
+NUM_SCREENSHOTS = 40
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,25 @@ async def test_a_second_turn_hits_all_image_tokens_and_needs_no_encoding(served:
     assert first["usage"]["prompt_tokens_details"]["image_tokens"] == num_image_tokens
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= BLOCK + num_image_tokens // BLOCK * BLOCK
     assert encoded(served) == before
+
+
+async def test_an_agent_that_sends_a_screenshot_a_turn_computes_only_the_new_one(served: Serve) -> None:
+    """Each turn sends all earlier screenshots again. They are cached, up to the last full block of the last prompt."""
+    before = encoded(served)
+    told: list[dict[str, Any]] = []
+    known = 0
+    async with http_client() as client:
+        for number in range(NUM_SCREENSHOTS):
+            screenshot = questions()[0].pictures[0] + b"a tail that decoders ignore, of turn %d" % number
+            told.append(message(Question((screenshot,), "what ?", "")))
+            answer = await ask(client, served, *told, max_tokens=2)
+            usage = answer["usage"]
+            details = usage["prompt_tokens_details"]
+            assert details["image_tokens"] == TOKENS_PER_PICTURE * (number + 1)
+            assert details["cached_tokens"] >= known
+            known = usage["prompt_tokens"] // BLOCK * BLOCK
+            told.append(answer["choices"][0]["message"])
+    until(lambda: encoded(served) == before + NUM_SCREENSHOTS, "each screenshot was encoded once")
 
 
 async def test_sixteen_chats_over_one_image_are_one_encoding(served: Serve) -> None:

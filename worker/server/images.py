@@ -28,10 +28,12 @@ _DETAILS: dict[int, Detail] = {
 
 
 class Images(NamedTuple):
-    """Which images a model takes, and within what bounds."""
+    """Which images a model takes, and within what bounds. The images of a request have at most `max_tokens` tokens
+    together, which bounds the memory of their states."""
 
     family: ImageFamily
     limits: ImageLimits
+    max_tokens: int
 
 
 class ImageDesk:
@@ -69,8 +71,12 @@ class ImageDesk:
                 "count", "images", f"images has {len(sent)}; a request may have at most {most}: remove some"
             )
         found: list[tuple[PlacedImage, ImageLayout]] = []
+        left = images.max_tokens
         for number, image in enumerate(sent):
             found.append(self._read(f"images[{number}]", image, images))
+            left -= found[-1][1].num_image_tokens
+            if left < 0:
+                raise self._refused("states", f"images[{number}]", _too_many_tokens(number, images.max_tokens))
         self._find(found, np.asarray(token_ids, np.uint32))
         return [image for image, _ in found]
 
@@ -123,6 +129,14 @@ class ImageDesk:
     def _refused(self, label: str, field: str, problem: str, reason: Reason = Reason.INVALID_FIELD) -> StatusError:
         self._on_refusal(label)
         return StatusError(reason, problem, field=field)
+
+
+def _too_many_tokens(number: int, most: int) -> str:
+    return (
+        f"images[{number}]: the images up to this one have more than {most:,} tokens, for whose states the worker has "
+        "memory: leave out images of earlier turns, send smaller ones or ask for a detail of low, or have "
+        "--image-cache-gb of the worker raised"
+    )
 
 
 def _runs(places: LongArray) -> list[int]:

@@ -81,7 +81,8 @@ class RequestMetrics:
         self._image_refusals = Counter(
             "headrace_worker_image_refusals",
             "Requests refused for their images: text model (unsupported), number (count), size (bytes), content or "
-            "number of pixels (file), tokens that are not the images' (tokens), unknown detail (detail).",
+            "number of pixels (file), tokens that are not the images' (tokens), more tokens than there is memory for "
+            "(states), unknown detail (detail).",
             ["reason"],
             registry=registry,
         )

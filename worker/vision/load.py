@@ -24,13 +24,18 @@ log = logging.getLogger("headrace.worker")
 MAX_IMAGE_BYTES = 12 << 20
 # What decoding and encoding an image may allocate beside the tower.
 MEMORY_BYTES = 4 * GIB
+# What the states of all images of one request may take, if --image-cache-gb is not more. Only a request none of whose
+# images is in a cache takes it, and only one at a time takes more than --image-cache-gb.
+_REQUEST_BYTES = 4 * GIB
 
 
 class Vision(NamedTuple):
-    """A model's images: the family, the bounds for requests, what encodes them, and the states that are kept."""
+    """A model's images: the family, the bounds for requests, what encodes them, and the states that are kept. The
+    images of a request have at most `max_tokens` tokens together."""
 
     family: ImageFamily
     limits: ImageLimits
+    max_tokens: int
     encoder: EncoderProcess
     store: StateStore
 
@@ -68,10 +73,14 @@ def vision_for(
     limits = ImageLimits(
         max_images=config.max_images, max_pixels=MAX_PIXELS, max_bytes=MAX_IMAGE_BYTES, max_view_pixels=view_pixels
     )
+    max_tokens = max(cache_bytes, _REQUEST_BYTES) // encoder.bytes_per_token
     log.info(
-        "up to %d images in a request; their states are kept in %.2f GiB", config.max_images, config.image_cache_gb
+        "up to %d images with %d tokens in a request; their states are kept in %.2f GiB",
+        config.max_images,
+        max_tokens,
+        config.image_cache_gb,
     )
-    return Vision(family, limits, encoder, StateStore(cache_bytes))
+    return Vision(family, limits, max_tokens, encoder, StateStore(cache_bytes))
 
 
 def _family(config: WorkerConfig, inputs: ImageInputs | None) -> ImageFamily | None:

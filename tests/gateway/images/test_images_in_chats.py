@@ -170,7 +170,7 @@ async def test_objects_of_callers_are_no_images(view: Any, seer: Any) -> None:
 @pytest.mark.parametrize(
     ("parts", "param", "problem"),
     [
-        ([image_part(RED)] * 4, 3, "the request has 4 images; the model takes at most 3: remove some"),
+        ([image_part(RED)] * 4, 3, "the request has 4 images, and the model takes at most 3: leave out"),
         ([image_part(png() + bytes(MAX_BYTES))], 0, f"the image is larger than {MAX_BYTES} bytes, the maximum"),
         ([image_part(RED), image_part(png(2000, 600))], 1, "the image has 2000 x 600 pixels; at most 1,000,000"),
         ([image_part(b"GIF8")], 0, "the image is neither PNG, JPEG, WebP nor GIF"),

@@ -52,11 +52,11 @@ def picture(shade: int, size: tuple[int, int] = (8, 8)) -> bytes:
 RED, DARK = picture(200), picture(20)
 
 
-def desk(refusals: list[str] | None = None, **limits: int) -> ImageDesk:
+def desk(refusals: list[str] | None = None, *, max_tokens: int = 1000, **limits: int) -> ImageDesk:
     bounds = {"max_images": 3, "max_pixels": 10_000, "max_bytes": 5_000, **limits}
     assert FAMILY is not None
     on_refusal = (lambda label: None) if refusals is None else refusals.append
-    return ImageDesk("m", Images(FAMILY, ImageLimits(**bounds)), on_refusal)
+    return ImageDesk("m", Images(FAMILY, ImageLimits(**bounds), max_tokens), on_refusal)
 
 
 def tokens_of(data: bytes, detail: Detail = Detail.AUTO) -> array[int]:
@@ -196,6 +196,16 @@ def test_refusals_are_counted_by_reason() -> None:
         with pytest.raises(StatusError):
             desk(refusals).place(sent, tokens)
     assert refusals == ["count", "file", "tokens", "detail"]
+
+
+def test_images_with_more_tokens_than_there_is_memory_for_their_states_are_refused_by_the_first_of_them() -> None:
+    refusals: list[str] = []
+    sent, tokens = [SentImage(RED, 0), SentImage(DARK, 0)], [1, *tokens_of(RED), *tokens_of(DARK)]
+    assert len(desk(refusals, max_tokens=2 * NUM_TOKENS).place(sent, tokens)) == 2
+    with pytest.raises(StatusError, match="up to this one have more than 31 tokens.*ask for a detail of low") as caught:
+        desk(refusals, max_tokens=2 * NUM_TOKENS - 1).place(sent, tokens)
+    assert (caught.value.reason, caught.value.field) == (Reason.INVALID_FIELD, "images[1]")
+    assert refusals == ["states"]
 
 
 def test_log_probabilities_of_a_prompt_are_refused_with_images_that_one_step_computes() -> None:

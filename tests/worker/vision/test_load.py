@@ -37,6 +37,7 @@ def test_the_process_decodes_and_encodes() -> None:
     assert vision is not None
     try:
         assert (vision.limits.max_images, vision.limits.max_view_pixels) == (3, 1_003_520)
+        assert vision.max_tokens == (4 << 30) // (4 * HIDDEN_SIZE)
         first, second = questions()[0].pictures[0], questions()[2].pictures[0]
         out = io.BytesIO()
         Image.open(io.BytesIO(first)).save(out, "WEBP", lossless=True)
