@@ -8,7 +8,8 @@ preemption only images whose blocks were lost are encoded again.
                  in order of rank                equal images are encoded once
 
 Images are handed to the encoder in the requests' order of rank, few at a time, so that a request of higher rank waits
-for little. States stay in the store while a request has to compute with them, and longer if there is room.
+for little, however many images others have. States stay in the store while a request has to compute with them, and
+longer if there is room.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from headrace.worker.request.step import RequestOutput
 from headrace.worker.vision.job import EncodeJob, Encoder
 from headrace.worker.vision.states import StateStore
 
-# No request's images are handed to the encoder while it has so many others to do.
-_MOST_AHEAD = 4
+# The encoder has so many images, or images with so many tokens, of which it may encode several together. A request asks
+# for its images when fewer have to be encoded before them.
+_MOST_AHEAD, _TOKENS_AHEAD = 4, 256
 RETRY_AFTER_S = 2.0
 # Image tokens that an encoder which was never timed is taken to encode in a second: those of LLaVA, on one core.
 _GUESSED_TOKENS_PER_S = 100.0
@@ -60,6 +62,14 @@ class _Asked(NamedTuple):
 
     job: EncodeJob
     requests: list[Request]
+
+
+class _Unsent(NamedTuple):
+    """A job that the encoder does not have yet: the rank of the request that has asked for it, and its turn."""
+
+    rank: tuple[int, bool, float]
+    number: int
+    job: EncodeJob
 
 
 class _Use(NamedTuple):
@@ -101,6 +111,10 @@ class Encoding:
         self._numbers = itertools.count()
         self._jobs: dict[bytes, _Asked] = {}
         """By digest."""
+        self._unsent: list[_Unsent] = []
+        """Those of them that the encoder does not have yet, in order of rank."""
+        self._sent: set[EncodeJob] = set()
+        """The others."""
         self._complete: list[Request] = []
         """Requests whose states are all there. They may be held no longer."""
         self._using: dict[Request, list[_Use]] = {}
@@ -176,6 +190,7 @@ class Encoding:
             self._end(job)
         self._give_back_overdue()
         self._ask()
+        self._send()
         complete, self._complete = self._complete, []
         ready = [request for request in complete if request in self._held]
         for request in ready:
@@ -240,6 +255,10 @@ class Encoding:
         self._store.check()
         uses = [use for uses in self._using.values() for use in uses]
         assert self._store.num_holders == len(uses), "states are held for nobody"
+        assert self._unsent == sorted(self._unsent)
+        unsent = {unsent.job for unsent in self._unsent}
+        assert unsent | self._sent == {asked.job for asked in self._jobs.values()}
+        assert not unsent & self._sent
         assert set(self._jobs) <= {use.digest for use in uses}, "an image is encoded for nobody"
         assert all(request.state is RequestState.WAITING and not request.block_table for request in self._held)
         assert self._queue == sorted((one for one, held in self._held.items() if not held.is_asking), key=rank)
@@ -273,6 +292,7 @@ class Encoding:
         for image in images:
             self._store.announce(image.digest, len(image.places))
         self._ask()
+        self._send()
 
     def _remove(self, request: Request) -> _Held:
         """Stop holding a request."""
@@ -290,12 +310,13 @@ class Encoding:
             self._store.withdraw(image.digest)
 
     def _ask(self) -> None:
-        """Send images to the encoder, for requests in order of rank, while the store has room for all images of a
-        request and the encoder has little to do."""
+        """Ask for images, for requests in order of rank, while the store has room for all images of a request and few
+        others are encoded before them."""
         while self._queue:
             request = self._queue[0]
             held = self._held[request]
-            if len(self._jobs) >= _MOST_AHEAD and any(image.digest not in self._store for image in held.images):
+            num_before = len(self._sent) + bisect_left(self._unsent, (rank(request),))
+            if num_before >= _MOST_AHEAD and any(image.digest not in self._store for image in held.images):
                 return
             new = self._hold(request, held.images)
             if new is None:
@@ -305,12 +326,39 @@ class Encoding:
             for image in new:
                 job = EncodeJob(image.digest, image.data, image.detail, len(image.places))
                 self._jobs[image.digest] = _Asked(job, [])
-                self._encoder.encode(job)
+                insort(self._unsent, _Unsent(rank(request), next(self._numbers), job))
             lacking = {image.digest for image in held.images if not self._is_here(image.digest)}
             for digest in lacking:
                 self._jobs[digest].requests.append(request)
+                self._hurry(self._jobs[digest].job, request)
             if not lacking:
                 self._complete.append(request)
+
+    def _send(self) -> None:
+        """Hand the next images to the encoder, if it has few."""
+        num_tokens = sum(job.num_tokens for job in self._sent)
+        while self._unsent and (len(self._sent) < _MOST_AHEAD or num_tokens < _TOKENS_AHEAD):
+            job = self._unsent.pop(0).job
+            num_tokens += job.num_tokens
+            self._sent.add(job)
+            self._encoder.encode(job)
+
+    def _drop(self, job: EncodeJob) -> None:
+        """Have an image no longer encoded that nobody waits for."""
+        if job in self._sent:
+            self._sent.remove(job)
+            self._encoder.drop(job)
+        else:
+            self._unsent.remove(self._unsent_of(job))
+
+    def _unsent_of(self, job: EncodeJob) -> _Unsent:
+        return next(unsent for unsent in self._unsent if unsent.job is job)
+
+    def _hurry(self, job: EncodeJob, request: Request) -> None:
+        """Send an image in the turn of this request, if that is earlier."""
+        if job not in self._sent and rank(request) < (unsent := self._unsent_of(job)).rank:
+            self._unsent.remove(unsent)
+            insort(self._unsent, unsent._replace(rank=rank(request)))
 
     def _hold(self, request: Request, images: Sequence[PlacedImage]) -> list[PlacedImage] | None:
         """Hold the states of images in the store for a request. Returns the images that still have to be encoded, or
@@ -337,6 +385,7 @@ class Encoding:
 
     def _end(self, job: EncodeJob) -> None:
         """Handle the end of an encoding. If it failed, the requests that wait for the image end."""
+        self._sent.discard(job)
         asked = self._jobs.get(job.digest)
         if job.states is None and (asked is None or asked.job is not job):
             return
@@ -349,7 +398,7 @@ class Encoding:
         # Whoever asked for it may be gone, and somebody else may have asked again.
         self._store.put(job.digest, job.states)
         if asked is not None and asked.job is not job:
-            self._encoder.drop(asked.job)
+            self._drop(asked.job)
         self._complete += filter(self._has_all, requests)
 
     def _fail(self, request: Request, job: EncodeJob) -> None:
@@ -408,7 +457,7 @@ class Encoding:
         if self._store.release(use.digest):
             asked = self._jobs.pop(use.digest, None)
             if asked is not None:
-                self._encoder.drop(asked.job)
+                self._drop(asked.job)
 
 
 def _lacking(request: Request, num_computed: int) -> list[PlacedImage]:

@@ -248,6 +248,36 @@ def test_images_are_encoded_in_order_of_rank_whatever_the_order_of_arrivals_and_
     assert setup.encoder.seen[1:] == [waiting[request].digest for request in in_order]
 
 
+def test_a_request_of_higher_rank_waits_for_few_images_of_a_request_that_has_many() -> None:
+    setup = Setup(num_blocks=512, budget_tokens=2000)
+    many = [Picture(number, 100) for number in range(10, 20)]
+    low = setup.request(prompt_of([1], *many, [2, 3]), max_tokens=1)
+    high = setup.request(prompt_of([1], DOG, many[8], [2, 3]), priority=1)
+    last = setup.request(prompt_of([1], CAT, [2, 3]))
+    setup.encoding.check()
+    assert setup.encoder.seen == [picture.digest for picture in many[:4]]
+    while len(setup.encoder.seen) < len(many) + 2:
+        setup.encoder.work(1)
+        setup.turn()
+        setup.encoding.check()
+    others = [picture for picture in many[4:] if picture is not many[8]]
+    expected = [*many[:4], many[8], DOG, *others, CAT]
+    assert setup.encoder.seen == [picture.digest for picture in expected], "also an image that both have"
+    setup.run()
+    setup.answers(low, high, last)
+
+
+def test_small_images_are_handed_to_the_encoder_together() -> None:
+    setup = Setup(num_blocks=128)
+    pictures = [Picture(number, 16) for number in range(20)]
+    request = setup.request(prompt_of([1], *pictures, [2, 3]))
+    assert len(setup.encoder.seen) == 16
+    setup.encoding.cancel(request)
+    assert not setup.encoder.queue
+    setup.run()
+    setup.is_clean()
+
+
 def test_an_image_larger_than_the_store_is_served_alone() -> None:
     setup = Setup(budget_tokens=4)
     requests = [
