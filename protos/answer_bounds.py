@@ -1,4 +1,5 @@
-"""Rules shared by gateway, router and worker: when an answer is complete, and which prompts leave room for one. Pure.
+"""Rules shared by gateway, router and worker: when an answer is complete, which prompts leave room for one, and how
+large a request may be. Pure.
 
 An answer with all its tokens needs no worker to finish. If a worker, a router or a connection is lost at that point,
 the process that has the tokens creates the final message by the worker's own rule.
@@ -21,13 +22,13 @@ from headrace.protos.inference_pb2 import (
 from headrace.protos.status import Reason, StatusError
 from headrace.protos.worker_pb2 import ModelCard
 
+MAX_REQUEST_BYTES = 32 * 1024 * 1024
+"""Of a request on the wire, which is one message: prompt, parameters and images."""
 # Bytes of a request in addition to its tokens: a grammar has at most 256 KiB, and the other fields are small.
 _OTHER_REQUEST_BYTES = 1 << 20
 # Maximum bytes on the wire of a token id and of an entry of logit_bias. allowed_token_ids may also name every token.
 _TOKEN_BYTES = 5
 _BIAS_BYTES = 14
-# Images come in one message with their prompt, and messages have at most so many bytes.
-_MOST_IMAGE_BYTES = 16 << 20
 
 
 def check_context(
@@ -58,12 +59,21 @@ def check_context(
         )
 
 
+def max_image_bytes(card: ModelCard) -> int:
+    """Upper bound of the size of all images of a request in bytes, for this model: what its message holds beside the
+    longest prompt, and at least half of the message."""
+    left = MAX_REQUEST_BYTES - _max_prompt_bytes(card) - _OTHER_REQUEST_BYTES
+    return min(card.images.max_images * card.images.max_bytes, max(left, MAX_REQUEST_BYTES // 2))
+
+
 def max_request_bytes(card: ModelCard) -> int:
     """Upper bound of a valid request's size in bytes for this model. Larger requests are refused unread."""
     of_vocabulary = (_TOKEN_BYTES + _BIAS_BYTES) * card.vocab_size
-    num_tokens = max(card.max_context_tokens, card.max_evicting_context_tokens)
-    of_images = min(card.images.max_images * card.images.max_bytes, _MOST_IMAGE_BYTES)
-    return _TOKEN_BYTES * num_tokens + of_vocabulary + of_images + _OTHER_REQUEST_BYTES
+    return _max_prompt_bytes(card) + of_vocabulary + max_image_bytes(card) + _OTHER_REQUEST_BYTES
+
+
+def _max_prompt_bytes(card: ModelCard) -> int:
+    return _TOKEN_BYTES * max(card.max_context_tokens, card.max_evicting_context_tokens)
 
 
 @dataclass(frozen=True, slots=True)

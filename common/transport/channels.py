@@ -35,6 +35,7 @@ from typing import Any, TypeAlias, cast
 import grpc
 
 from headrace.common.stores.watched_files import WatchedFiles
+from headrace.protos.answer_bounds import MAX_REQUEST_BYTES
 from headrace.protos.status import Reason, StatusError, abort
 
 FLEET_NAME = "headrace.internal"
@@ -45,9 +46,8 @@ MAX_TOKEN_CHARS = 4096
 Options: TypeAlias = tuple[tuple[str, "int | str"], ...]
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Of an answer. Requests may have images, and are as large as `MAX_REQUEST_BYTES`."""
 COMMON_OPTIONS: Options = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # gRPC starts no timer for the keepalive's timeout alone. A ping has its own, which is a minute unless it is set.
@@ -64,6 +64,8 @@ def channel_options(longest_pause_ms: int = 1_000) -> Options:
     minutes, which would delay reconnecting to a process that was down for long."""
     return (
         *COMMON_OPTIONS,
+        ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", longest_pause_ms),
@@ -74,6 +76,8 @@ def channel_options(longest_pause_ms: int = 1_000) -> Options:
 CHANNEL_OPTIONS = channel_options()
 SERVER_OPTIONS: Options = (
     *COMMON_OPTIONS,
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     # Two servers on one port would share its calls. The second one must fail to start instead.
     ("grpc.so_reuseport", 0),
     # Callers ping every 10 s, with and without calls. Do not treat that as abuse.

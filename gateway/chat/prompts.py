@@ -28,6 +28,7 @@ from headrace.gateway.text.fill import FillTokens, cut_to, fill_tokens
 from headrace.gateway.text.image_tokens import ImageTokens, PromptImage, with_images
 from headrace.gateway.text.models import Model, TextSide
 from headrace.gateway.text.plain_encoding import PlainEncoding
+from headrace.protos.answer_bounds import max_image_bytes
 from headrace.protos.status import Reason, StatusError
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ class Prompts:
         self, model: Model, tokens: ImageTokens, given: Sequence[tuple[str, GivenImage]]
     ) -> Sequence[PromptImage]:
         """The images for a prompt. Raises `StatusError`."""
-        files = await self._loader.load(given, model.card.images)
+        files = await self._loader.load(given, model.card.images, max_image_bytes(model.card))
         images = []
         left = model.card.max_context_tokens
         for (name, image), (data, header) in zip(given, files, strict=True):

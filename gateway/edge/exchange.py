@@ -23,7 +23,7 @@ from headrace.gateway.edge.failures import ErrorShape, Headers, HttpError, failu
 from headrace.gateway.hints import Hints, hints_var
 from headrace.protos.status import Reason, StatusError
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_BODY_BYTES = 32 * 1024 * 1024
 KEEP_ALIVE_S = 15.0
 TIMEOUT_HEADER = "x-request-timeout"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -230,7 +230,8 @@ class Exchange:
         return HttpError(408, "request_timeout", message, [(b"connection", b"close")])
 
     def _too_large(self) -> HttpError:
-        message = f"the body is larger than {self._bodies.max_bytes} bytes"
+        most = self._bodies.max_bytes
+        message = f"the body is larger than {most} bytes: send less, or have --max-body-mb of the gateway raised"
         return HttpError(413, "body_too_large", message, [(b"connection", b"close")])
 
     async def _watch_for_disconnect(self) -> None:

@@ -111,7 +111,7 @@ class EdgeSettings:
         help="Maximum seconds until the body of a request is complete.",
     )
     max_body_mb: int = _flag(
-        default=16, type=click.IntRange(min=1), help="Maximum size of the body of a request, in MiB."
+        default=32, type=click.IntRange(min=1), help="Maximum size of the body of a request, in MiB."
     )
     max_bodies_mb: int = _flag(
         default=1024, type=click.IntRange(min=1), help="Maximum size of all bodies together, in MiB."

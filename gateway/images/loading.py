@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,8 +25,6 @@ from headrace.protos.worker_pb2 import ImageLimits
 if TYPE_CHECKING:
     from headrace.gateway.images.remote import RemoteImages
 
-MAX_REQUEST_BYTES = 15 * 1024 * 1024
-"""Of all images of a request: they go to the worker in one message, of at most 16 MiB."""
 MAX_FETCHED_BYTES = 1024 * 1024 * 1024
 """Of all requests. The bodies of requests have a bound of their own (`edge.bodies`), but a short body may name large
 files."""
@@ -54,15 +53,14 @@ class ImageLoader:
         self._num_fetched_bytes = 0
 
     async def load(
-        self, images: Sequence[tuple[str, GivenImage]], limits: ImageLimits
+        self, images: Sequence[tuple[str, GivenImage]], limits: ImageLimits, max_bytes: int
     ) -> Sequence[tuple[bytes, ImageHeader]]:
-        """The files of a request's images, each given with the name of its field, and their headers. Raises
-        `StatusError`."""
+        """The files of a request's images, each given with the name of its field, and their headers. All of them have
+        at most `max_bytes`. Raises `StatusError`."""
         check_number(images, limits)
         for name, image in images:
             _check_length(name, image, limits.max_bytes)
-        known = sum(_least_bytes(image) for _, image in images)
-        _check_total(images, known)
+        _check_total(images, map(_least_bytes, (image for _, image in images)), max_bytes)
         try:
             async with asyncio.TaskGroup() as loading:
                 for name, image in images:
@@ -70,7 +68,7 @@ class ImageLoader:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         files = [image.data or b"" for _, image in images]
-        _check_total(images, sum(map(len, files)))
+        _check_total(images, map(len, files), max_bytes)
         names = [name for name, _ in images]
         return [
             (data, await self.run(lambda name=name, data=data: _header(name, data, limits), len(data)))  # type: ignore[misc]
@@ -140,11 +138,13 @@ def _check_length(name: str, image: GivenImage, max_bytes: int) -> None:
         raise too_large(name, max_bytes)
 
 
-def _check_total(images: Sequence[tuple[str, GivenImage]], num_bytes: int) -> None:
-    if num_bytes > MAX_REQUEST_BYTES:
-        name, _ = images[-1]
-        problem = f"{name}: the images of a request may have {MAX_REQUEST_BYTES} bytes together; these have more"
-        raise ImageRefusal(Why.BYTES, name, f"{problem}. Send smaller files")
+def _check_total(images: Sequence[tuple[str, GivenImage]], sizes: Iterable[int], max_bytes: int) -> None:
+    totals = itertools.accumulate(sizes)
+    for (name, _), total in zip(images, totals, strict=True):
+        if total > max_bytes:
+            problem = f"{name}: the images up to this one have more than {max_bytes} bytes, the maximum of a request"
+            remedy = "leave out images of earlier turns, or send smaller files, such as JPEG in place of PNG"
+            raise ImageRefusal(Why.BYTES, name, f"{problem}: {remedy}")
 
 
 async def _decoded(name: str, text: str) -> bytes:

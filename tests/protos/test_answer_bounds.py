@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from headrace.protos.answer_bounds import check_context, closing_message, max_request_bytes
+from headrace.protos.answer_bounds import (
+    MAX_REQUEST_BYTES,
+    check_context,
+    closing_message,
+    max_image_bytes,
+    max_request_bytes,
+)
 from headrace.protos.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -83,3 +89,18 @@ def test_no_valid_request_is_larger_than_the_bound() -> None:
         request.sampling.logit_bias[2**32 - 1 - token] = 1.0
     request.sampling.constraint.json_schema = "x" * (256 << 10)
     assert request.ByteSize() <= max_request_bytes(card)
+
+
+def test_images_have_what_a_message_holds_beside_the_longest_prompt() -> None:
+    card = ModelCard(max_context_tokens=100_000, vocab_size=1000)
+    assert max_image_bytes(card) == 0, "it reads no images"
+    card.images.max_images, card.images.max_bytes = 128, 12 << 20
+    request = GenerateRequest(token_ids=[2**32 - 1] * 100_000)
+    request.images.add(data=bytes(max_image_bytes(card)))
+    request.sampling.constraint.json_schema = "x" * (256 << 10)
+    assert request.ByteSize() <= min(MAX_REQUEST_BYTES, max_request_bytes(card))
+    assert len(request.images[0].data) > MAX_REQUEST_BYTES - (2 << 20)
+    card.max_context_tokens = 10_000_000
+    assert max_image_bytes(card) == MAX_REQUEST_BYTES // 2
+    card.images.max_images = 1
+    assert max_image_bytes(card) == 12 << 20

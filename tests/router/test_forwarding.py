@@ -776,6 +776,17 @@ async def test_more_bytes_of_requests_than_the_bound_are_refused(
     assert sample("headrace_router_request_bytes") == 0
 
 
+async def test_images_may_have_more_bytes_than_an_answer(start_router: StartRouter, start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    worker.card.images.max_images, worker.card.images.max_bytes = 2, 12 << 20
+    router = await start_router(worker)
+    images = [inference_pb2.Image(data=bytes([number]) * (10 << 20)) for number in range(2)]
+    tokens, _ = await router.generate(PROMPT, images=images)
+    assert tokens == answer(PROMPT, 20)
+    (arrived,) = map(inference_pb2.GenerateRequest.FromString, worker.requests)
+    assert list(arrived.images) == images
+
+
 async def test_bytes_that_requests_share_count_until_the_last_of_them_ends(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:

@@ -11,11 +11,12 @@ import grpc
 import pytest
 
 from headrace.common.transport import session_client, session_server, sessions
-from headrace.common.transport.channels import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from headrace.common.transport.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
 from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.session_server import SessionServer
 from headrace.common.transport.sessions import Call, CallContext
 from headrace.common.transport.wire_request import SharedPart, WireRequest
+from headrace.protos.answer_bounds import MAX_REQUEST_BYTES
 from headrace.protos.status import Reason, StatusError, abort, error_of
 from tests.patience import patience
 
@@ -440,7 +441,7 @@ async def test_a_request_that_no_message_holds_fails_alone() -> None:
         client = SessionClient(channel)
         innocent = client.generate(b"together:1")
         await until(lambda: server.metadata)
-        failure = await failure_of(client.generate(b"x" * (MAX_MESSAGE_BYTES + 1)))
+        failure = await failure_of(client.generate(b"x" * (MAX_REQUEST_BYTES + 1)))
         assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         server.going.set()
         assert await all_of(innocent) == [b"together:1"]

@@ -244,7 +244,7 @@ async def _whole(gateway: Any, request: bytes, size: int) -> tuple[int, dict[str
 @pytest.mark.parametrize(
     ("head", "status", "code"),
     [
-        (HEAD + b"content-length: %d\r\n\r\n" % (20 * MIB), 413, "body_too_large"),
+        (HEAD + b"content-length: %d\r\n\r\n" % (33 * MIB), 413, "body_too_large"),
         (b"POST /v1/no HTTP/1.0\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % (20 * MIB), 404, "not_found"),
         (HEAD + b"x: " + b"a" * 90_000 + b"\r\n\r\n", 431, "headers_too_large"),
         (b"POST / HTTP/9\r\n\r\n", 400, "invalid_request"),
@@ -274,5 +274,5 @@ async def test_a_body_that_comes_too_late_is_refused_while_it_comes(kit: Any, ro
 @pytest.mark.asyncio(loop_scope="module")
 async def test_nothing_is_read_of_a_body_that_says_it_is_too_large(gateway: Any) -> None:
     async with connected(gateway) as client:
-        client.send(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % (20 * MIB))
+        client.send(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % (33 * MIB))
         shaped(await client.response(), 413, "body_too_large")

@@ -24,6 +24,7 @@ from tests.gateway.image_model import RED, b64, png
 from tests.hostile_images import has_remedy
 
 LIMITS = ImageLimits(max_images=2, max_pixels=10_000, max_bytes=2000)
+MAX_BYTES = 32 << 20
 
 
 @pytest.fixture
@@ -32,9 +33,11 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-async def load(pool: Any, *images: GivenImage, limits: ImageLimits = LIMITS, loader: Any = None) -> Any:
+async def load(
+    pool: Any, *images: GivenImage, limits: ImageLimits = LIMITS, max_bytes: int = MAX_BYTES, loader: Any = None
+) -> Any:
     named = [(f"i{number}", image) for number, image in enumerate(images)]
-    return await (loader or ImageLoader(pool)).load(named, limits)
+    return await (loader or ImageLoader(pool)).load(named, limits, max_bytes)
 
 
 def given(data: bytes) -> GivenImage:
@@ -160,10 +163,18 @@ async def test_lengths_are_checked_before_anything_is_decoded(pool: Any) -> None
     assert (await why(pool, *[GivenImage(base64="!")] * 3))[:2] == (Why.NUMBER, "i2")
 
 
-async def test_all_images_together_fit_into_a_message(pool: Any) -> None:
-    limits = ImageLimits(max_images=9, max_pixels=10, max_bytes=loading.MAX_REQUEST_BYTES)
-    half = GivenImage(data=bytes(loading.MAX_REQUEST_BYTES // 2 + 1))
-    assert (await why(pool, half, half, limits=limits))[0] == Why.BYTES
+async def test_all_images_together_are_bounded_and_the_first_that_is_too_much_is_named(pool: Any) -> None:
+    limits = ImageLimits(max_images=9, max_pixels=10_000, max_bytes=1000)
+    files = [RED + bytes(1000 - len(RED))] * 3
+    assert len(await load(pool, *map(given, files), limits=limits, max_bytes=3000)) == 3
+    kind, field, message = await why(pool, *map(given, files), limits=limits, max_bytes=1800)
+    assert (kind, field) == (Why.BYTES, "i1")
+    assert "the images up to this one have more than 1800 bytes" in message
+    assert "leave out images of earlier turns" in message
+    source: Any = Source(files[0])
+    urls = [GivenImage(url=f"https://a.example/{number}.png") for number in range(3)]
+    found = await why(pool, *urls, limits=limits, max_bytes=2999, loader=ImageLoader(pool, source))
+    assert found[:2] == (Why.BYTES, "i2"), "what is fetched counts when it is here"
 
 
 @pytest.mark.parametrize(
