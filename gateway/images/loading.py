@@ -25,6 +25,8 @@ from headrace.protos.worker_pb2 import ImageLimits
 if TYPE_CHECKING:
     from headrace.gateway.images.remote import RemoteImages
 
+MAX_FETCHES_OF_REQUEST = 8
+"""At a time. The time limit of an image does not begin before its turn."""
 MAX_FETCHED_BYTES = 1024 * 1024 * 1024
 """Of all requests. The bodies of requests have a bound of their own (`edge.bodies`), but a short body may name large
 files."""
@@ -61,10 +63,11 @@ class ImageLoader:
         for name, image in images:
             _check_length(name, image, limits.max_bytes)
         _check_total(images, map(_least_bytes, (image for _, image in images)), max_bytes)
+        turns = asyncio.Semaphore(MAX_FETCHES_OF_REQUEST)
         try:
             async with asyncio.TaskGroup() as loading:
                 for name, image in images:
-                    loading.create_task(self._load(name, image, limits.max_bytes))
+                    loading.create_task(self._load(name, image, limits.max_bytes, turns))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         files = [image.data or b"" for _, image in images]
@@ -81,12 +84,13 @@ class ImageLoader:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    async def _load(self, name: str, image: GivenImage, max_bytes: int) -> None:
+    async def _load(self, name: str, image: GivenImage, max_bytes: int, turns: asyncio.Semaphore) -> None:
         if image.data is None and image.base64 is not None:
             image.data = await _decoded(name, image.base64)
             image.base64 = None
         elif image.data is None:
-            image.data = await self._fetched(name, image.url or "", max_bytes)
+            async with turns:
+                image.data = await self._fetched(name, image.url or "", max_bytes)
             self._hold(image, len(image.data))
         if len(image.data) > max_bytes:
             raise too_large(name, max_bytes)

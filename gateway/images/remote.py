@@ -12,7 +12,9 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import httpcore
 
@@ -21,6 +23,8 @@ from headrace.gateway.images.urls import Domains, Target, target_of
 
 MAX_FETCHES = 32
 """At a time. Further ones wait, within their time limit."""
+MAX_FETCHES_OF_SOURCE = 8
+"""Of them, those of one source (`Domains.source_of`), so that images of a slow host do not hold up those of others."""
 _UNREACHABLE = "its host cannot be reached from here"
 _LOG = logging.getLogger(__name__)
 
@@ -111,6 +115,14 @@ class _Pinned(httpcore.AsyncNetworkBackend):
         await asyncio.sleep(seconds)
 
 
+@dataclass(slots=True)
+class _Places:
+    """Of one source, and how many fetches have one or wait for one."""
+
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_FETCHES_OF_SOURCE))
+    num_users: int = 0
+
+
 class RemoteImages:
     """Fetches images from allowed hosts."""
 
@@ -123,18 +135,21 @@ class RemoteImages:
         permits: Callable[[str], bool] = is_public,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`timeout_s` is for one image, from its turn to its last byte. `permits` says to which addresses a connection
+        """`timeout_s` is for one image, from the call to its last byte. `permits` says to which addresses a connection
         may be made."""
         self._domains = domains
         self._timeout_s = timeout_s
         self._backend = _Pinned(resolve, permits)
         self._tls = tls or ssl.create_default_context()
         self._turns = asyncio.Semaphore(MAX_FETCHES)
+        self._places_of: dict[str, _Places] = {}
+        """By source, while images of it are fetched or wait."""
 
     async def fetch(self, name: str, url: str, max_bytes: int) -> bytes:
         """The file that a URL names. `name` is the URL's field. Raises `ImageRefusal`."""
         target = target_of(name, url)
-        if not self._domains.allow(target):
+        source = self._domains.source_of(target)
+        if source is None:
             raise ImageRefusal(
                 Why.URL,
                 name,
@@ -142,7 +157,7 @@ class RemoteImages:
                 "host allowed with --allowed-media-domains",
             )
         try:
-            async with asyncio.timeout(self._timeout_s), self._turns:
+            async with asyncio.timeout(self._timeout_s), self._place_of(source), self._turns:
                 return await self._read(name, target, max_bytes)
         except TimeoutError:
             raise _failed(name, f"it did not come within {self._timeout_s:g} s") from None
@@ -152,6 +167,19 @@ class RemoteImages:
             raise _failed(name, _UNREACHABLE) from None
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
             raise _failed(name, "its host broke off, or did not answer in HTTP") from None
+
+    @asynccontextmanager
+    async def _place_of(self, source: str) -> AsyncIterator[None]:
+        """Context manager: one of the places of a source, when it is free."""
+        places = self._places_of.setdefault(source, _Places())
+        places.num_users += 1
+        try:
+            async with places.turns:
+                yield
+        finally:
+            places.num_users -= 1
+            if not places.num_users:
+                del self._places_of[source]
 
     async def _read(self, name: str, target: Target, max_bytes: int) -> bytes:
         url = httpcore.URL(

@@ -51,13 +51,14 @@ class Domains:
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def allow(self, target: Target) -> bool:
-        """Whether a host is allowed."""
+    def source_of(self, target: Target) -> str | None:
+        """What allows a host; None if nothing does. All hosts below a domain that is allowed so are one source; with
+        `all`, each host is one."""
         end = "" if target.port == _PORTS[target.scheme] else f":{target.port}"
-        if target.host + end in self._names or (not end and "all" in self._names):
-            return True
         labels = target.host.split(".")
-        return any(f"*.{'.'.join(labels[i:])}{end}" in self._names for i in range(1, len(labels)))
+        above = (f"*.{'.'.join(labels[i:])}" for i in range(1, len(labels)))
+        found = next((name + end for name in (target.host, *above) if name + end in self._names), None)
+        return target.host if found is None and not end and "all" in self._names else found
 
 
 def target_of(name: str, url: str) -> Target:

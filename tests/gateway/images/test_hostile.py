@@ -18,7 +18,7 @@ from PIL import Image
 
 from headrace.gateway.edge.settings import EdgeControls, EdgeSettings
 from headrace.gateway.images.loading import ImageLoader
-from headrace.gateway.images.remote import MAX_FETCHES, RemoteImages, is_public, resolved
+from headrace.gateway.images.remote import MAX_FETCHES, MAX_FETCHES_OF_SOURCE, RemoteImages, is_public, resolved
 from headrace.gateway.images.urls import Domains
 from tests.common.vision.image_files import OURS, SIGNATURES, WRITERS, written
 from tests.gateway.image_model import MAX_BYTES, RED, image_part
@@ -238,15 +238,20 @@ async def test_callers_that_hang_up_while_images_are_fetched_leave_nothing(seer:
         return ["127.0.0.1"]
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    place = f"pictures.example:{server.sockets[0].getsockname()[1]}"
+    port = server.sockets[0].getsockname()[1]
+    places = [f"pictures{number}.example:{port}" for number in range(MAX_FETCHES // MAX_FETCHES_OF_SOURCE + 1)]
 
     def loader(threads: Any) -> ImageLoader:
-        remote = RemoteImages(Domains([place]), 3600, resolve=here, permits=lambda address: True)
+        remote = RemoteImages(Domains(places), 3600, resolve=here, permits=lambda address: True)
         return ImageLoader(threads.images, remote)
 
     controls = EdgeControls(EdgeSettings())
-    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"http://{place}/a.png"}}]}
-    body = {"model": "seeing", "messages": [message]}
+
+    def body(number: int) -> dict[str, Any]:
+        url = {"url": f"http://{places[number % len(places)]}/a.png"}
+        message = {"role": "user", "content": [{"type": "image_url", "image_url": url}]}
+        return {"model": "seeing", "messages": [message]}
+
     limits = httpx.Limits(max_keepalive_connections=0)
     async with (
         server,
@@ -254,7 +259,8 @@ async def test_callers_that_hang_up_while_images_are_fetched_leave_nothing(seer:
         httpx.AsyncClient(base_url=gateway.url, timeout=None, limits=limits) as http,
         asyncio.timeout(patience(60)),
     ):
-        asked = [asyncio.create_task(http.post("/v1/chat/completions", json=body)) for _ in range(MAX_FETCHES + 8)]
+        posts = (http.post("/v1/chat/completions", json=body(number)) for number in range(MAX_FETCHES + 8))
+        asked = [asyncio.create_task(post) for post in posts]
         for _ in range(MAX_FETCHES):
             await waiting.acquire()
         assert controls.bodies.num_bytes > 0
@@ -264,7 +270,7 @@ async def test_callers_that_hang_up_while_images_are_fetched_leave_nothing(seer:
         for _ in range(MAX_FETCHES):
             await left.acquire()
         is_silent = False
-        answer = await http.post("/v1/chat/completions", json=body)
+        answer = await http.post("/v1/chat/completions", json=body(0))
         assert answer.status_code == 200, answer.text
         assert [image.data for image in seer.streams[-1].request.images] == [RED]
         while controls.bodies.num_bytes:

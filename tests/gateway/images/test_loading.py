@@ -258,6 +258,25 @@ async def test_a_failure_ends_the_other_fetches(pool: Any) -> None:
     assert cancelled.is_set()
 
 
+async def test_a_request_fetches_a_few_of_its_images_at_a_time(pool: Any) -> None:
+    class Counted(Source):
+        num_open = most = 0
+
+        async def fetch(self, name: str, url: str, max_bytes: int) -> bytes:
+            self.num_open += 1
+            self.most = max(self.most, self.num_open)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            self.num_open -= 1
+            return await super().fetch(name, url, max_bytes)
+
+    source: Any = Counted(RED)
+    limits = ImageLimits(max_images=99, max_pixels=10_000, max_bytes=2000)
+    images = [GivenImage(url=f"https://a.example/{number}") for number in range(3 * loading.MAX_FETCHES_OF_REQUEST)]
+    assert len(await load(pool, *images, limits=limits, loader=ImageLoader(pool, source))) == len(images)
+    assert (source.most, source.num_calls) == (loading.MAX_FETCHES_OF_REQUEST, len(images))
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     allowed = tmp_path / "allowed"

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from headrace.common.tasks import end_tasks
 from headrace.gateway.images.refusal import ImageRefusal, Why
-from headrace.gateway.images.remote import RemoteImages, is_public
+from headrace.gateway.images.remote import MAX_FETCHES, MAX_FETCHES_OF_SOURCE, RemoteImages, is_public
 from headrace.gateway.images.urls import Domains, target_of
 from tests.gateway.image_model import RED
 from tests.hostile_images import has_remedy
+from tests.patience import patience
 
 HOST = "pictures.example"
 INSTEAD = "send it as a data: URL with base64"
@@ -269,7 +271,45 @@ async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.Monke
     ],
 )
 def test_domains_are_compared_by_labels(allowed: str, url: str, is_allowed: bool) -> None:
-    assert Domains([allowed]).allow(target_of("u", url)) is is_allowed
+    assert (Domains([allowed]).source_of(target_of("u", url)) is not None) is is_allowed
+
+
+def test_hosts_below_an_allowed_domain_are_one_source() -> None:
+    def source_of(url: str, *allowed: str) -> str | None:
+        return Domains(allowed).source_of(target_of("u", url))
+
+    assert source_of("https://b.a.example/x", "*.a.example", "all") == "*.a.example"
+    assert source_of("https://c.b.a.example/x", "*.a.example") == "*.a.example"
+    assert source_of("https://b.a.example/x", "*.a.example", "b.a.example") == "b.a.example"
+    assert source_of("https://b.a.example/x", "all") == "b.a.example"
+    assert source_of("https://b.a.example:8443/x", "*.a.example:8443") == "*.a.example:8443"
+
+
+async def test_images_of_a_slow_host_do_not_hold_up_those_of_others() -> None:
+    """Although more are asked for than are fetched at a time. The hosts below `*.slow.example` are one."""
+    begun: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if "slow.example" in request:
+            begun.append(request)
+            await reader.read()  # until the caller hangs up
+        else:
+            writer.write(response())
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    images = remote(f"*.slow.example:{port}", f"{HOST}:{port}", timeout_s=3600)
+    async with server, asyncio.timeout(patience(20)):
+        urls = [f"http://{number}.slow.example:{port}/" for number in range(MAX_FETCHES + 8)]
+        slow = [asyncio.create_task(images.fetch("u", url, 10_000)) for url in urls]
+        while len(begun) < MAX_FETCHES_OF_SOURCE:
+            await asyncio.sleep(0.001)
+        assert await images.fetch("u", f"http://{HOST}:{port}/", 10_000) == RED
+        assert len(begun) == MAX_FETCHES_OF_SOURCE
+        await end_tasks(*slow)
+        assert not images._places_of, "nothing is kept of a source that is not asked"
 
 
 @pytest.mark.parametrize("name", ["", "https://a.example", "a.example/x", "a b", "*", "*a.example", "a:x", "ä.x"])
