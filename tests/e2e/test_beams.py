@@ -14,9 +14,9 @@ import openai
 import openvino as ov
 import pytest
 
-from headrace.cli.models.model_cache import model_directory
 from headrace.worker.grammar.compiler import read_vocabulary
 from tests.e2e.serving import BOUND_S, MODEL, Serve, serving
+from tests.e2e.small_model import small_model
 from tests.patience import patience
 from tests.worker.beam_reference import Answer, log_softmax, search
 
@@ -33,7 +33,7 @@ class Unpaged:
 
     def __init__(self) -> None:
         options = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-        path = model_directory(MODEL) / "openvino_model.xml"
+        path = small_model() / "openvino_model.xml"
         self._request = ov.Core().compile_model(path, "CPU", options).create_infer_request()
         self.after = lru_cache(maxsize=None)(self._after)
 
@@ -59,8 +59,8 @@ def unpaged() -> Unpaged:
 
 @pytest.fixture(scope="module")
 def accurate() -> Iterator[Serve]:
-    """The demo model, computed in its own precision."""
-    with serving("--execution-mode", "accuracy") as serve:
+    """A few layers of the demo model, computed in its own precision."""
+    with serving("--execution-mode", "accuracy", model=small_model()) as serve:
         yield serve
 
 
@@ -133,7 +133,7 @@ def test_fields_have_their_effect(
 
 def test_answers_end_at_texts(client: openai.OpenAI, accurate: Serve, unpaged: Unpaged, prompt: list[int]) -> None:
     """The text is of the best answer without it, and the penalty favours short answers."""
-    vocabulary = read_vocabulary(model_directory(MODEL))
+    vocabulary = read_vocabulary(small_model())
 
     def text_of(token_ids: Sequence[int]) -> str:
         return b"".join(vocabulary.token_bytes[i] for i in token_ids if i not in vocabulary.special_ids).decode(
