@@ -24,10 +24,11 @@ def test_a_wheel_without_extras_answers(tmp_path: Path) -> None:
     empty.mkdir()
     wheel = built_wheel(built_sdist(tmp_path), wheel_dir)
     environment = tmp_path / "environment"
-    pip = [environment / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    # That of the tests installs into the environment, so none has to be installed there.
+    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "install", "--no-compile"]
     for command in (
-        [sys.executable, "-m", "venv", environment],
-        [*pip, "--constraint", ROOT / "constraints.txt", "--only-binary", ":all:", wheel],
+        [sys.executable, "-m", "venv", "--without-pip", environment],
+        [*pip, "--quiet", "--constraint", ROOT / "constraints.txt", "--only-binary", ":all:", wheel],
     ):
         done = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=patience(INSTALL_BOUND_S))
         assert done.returncode == 0, done.stderr
