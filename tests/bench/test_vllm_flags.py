@@ -104,7 +104,8 @@ HONOURED: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "--top-p": (("0.5",), ()),
 }
 REFUSED_BY_VALUE = {"--random-batch-size": "2"}
-VLLM = {*HONOURED, *REFUSED_BY_VALUE, *(f"--{name}" for name in (*vllm.HINTS, *vllm.REFUSED))}
+ONLY_IN_RUST = {"--no-steady-state", *(f"--{name}" for name in vllm.REFUSED_OF_RUST)}
+VLLM = {*HONOURED, *REFUSED_BY_VALUE, *(f"--{name}" for name in (*vllm.HINTS, *vllm.REFUSED))} - ONLY_IN_RUST
 NUM_FLAGS = 101
 """Of vLLM 0.33."""
 
@@ -152,9 +153,12 @@ def test_a_hint_changes_nothing(name: str) -> None:
     assert meaning([f"--{name}", *(() if is_switch else ("auto",))]) == meaning([])
 
 
-@pytest.mark.parametrize("flag", sorted({f"--{name}" for name in vllm.REFUSED} | REFUSED_BY_VALUE.keys()))
+@pytest.mark.parametrize(
+    "flag", sorted({f"--{name}" for name in (*vllm.REFUSED, *vllm.REFUSED_OF_RUST)} | REFUSED_BY_VALUE.keys())
+)
 def test_another_flag_is_refused_by_name_with_the_remedy(flag: str) -> None:
-    is_switch, remedy = vllm.REFUSED.get(flag.removeprefix("--"), (False, "a request has one prompt"))
+    refused = {**vllm.REFUSED, **vllm.REFUSED_OF_RUST}
+    is_switch, remedy = refused.get(flag.removeprefix("--"), (False, "a request has one prompt"))
     value = () if is_switch else (REFUSED_BY_VALUE.get(flag, "1"),)
     done = CliRunner().invoke(main, ["http://a", flag, *value])
     assert done.exit_code == 2
