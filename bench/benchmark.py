@@ -25,7 +25,7 @@ from headrace.bench.load import Load, beside, each_at_once
 from headrace.bench.probes import Probes
 from headrace.bench.record import Record
 from headrace.bench.results import Result, Setup
-from headrace.bench.sender import HttpSender
+from headrace.bench.sender import HttpSender, ask
 from headrace.bench.texts import Writer, writer_for
 from headrace.bench.tokens import Counter
 from headrace.bench.workload import Drawn, Workload
@@ -176,7 +176,7 @@ class Benchmark:
 
     async def _once(self, request: bytes, max_tokens: int) -> Record:
         record = Record(0, 0, max_tokens)
-        await self._sender.send(request, record)
+        await ask(self._sender, request, record)
         return record
 
     async def _count(self, records: Sequence[Record]) -> str:

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.bench.apis import api_of
+from headrace.bench.apis import Options, api_of
 from headrace.bench.calibration import VERSION, Calibration, Front, Host, Layout, Model, this_host
 from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.fleet import Fleet, fleet_of
 from headrace.bench.record import Record
+from headrace.bench.sender import HttpSender, ask
 from headrace.bench.serving import Serving, ServingError, sizes_of_workers
-from headrace.bench.stream import Stream
 from headrace.bench.target import target_of
 from headrace.common.version import headrace_version
 from headrace.common.worker_flags import AUTO_RANKS
@@ -156,13 +156,8 @@ class Loader:
         self.num_requests += 1
         api = api_of("openai", None)
         request = self.client.target.request("POST", api.path(self.model), msgspec.json.encode(body))
-        stream = Stream(api, record)
         record.sent_s = time.perf_counter()
-        try:
-            await self.client.exchange(request, stream)
-            stream.ended()
-        except ExchangeError as error:
-            raise CalibrateError(f"a request failed: {error}") from None
+        await ask(HttpSender(self.client, api, Options(self.model)), request, record)
         if record.error_kind:
             raise CalibrateError(f"a request failed: {record.error or record.error_kind}")
         self.num_tokens += answer

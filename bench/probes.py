@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from headrace.bench.apis import Prompt
-from headrace.bench.load import Sender
 from headrace.bench.record import Record
+from headrace.bench.sender import Sender, ask
 
 _PROMPT = Prompt([{"role": "user", "content": "Hi"}], 1)
 
@@ -34,7 +34,7 @@ class Probes:
         while True:
             record = Record(len(self._records), 1, 1)
             record.sent_s = record.ended_s = self._now()
-            await self._sender.send(request, record)
+            await ask(self._sender, request, record)
             self._records.append(record)
             await asyncio.sleep(1 / self._rate)
 

@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from headrace.bench.apis import Api, Options, Prompt
-from headrace.bench.connection import Client, ExchangeError
+from headrace.bench.connection import Client, Exchange
 from headrace.bench.record import Record
 from headrace.bench.stream import Stream
 from headrace.bench.target import with_body
 
 
+class Sent(Protocol):
+    """A request that was sent."""
+
+    def cancel(self) -> object:
+        """Abandon it: its end is not told. Does nothing after its end."""
+
+
+class Sender(Protocol):
+    """Sends requests and records their answers."""
+
+    def prepared(self, prompt: Prompt) -> bytes:
+        """The request as bytes, made before it is due."""
+
+    def start(self, request: bytes, record: Record, answered: Callable[[], None], may_wait: bool = False) -> Sent:
+        """Send it. `answered` is called later, at the end of the answer, or up to a second after it if it `may_wait`.
+        Failures go into the record."""
+
+    def read(self) -> None:
+        """Complete the records of all answers that have arrived."""
+
+
+async def ask(sender: Sender, request: bytes, record: Record) -> None:
+    """Send a request, and wait for the end of its answer."""
+    end = asyncio.Event()
+    sent = sender.start(request, record, end.set)
+    try:
+        await end.wait()
+    finally:
+        sent.cancel()
+
+
 class HttpSender:
-    """See `load.Sender`. Conversations ask one of `models`, in turn or at random, or the one of `options` if there are
+    """See `Sender`. Conversations ask one of `models`, in turn or at random, or the one of `options` if there are
     none. Requests carry an id that begins with `id_prefix`, if it is not empty. `stream_of` makes what reads an answer
-    into its record."""
+    into its record, and then makes a call."""
 
     def __init__(
         self,
@@ -25,7 +58,7 @@ class HttpSender:
         models: Sequence[str] = (),
         id_prefix: str = "",
         chance: random.Random | None = None,
-        stream_of: Callable[[Api, Record], Stream] = Stream,
+        stream_of: Callable[[Api, Record, Callable[[], None]], Stream] = Stream,
     ) -> None:
         self._client = client
         self._api = api
@@ -56,13 +89,10 @@ class HttpSender:
             self._chosen[conversation] = self._chance.choice(self._options)
         return self._chosen[conversation]
 
-    async def send(self, request: bytes, record: Record) -> None:
-        """Send it and read the whole answer."""
-        stream = self._stream_of(self._api, record)
-        try:
-            await self._client.exchange(request, stream)
-        except ExchangeError as error:
-            if not record.error_kind:
-                record.error_kind, record.error = error.kind, str(error)
-        else:
-            stream.ended()
+    def start(self, request: bytes, record: Record, answered: Callable[[], None], may_wait: bool = False) -> Exchange:
+        """Send it."""
+        return self._client.start(request, self._stream_of(self._api, record, answered), may_wait)
+
+    def read(self) -> None:
+        """Read all that has arrived."""
+        self._client.read()

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from headrace.bench.apis import Api, error_text
+from headrace.bench.connection import ExchangeError
 from headrace.bench.record import Record
 
 _MAX_ERROR_BYTES = 4096
 
 
 class Stream:
-    """A listener of one answer."""
+    """A listener of one answer. `answered` is called when the record is complete."""
 
-    def __init__(self, api: Api, record: Record) -> None:
+    __slots__ = ("_answered", "_has_prefix", "_marks_end", "_read", "_record", "_refusal", "_rest", "_status")
+
+    def __init__(self, api: Api, record: Record, answered: Callable[[], None]) -> None:
         self._read = api.read
         self._has_prefix = api.has_prefix
         self._marks_end = api.marks_end
         self._record = record
+        self._answered = answered
         self._rest = b""
         self._refusal: bytearray | None = None
         self._status = 0
@@ -49,13 +55,17 @@ class Stream:
             elif line.strip():
                 self._event(line, now_s)
 
-    def ended(self) -> None:
+    def ended(self, error: ExchangeError | None) -> None:
         """Complete the record after the last byte. An answer that breaks off is an error."""
         record = self._record
-        if self._refusal is not None:
+        if error is not None:
+            if not record.error_kind:
+                record.error_kind, record.error = error.kind, str(error)
+        elif self._refusal is not None:
             record.error = error_text(bytes(self._refusal))
         elif self._marks_end and not record.error_kind and not (record.is_finished or record.finish_reason):
             record.error_kind, record.error = "broken off", "the stream ended without the end of an answer"
+        self._answered()
 
     def _event(self, payload: bytes, now_s: float) -> None:
         record = self._record

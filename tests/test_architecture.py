@@ -208,7 +208,8 @@ TIERS = {
     "bench": (
         ("process_tree",),
         ("record", "lengths", "arrivals", "target", "apis", "calibration", "serving"),
-        ("connection", "stream", "checks"),
+        ("connection", "checks"),
+        ("stream",),
         ("tokens", "sender", "fleet", "drafts"),
         ("calibrating",),
         ("texts",),

@@ -5,6 +5,8 @@ Answers are kept as they came and read after the run, so that the client is not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from benchmarks.plan.comparison import Tokens
@@ -30,8 +32,8 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class _NotedStream(Stream):
-    def __init__(self, api: Api, record: Record, pieces: list[bytes]) -> None:
-        super().__init__(api, record)
+    def __init__(self, api: Api, record: Record, answered: Callable[[], None], pieces: list[bytes]) -> None:
+        super().__init__(api, record, answered)
         self._pieces = pieces
 
     def received(self, piece: bytes, now_s: float) -> None:
@@ -46,11 +48,11 @@ class Notes:
         # Records are kept, so that no later one has the id of an earlier one.
         self._kept: dict[int, tuple[Record, list[bytes]]] = {}
 
-    def stream(self, api: Api, record: Record) -> Stream:
+    def stream(self, api: Api, record: Record, answered: Callable[[], None]) -> Stream:
         """What reads an answer into its record, and keeps it."""
         pieces: list[bytes] = []
         self._kept[id(record)] = record, pieces
-        return _NotedStream(api, record, pieces)
+        return _NotedStream(api, record, answered, pieces)
 
     def tokens(self, record: Record) -> Tokens:
         """The tokens of a request's prompt and answer."""

@@ -25,6 +25,8 @@ from headrace.bench.target import target_of
 from tests.bench.scripted_server import scripted_server
 
 _WORDS = "word " * 100
+_RATES = {128: 8, 64: 16, 32: 32, 16: 64, 5: 200}
+"""Requests per second, by the tokens of an answer."""
 
 
 async def _loaded(url: str, rate: float, count: int, num_tokens: int, script: str) -> tuple[Run, float]:
@@ -52,7 +54,8 @@ def _report(title: str, run: Run, cpu_s: float) -> None:
     off = ttft.mean() / true_ttft.mean() - 1
     median_us, p99_us = 1e6 * np.percentile(late, (50, 99))
     print(f"{title}: {tokens / run.duration_s:.0f} tokens/s, {len(run.records) / run.duration_s:.0f} requests/s")
-    print(f"  CPU {1e6 * cpu_s / tokens:.1f} us a token, {share:.1%} of a core")
+    each_us = 1e6 * cpu_s / tokens
+    print(f"  CPU {each_us:.1f} us a token, {share:.1%} of a core; at 1,000 tokens/s {each_us / 1000:.1%}")
     print(f"  TTFT {1000 * ttft.mean():.2f} ms, true {1000 * true_ttft.mean():.2f} ({off:+.2%})")
     print(f"  gaps {1000 * gap:.3f} ms, true {1000 * true_gap:.3f} ({gap / true_gap - 1:+.2%})")
     print(f"  a piece is stamped {median_us:.0f} us after it is written (p99 {p99_us:.0f})")
@@ -62,10 +65,11 @@ def _report(title: str, run: Run, cpu_s: float) -> None:
 @click.command(context_settings={"show_default": True})
 @click.option("--seconds", type=click.IntRange(1), default=10, help="Time of each load.")
 def main(seconds: int) -> None:
-    """Measure the client at 1,000 tokens per second, and at 200 requests per second."""
+    """Measure the client at some 1,000 tokens per second, in answers of several lengths."""
     with scripted_server() as url:
-        for title, rate, num_tokens in (("long answers", 16, 64), ("many requests", 200, 5)):
+        for num_tokens, rate in _RATES.items():
             count = round(rate * seconds)
+            title = f"answers of {num_tokens} tokens"
             _report(title, *uvloop.run(_loaded(url, rate, count, num_tokens, "ttft=100,gap=20,stamp=1")))
 
 

@@ -1,16 +1,20 @@
-"""Connections: kept ones that the server closes, answers without a length, TLS, and requests as they are sent."""
+"""Connections: kept ones that the server closes, answers without a length, pieces that are read later, TLS, and
+requests as they are sent."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.bench import connection
 from headrace.bench.apis import Options, Prompt, api_of
 from headrace.bench.connection import Client, ExchangeError
 from headrace.bench.sender import HttpSender
@@ -85,6 +89,257 @@ async def test_an_answer_that_is_not_whole_fails(raw: bytes, kind: str) -> None:
         with pytest.raises(ExchangeError) as caught:
             await client_of(port).call("GET", "/")
     assert caught.value.kind == kind
+
+
+class Told:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[bytes, float]] = []
+        self.ends: list[str] = []
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(piece for piece, _ in self.pieces)
+
+    def began(self, status: int, content_type: str) -> None:
+        assert (status, content_type, self.pieces) == (200, "text/event-stream", [])
+
+    def received(self, piece: bytes, now_s: float) -> None:
+        assert not self.ends
+        self.pieces.append((piece, now_s))
+
+    def ended(self, error: ExchangeError | None) -> None:
+        self.ends.append("whole" if error is None else error.kind)
+
+
+class FakeTransport:
+    def __init__(self) -> None:
+        self.is_aborted = False
+        self.num_requests = 0
+
+    def write(self, raw: bytes) -> None:
+        self.num_requests += 1
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Wire:
+    """A client whose connections are fed by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0) -> None:
+        self.client = Client(target_of("http://127.0.0.1:1", {}, None, False), timeout_s)
+        self.protocols: list[Any] = []
+        self.transports: list[FakeTransport] = []
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", self._connected)
+
+    async def _connected(self, made: Callable[[], Any], *_: object, **__: object) -> tuple[FakeTransport, Any]:
+        self.protocols.append(made())
+        self.transports.append(FakeTransport())
+        self.protocols[-1].connection_made(self.transports[-1])
+        return self.transports[-1], self.protocols[-1]
+
+    async def asked(self, may_wait: bool = False) -> tuple[Told, Any]:
+        """An exchange on its way: its listener, and what takes its bytes."""
+        told = Told()
+        before = [transport.num_requests for transport in self.transports]
+        self.client.start(b"GET / HTTP/1.1\r\n\r\n", told, may_wait)
+        async with asyncio.timeout(30):
+            while (now := [transport.num_requests for transport in self.transports]) in (before, [*before, 0]):
+                await asyncio.sleep(0)
+        place = next(place for place, count in enumerate(now) if [count] != before[place : place + 1])
+        return told, self.protocols[place].data_received
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(raw: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(raw), raw)
+
+
+@pytest.mark.parametrize("trailer", [b"", b"X-Cost: {}\r\n"])
+@pytest.mark.parametrize("ends", [b"\n\n", b"\n", b"\r\n\r\n"])
+async def test_an_answer_ends_with_its_last_byte_in_whatever_pieces_it_comes(
+    monkeypatch: pytest.MonkeyPatch, ends: bytes, trailer: bytes
+) -> None:
+    wire = Wire(monkeypatch)
+    events = [b"data: {}" + ends, b"data: {1}" + ends]
+    tail = b"".join(map(chunk, events)) + b"0\r\n" + trailer + b"\r\n"
+    for first, second in itertools.combinations(range(len(tail)), 2):
+        told, feed = await wire.asked()
+        feed(HEAD + tail[:first])
+        feed(tail[first:second])
+        assert not told.ends
+        feed(tail[second:])
+        assert (told.ends, told.body) == (["whole"], b"".join(events))
+    assert len(wire.protocols) == 1
+
+
+async def test_pieces_that_are_read_later_have_the_times_at_which_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    told, feed = await wire.asked()
+    event = chunk(b"data: {}\n\n")
+    arrivals = [HEAD, event, event, event + b"0\r\n\r\n"]
+    for now_s, piece in enumerate(arrivals):
+        assert not told.pieces
+        monkeypatch.setattr(connection, "_now", lambda now_s=now_s: float(now_s))
+        feed(piece)
+    assert [now_s for _, now_s in told.pieces] == [1.0, 2.0, 3.0]
+    assert told.ends == ["whole"]
+
+
+async def test_a_long_stream_is_read_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, feed = await Wire(monkeypatch).asked()
+    feed(HEAD)
+    for _ in range(1000):
+        feed(chunk(b"data: {}\n\n"))
+    assert len(told.pieces) > 900
+
+
+END = b"0\r\n\r\n"
+
+
+async def test_an_answer_that_may_wait_is_read_with_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection sends the next request before. When nothing else is under way, the answers are read."""
+    wire = Wire(monkeypatch)
+    event = chunk(b"data: {}\n\n")
+    others, feed_others = await wire.asked()
+    asked: list[Told] = []
+    for number in range(3):
+        told, feed = await wire.asked(may_wait=True)
+        feed(HEAD)
+        feed(event)
+        feed(chunk(b"data: %d\n\n" % number) + END)
+        asked.append(told)
+    assert len(wire.protocols) == 2
+    assert not any(told.pieces for told in asked)
+    feed_others(HEAD + event + END)
+    assert [told.body for told in asked] == [b"data: {}\n\ndata: %d\n\n" % number for number in range(3)]
+    assert [told.ends for told in (*asked, others)] == [["whole"]] * 4
+
+
+async def test_many_answers_that_may_wait_are_read_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    await wire.asked()
+    asked = []
+    for _ in range(20):
+        told, feed = await wire.asked(may_wait=True)
+        feed(HEAD)
+        feed(chunk(b"data: {}\n\n") + END)
+        asked.append(told)
+    assert sum(told.ends == ["whole"] for told in asked) == 16
+    wire.client.read()
+    assert all(told.ends == ["whole"] for told in asked)
+
+
+@pytest.mark.parametrize("cut", range(1, len(END)))
+async def test_an_answer_that_may_wait_may_end_in_pieces(monkeypatch: pytest.MonkeyPatch, cut: int) -> None:
+    wire = Wire(monkeypatch)
+    told, feed = await wire.asked(may_wait=True)
+    for piece in (HEAD, chunk(b"data: {}\n\n"), chunk(b"data: {}\n\n") + END[:cut]):
+        feed(piece)
+        assert not told.ends
+    feed(END[cut:])
+    assert (told.body, told.ends) == (b"data: {}\n\n" * 2, ["whole"])
+
+
+async def test_an_answer_that_waits_is_read_when_its_connection_is_lost_or_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire = Wire(monkeypatch)
+    await wire.asked()
+    for lose in (lambda: wire.protocols[-1].connection_lost(None), wire.client.close):
+        told, feed = await wire.asked(may_wait=True)
+        feed(HEAD)
+        feed(chunk(b"data: {}\n\n") + END)
+        assert not told.ends
+        lose()
+        assert (told.body, told.ends) == (b"data: {}\n\n", ["whole"])
+
+
+async def test_a_request_behind_an_answer_that_waits_is_sent_again_if_the_connection_was_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire = Wire(monkeypatch)
+    await wire.asked()
+    waits, feed = await wire.asked(may_wait=True)
+    feed(HEAD)
+    feed(chunk(b"data: {}\n\n") + END)
+    again, _ = await wire.asked()
+    assert len(wire.protocols) == 2
+    wire.protocols[-1].connection_lost(None)
+    assert waits.ends == ["whole"]
+    async with asyncio.timeout(30):
+        while len(wire.protocols) < 3 or not wire.transports[-1].num_requests:
+            await asyncio.sleep(0)
+    wire.protocols[-1].data_received(HEAD + chunk(b"data: {}\n\n") + END)
+    assert (again.body, again.ends) == (b"data: {}\n\n", ["whole"])
+
+
+async def test_a_connection_that_the_server_closes_after_an_answer_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire = Wire(monkeypatch)
+    await wire.asked()
+    told, feed = await wire.asked(may_wait=True)
+    feed(HEAD.removesuffix(b"\r\n") + b"Connection: close\r\n\r\n")
+    feed(chunk(b"data: {}\n\n") + END)
+    assert told.ends == ["whole"]
+    await wire.asked()
+    assert len(wire.protocols) == 3
+
+
+async def test_what_came_before_a_disconnection_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    told, feed = await wire.asked()
+    feed(HEAD)
+    feed(chunk(b"data: {}\n\n"))
+    assert not told.pieces
+    wire.protocols[0].connection_lost(None)
+    assert (told.body, told.ends) == (b"data: {}\n\n", ["disconnected"])
+
+
+async def test_what_came_before_a_timeout_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch, timeout_s=0.05)
+    told, feed = await wire.asked()
+    feed(HEAD)
+    feed(chunk(b"data: {}\n\n"))
+    async with asyncio.timeout(30):
+        while not told.ends:
+            await asyncio.sleep(0.01)
+    assert (told.body, told.ends) == (b"data: {}\n\n", ["timeout"])
+    assert wire.transports[0].is_aborted
+
+
+async def test_a_cancelled_exchange_is_told_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    told, feed = await wire.asked()
+    feed(HEAD)
+    wire.client.close()
+    assert wire.transports[0].is_aborted
+    wire.protocols[0].connection_lost(None)
+    assert (told.pieces, told.ends) == ([], [])
+
+
+async def test_an_exchange_may_be_cancelled_before_there_is_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    told = Told()
+    wire.client.start(b"GET / HTTP/1.1\r\n\r\n", told).cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (wire.protocols, told.ends) == ([], [])
+
+
+async def test_whatever_prevents_a_connection_ends_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object, **__: object) -> tuple[Any, Any]:
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", broken)
+    with pytest.raises(ExchangeError, match="unforeseen") as caught:
+        await client_of(1).call("GET", "/")
+    assert caught.value.kind == "connect"
 
 
 async def test_tls_holds_servers_to_their_authority(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_only_finished_requests_are_in_the_records_of_a_run_that_was_stopped() -
     assert all(record.ended_s <= 25.0 for record in done.records)
     assert done.duration_s == 20.0
     assert len(server.prompts) == 7  # nothing is asked after the end
+    assert server.given_up == 2
     assert load.progress.done == 4
 
 

@@ -12,10 +12,11 @@ from headrace.bench.apis import Prompt
 from headrace.bench.datasets import Conversation, Turn
 from headrace.bench.load import Load, Run
 from headrace.bench.record import Record
+from tests.bench.fake_sender import FakeSender
 from tests.bench.virtual_time import run
 
 
-class FakeServer:
+class FakeServer(FakeSender):
     """Answers after `seconds`; keeps what it was asked."""
 
     def __init__(self, seconds: float, fails: Callable[[int], bool] = lambda _: False) -> None:
@@ -23,6 +24,7 @@ class FakeServer:
         self.fails = fails
         self.prompts: list[Prompt] = []
         self.most = 0
+        self.given_up = 0
         self._now = 0
 
     def prepared(self, prompt: Prompt) -> bytes:
@@ -32,7 +34,11 @@ class FakeServer:
     async def send(self, request: bytes, record: Record) -> None:
         self._now += 1
         self.most = max(self.most, self._now)
-        await asyncio.sleep(self.seconds)
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
         self._now -= 1
         record.ended_s = asyncio.get_running_loop().time()
         record.pieces.append(f"answer {record.number}")
@@ -84,8 +90,35 @@ def test_a_client_that_is_busy_sends_late_and_says_so() -> None:
             return super().prepared(prompt)
 
     done = loaded(Slow(1.0), single(3), [0.1, 0.2, 0.3])
-    assert [round(record.late_s, 3) for record in done.records] == [0.0, 0.3, 0.2]
+    assert [round(record.late_s, 3) for record in done.records] == [0.3, 0.2, 0.1]
     assert max(done.lags_s) > 0.1
+
+
+def test_the_beginning_of_users_without_thought_is_not_timed() -> None:
+    server = FakeServer(1.0)
+
+    async def main() -> Run:
+        load = Load(server, asyncio.get_running_loop().time, None)
+        return await load.users(single(4), 2, 0.0, random.Random(1))
+
+    done = run(main())
+    assert [record.sent_s for record in done.records] == pytest.approx([0.0, 0.0, 1.0, 1.0])
+    assert done.num_timed == 0
+
+
+def test_what_a_step_raises_ends_the_run() -> None:
+    class Broken(FakeServer):
+        def prepared(self, prompt: Prompt) -> bytes:
+            if len(self.prompts) == 2:
+                raise ValueError("cannot be encoded")
+            return super().prepared(prompt)
+
+    with pytest.raises(ValueError, match="cannot be encoded"):
+        loaded(Broken(1.0), single(3), [0.1, 0.2, 0.3])
+
+
+def test_a_load_without_conversations_is_over_at_once() -> None:
+    assert loaded(FakeServer(1.0), [], []).records == []
 
 
 def conversation(think_s: float) -> Conversation:

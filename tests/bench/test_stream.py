@@ -60,11 +60,14 @@ STREAMS = {
 
 def read(backend: str, pieces: list[bytes], content_type: str = "text/event-stream") -> Record:
     record = Record(0, 5, 3)
-    stream = Stream(api_of(backend, None), record)
+    ends: list[int] = []
+    stream = Stream(api_of(backend, None), record, lambda: ends.append(0))
     stream.began(200, content_type)
     for number, piece in enumerate(pieces):
         stream.received(piece, float(number))
-    stream.ended()
+    assert not ends
+    stream.ended(None)
+    assert len(ends) == 1
     return record
 
 

@@ -15,10 +15,11 @@ from headrace.bench.load import Load
 from headrace.bench.record import Record
 from headrace.bench.results import Result, Setup
 from headrace.bench.sweep import Sweep, sweep, table, why_not_held
+from tests.bench.fake_sender import FakeSender
 from tests.bench.virtual_time import run
 
 
-class Queue:
+class Queue(FakeSender):
     """Answers `slots` requests at a time, each in `seconds`."""
 
     def __init__(self, slots: int, seconds: float) -> None:

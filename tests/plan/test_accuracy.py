@@ -177,11 +177,11 @@ def test_tokens_are_read_from_the_answers_as_they_came() -> None:
         event(choices=[{"index": 0, "text": "b", "token_ids": [2, 3]}], usage={"prompt_tokens": 2}),
         b"data: [DONE]\n\n",
     ]
-    stream = notes.stream(api, one)
+    stream = notes.stream(api, one, lambda: None)
     stream.began(200, "text/event-stream")
     for piece in (b"".join(raw)[:30], b"".join(raw)[30:]):
         stream.received(piece, 1.0)
-    chat = notes.stream(api, two)
+    chat = notes.stream(api, two, lambda: None)
     chat.began(200, "text/event-stream")
     chat.received(event(choices=[{"delta": {}}], prompt_token_ids=[9]), 1.0)
     assert notes.tokens(one) == Tokens([7, 8], [1, 2, 3])
