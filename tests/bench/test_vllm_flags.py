@@ -129,18 +129,28 @@ def meaning(args: Sequence[str]) -> Any:
     return plan_of(flags), where, type(api), api.path("m"), options, reporting.outputs(flags), handed
 
 
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of datasets, in the present directory."""
+    for name in ("f", "g"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+
+
 def test_the_flags_are_those_of_vllm() -> None:
     ours = {name for param in serve.params for name in (*param.opts, *param.secondary_opts)}
     assert ours >= VLLM
     assert len(VLLM) == NUM_FLAGS
 
 
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("flag", sorted(HONOURED.keys() - {"--self-timed"}))
 def test_an_honoured_flag_changes_what_is_done(flag: str) -> None:
     values, beside = HONOURED[flag]
     assert meaning([*beside, flag, *values]) != meaning(beside)
 
 
+@pytest.mark.usefixtures("files")
 def test_a_trace_is_sent_at_its_own_times_unless_they_are_turned_off() -> None:
     assert plan_of(flags_of(TRACE)).is_self_timed
     assert plan_of(flags_of([*TRACE, "--self-timed"])).is_self_timed
