@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ import pytest
 _GROWTH_BYTES = 256 << 20
 _PAGE_BYTES = 4096
 _kept_bytes = 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search for nothing while tests are collected, because what is made then stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

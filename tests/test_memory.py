@@ -37,3 +37,14 @@ def test_what_is_much_is_freed_and_little_is_left_alone(monkeypatch: pytest.Monk
 def test_what_was_there_before_the_first_test_is_not_searched() -> None:
     """Modules and collected tests are most of all objects."""
     assert gc.get_freeze_count() > 10 * len(sys.modules)
+
+
+def test_nothing_is_searched_while_tests_are_collected() -> None:
+    collecting = memory.pytest_collection()
+    next(collecting)
+    try:
+        assert not gc.isenabled()
+    finally:
+        with pytest.raises(StopIteration):
+            collecting.send(None)
+    assert gc.isenabled()
