@@ -36,9 +36,9 @@ from benchmarks.engine.sides import JobTimes
 from benchmarks.engine.throughput import Pair, p95_ttft, rate, report
 from benchmarks.gateway.http_load import CHAT, closed_loop
 from benchmarks.gateway.http_throughput import Serving
+from benchmarks.images.words import WORDS
 from headrace.bench.process_tree import descendants
 
-_WORDS = ("what", "is", "in", "this", "picture", "tell", "me", "more", "about", "its", "colours")
 # Blocks of 32 tokens: room for 32 chats of 1,500 tokens.
 _NUM_BLOCKS = 1600
 
@@ -74,7 +74,7 @@ def picture(rng: np.random.Generator, width: int, height: int) -> npt.NDArray[np
 
 def question(rng: np.random.Generator, length: int = 20) -> str:
     """Random words."""
-    return " ".join(rng.choice(_WORDS, length))
+    return " ".join(rng.choice(WORDS, length))
 
 
 def jpeg_url(pixels: npt.NDArray[np.uint8]) -> str:

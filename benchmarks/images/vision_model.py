@@ -32,6 +32,10 @@ from optimum.exporters.openvino import export_from_model
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.images.words import WORDS
+
+# As in the tokenizers of Llama 2.
+_SPACE = "\u2581"
 _NETWORKS = ("language_model", "text_embeddings_model", "vision_embeddings_model", "vision_embeddings_merger_model")
 _CLIP_COLOURS = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -252,14 +256,20 @@ def _repeat(layers: torch.nn.ModuleList, number: int) -> None:
 
 
 def _tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
-    """Pieces for characters, and made-up ones up to the size of the vocabulary."""
+    """Pieces for characters and for the words of the benchmark, and made-up ones up to the size of the vocabulary.
+
+    A word is a token, as most words are for real tokenizers, except where no space is before it.
+    """
     special = ["<pad>", "<s>", "</s>", "<unk>"]
-    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *map(chr, range(33, 127))]
+    starts = {f"{_SPACE}{word[:end]}": None for word in WORDS for end in range(1, len(word) + 1)}
+    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), _SPACE, *map(chr, range(33, 127)), *starts]
     pieces += [f"w{number}" for number in range(shape.text["vocab_size"] - len(pieces) - len(shape.tokens))]
-    bpe = models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>")
+    merges = [(piece[:-1], piece[-1]) for piece in starts]
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    bpe = models.BPE(ids, merges, byte_fallback=True, unk_token="<unk>")
     made = Tokenizer(bpe)
-    made.normalizer = normalizers.Replace(" ", "\u2581")
-    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.normalizer = normalizers.Replace(" ", _SPACE)
+    made.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     made.add_special_tokens([*special, *shape.tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
