@@ -27,7 +27,7 @@ def failed_run(folder: Path, *flags: str) -> str:
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", "-p", "no:schemathesis", *flags, str(folder)],
         cwd=folder,
-        env={"PYTHONPATH": str(_ROOT)},
+        env={"PYTHONPATH": str(_ROOT), "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=patience(60),

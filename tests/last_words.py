@@ -45,7 +45,8 @@ class Ends:
     """Plugin of the first process: says how the others ended."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-tests-"))
+        self._directory = tempfile.TemporaryDirectory(prefix="headrace-tests-")
+        self._folder = Path(self._directory.name)
         self._oom_kills = oom_kills()
 
     def pytest_configure_node(self, node: Any) -> None:
@@ -57,6 +58,10 @@ class Ends:
         """Add how the process ended to the report of the test that it ran."""
         gateway = report.node.gateway  # type: ignore[attr-defined]
         report.longrepr = f"{report.longrepr}\n{self.describe(gateway.id, _exit_status(gateway))}"
+
+    def pytest_unconfigure(self) -> None:
+        """Leave nothing behind."""
+        self._directory.cleanup()
 
     def describe(self, name: str, status: int | None) -> str:
         """The end of the process, in lines."""

@@ -25,6 +25,7 @@ def test_the_report_of_a_test_whose_process_died_says_how(tmp_path: Path, dies: 
     printed = failed_run(tmp_path, "-n", "1", "--max-worker-restart", "0", "--timeout", "2")
     for words in said:
         assert words in printed
+    assert not list(tmp_path.glob("headrace-tests-*"))
 
 
 def test_an_end_is_told_by_signal_or_status() -> None:
