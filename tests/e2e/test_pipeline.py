@@ -116,7 +116,8 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipelines]:
         stack.enter_context(kept([stage.process for stage in stages]))
         for stage in stages:
             stage.until_listening()
-        first = ("--workers", "1", "--await-stages", joins, *divided)
+        # Requests wait: on a crowded machine a step takes a second.
+        first = ("--workers", "1", "--await-stages", joins, "--max-ttft", "600", *divided)
         system = stack.enter_context(serving(*first, *flags, model=small_model()))
         groups = [Group("worker-0", lambda: served_worker(system), lambda worker: others_of(worker, stages[0]))]
         for number, stage in enumerate(stages[1:], 1):

@@ -142,7 +142,8 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """One worker of two ranks."""
     key = tmp_path_factory.mktemp("keys") / "admin.key"
     key.write_text(ADMIN_KEY + "\n")
-    flags = ("--workers", "1", "--admin-key-file", str(key), *flags_of_groups())
+    # Requests wait: on a crowded machine a step takes a second.
+    flags = ("--workers", "1", "--admin-key-file", str(key), "--max-ttft", "600", *flags_of_groups())
     with nothing_left(), serving(*flags, model=small_model()) as system:
         yield system
 
