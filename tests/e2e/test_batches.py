@@ -134,9 +134,10 @@ def test_the_command_goes_on_where_it_was_left(system: Serve, tmp_path: Path) ->
     command = [*HEADRACE, "batch", str(given), "--url", system.base_url]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as left:
         assert left.stderr is not None
-        until((tmp_path / "in.output.jsonl.batch").exists, "the batch to begin", 2 * BOUND_S)
+        said = left.stderr.readline()
+        assert "Ctrl-C leaves it running" in said
         left.send_signal(signal.SIGINT)
-        said = left.stderr.read()
+        said += left.stderr.read()
         assert left.wait(patience(BOUND_S)) == 130, said
     assert "the same command follows it" in said
     batch_id = json.loads((tmp_path / "in.output.jsonl.batch").read_text())["batch_id"]

@@ -19,7 +19,8 @@ from tests.e2e.shapes import TOKENS_PER_PICTURE, Question, questions, swapped
 
 pytestmark = pytest.mark.e2e
 ONE, TWO, TWO_SWAPPED = questions()[0], questions()[1], swapped()[0]
-FLAGS = ("--threads", "1", "--execution-mode", "accuracy", "--kv-precision", "f32")
+MAX_IMAGES = 16
+FLAGS = ("--threads", "1", "--execution-mode", "accuracy", "--kv-precision", "f32", "--max-images", str(MAX_IMAGES))
 ANSWERS = "return [...document.querySelectorAll('.answer > .prose')].map((one) => one.textContent.trim())"
 ATTACHED = "return [...document.querySelectorAll('.attached img')].map((one) => one.alt)"
 KEPT = """return await new Promise((resolve) => {
@@ -179,10 +180,10 @@ def test_what_is_no_image_is_refused_beside_the_field(page: Browser) -> None:
 
 
 def test_more_images_than_the_model_takes_are_refused_before_they_are_sent(page: Browser) -> None:
-    give_files(page, "drop", *(files_of(ONE) * 17))
+    give_files(page, "drop", *(files_of(ONE) * (MAX_IMAGES + 1)))
     page.until("return document.getElementById('attach-problem').textContent !== ''")
-    assert page.text("#attach-problem") == f"{SERVED} reads at most 16 images in a conversation."
-    assert len(page.run(ATTACHED)) == 16
+    assert page.text("#attach-problem") == f"{SERVED} reads at most {MAX_IMAGES} images in a conversation."
+    assert len(page.run(ATTACHED)) == MAX_IMAGES
 
 
 def test_a_refusal_of_the_server_is_shown(page: Browser) -> None:

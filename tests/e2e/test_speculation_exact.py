@@ -24,7 +24,7 @@ from headrace.worker.draft_heads.eagle_runner import EagleHeads, EagleRunner
 from headrace.worker.draft_heads.features import FeatureStore
 from headrace.worker.draft_heads.hidden_states import states_before
 from headrace.worker.draft_heads.medusa_runner import MedusaHeads, MedusaRunner
-from headrace.worker.engine.build import Draft, build_engine
+from headrace.worker.engine.build import Draft, LearnedDraftTimes, build_engine
 from headrace.worker.grammar.compiler import Grammars, read_vocabulary
 from headrace.worker.grammar.constraint import Constraint, ConstraintSource
 from headrace.worker.loading import load_model
@@ -532,6 +532,8 @@ def test_a_worker_loads_heads_and_refuses_those_of_another_model(directory: Path
     assert speculation is not None
     assert speculation.model_drafts is not None
     assert speculation.model_drafts.source is Source.EAGLE3
+    # Whether drafts are worth their time on this machine is not the question.
+    speculation.model_drafts._model.times = LearnedDraftTimes(FREE_STEPS, 64)
     request = Request("0", list(range(100, 160)), SamplingParams(24, 0, temperature=0.0), 1)
     model.engine.scheduler.add(request)
     while model.engine.scheduler.has_requests:

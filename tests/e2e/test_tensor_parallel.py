@@ -353,7 +353,8 @@ def test_prefixes_outlive_the_worker_on_a_disk(tmp_path: Path) -> None:
     flags = ("--tensor-parallel", "2", "--workers", "1", "--execution-mode", "accuracy", "--kv-cache-gb", "0.003")
     flags += ("--no-warm-restart",)
     prompt = [(13 * place) % 40_000 for place in range(300)]
-    with serving(*flags, "--kv-disk", str(tmp_path), model=small_model()) as system:
+    flags += ("--kv-disk", str(tmp_path), "--kv-disk-gb", "0.1")
+    with serving(*flags, model=small_model()) as system:
         first, cached = answer(system.base_url, prompt)
         assert cached == 0
         for number in range(12):  # its blocks make room for others

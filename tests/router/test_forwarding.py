@@ -12,6 +12,7 @@ import pytest
 from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos import inference_pb2, worker_pb2
+from headrace.protos.answer_bounds import MAX_REQUEST_BYTES
 from headrace.protos.status import Reason, StatusError, error_of
 from headrace.router.dispatch.generation import Generation
 from headrace.router.placement.policy import MAX_GIVEN_BACK
@@ -830,7 +831,7 @@ async def test_every_bound_of_the_routers_memory_is_a_metric(
 async def test_a_body_over_the_cap_is_refused(start_router: StartRouter, start_worker: StartWorker) -> None:
     worker = await start_worker()
     router = await start_router(worker)
-    call = router.channel.unary_stream("/headrace.v1.Inference/Generate")(bytes(17 * 1024 * 1024))
+    call = router.channel.unary_stream("/headrace.v1.Inference/Generate")(bytes(MAX_REQUEST_BYTES + 1))
     assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert worker.requests == []
 
