@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -56,9 +56,15 @@ class Process:
     proc: dict[str, Any]
 
     @property
+    def kv_sizes(self) -> list[int]:
+        """Bytes of the mappings of a KV cache that is a file: those that are kept out of core dumps."""
+        mappings = _mappings(self.proc["smaps"])
+        return [mapping.num_bytes for mapping in mappings if "dd" in mapping.flags and mapping.file[:1] == "/"]
+
+    @property
     def kv_pages(self) -> dict[int, int]:
-        """Pages of the KV cache by node: of the private mappings that are kept out of core dumps."""
-        addresses = {address for address, flags in _mappings(self.proc["smaps"]) if "dd" in flags}
+        """Pages of the KV cache that it has touched, by node."""
+        addresses = {mapping.address for mapping in _mappings(self.proc["smaps"]) if "dd" in mapping.flags}
         pages: dict[int, int] = {}
         for line in self.proc["numa_maps"].splitlines():
             if int(line.split()[0], 16) in addresses:
@@ -95,13 +101,22 @@ class Worker(Process):
     row: dict[str, Any]
 
 
-def _mappings(smaps: str) -> Iterator[tuple[int, list[str]]]:
-    address = 0
+class Mapping(NamedTuple):
+    """A mapping in a process's memory."""
+
+    address: int
+    num_bytes: int
+    file: str
+    flags: list[str]
+
+
+def _mappings(smaps: str) -> Iterator[Mapping]:
+    address, end, file = 0, 0, ""
     for line in smaps.splitlines():
-        if start := re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line):
-            address = int(start[1], 16)
+        if where := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+ *(.*)", line):
+            address, end, file = int(where[1], 16), int(where[2], 16), where[3]
         elif line.startswith("VmFlags:"):
-            yield address, line.split()[1:]
+            yield Mapping(address, end - address, file, line.split()[1:])
 
 
 @pytest.fixture(scope="module", params=[0, 1])
@@ -157,9 +172,14 @@ def rank(found: dict[str, Any], request: pytest.FixtureRequest) -> Process:
     return Process(request.param, found["ranks"][request.param])
 
 
-def test_a_rank_of_a_divided_model_has_its_threads_and_memory_on_its_node(rank: Process) -> None:
+def test_a_rank_of_a_divided_model_has_its_threads_and_memory_on_its_node(rank: Process, found: dict[str, Any]) -> None:
     rank.assert_threads_are_on_its_node()
-    assert set(rank.kv_pages) == {rank.node}
+    # One file has the parts of both. Rank 0 touches both; the mapping of rank 1 is in two where its own part begins.
+    sizes = Process(1, found["ranks"][1]).kv_sizes
+    assert len(sizes) == 2
+    kv_pages = rank.kv_pages
+    assert set(kv_pages) == {0, 1} if rank.node == 0 else {1}
+    assert all(pages * PAGE_BYTES <= sizes[node] for node, pages in kv_pages.items())
     pages = rank.allocated_pages
     elsewhere = sum(pages.values()) - pages[rank.node]
     # Until it prefers its own node, a rank has the preference of the worker that started it.
