@@ -114,8 +114,7 @@ class Study:
             except MissingError as error:
                 self._leave_out(kind.name, str(error))
         capacity = {model: await self._capacity(model) for model in self._measured(experiments)}
-        if any(experiment.name == "5" for experiment in experiments) and len(self._models) < 2:
-            self._outcome.left_out.append(_ONE_MODEL)
+        self._outcome.left_out += filter(None, map(self._why_left_out, experiments))
         runs = [run for experiment in experiments for run in self._runs(experiment, capacity)]
         left = [run for run in runs if self._directory.find(run) is None]
         if len(left) < len(runs):
@@ -145,8 +144,8 @@ class Study:
                 total_s, num_left = total_s + self._expected(run), num_left + 1
                 lines.append(f"capacity of this host with {model}, of which rates are shares: 1 run")
         for experiment in experiments:
-            if experiment.name == "5" and len(self._models) < 2:
-                lines.append(_ONE_MODEL)
+            if why := self._why_left_out(experiment):
+                lines.append(why)
                 continue
             runs = self._runs(experiment, capacity)
             left = [run for run in runs if self._directory.find(run) is None]
@@ -175,13 +174,17 @@ class Study:
                 found[name] = f"left out: {error}"
         return found
 
+    def _why_left_out(self, experiment: Experiment) -> str:
+        """Why an experiment does not take place; empty if it does."""
+        return _ONE_MODEL if experiment.name == "5" and len(self._models) < 2 else ""
+
     def _measured(self, experiments: Sequence[Experiment]) -> list[str]:
         """The models whose capacity these experiments need."""
         return list(self._models)[: None if any(experiment.name == "5" for experiment in experiments) else 1]
 
     def _runs(self, experiment: Experiment, capacity: Mapping[str, float]) -> list[Run]:
         """The runs of an experiment with the servers that take part."""
-        if experiment.name == "5" and len(self._models) < 2:
+        if self._why_left_out(experiment):
             return []
         return recipes.runs(experiment, self._scale, list(self._models), list(self._kinds), capacity)
 
