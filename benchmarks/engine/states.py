@@ -28,9 +28,9 @@ from benchmarks.machine import describe
 from headrace.common.transport.channels import SERVER_OPTIONS, Transport
 from headrace.protos import stage_pb2, stage_pb2_grpc
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
-from headrace.worker.model.batch import build_batch
+from headrace.worker.model.batch import StatesType, build_batch
 from headrace.worker.pipeline.link import NamedStages, StageLink
-from headrace.worker.pipeline.messages import StatesType, batch_of, message_of, pieces_of, states_of
+from headrace.worker.pipeline.messages import batch_of, message_of, pieces_of, states_of
 from headrace.worker.pipeline.parts import Part, num_parts, parts_of
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request

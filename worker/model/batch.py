@@ -43,6 +43,8 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 HiddenStates = FloatArray | npt.NDArray[np.uint16]
 """Hidden states between the stages of a pipeline: float32, or the bits of bfloat16."""
+StatesType = np.dtype[np.float32] | np.dtype[np.uint16]
+"""The type of their numbers."""
 NO_PLAN = StepPlan()
 LongArray = npt.NDArray[np.int64]
 

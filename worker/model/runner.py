@@ -31,7 +31,7 @@ from headrace.worker.kv.layers import LayerGroup, LayerKind
 from headrace.worker.model.adapted_linears import find_linears
 from headrace.worker.model.adapter_graph import PLACES, ROWS, add_adapters
 from headrace.worker.model.adapter_memory import RANK_STEP, UNDIVIDED, AdapterMemory, AdapterPart, Linear, rows_of
-from headrace.worker.model.batch import Batch, Graph, graph_of
+from headrace.worker.model.batch import Batch, Graph, StatesType, graph_of
 from headrace.worker.model.decode_graph import SMALL_DECODE
 from headrace.worker.model.eviction_tables import BLOCK_TABLES, SCORE_WINDOWS, SCORES, layer_of
 from headrace.worker.model.exact_rows import exact_rows
@@ -334,7 +334,7 @@ class OpenVINOModelRunner:
         return next((math.prod(shape) for shape in shapes if shape is not None), 0)
 
     @property
-    def hidden_dtype(self) -> np.dtype[np.float32] | np.dtype[np.uint16]:
+    def hidden_dtype(self) -> StatesType:
         """The type of these numbers: float32, or uint16 for the bits of bfloat16."""
         kinds = (graph.hidden_type for graph in self._graphs.values())
         return np.dtype(np.uint16) if ov.Type.bf16 in kinds else np.dtype(np.float32)

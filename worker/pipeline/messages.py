@@ -9,13 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.protos import stage_pb2
-from headrace.worker.model.batch import Batch, HiddenStates, Sums
+from headrace.worker.model.batch import Batch, HiddenStates, StatesType, Sums
 from headrace.worker.request.step import BlockCopy
 
 # The most bytes of hidden states in a message.
 PIECE_BYTES = 4 << 20
-StatesType = np.dtype[np.float32] | np.dtype[np.uint16]
-"""The type of the numbers of hidden states: float32, or uint16 for the bits of bfloat16."""
 _Number = TypeVar("_Number", np.int32, np.int64)
 
 

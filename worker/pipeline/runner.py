@@ -31,7 +31,7 @@ from headrace.worker.host.binding import StageReport, rank_of
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.exclusions import IMAGES, PIPELINE, impossible
 from headrace.worker.model.batch import Batch, HiddenStates
-from headrace.worker.model.precision import computes_in_bfloat16, core_for
+from headrace.worker.model.precision import mode_has_bfloat16
 from headrace.worker.model.runner import Layers, OpenVINOModelRunner, Part
 from headrace.worker.pipeline import parts
 from headrace.worker.pipeline.cutting import cut_stage, divide, find_cuts
@@ -151,9 +151,7 @@ class PipelineRunner(OpenVINOModelRunner):
         )
         self._link = link
         self._offer = link.open(setup)
-        self.bfloat16_states = all(stage.bfloat16 for stage in self._offer.stages) and computes_in_bfloat16(
-            core_for(execution_mode)
-        )
+        self.bfloat16_states = all(stage.bfloat16 for stage in self._offer.stages) and mode_has_bfloat16(execution_mode)
         super().__init__(
             model_dir,
             threads=threads,

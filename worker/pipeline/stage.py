@@ -42,7 +42,7 @@ from headrace.worker.host.progress import Progress
 from headrace.worker.kv.memory import budget_for
 from headrace.worker.model.batch import Batch, HiddenStates
 from headrace.worker.model.fingerprint import fingerprint_of
-from headrace.worker.model.precision import computes_in_bfloat16, core_for
+from headrace.worker.model.precision import mode_has_bfloat16
 from headrace.worker.model.runner import Layers, OpenVINOModelRunner
 from headrace.worker.pipeline.joining import Taken
 from headrace.worker.pipeline.link import RETRY_S, failure_of, lost_stage, said_nothing, waiting_for_stage
@@ -203,7 +203,7 @@ class StageCall:
         hashing = in_thread("fingerprint", partial(fingerprint_of, self._config.model_dir, self._threads))
         speed = await self._in_thread("measuring its speed", bytes_per_s, self._threads)
         num_ranks = self._config.tensor_parallel
-        bfloat16 = await self._in_thread("finding its precision", _computes_in_bfloat16, setup.execution_mode)
+        bfloat16 = await self._in_thread("finding its precision", mode_has_bfloat16, setup.execution_mode)
         own = stage_pb2.StageHost(
             address=self._config.advertise,
             threads=self._threads,
@@ -445,10 +445,6 @@ def compute(runner: OpenVINOModelRunner, batch: Batch) -> HiddenStates:
     overwrites: `[tokens or rows, numbers]`."""
     runner.bind(batch, keeps_logits=False)
     return runner.run().values
-
-
-def _computes_in_bfloat16(execution_mode: str) -> bool:
-    return computes_in_bfloat16(core_for(execution_mode))
 
 
 def ranks_of(runner: OpenVINOModelRunner) -> stage_pb2.StageRanks:

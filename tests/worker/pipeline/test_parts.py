@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.worker.model.batch import Batch, build_batch
-from headrace.worker.pipeline.messages import StatesType, batch_of, message_of, pieces_of, states_of
+from headrace.worker.model.batch import Batch, StatesType, build_batch
+from headrace.worker.pipeline.messages import batch_of, message_of, pieces_of, states_of
 from headrace.worker.pipeline.parts import LEAST_TOKENS, num_parts, parts_of
 from headrace.worker.request.params import SamplingParams
 from headrace.worker.request.request import Request
