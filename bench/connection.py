@@ -211,7 +211,9 @@ class _Connection(asyncio.Protocol):
             for now_s, piece in unread:
                 self._now_s = now_s
                 feed(piece)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        except httptools.HttpParserUpgrade:
+            problem = ExchangeError("malformed", "the server changes to another protocol, for which it was not asked")
+        except httptools.HttpParserError as error:
             cause = error.__context__ or error
             problem = ExchangeError("malformed", f"the answer is not valid: {str(cause)[:300]}")
         if not self._exchanges:
@@ -274,6 +276,8 @@ class _Connection(asyncio.Protocol):
                 self._is_chunked = value.lower().endswith(b"chunked")
 
     def on_headers_complete(self) -> None:
+        if self._is_interim():
+            return
         self._has_head = True
         if not self.is_free:
             self._may_wait = self._is_chunked
@@ -285,10 +289,16 @@ class _Connection(asyncio.Protocol):
             self._exchanges[0].listener.received(body, self._now_s)
 
     def on_message_complete(self) -> None:
+        if self._is_interim():
+            return
         if not self._parser.should_keep_alive():
             self.is_open = False
         if self._exchanges:
             self._whole.append(self._exchanges.popleft())
+
+    def _is_interim(self) -> bool:
+        """Whether this is a message before the answer, such as 103 Early Hints: a head alone."""
+        return bool(self._parser.get_status_code() < 200)
 
 
 class Client:

@@ -77,6 +77,8 @@ async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
         (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\npart", "disconnected"),
         (b"", "disconnected"),
         (b"SSH-2.0 hello\r\n\r\n", "malformed"),
+        (b"HTTP/1.1 103 Early Hints\r\n\r\n", "disconnected"),
+        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n", "malformed"),
     ],
 )
 async def test_an_answer_that_is_not_whole_fails(raw: bytes, kind: str) -> None:
@@ -188,6 +190,47 @@ async def test_pieces_that_are_read_later_have_the_times_at_which_they_came(monk
         feed(piece)
     assert [now_s for _, now_s in told.pieces] == [1.0, 2.0, 3.0]
     assert told.ends == ["whole"]
+
+
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\nContent-Type: text/html\r\n\r\n"
+
+
+async def test_messages_before_an_answer_are_skipped() -> None:
+    """By a raw server, over one kept connection, each message in a piece of its own and all in one."""
+    connections = itertools.count()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        next(connections)
+        for separately in (False, True):
+            await whole(reader)
+            writer.write(INTERIM)
+            if separately:
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno")
+
+    async with served(handler) as port:
+        client = client_of(port)
+        assert [await client.call("GET", "/") for _ in range(2)] == [(404, b"no")] * 2
+        assert next(connections) == 1
+        client.close()
+
+
+@pytest.mark.parametrize("may_wait", [False, True])
+async def test_a_stream_is_whole_behind_messages_before_it(monkeypatch: pytest.MonkeyPatch, may_wait: bool) -> None:
+    """In whatever pieces they come. The times of its pieces are right, and its connection is kept."""
+    wire = Wire(monkeypatch)
+    for cut in range(1, len(INTERIM + HEAD) + 1):
+        told, feed = await wire.asked(may_wait)
+        for now_s, piece in enumerate(
+            [(INTERIM + HEAD)[:cut], (INTERIM + HEAD)[cut:], chunk(b"data: {}\n\n"), chunk(b"data: {}\n\n") + END]
+        ):
+            assert not told.ends
+            monkeypatch.setattr(connection, "_now", lambda now_s=now_s: float(now_s))
+            feed(piece)
+        assert told.ends == ["whole"]
+        assert told.pieces == [(b"data: {}\n\n", 2.0), (b"data: {}\n\n", 3.0)]
+    assert len(wire.protocols) == 1
 
 
 async def test_a_long_stream_is_read_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
