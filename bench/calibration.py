@@ -18,7 +18,8 @@ import msgspec
 from headrace.common.model_files.cache import cache_directory
 from headrace.sim.step_cost import StepCostPair, shape_of
 
-VERSION = 1
+VERSION = 2
+"""Raised when the meaning of a field changes, or when the costs in files of before are known to be wrong."""
 _REMEDY = "make one with `headrace bench calibrate MODEL`"
 
 
@@ -171,7 +172,8 @@ def decoded(raw: bytes, name: str) -> Calibration:
     if version != VERSION:
         whose = "a newer" if version > VERSION else "an older"
         raise CalibrationError(
-            f"{name} has version {version}, of {whose} headrace; this one reads version {VERSION}: calibrate again"
+            f"{name} has version {version}, of {whose} headrace, and this one reads version {VERSION}: measure again "
+            "with `headrace bench calibrate MODEL`"
         )
     try:
         found = msgspec.convert(head, Calibration)

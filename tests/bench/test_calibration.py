@@ -40,8 +40,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (b"\xff\xfe", "is not JSON"),
         (b"[]", "is not a calibration"),
         (b'{"knots": []}', "is not a calibration"),
-        (changed(version=9), "version 9, of a newer headrace; this one reads version 1"),
-        (changed(version=0), "of an older headrace"),
+        (changed(version=9), "version 9, of a newer headrace"),
+        (
+            changed(version=1),
+            "version 1, of an older headrace, and this one reads version 2: measure again with `headrace",
+        ),
         (changed(model=None), "missing required field `model`"),
         (changed(more=3), "unknown field `more`"),
         (changed(layout__workers="two"), "Expected `int`, got `str` - at `$.layout.workers`"),
