@@ -46,6 +46,8 @@ _LIMITS = re.compile(r"steps of up to (\d+) tokens, (\d+) with running streams")
 _REQUEST_TIMEOUT_S, _CALL_TIMEOUT_S = 600.0, 15.0
 # The default of workers, which fleets do not tell.
 _USUAL_BATCHED_TOKENS = 1024
+# A round of cells that takes longer is told of in between.
+_TELL_S = 20.0
 # Shares of the time: cells, and requests that arrive at random. The rest is for the start and for what is left over.
 _CELLS_SHARE, _LIVE_SHARE = 0.72, 0.18
 # A cell that takes a larger share of the cells' time is left out.
@@ -201,6 +203,7 @@ async def measured(model: str | None, flags: Sequence[str], seconds: float, tell
                     fleet = await fleet_of(client)
                     limits = serving.logged(_LIMITS)
                     since_s = time.perf_counter()
+                    tell(f"the server is ready; it is measured for about {seconds:.0f} s")
                     loader = Loader(client, fleet.model.name, fleet.vocabulary)
                     found = await _measure(loader, serving, fleet, since_s + seconds, tell)
                 finally:
@@ -311,6 +314,7 @@ async def _cells(
     work_per_s = 0.0
     rates: list[float] = []
     num_rounds = num_cells = 0
+    told_s = time.perf_counter()
     while time.perf_counter() < until_s:
         num_run = 0
         for cell in cells:
@@ -326,9 +330,12 @@ async def _cells(
             if cell.batch == 1:
                 alone += records
             rates.append(len(records) / took_s * (cell.prompt + 4 * cell.answer) / _CELL_UNITS)
+            if time.perf_counter() - told_s > _TELL_S:
+                told_s = time.perf_counter()
+                tell(f"{num_run} of up to {len(cells)} kinds of load, round {num_rounds + 1}")
         num_rounds += 1
         num_cells += num_run
-        tell(f"{num_run} cells of load, round {num_rounds}")
+        tell(f"round {num_rounds}: {num_run} kinds of load")
         if not num_run:
             break
     for number in range(num_cells, _LEAST_CELLS):  # a slow host needs longer
