@@ -10,8 +10,8 @@ import openvino as ov
 import pytest
 
 from headrace.worker.config import ConfigurationError
+from headrace.worker.host.precision import computes_in_bfloat16, core_for
 from headrace.worker.model.paging import read_paged
-from headrace.worker.model.precision import computes_in_bfloat16, core_for
 from headrace.worker.pipeline.cutting import find_cuts
 from headrace.worker.pipeline.parts import LEAST_TOKENS
 from tests.architectures.exports import PYTHON, exported

@@ -1,1 +1,1 @@
-"""The host: NUMA nodes, pinned threads, addresses."""
+"""The host: NUMA nodes, pinned threads, addresses, the precision of its CPU."""

@@ -25,6 +25,7 @@ import openvino as ov
 
 from headrace.worker.config import ConfigurationError
 from headrace.worker.host.binding import RankReport, StageReport
+from headrace.worker.host.precision import computes_in_bfloat16, core_for
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.block_bytes import BlockBytes, BlockShape
 from headrace.worker.kv.layers import LayerGroup, LayerKind
@@ -38,7 +39,6 @@ from headrace.worker.model.exact_rows import exact_rows
 from headrace.worker.model.fused_projections import fuse_projections
 from headrace.worker.model.lm_head import GraphEnd, InputTensors, VocabularyHead
 from headrace.worker.model.paging import BLOCK_INDICES, STATE_INPUTS, STEP_INPUTS, read_paged, reason_of
-from headrace.worker.model.precision import computes_in_bfloat16, core_for
 from headrace.worker.model.scored import add_scores, score_windows, tables_of
 from headrace.worker.model.state_tables import StateTables, bytes_of, dims_of, has_states, has_sums
 from headrace.worker.model.step_images import arrays_of

@@ -28,10 +28,10 @@ from headrace.protos import stage_pb2
 from headrace.protos.stage_pb2 import ComputeRequest
 from headrace.worker.config import ConfigurationError
 from headrace.worker.host.binding import StageReport, rank_of
+from headrace.worker.host.precision import mode_has_bfloat16
 from headrace.worker.kv.arena import KVArena
 from headrace.worker.kv.exclusions import IMAGES, PIPELINE, impossible
 from headrace.worker.model.batch import Batch, HiddenStates
-from headrace.worker.model.precision import mode_has_bfloat16
 from headrace.worker.model.runner import Layers, OpenVINOModelRunner, Part
 from headrace.worker.pipeline import parts
 from headrace.worker.pipeline.cutting import cut_stage, divide, find_cuts

@@ -38,11 +38,11 @@ from headrace.protos.status import Reason, StatusError, abort
 from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.host.binding import rank_message
 from headrace.worker.host.mapped_files import give_back
+from headrace.worker.host.precision import mode_has_bfloat16
 from headrace.worker.host.progress import Progress
 from headrace.worker.kv.memory import budget_for
 from headrace.worker.model.batch import Batch, HiddenStates
 from headrace.worker.model.fingerprint import fingerprint_of
-from headrace.worker.model.precision import mode_has_bfloat16
 from headrace.worker.model.runner import Layers, OpenVINOModelRunner
 from headrace.worker.pipeline.joining import Taken
 from headrace.worker.pipeline.link import RETRY_S, failure_of, lost_stage, said_nothing, waiting_for_stage

@@ -14,9 +14,9 @@ import pytest
 from headrace.protos import stage_pb2
 from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
 from headrace.worker.config import ConfigurationError
+from headrace.worker.host.precision import computes_in_bfloat16, core_for
 from headrace.worker.model.batch import HiddenStates
 from headrace.worker.model.directory import context_of, read_config
-from headrace.worker.model.precision import computes_in_bfloat16, core_for
 from headrace.worker.model.runner import Layers, OpenVINOModelRunner
 from headrace.worker.pipeline.messages import batch_of
 from headrace.worker.pipeline.runner import PipelineRunner

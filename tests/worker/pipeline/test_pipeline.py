@@ -25,10 +25,10 @@ from headrace.protos.stage_pb2 import ComputeRequest, ComputeResponse
 from headrace.protos.status import Reason, StatusError
 from headrace.worker.__main__ import config_of_arguments
 from headrace.worker.config import ConfigurationError
+from headrace.worker.host.precision import computes_in_bfloat16, core_for
 from headrace.worker.kv.exclusions import refuse_flags
 from headrace.worker.model.batch import build_batch
 from headrace.worker.model.fingerprint import fingerprint_of, outline_of
-from headrace.worker.model.precision import computes_in_bfloat16, core_for
 from headrace.worker.model.runner import Layers, OpenVINOModelRunner
 from headrace.worker.pipeline import link, stage
 from headrace.worker.pipeline.joining import StageOffers

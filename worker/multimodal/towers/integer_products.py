@@ -15,6 +15,8 @@ from pathlib import Path
 
 import openvino as ov
 
+from headrace.worker.host.precision import computes_in_bfloat16
+
 GROUP = 128
 _PROPERTIES = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(GROUP)}
 _COMPRESSED = {ov.Type.u4, ov.Type.i4, ov.Type.u8, ov.Type.i8}
@@ -26,7 +28,7 @@ _LEAST_WEIGHTS = 1 << 16
 def integer_products(core: ov.Core, model: ov.Model, execution_mode: str, root: Path = Path("/")) -> dict[str, object]:
     """Properties with which OpenVINO computes the model's products in integers; empty where that is not faster, or not
     possible with its weights. `root` is "/" except in tests."""
-    if execution_mode != "performance" or core.get_property("CPU", "INFERENCE_PRECISION_HINT") != ov.Type.bf16:
+    if execution_mode != "performance" or not computes_in_bfloat16(core):
         return {}
     flags = _cpu_flags(root)
     return dict(_PROPERTIES) if "avx512_vnni" in flags and "amx_tile" not in flags and fits(model) else {}
