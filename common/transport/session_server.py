@@ -182,12 +182,14 @@ class _ServerSession:
         self.turns = Turns(self._send)
         self._idle = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        self._has_begun = False
         self._has_named = False
 
     async def run(self, requests: AsyncIterable[SessionRequest]) -> None:
         """Serve until the caller disconnects, or until the server stops and no call is open."""
         self.end_if_idle()
         self.turns.put(None, 0)
+        self._arm()
         parts = [asyncio.create_task(part) for part in (self._read(requests), self.turns.run(), self._idle.wait())]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -237,6 +239,7 @@ class _ServerSession:
         if any(position >= len(shared) for position in begin.shared):
             raise ValueError(f"the call {begin.call_id} names a shared part that its message does not have")
         wire = WireRequest(begin.request, tuple(shared[i] for i in begin.shared))
+        self._has_begun = True
         refusal = self._server.begin(self._host, len(self._tasks), wire)
         if refusal is not None:
             self.put(CallPart(call_id=begin.call_id, end=_end_of(refusal)), 0)
@@ -275,9 +278,10 @@ class _ServerSession:
         self._timer = asyncio.get_running_loop().call_later(sessions.HEARTBEAT_MS / 2000, self._beat)
 
     def _beat(self) -> None:
-        """Send a heartbeat if nothing was sent, while calls are open."""
+        """Send a heartbeat if nothing was sent, while calls are open. Also before the first call: its request may be
+        large and on its way, and the caller listens meanwhile."""
         self._timer = None
-        if not self._tasks:
+        if not self._tasks and self._has_begun:
             return
         if not self.turns.has_sent and self.turns.is_empty:
             self.turns.put(None, 0)

@@ -7,8 +7,8 @@ of its streams at the same time. So all writes in one turn of the event loop are
     call 2: write --+--> parts, sent by one task --> parts --+--> call 2: read
     call 3: write --+                                        +--> call 3: read
 
-While calls are open, the server sends heartbeats. So a client detects a hanging server by its silence, long before
-gRPC's own keepalive would.
+While calls are open, and before the first one, the server sends heartbeats. So a client detects a hanging server by its
+silence, long before gRPC's own keepalive would, and a server is not silent while a large request is on its way.
 
 `session_client` is the caller's end, `session_server` the server's. `SessionClient.generate` returns the equivalent of
 a grpc.aio call, and a server's handler gets the equivalent of a grpc.aio context. So both sides are written as for
@@ -29,7 +29,7 @@ from headrace.common.transport.wire_request import SharedPart
 MAX_UNSENT_BYTES = 4 << 20
 # The maximum size of a message of a session. A larger request or answer is sent in a message of its own.
 MAX_MESSAGE_BYTES = 1 << 20
-# While calls are open, a server sends a message at least this often.
+# While calls are open, and before the first one, a server sends a message at least this often.
 HEARTBEAT_MS = 500
 
 Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"

@@ -25,12 +25,15 @@ pytestmark = pytest.mark.e2e
 FLAGS = ["--threads", "1", "--execution-mode", "accuracy", "--kv-precision", "f32"]
 WIDTH, BLOCK = 16, 32
 NUM_SCREENSHOTS = 40
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serve]:
-    with serving("--workers", "1", *FLAGS, model=SHAPES) as system:
-        yield system
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADRACE_GATEWAY_MAX_BODY_MB", "48")  # for thirty MiB of images
+        with serving("--workers", "1", *FLAGS, model=SHAPES) as system:
+            yield system
 
 
 def message(question: Question) -> dict[str, Any]:
@@ -112,6 +115,20 @@ async def test_an_agent_that_sends_a_screenshot_a_turn_computes_only_the_new_one
             known = usage["prompt_tokens"] // BLOCK * BLOCK
             told.append(answer["choices"][0]["message"])
     until(lambda: encoded(served) == before + NUM_SCREENSHOTS, "each screenshot was encoded once")
+
+
+async def test_thirty_mib_of_images_are_answered_as_the_few_kb_of_the_same_pictures(served: Serve) -> None:
+    """As much as a request has room for, through gateway, router and worker."""
+    question = questions()[5]
+    pictures = [*question.pictures, *(questions()[0].pictures * 3)]
+    heavy = [picture + os.urandom(30 * MIB // len(pictures) - len(picture)) for picture in pictures]
+    assert sum(map(len, heavy)) > 29 * MIB
+    async with http_client() as client:
+        small, large = [
+            await ask(client, served, message(Question(sent, question.text, ""))) for sent in (pictures, heavy)
+        ]
+    assert large["choices"] == small["choices"]
+    assert large["usage"]["prompt_tokens_details"]["image_tokens"] == TOKENS_PER_PICTURE * len(pictures)
 
 
 async def test_sixteen_chats_over_one_image_are_one_encoding(served: Serve) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from headrace.common.tasks import end_tasks
 from headrace.common.transport import session_client, session_server, sessions
 from headrace.common.transport.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
 from headrace.common.transport.session_client import SessionClient
@@ -543,6 +545,54 @@ async def test_a_call_may_be_silent_for_long_while_its_server_is_not() -> None:
         server.going.set()
         assert await all_of(call) == [b"together:1"]
         assert not client.is_silent
+
+
+@asynccontextmanager
+async def narrow(address: str, is_open: asyncio.Event, num_bytes: int) -> AsyncIterator[str]:
+    """The address of a link to `address` that passes only so many bytes of callers until it is open."""
+    ends: list[asyncio.Task[None]] = []
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: float) -> None:
+        while raw := await reader.read(16_384):
+            left -= len(raw)
+            if left < 0:
+                await is_open.wait()
+            writer.write(raw)
+            await writer.drain()
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = address.split(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        ends.append(asyncio.create_task(pass_on(reader, far_writer, num_bytes)))
+        ends.append(asyncio.create_task(pass_on(far_reader, writer, math.inf)))
+
+    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+        await end_tasks(*ends)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_server_is_not_given_up_while_a_large_request_is_on_its_way() -> None:
+    server = Server()
+    is_open = asyncio.Event()
+    async with (
+        serving(server) as (address, _),
+        narrow(address, is_open, 200_000) as link,
+        grpc.aio.insecure_channel(link, CHANNEL_OPTIONS) as channel,
+    ):
+        client = SessionClient(channel)
+        assert await all_of(client.generate(b"count:1")) == [b"0"]  # the client knows now what is promised
+        large = client.generate(b"padded:" + b"x" * 1_000_000)
+        before = server.num_empty
+        await until(lambda: server.num_empty > before + 20)  # more than thrice the silence that gives a server up
+        assert server.received == [[7]]
+        is_open.set()
+        assert await all_of(large) == [b"1000007"]
+        assert server.num_single == 0
 
 
 @pytest.mark.usefixtures("hasty")
