@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
@@ -113,7 +114,7 @@ class InferenceService:
         self._scaling = scaling
         self._metrics = metrics
         self.bounds = bounds
-        self.sessions = SessionServer(self.serve)
+        self.sessions = SessionServer(self.serve, math.inf)  # `bounds` are checked for all calls
         self.num_in_flight = 0
         self.held = HeldBytes()
 
@@ -165,7 +166,8 @@ class InferenceService:
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
         if self.held.total > self.bounds.max_request_bytes:
             problem = (
-                f"the requests in flight here have {self.bounds.max_request_bytes} bytes, the maximum of this router"
+                f"the requests in flight here have {self.bounds.max_request_bytes} bytes, the maximum of this router "
+                "(--max-request-mb)"
             )
             raise StatusError(Reason.QUEUE_FULL, problem, retry_after_s=1.0)
         check_size(self._fleet, wire.num_bytes)

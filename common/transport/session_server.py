@@ -53,8 +53,10 @@ _LOG = logging.getLogger(__name__)
 class SessionServer:
     """Serves sessions. Each call of a session runs `handler` in its own task."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, max_request_bytes: float = MAX_REQUEST_BYTES) -> None:
+        """`max_request_bytes` bounds the requests of open calls; infinity if the handler does that."""
         self.handler = handler
+        self._max_request_bytes = max_request_bytes
         self.is_ending = False
         self.server_id = secrets.token_hex(8)
         self.held = HeldBytes()
@@ -107,8 +109,8 @@ class SessionServer:
             problem = f"{MAX_OPEN_CALLS_OF_HOST} calls come from one host, the maximum of this server"
         elif self.num_open_calls >= MAX_OPEN_CALLS_OF_SERVER:
             problem = f"there are {MAX_OPEN_CALLS_OF_SERVER} calls, the maximum of this server"
-        elif self.held.total and self.held.total + self.held.added_by(request) > MAX_REQUEST_BYTES:
-            problem = f"the requests in flight have {MAX_REQUEST_BYTES} bytes, the maximum of this server"
+        elif self.held.total and self.held.total + self.held.added_by(request) > self._max_request_bytes:
+            problem = f"the requests in flight have {self._max_request_bytes} bytes, the maximum of this server"
         else:
             self._num_calls_of[host] += 1
             self.num_open_calls += 1

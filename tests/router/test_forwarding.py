@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from headrace.common.transport import session_server
 from headrace.common.transport.session_client import SessionClient
 from headrace.common.transport.wire_request import SharedPart, WireRequest
 from headrace.protos import inference_pb2, worker_pb2
@@ -775,6 +776,21 @@ async def test_more_bytes_of_requests_than_the_bound_are_refused(
     held.cancel()
     await until(lambda: router.server.inference.num_in_flight == 0)
     assert sample("headrace_router_request_bytes") == 0
+
+
+async def test_sessions_do_not_bound_the_bytes_of_requests_before_the_router_does(start_router: StartRouter) -> None:
+    """Or else --max-request-mb would have no effect above their bound."""
+
+    class Large(bytes):
+        def __len__(self) -> int:
+            return session_server.MAX_REQUEST_BYTES
+
+    router = await start_router()
+    sessions = router.server.inference.sessions
+    request = WireRequest(Large())
+    assert [sessions.begin("host", 0, request) for _ in range(2)] == [None, None]
+    for _ in range(2):
+        sessions.ended("host", request)
 
 
 async def test_images_may_have_more_bytes_than_an_answer(start_router: StartRouter, start_worker: StartWorker) -> None:

@@ -483,12 +483,15 @@ async def test_a_message_of_an_answer_that_is_too_large_fails_its_call_alone(mon
         innocent.cancel()
 
 
-@pytest.mark.parametrize("bound", ["MAX_OPEN_CALLS_OF_HOST", "MAX_OPEN_CALLS_OF_SERVER", "MAX_REQUEST_BYTES"])
+@pytest.mark.parametrize("bound", ["MAX_OPEN_CALLS_OF_HOST", "MAX_OPEN_CALLS_OF_SERVER", "max_request_bytes"])
 async def test_calls_of_a_host_and_of_all_are_bounded_over_sessions(
     monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(session_server, bound, 13 if bound == "MAX_REQUEST_BYTES" else 2)
     server = Server()
+    if bound == "max_request_bytes":
+        server.sessions = SessionServer(server.handle, 13)
+    else:
+        monkeypatch.setattr(session_server, bound, 2)
     async with serving(server) as (address, _), grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(channel, 3)
         calls = [client.generate(b"hang:%d" % n) for n in range(2)]
