@@ -41,7 +41,7 @@ from headrace.gateway.responses.response import (
     Response,
 )
 from headrace.gateway.responses.rounds import McpUse, Rounds, approved_calls, mcp_use_of
-from headrace.gateway.responses.store import StoredResponse, StoreError, packed, unavailable
+from headrace.gateway.responses.store import StoredResponse, StoreError, TooLargeError, packed, unavailable
 from headrace.gateway.responses.tools import Offer, offer_of
 from headrace.gateway.responses.types import (
     CompactRequest,
@@ -311,6 +311,10 @@ class _Responses:
         except BaseException as error:
             if planned.rounds is not None:
                 planned.rounds.close()
+            if isinstance(error, TooLargeError):
+                problem = "input: the conversation is too large to be kept, as a response in the background is"
+                remedy = "leave out images of earlier turns, send smaller ones, or set background to false"
+                raise invalid("input", f"{problem}: {remedy}") from error
             if isinstance(error, StoreError):
                 raise unavailable(error) from error
             raise

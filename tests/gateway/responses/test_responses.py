@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.hints import HEADER
+from headrace.gateway.responses import store as response_store
 from headrace.protos.inference_pb2 import AGGREGATION_MODE_SUM, CacheEviction
 from tests.gateway.tool_model import ONE, TEXTS, TWO, events_of, in_pieces, without
 from tests.patience import patience
@@ -679,6 +680,20 @@ async def test_a_response_that_is_not_to_be_stored_is_not(front: Any, ask: Any) 
     answer = await ask("Paris.", store=False)
     assert answer["store"] is False
     assert (await front.http.get(f"{RESPONSES}/{answer['id']}")).status_code == 404
+
+
+async def test_a_response_that_is_too_large_is_not_stored_and_not_run_in_the_background(
+    front: Any, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_store, "MAX_PLAIN_BYTES", 4000)
+    answer = await ask("Paris.", input="x" * 4000)
+    assert answer["store"] is False
+    assert (await front.http.get(f"{RESPONSES}/{answer['id']}")).status_code == 404
+    body = {"model": "tiny", "input": "x" * 4000, "background": True}
+    refused = await front.http.post(RESPONSES, json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "input"
+    assert "set background to false" in refused.json()["error"]["message"]
 
 
 async def test_the_stream_of_a_response_is_repeated_from_any_event(front: Any, ask: Any) -> None:
