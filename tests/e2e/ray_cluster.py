@@ -7,6 +7,7 @@ Ray's own `cluster_utils.Cluster` runs it, in a process of its own, so that noth
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -165,6 +166,7 @@ class _Commands:
         from ray.cluster_utils import Cluster
 
         services.get_node = _patient(services.get_node)
+        services.start_raylet = _knowing(services.start_raylet)
         self.cluster = Cluster()
         self.nodes: dict[str, Any] = {}
         self.head: dict[str, Any] = {}
@@ -213,10 +215,28 @@ class _Commands:
         return str(self.cluster.address)
 
 
+_LISTEN_PORT = "dashboard_agent_listen_port"
+
+
 def _ports() -> dict[str, int]:
     """Ports of a node's agents. A raylet that does not know them waits for the agents, but only for 15 s."""
-    names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+    names = ("metrics_agent_port", "metrics_export_port", _LISTEN_PORT, "runtime_env_agent_port")
     return {name: free_port() for name in names}
+
+
+def _knowing(start_raylet: Callable[..., Any]) -> Callable[..., Any]:
+    """Ray tells its raylet all these ports except one, which the raylet reads from a file of the agent's: it is there
+    before the agent, so that a crowded machine may take longer than 15 s to start this."""
+    from ray._raylet import persist_port
+
+    parameters = inspect.signature(start_raylet)
+
+    def started(*args: Any, **named: Any) -> Any:
+        given = parameters.bind(*args, **named).arguments
+        persist_port(given["session_dir"], given["node_id"], _LISTEN_PORT, given[_LISTEN_PORT])
+        return start_raylet(*args, **named)
+
+    return started
 
 
 def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
