@@ -282,7 +282,7 @@ def envoy_config(
         }
     }
     check = {
-        "timeout": "2s",
+        "timeout": f"{patience(2):.0f}s",
         "interval": "0.2s",
         "no_traffic_interval": "0.2s",
         "unhealthy_threshold": 1,
@@ -361,6 +361,12 @@ class Envoy:
         """Return one of its counters or gauges."""
         text = (await self.client.get(f"{self.admin}/stats", params={"filter": f"^{name}$"})).text
         return int(text.rpartition(":")[2])
+
+    async def until_picker(self, *, is_healthy: bool) -> None:
+        """Wait until it knows that the picker is there, or that it is gone."""
+        async with asyncio.timeout(patience(20)):
+            while bool(await self.statistic("cluster.picker.membership_healthy")) != is_healthy:
+                await asyncio.sleep(0.05)
 
 
 @asynccontextmanager
@@ -454,8 +460,10 @@ async def test_prefix_hits_behind_envoy_are_those_of_the_router(fleet: Fleet, tm
     assert own > 0.5
     fleet.forget()
     await until(lambda: len(fleet.router.fleet.index) == 0)
-    async with running_envoy(fleet, tmp_path) as envoy:
+    # It refuses requests without a picker, so an answer has come by its choice.
+    async with running_envoy(fleet, tmp_path, fail_open=False) as envoy:
         client = envoy.client
+        await envoy.until_picker(is_healthy=True)
         await spread(fleet, client, bodies)
         print(f"prefix hits: {own:.4f} by the router, {fleet.hits:.4f} behind Envoy")
         assert abs(fleet.hits - own) <= 0.01
@@ -493,9 +501,7 @@ async def test_requests_go_on_when_an_endpoint_or_the_picker_dies(own_fleet: Fle
         assert sum(len(pod.worker.requests) for pod in fleet.pods if pod is not first) == served + 1
         await fleet.picker.stop(0.0)
         others = [pod for pod in fleet.pods if pod is not first]
-        async with asyncio.timeout(patience(20)):
-            while await envoy.statistic("cluster.picker.membership_healthy"):
-                await asyncio.sleep(0.05)
+        await envoy.until_picker(is_healthy=False)
         served = sum(len(pod.worker.requests) for pod in others)
         for _ in range(4):
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
@@ -532,9 +538,7 @@ async def test_envoy_speaks_tls_with_the_picker(
         another_picker(fleet, picker_bind(tls, Transport(certificates))) as port,
         running_envoy(fleet, tmp_path, fail_open=False, picker_port=port, picker_tls=towards) as envoy,
     ):
-        async with asyncio.timeout(patience(20)):
-            while not await envoy.statistic("cluster.picker.membership_healthy"):
-                await asyncio.sleep(0.05)
+        await envoy.until_picker(is_healthy=True)
         await replayed(envoy.client, bodies)
         assert await envoy.statistic("cluster.picker.ssl.handshake") > 0
 
