@@ -103,6 +103,11 @@ SOAKS = {
         ("tests/e2e/test_ray_nodes.py", "tests/e2e/test_ray_serve.py"),
         ("-n", "0", "--timeout", "1800"),
     ),
+    "envoy": Soak(
+        "the endpoint picker behind Envoy: the hits of a longer trace, an endpoint and the picker that die, TLS",
+        ("tests/gateway/picking/test_picker.py",),
+        ("-n", "0", "--timeout", "1800"),
+    ),
     "streams": Soak(
         "2,000 idle and 300 busy streams through two gateways while routers, Redis and workers are restarted in turn, "
         "for an hour or HEADRACE_SOAK_MINUTES",

@@ -46,6 +46,7 @@ from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import BLOCK_SIZE, FakeWorker, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+IS_LONG = os.environ.get("HEADRACE_SOAK") == "1"
 ENVOY = Path(__file__).parents[3] / ".make/envoy/bin/envoy"
 needs_envoy = pytest.mark.skipif(not ENVOY.exists(), reason="there is no Envoy here; make test fetches it")
 WORDS = tokens_of("yes")
@@ -447,7 +448,7 @@ async def spread(fleet: Fleet, client: httpx.AsyncClient, bodies: Sequence[dict[
 
 @needs_envoy
 async def test_prefix_hits_behind_envoy_are_those_of_the_router(fleet: Fleet, tmp_path: Path) -> None:
-    (bodies,) = conversations(1)
+    (bodies,) = conversations(1, number=24, turns=6) if IS_LONG else conversations(1)
     async with AsyncExitStack() as stack:
         port = free_port("0.0.0.0")
         await stack.enter_async_context(serving(fleet.front, "127.0.0.1", port))
@@ -465,7 +466,7 @@ async def test_prefix_hits_behind_envoy_are_those_of_the_router(fleet: Fleet, tm
         client = envoy.client
         await envoy.until_picker(is_healthy=True)
         await spread(fleet, client, bodies)
-        print(f"prefix hits: {own:.4f} by the router, {fleet.hits:.4f} behind Envoy")
+        print(f"prefix hits of {len(bodies)} requests: {own:.4f} by the router, {fleet.hits:.4f} behind Envoy")
         assert abs(fleet.hits - own) <= 0.01
         assert min(len(pod.worker.requests) - had for pod, had in zip(fleet.pods, served, strict=True)) > 0
         await until(lambda: fleet.router.fleet.num_in_flight == 0)  # every booking was released
