@@ -54,15 +54,17 @@ _LONG_S = 6 * BOUND_S
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     """A head without CPUs, whose state is in a Redis, and three nodes with two places each."""
     server = RedisServer(tmp_path_factory.mktemp("redis")).start()
-    with ray_cluster({"RAY_REDIS_ADDRESS": f"127.0.0.1:{server.port}"}) as made:
-        port = free_port()
-        made.start(num_cpus=0, dashboard_port=port, include_dashboard=True, _system_config=QUICK)
-        made.dashboard = f"http://127.0.0.1:{port}"
-        for name in NODES:
-            made.tell("add", name=name, **NODE)
-        yield made
-        made.end()
-    server.kill()
+    try:
+        with ray_cluster({"RAY_REDIS_ADDRESS": f"127.0.0.1:{server.port}"}) as made:
+            port = free_port()
+            made.start(num_cpus=0, dashboard_port=port, include_dashboard=True, _system_config=QUICK)
+            made.dashboard = f"http://127.0.0.1:{port}"
+            for name in NODES:
+                made.tell("add", name=name, **NODE)
+            yield made
+            made.end()
+    finally:
+        server.kill()
 
 
 def up(cluster: RayCluster, *flags: str) -> None:
