@@ -22,12 +22,15 @@ from headrace.worker.config import ConfigurationError
 log = logging.getLogger(__name__)
 
 _NODES = "sys/devices/system/node"
-_MPOL_PREFERRED = 1
+_MPOL_DEFAULT, _MPOL_PREFERRED = 0, 1
+_MPOL_MF_MOVE = 2
 # set_mempolicy(2) and mbind(2) have no wrappers in C libraries, so they are called by number.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MASK_BITS = ctypes.sizeof(ctypes.c_ulong) * 8
 _MAX_NODES = 1024
+# Larger than the address space of a process, unless it asks for addresses above.
+_ALL_BYTES = 1 << 48
 
 
 def usable_cpus() -> frozenset[int]:
@@ -69,8 +72,8 @@ def memory_node_of(cpus: frozenset[int], root: Path = ROOT) -> int | None:
 
 
 def bind_memory(node: int | None, root: Path = ROOT, *, is_inherited: bool = False) -> int | None:
-    """Prefer `node` for the memory of this thread and of all threads that it starts. None means the node of the usable
-    CPUs.
+    """Prefer `node` for the memory of this thread and of all threads that it starts, and move to it what this process
+    has allocated so far. None means the node of the usable CPUs.
 
     Must be called by the main thread before it starts others. Does nothing if there is only one node, if the CPUs are
     on several nodes, or if a memory policy is already set (numactl, systemd). With `is_inherited`, a preferred node
@@ -104,6 +107,11 @@ def bind_memory(node: int | None, root: Path = ROOT, *, is_inherited: bool = Fal
             node,
             error.strerror,
         )
+        return node
+    try:
+        _move_allocated()
+    except OSError as error:
+        log.warning("what was allocated first may be on another node than %d: %s", node, error.strerror)
     return node
 
 
@@ -126,6 +134,14 @@ def prefer_if_possible(address: int, size_bytes: int, node: int, what: str) -> N
 def _prefer(node: int) -> None:
     """set_mempolicy(MPOL_PREFERRED, {node}). OSError from the kernel; ENOSYS on an unknown architecture."""
     _call(_SET_MEMPOLICY, *_preferred(node))
+
+
+def _move_allocated() -> None:
+    """mbind(all memory, MPOL_DEFAULT, MPOL_MF_MOVE): moves the pages that no other process has to where new ones would
+    come from. migrate_pages(2) would also move libraries away from other workers, if this process has CAP_SYS_NICE.
+    OSError from the kernel; ENOSYS on an unknown architecture."""
+    policy = ctypes.c_long(_MPOL_DEFAULT), None, ctypes.c_ulong(0)
+    _call(_MBIND, None, ctypes.c_ulong(_ALL_BYTES), *policy, ctypes.c_uint(_MPOL_MF_MOVE))
 
 
 def _preferred(node: int) -> tuple[Any, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,11 +35,14 @@ def tree(root: Path, nodes: dict[int, tuple[str, str]], with_memory: str, policy
 
 
 @pytest.fixture
-def preferred(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The nodes passed to the kernel as preferred."""
+def preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The nodes passed to the kernel as preferred. Each time, what was allocated before must be moved."""
     asked: list[int] = []
+    moved_to: list[int] = []
     monkeypatch.setattr(numa, "_prefer", asked.append)
-    return asked
+    monkeypatch.setattr(numa, "_move_allocated", lambda: moved_to.append(asked[-1]))
+    yield asked
+    assert moved_to == asked
 
 
 def use_cpus(monkeypatch: pytest.MonkeyPatch, *cpus: int) -> None:
@@ -136,14 +141,33 @@ def test_where_the_kernel_does_not_permit_it_there_is_one_warning_and_nothing_el
     assert "memory could not be bound to node 900" in record.getMessage()
 
 
+def test_where_the_kernel_does_not_move_pages_there_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(numa, "_prefer", lambda node: None)
+    monkeypatch.setattr(numa, "_move_allocated", refuse)
+    use_cpus(monkeypatch, 4, 5)
+    assert bind_memory(None, tree(tmp_path, TWO_SOCKETS, "0-1")) == 1
+    (record,) = caplog.records
+    assert "what was allocated first may be on another node than 1: Operation not permitted" in record.getMessage()
+
+
 _PREFER_AND_SHOW = """
-import threading
+import subprocess, sys, threading
 from pathlib import Path
-from headrace.worker.host.numa import _prefer
+from headrace.worker.host.numa import _move_allocated, _prefer
+SHOW = 'from pathlib import Path; print(Path("/proc/thread-self/numa_maps").read_text().split()[1], flush=True)'
+def show_both():
+    thread = threading.Thread(target=exec, args=(SHOW,))
+    thread.start()
+    thread.join()
+    subprocess.run([sys.executable, "-S", "-c", SHOW], check=True)
 _prefer(0)
-thread = threading.Thread(target=lambda: print(Path("/proc/thread-self/numa_maps").read_text().split()[1]))
-thread.start()
-thread.join()
+_move_allocated()
+show_both()
 """
 
 
@@ -151,11 +175,11 @@ thread.join()
     not Path("/proc/self/numa_maps").exists() or os.uname().machine not in numa._SET_MEMPOLICY,
     reason="this kernel has no memory policies",
 )
-def test_the_kernel_takes_the_policy_and_threads_inherit_it() -> None:
+def test_the_kernel_takes_the_policy_and_threads_and_programs_inherit_it() -> None:
     shown = subprocess.run([sys.executable, "-c", _PREFER_AND_SHOW], capture_output=True, text=True, check=False)
     if "Operation not permitted" in shown.stderr:
         pytest.skip("memory policies are not permitted here")
-    assert shown.stdout == "prefer:0\n", shown.stderr
+    assert shown.stdout.split() == ["prefer:0", "prefer:0"], shown.stderr
 
 
 _IMPORT_AND_SHOW = """
