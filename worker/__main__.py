@@ -32,7 +32,7 @@ from headrace.worker.config import ConfigurationError, WorkerConfig
 from headrace.worker.encoder.pooling import Pooling
 from headrace.worker.host.advertise import advertised_address, fleet_address
 from headrace.worker.host.children import end_children
-from headrace.worker.host.numa import bind_memory, usable_cpus
+from headrace.worker.host.numa import bind_memory, unbind_memory, usable_cpus
 from headrace.worker.host.pinning import warn_if_not_pinned
 from headrace.worker.ranks.places import places_of
 from headrace.worker.server.adapters import check_name
@@ -206,7 +206,7 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
         start_tracing("worker", otlp_endpoint)
         if config.serves_stage:
             if uvloop.run(serve_stage(config)):
-                start_again(cpus)
+                start_again(cpus, is_bound=node is not None)
         else:
             uvloop.run(serve(config))
     except (ConfigurationError, TracingUnavailableError, ValueError) as error:
@@ -219,10 +219,13 @@ def command(log_level: str, log_format: str, otlp_endpoint: str | None, **option
     os._exit(0)
 
 
-def start_again(cpus: Collection[int]) -> NoReturn:
+def start_again(cpus: Collection[int], *, is_bound: bool) -> NoReturn:
     """Replace this process by a new one with the same arguments and the same process id, on these CPUs. This frees all
-    that was loaded, and ends the ranks of a divided stage. Does not return."""
+    that was loaded, and ends the ranks of a divided stage. `is_bound` if this process has set its memory policy, which
+    the new one would take for its starter's. Does not return."""
     end_children()
+    if is_bound:
+        unbind_memory()
     os.sched_setaffinity(0, cpus)
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -7,6 +7,7 @@ imported. Memory comes from the node of these CPUs, or from the nearest node wit
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -113,6 +114,13 @@ def bind_memory(node: int | None, root: Path = ROOT, *, is_inherited: bool = Fal
     except OSError as error:
         log.warning("what was allocated first may be on another node than %d: %s", node, error.strerror)
     return node
+
+
+def unbind_memory() -> None:
+    """Undo `bind_memory` for the memory that is still to come, also that of programs started from now on. Does nothing
+    if the kernel does not permit it, because it has not permitted the other then."""
+    with contextlib.suppress(OSError):
+        _call(_SET_MEMPOLICY, ctypes.c_long(_MPOL_DEFAULT), None, ctypes.c_ulong(0))
 
 
 def prefer_for(address: int, size_bytes: int, node: int) -> None:

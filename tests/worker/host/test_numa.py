@@ -158,7 +158,7 @@ def test_where_the_kernel_does_not_move_pages_there_is_one_warning(
 _PREFER_AND_SHOW = """
 import subprocess, sys, threading
 from pathlib import Path
-from headrace.worker.host.numa import _move_allocated, _prefer
+from headrace.worker.host.numa import _move_allocated, _prefer, unbind_memory
 SHOW = 'from pathlib import Path; print(Path("/proc/thread-self/numa_maps").read_text().split()[1], flush=True)'
 def show_both():
     thread = threading.Thread(target=exec, args=(SHOW,))
@@ -168,6 +168,8 @@ def show_both():
 _prefer(0)
 _move_allocated()
 show_both()
+unbind_memory()
+show_both()
 """
 
 
@@ -175,11 +177,11 @@ show_both()
     not Path("/proc/self/numa_maps").exists() or os.uname().machine not in numa._SET_MEMPOLICY,
     reason="this kernel has no memory policies",
 )
-def test_the_kernel_takes_the_policy_and_threads_and_programs_inherit_it() -> None:
+def test_the_kernel_takes_the_policy_and_threads_and_programs_inherit_it_until_it_is_undone() -> None:
     shown = subprocess.run([sys.executable, "-c", _PREFER_AND_SHOW], capture_output=True, text=True, check=False)
     if "Operation not permitted" in shown.stderr:
         pytest.skip("memory policies are not permitted here")
-    assert shown.stdout.split() == ["prefer:0", "prefer:0"], shown.stderr
+    assert shown.stdout.split() == ["prefer:0", "prefer:0", "default", "default"], shown.stderr
 
 
 _IMPORT_AND_SHOW = """
