@@ -22,7 +22,7 @@ from headrace.gateway.chat.request import (
     prompts_of,
     sampling_of,
 )
-from headrace.gateway.chat.sampling import Sampling
+from headrace.gateway.chat.sampling import ContextTooLongError, Sampling
 from headrace.gateway.chat.thinking import OF_EFFORTS, budget_of
 from headrace.gateway.chat.tool_grammar import can_be_held
 from headrace.gateway.chat.tools import ToolUse, functions_of
@@ -309,21 +309,23 @@ def plan_of(
     if images and len(kept) < len(token_ids):
         problem = "truncate_prompt_tokens would cut a prompt with images, which stay whole; leave out earlier messages"
         raise invalid("truncate_prompt_tokens", problem)
-    return plan_job(
-        Job(
-            model=model,
-            token_ids=kept,
-            images=images,
-            sampling=sampling,
-            num_choices=request.best_of or request.n or 1,
-            shown_ids=shown_ids,
-            session_key=request.prompt_cache_key or "",
-            cache_salt=request.cache_salt or "",
-            priority=request.priority or 0,
-            common=common,
-            prediction=prediction,
-        )
+    job = Job(
+        model=model,
+        token_ids=kept,
+        images=images,
+        sampling=sampling,
+        num_choices=request.best_of or request.n or 1,
+        shown_ids=shown_ids,
+        session_key=request.prompt_cache_key or "",
+        cache_salt=request.cache_salt or "",
+        priority=request.priority or 0,
+        common=common,
+        prediction=prediction,
     )
+    try:
+        return plan_job(job)
+    except ContextTooLongError as error:
+        raise error.of_field("messages" if isinstance(request, Chat) else "prompt") from None
 
 
 def _truncated(token_ids: Sequence[int], request: Chat | Completion, sampling: Sampling, model: Model) -> Sequence[int]:

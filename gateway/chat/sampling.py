@@ -94,8 +94,10 @@ class Sampling:
 class ContextTooLongError(StatusError):
     """The prompt, or prompt and answer, do not fit into the context. In OpenAI's words, which clients match."""
 
-    def __init__(self, max_context_tokens: int, num_prompt_tokens: int, num_answer_tokens: int) -> None:
-        """`num_answer_tokens` is what the caller asks for; 0: anything."""
+    def __init__(
+        self, max_context_tokens: int, num_prompt_tokens: int, num_answer_tokens: int, field: str | None = None
+    ) -> None:
+        """`num_answer_tokens` is what the caller asks for; 0: anything. `field` has the prompt."""
         self.max_context_tokens = max_context_tokens
         self.num_prompt_tokens = num_prompt_tokens
         self.num_answer_tokens = num_answer_tokens
@@ -111,7 +113,11 @@ class ContextTooLongError(StatusError):
                 f"{start}. However, your prompt resulted in {num_prompt_tokens} tokens. Please reduce the length of the"
                 " prompt."
             )
-        super().__init__(Reason.CONTEXT_TOO_LONG, problem)
+        super().__init__(Reason.CONTEXT_TOO_LONG, problem, field=field)
+
+    def of_field(self, field: str) -> ContextTooLongError:
+        """The same error, about a prompt in this field."""
+        return ContextTooLongError(self.max_context_tokens, self.num_prompt_tokens, self.num_answer_tokens, field=field)
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:

@@ -69,7 +69,7 @@ async def test_requests_have_rules_of_their_own(evicting: Fleet) -> None:
         assert same == of_server
         assert len(wide) == 300
         for fields, field, problem in (
-            ({"cache_eviction": False, "max_tokens": 900}, "max_tokens", "maximum context length"),
+            ({"cache_eviction": False, "max_tokens": 900}, "prompt", "maximum context length"),
             ({"cache_eviction": {"max_cache_size": 200}}, "cache_eviction.max_cache_size", "multiple of the KV block"),
             ({"cache_eviction": {"max_cache_size": 4096}}, "cache_eviction.max_cache_size", "must be at most"),
             ({"cache_eviction": {"apply_rotation": True}}, "cache_eviction.apply_rotation", "not supported"),

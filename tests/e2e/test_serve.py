@@ -174,7 +174,7 @@ def test_a_model_that_is_not_served_is_404(client: openai.OpenAI) -> None:
 def test_a_prompt_longer_than_the_context_is_400(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 8192 tokens") as raised:
         ask(client, [{"role": "user", "content": "water " * 9000}])
-    assert raised.value.code == "context_length_exceeded"
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "messages")
 
 
 def test_json_that_is_none_is_400(system: Serve) -> None:

@@ -204,7 +204,7 @@ async def test_a_search_that_a_worker_refuses_names_what_the_caller_wrote(
 
 async def test_a_prompt_longer_than_the_context_says_what_clients_match_on(gateway: Any) -> None:
     error = await failure(gateway, COMPLETIONS, 400, {"model": "tiny", "prompt": "x" * 300})
-    assert error["code"] == "context_length_exceeded"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert "This model's maximum context length is 256 tokens" in error["message"]
 
 

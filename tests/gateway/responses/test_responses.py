@@ -373,7 +373,7 @@ async def test_truncation_drops_the_oldest_turns_that_do_not_fit(ask: Any, refus
     turns = [{"role": role, "content": f"{i} " + 1000 * "x"} for i in range(4) for role in ("user", "assistant")]
     items = [*turns, {"role": "user", "content": "last"}]
     error = await refused(input=items, instructions="Be brief.")
-    assert error["code"] == "context_length_exceeded"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
     answer = await ask("x", input=items, instructions="Be brief.", truncation="auto", max_output_tokens=50)
     assert answer["truncation"] == "auto"
     prompt = model.prompt
