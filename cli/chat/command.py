@@ -65,21 +65,22 @@ def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
+@click.argument("prompt", nargs=-1)
 @click.option("--url", help="Server, such as http://127.0.0.1:8000.  [default: the one on this host]")
 @click.option("--model", shell_complete=complete_served_models, help="Model to ask.  [default: the first one served]")
 @chat_options
 @api_options
-def chat(url: str | None, model: str | None, options: ChatOptions, access: ApiAccess) -> None:
-    """Chat with a served model.
+def chat(prompt: tuple[str, ...], url: str | None, model: str | None, options: ChatOptions, access: ApiAccess) -> None:
+    """Chat with a served model, or have it answer PROMPT and exit.
 
     In the conversation, /? shows the commands, such as /set for sampling fields and the system message, /file and
     /image for attachments of the next question, /save and /load. A question between triple quotes may have several
     lines. Ctrl-C stops an answer; /exit or Ctrl-D leaves.
 
     If standard input is a pipe, each line is a question. Answers go to standard output, reasoning and figures to
-    standard error. For a single answer, use `headrace run MODEL PROMPT`.
+    standard error.
     """
-    talk(ChatClient(url or default_url(), model, access), options)
+    talk(ChatClient(url or default_url(), model, access), options, " ".join(prompt) or None)
 
 
 def talk(client: ChatClient, options: ChatOptions, question: str | None = None) -> None:

@@ -41,6 +41,12 @@ def test_each_line_of_a_pipe_gets_an_answer_on_standard_output(server: ChatServe
     assert result.stderr.count("[3 tokens, ") == 2
 
 
+def test_a_prompt_gets_one_answer_and_standard_input_is_left_alone(server: ChatServer) -> None:
+    result = chat(server, "abc\n", "water", "mill")
+    assert (result.exit_code, result.stdout) == (0, "llim retaw\n")
+    assert len(server.asked) == 1
+
+
 def test_what_separates_lines_elsewhere_is_text_in_an_event(server: ChatServer) -> None:
     result = chat(server, "a\u2028b\x85c\n")
     assert (result.exit_code, result.stdout) == (0, "c\x85b\u2028a\n")
